@@ -1,0 +1,75 @@
+"""The tensor vocabulary of one step.
+
+Shape letters, used everywhere: R requests in the batch (contexts first, then generations); C context
+requests; G generation requests (R = C + G); K draft length; T flat tokens; H hidden size; V vocabulary;
+S slots; P stop ids kept per request. A context request contributes its prompt chunk to the flat
+tokens, a generation request K+1 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PAD_TOKEN = -1
+"""Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
+
+STATUS_OK = 0
+STATUS_NO_FINITE_LOGIT = 1
+"""The run met a row of logits without any usable value; the request fails alone."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the target emitted for every request of a step."""
+
+    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN behind the run
+    num_accepted: torch.Tensor  # [R] int32: emitted tokens, matching drafts plus the bonus
+    status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
+
+    def last_tokens(self) -> torch.Tensor:
+        """The last emitted token of every request [R] int32; 0 where nothing was emitted."""
+        column = (self.num_accepted - 1).clamp_min(0).to(torch.int64).unsqueeze(1)
+        return self.tokens.gather(1, column).squeeze(1).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """The rows that a draft layer reads, flat, contexts first."""
+
+    input_ids: torch.Tensor  # [T'] int32
+    position_ids: torch.Tensor  # [T'] position of the row's state; 0 for dead rows
+    hidden_states: torch.Tensor  # [T', H]
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """Per-request parameters of acceptance, in fixed device buffers that the host fills before a step."""
+
+    stop_ids: torch.Tensor  # [R, P] int32, padded with -1: end ids and stop ids of the request
+    min_stop_index: torch.Tensor | None
+    """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for all."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A worker's result; ``as_dict`` gives the mapping that TensorRT-LLM's executor expects."""
+
+    logits: torch.Tensor  # as given to the worker: the target's raw logits
+    new_tokens: torch.Tensor  # [R, K+1] int32
+    new_tokens_lens: torch.Tensor  # [R] int32
+    next_draft_tokens: torch.Tensor  # [R, K] int32
+    next_new_tokens: torch.Tensor  # [R, K+1] int32: last accepted token, then the drafts
+    status: torch.Tensor  # [R] int32
+
+    def as_dict(self) -> dict[str, torch.Tensor]:
+        """The result under TensorRT-LLM's keys, and ``status``."""
+        return {
+            "logits": self.logits,
+            "new_tokens": self.new_tokens,
+            "new_tokens_lens": self.new_tokens_lens,
+            "next_draft_tokens": self.next_draft_tokens,
+            "next_new_tokens": self.next_new_tokens,
+            "status": self.status,
+        }

@@ -1,0 +1,53 @@
+"""One hierarchy of named errors: every message says what was expected, what came, and where."""
+
+from __future__ import annotations
+
+
+class MTPPluginError(Exception):
+    """Root of every error that the package raises on purpose."""
+
+
+class ConfigError(MTPPluginError, ValueError):
+    """A configuration value or file that cannot be used."""
+
+
+class CheckpointError(MTPPluginError, ValueError):
+    """A checkpoint whose config or tensors cannot serve MTP decoding."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A model family or layer kind that the package does not run."""
+
+
+class RequestError(MTPPluginError, ValueError):
+    """A request refused at admission; the message names every reason."""
+
+
+class TensorContractError(MTPPluginError, ValueError):
+    """A tensor handed to an op with another shape, dtype or device than its contract."""
+
+
+class MetadataError(MTPPluginError, RuntimeError):
+    """Attention or speculative metadata used out of order or found inconsistent."""
+
+
+class NoFreeSlotsError(MTPPluginError, ValueError):
+    """Every slot of a slot manager is taken."""
+
+
+class NoFreeBlocksError(MTPPluginError, RuntimeError):
+    """The KV pool has fewer free blocks than an allocation needs."""
+
+
+class PluginError(MTPPluginError, LookupError):
+    """A decoding type without a registered plugin, or one registered twice."""
+
+
+class ExecutorError(MTPPluginError, RuntimeError):
+    """The executor cannot go on: shut down, or a request was used against its life cycle."""
+
+
+def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
+    """Raise ``error(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise error(message)

@@ -1,0 +1,468 @@
+"""The Python API: a model, a config, and prompts in; text, steps or a stream out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_plugin.config import LLMConfig, load_config, parse_config
+from mtp_plugin.errors import ConfigError, MTPPluginError, RequestError
+from mtp_plugin.executor.attention import SDPA_BACKEND, PagedAttentionMetadata
+from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
+from mtp_plugin.executor.model_engine import ModelEngine
+from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
+from mtp_plugin.executor.request import LlmRequest, SamplingParams
+from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
+from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
+from mtp_plugin.executor.text import RequestText
+from mtp_plugin.models import LoadedModel, load_model, read_facts
+from mtp_plugin.plugin import HostFacts, find_plugin
+from mtp_plugin.protocols import FinishReason, ResourceManager
+from mtp_plugin.statistics import AcceptanceStats
+
+CPU_KV_BYTES = 2 * 2**30
+"""Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says otherwise."""
+
+Prompt = str | Sequence[int]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    acceptance: AcceptanceStats
+
+
+class LLM:
+    """An embedded executor around one checkpoint.
+
+    Args:
+        config: an ``LLMConfig``, a mapping with its keys, or the path of a YAML file.
+        model: an already loaded model to share; default: loaded from ``config.model``.
+        tokenizer: with ``encode`` and ``decode``; default: the checkpoint's, where it has one.
+        on_progress: called with a line of text as loading goes on.
+        chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
+        kv_fill: initial value of the KV pools (tests fill them with NaN).
+
+    Raises:
+        ConfigError, CheckpointError, PluginError: before any weight is loaded.
+    """
+
+    def __init__(
+        self,
+        config: LLMConfig | Mapping[str, Any] | str | Path,
+        *,
+        model: LoadedModel | None = None,
+        tokenizer: Any = None,
+        on_progress: Progress | None = None,
+        chunk_policy: ChunkPolicy = whole_budget,
+        kv_fill: float = 0.0,
+    ) -> None:
+        self.config = _as_config(config)
+        report = on_progress or (lambda _: None)
+        report("reading the checkpoint's config")
+        facts = read_facts(self.config.model) if model is None else model.facts
+        speculative = self.config.speculative_config
+        plugin = find_plugin(None if speculative is None else speculative.decoding_type)
+        plan = plugin.plan(speculative, facts.num_mtp_layers)
+        self.device = _device(self.config.device)
+        self.max_seq_len = _max_seq_len(self.config, facts.max_position_embeddings)
+        if model is None:
+            report("loading weights")
+            model = load_model(
+                self.config.model,
+                dtype=_dtype(self.config.dtype, facts.dtype, self.device),
+                device=self.device,
+                attn_implementation=SDPA_BACKEND,
+                num_mtp_layers=plan.num_draft_layers,
+            )
+        elif len(model.mtp_layers) < plan.num_draft_layers:
+            raise ConfigError(
+                f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
+                f"{plan.num_draft_layers}"
+            )
+        model.set_attn_implementation(SDPA_BACKEND)
+        self.model = model
+        if tokenizer is None and (Path(self.config.model) / "tokenizer.json").is_file():
+            report("loading the tokenizer")
+            tokenizer = _load_tokenizer(self.config.model)
+        self.tokenizer = tokenizer
+        batch_size = self.config.max_batch_size
+        host = HostFacts(
+            hidden_size=facts.hidden_size,
+            vocab_size=facts.vocab_size,
+            dtype=model.lm_head.weight.dtype,  # type: ignore[arg-type]
+            device=self.device,
+            max_batch_size=batch_size,
+            max_num_sequences=2 * batch_size,
+            max_seq_len=self.max_seq_len,
+            chain=model.traits.chain,
+            encode=self._encode_tag if tokenizer is not None else None,
+        )
+        pieces = plugin.build(speculative, plan, host)
+        self.pieces = pieces
+        report("allocating the KV cache")
+        cache = self.config.kv_cache_config
+        blocks = BlockManager(self._num_blocks(plan.num_draft_layers), cache.tokens_per_block)
+        self.blocks = blocks
+        self.pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)
+        engine = ModelEngine(
+            model,
+            pieces,
+            blocks,
+            self.pools,
+            max_seq_len=self.max_seq_len,
+            padded_sizes=_padded_sizes(self.config),
+            check_metadata=bool(getattr(getattr(speculative, "mtp", None), "check_metadata", False)),
+        )
+        scheduler = Scheduler(
+            plan,
+            blocks,
+            max_batch_size=batch_size,
+            max_num_tokens=self.config.max_num_tokens,
+            chunk_policy=chunk_policy,
+            chunking=self.config.enable_chunked_prefill,
+        )
+        managers: dict[str, ResourceManager] = {}
+        if pieces.manager is not None:
+            managers["spec_resource_manager"] = pieces.manager
+        self.seq_slots = SeqSlotManager(host.max_num_sequences)
+        managers["seq_slot_manager"] = self.seq_slots
+        managers["kv_cache_manager"] = blocks
+        self.executor = PyExecutor(
+            engine,
+            scheduler,
+            pieces.sampler,
+            ResourceManagers(managers),
+            overlap=not self.config.disable_overlap_scheduler,
+        )
+        self._end_ids = facts.eos_token_ids
+        self._next_id = 0
+        self._queues: dict[int, asyncio.Queue[StepEvent | BaseException]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        report("ready")
+
+    # ---- use --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; outputs come in the prompts' order.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing was started.
+        """
+        requests = self._requests(prompts, sampling_params)
+        for _ in self._run(requests):
+            pass
+        return [self._output(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[list[StepEvent]]:
+        """The events of every executor step; an event carries 0 to K+1 tokens of one request.
+
+        Request ids number the prompts in order, counted on over the life of the object. Closing the
+        iterator cancels what is unfinished.
+        """
+        return self._run(self._requests(prompts, sampling_params))
+
+    async def stream_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[StepEvent]:
+        """The events of one request; many may run at a time and share the batch.
+
+        Leaving the iteration early cancels the request.
+        """
+        (request,) = self._requests([prompt], sampling_params)
+        queue: asyncio.Queue[StepEvent | BaseException] = asyncio.Queue()
+        self.executor.enqueue(request)
+        self._queues[request.request_id] = queue
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            while True:
+                event = await queue.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self._queues.pop(request.request_id, None)
+            self.executor.cancel(request.request_id)
+
+    async def generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> tuple[list[int], str]:
+        """Token ids and text of one prompt, run beside others."""
+        ids: list[int] = []
+        text = ""
+        async for event in self.stream_async(prompt, sampling_params):
+            ids += event.token_ids
+            text += event.text
+        return ids, text
+
+    def shutdown(self) -> None:
+        """Cancel everything and give every resource back."""
+        self.executor.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+        """A request that passed admission, not yet enqueued.
+
+        Raises:
+            RequestError: naming every reason.
+        """
+        request_id = self._next_id
+        ids = self._prompt_ids(prompt, request_id)
+        self._admit(params, request_id)
+        self._next_id += 1
+        text = None
+        if self.tokenizer is not None:
+            text = RequestText(self.tokenizer, params.stop, params.min_tokens)
+        return LlmRequest(
+            request_id,
+            ids,
+            params,
+            end_ids=self._end_ids,
+            text=text,
+            max_draft_len=self.pieces.plan.max_draft_len,
+            max_seq_len=self.max_seq_len,
+        )
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[LlmRequest]:
+        batch = _as_batch(prompts)
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(batch)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(batch):
+            raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
+        requests = [self.make_request(p, s) for p, s in zip(batch, params, strict=True)]
+        for request in requests:
+            self.executor.check_fits(request)
+        return requests
+
+    def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has none"
+                )
+            ids = list(self.tokenizer.encode(prompt))
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise RequestError(f"request {request_id}: the prompt is empty")
+        vocab = self.model.facts.vocab_size
+        wrong = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
+        if wrong:
+            raise RequestError(
+                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got {wrong[:3]}"
+            )
+        return ids
+
+    def _admit(self, params: SamplingParams, request_id: int) -> None:
+        unsupported = params.unsupported()
+        if params.stop and self.tokenizer is None:
+            unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
+        vocab = self.model.facts.vocab_size
+        unsupported += [
+            f"stop_token_ids: {t} is outside the vocabulary of {vocab}"
+            for t in params.stop_token_ids
+            if t >= vocab
+        ]
+        if unsupported:
+            raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
+
+    def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
+        for request in requests:
+            self.executor.enqueue(request)
+        try:
+            while self.executor.has_work:
+                events = self.executor.step()
+                if events:
+                    yield events
+        finally:
+            for request in requests:
+                self.executor.cancel(request.request_id)
+            while self.executor.has_work and not self._queues:
+                self.executor.step()
+
+    @staticmethod
+    def _output(request: LlmRequest) -> RequestOutput:
+        if request.finish_reason is None:
+            raise RequestError(f"request {request.request_id} has not finished")
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.tokens[: request.py_orig_prompt_len],
+            token_ids=request.output_token_ids,
+            text=request.text.full_text if request.text is not None else "",
+            finish_reason=request.finish_reason,
+            acceptance=request.py_acceptance,
+        )
+
+    async def _drive(self) -> None:
+        """Step while there is work, one step at a time in a thread, and hand events out."""
+        try:
+            while self.executor.has_work:
+                for event in await asyncio.to_thread(self.executor.step):
+                    queue = self._queues.get(event.request_id)
+                    if queue is not None:
+                        queue.put_nowait(event)
+        except Exception as error:
+            # every waiting stream learns of the failure; none may hang
+            for queue in self._queues.values():
+                queue.put_nowait(error)
+
+    # ---- set-up -----------------------------------------------------------------------------
+
+    def _encode_tag(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _num_blocks(self, num_draft_layers: int) -> int:
+        """Blocks of the pool: what was asked for, else what the batch can use and memory holds."""
+        cache = self.config.kv_cache_config
+        block = cache.tokens_per_block
+        if cache.max_tokens is not None:
+            blocks = cache.max_tokens // block
+            if blocks < 1:
+                raise ConfigError(
+                    f"kv_cache_config.max_tokens: {cache.max_tokens} holds no block of {block} tokens"
+                )
+            return blocks
+        useful = self.config.max_batch_size * -(-self.max_seq_len // block)
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            available = int(free * cache.free_gpu_memory_fraction)
+        else:
+            available = CPU_KV_BYTES
+        per_block = self._kv_bytes_per_token(num_draft_layers) * block
+        return max(1, min(useful, available // per_block))
+
+    @torch.inference_mode()
+    def _kv_bytes_per_token(self, num_draft_layers: int) -> int:
+        """Measured: one token through the target and every draft layer, over a pool of one block."""
+        pools = PagedKVPools(num_blocks=1, block_size=1)
+        one = torch.ones(1, dtype=torch.int32, device=self.device)
+        metadata = PagedAttentionMetadata(
+            seq_lens=torch.ones(1, dtype=torch.int32),
+            kv_lens=one,
+            num_contexts=1,
+            num_cached_tokens_per_seq=[0],
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device=self.device),
+            kv_write_limit=one.clone(),
+            kv_capacity=one.clone(),
+            pools=pools,
+        )
+        ids = torch.zeros(1, dtype=torch.int32, device=self.device)
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        states = self.model.forward_target(ids, positions, metadata)
+        for layer in list(self.model.mtp_layers)[:num_draft_layers]:
+            layer(
+                embed_tokens=self.model.embed_tokens,
+                input_ids=ids,
+                position_ids=positions,
+                hidden_states=states,
+                attn_metadata=metadata,
+            )
+        return pools.num_bytes() // pools.num_rows
+
+
+def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
+    if isinstance(config, LLMConfig):
+        return config
+    if isinstance(config, Mapping):
+        return parse_config(config)
+    return load_config(config)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several; a sequence of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    for item in items:
+        if isinstance(item, (int, float, bytes)) or item is None:
+            raise RequestError(
+                f"prompts: expected text or lists of token ids, got {type(item).__name__}"
+            )
+    return items  # type: ignore[return-value]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # a CPU gains nothing from half precision, and float32 is exact against plain decoding
+        return torch.float32 if device.type == "cpu" else stored
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _max_seq_len(config: LLMConfig, positions: int) -> int:
+    if config.max_seq_len is None:
+        return positions
+    if config.max_seq_len > positions:
+        raise ConfigError(
+            f"max_seq_len: {config.max_seq_len} is above the model's {positions} positions"
+        )
+    return config.max_seq_len
+
+
+def _padded_sizes(config: LLMConfig) -> list[int]:
+    graphs = config.cuda_graph_config
+    if graphs is None or not graphs.enable_padding:
+        return []
+    if graphs.batch_sizes:
+        sizes = list(graphs.batch_sizes)
+    else:
+        largest = graphs.max_batch_size or config.max_batch_size
+        sizes = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
+    return [size for size in sizes if size <= config.max_batch_size]
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise MTPPluginError(f"tokenizer of {path}: {error}") from error

@@ -1,0 +1,265 @@
+"""The loop: schedule, prepare, forward, sample, hand results out; plain, or one step behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.executor.model_engine import ModelEngine
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.executor.resources import ResourceManagers
+from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler
+from mtp_plugin.executor.text import Segment
+from mtp_plugin.protocols import FinishReason, Sampler
+from mtp_plugin.statistics import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step gave one request: 0 to K+1 tokens, and the text that they make visible."""
+
+    request_id: int
+    token_ids: list[int]
+    segments: list[Segment]
+    finish_reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        """The newly visible text."""
+        return "".join(segment.text for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose results the host has not seen."""
+
+    batch: ScheduledRequests
+    state: Any
+    epochs: dict[int, int]
+
+
+class PyExecutor:
+    """Drives a plugin's pieces with TensorRT-LLM's call order.
+
+    Plain loop: schedule, prepare_resources, forward, sample_async, update request states,
+    update_requests, responses, update_resources. Overlap loop: forward(n) is launched before the
+    results of step n-1 are read; update_requests(n-1) comes between forward(n) and sample_async(n);
+    responses and update_resources(n-1) come after it.
+    """
+
+    def __init__(
+        self,
+        engine: ModelEngine,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        resources: ResourceManagers,
+        *,
+        overlap: bool,
+    ) -> None:
+        self.engine = engine
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.resources = resources
+        self.overlap = overlap
+        self.acceptance = AcceptanceStats(engine.pieces.plan.max_draft_len)
+        self.num_steps = 0
+        self._requests: dict[int, LlmRequest] = {}
+        self._reported: dict[int, int] = {}
+        self._launched: _Launched | None = None
+        self._closed = False
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step is running."""
+        return bool(self._requests) or self._launched is not None
+
+    def enqueue(self, request: LlmRequest) -> None:
+        """Take a request in.
+
+        Raises:
+            RequestError: it can never run here; nothing was taken.
+            ExecutorError: the executor was shut down.
+        """
+        if self._closed:
+            raise ExecutorError("the executor was shut down")
+        if request.request_id in self._requests:
+            raise RequestError(f"request {request.request_id}: the id is in use")
+        self.check_fits(request)
+        self._requests[request.request_id] = request
+        self._reported[request.request_id] = request.get_num_tokens()
+        self.scheduler.waiting.append(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now; its event comes with the next step. False for an unknown id."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        request.finish_by(FinishReason.CANCELLED)
+        return True
+
+    def shutdown(self) -> None:
+        """Drop every request and give all resources back."""
+        for request in list(self._requests.values()):
+            request.finish_by(FinishReason.CANCELLED)
+            self._terminate(request)
+        self._launched = None
+        self.resources.shutdown()
+        self._closed = True
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def step(self) -> list[StepEvent]:
+        """One iteration; the events of the step whose results became known.
+
+        Raises:
+            Exception: whatever target or worker raised; every request was ended with an error and
+                its resources were given back before.
+        """
+        if self._closed:
+            raise ExecutorError("the executor was shut down")
+        try:
+            return self._overlap_step() if self.overlap else self._plain_step()
+        except Exception:
+            self._fail_all()
+            raise
+
+    def _plain_step(self) -> list[StepEvent]:
+        cancelled = self._end_cancelled()
+        batch = self._schedule(in_flight=set())
+        if batch.batch_size == 0:
+            return cancelled
+        self.resources.prepare_resources(batch)
+        outputs = self.engine.forward(batch, None, set())
+        state = self.sampler.sample_async(batch, outputs)
+        self._update_request_states(batch)
+        self.sampler.update_requests(state)
+        events = self._responses(batch)
+        self.resources.update_resources(batch)
+        return cancelled + events
+
+    def _overlap_step(self) -> list[StepEvent]:
+        previous = self._launched
+        in_flight = self._in_flight(previous)
+        cancelled = self._end_cancelled()
+        batch = self._schedule(in_flight)
+        outputs = None
+        if batch.batch_size > 0:
+            self.resources.prepare_resources(batch)
+            device = previous.state.device if previous is not None else None
+            outputs = self.engine.forward(batch, device, in_flight)
+        if previous is not None:
+            self.sampler.update_requests(previous.state)
+        self._launched = None
+        if outputs is not None:
+            state = self.sampler.sample_async(batch, outputs)
+            self._update_request_states(batch)
+            epochs = {r.request_id: r.py_epoch for r in batch.all_requests()}
+            self._launched = _Launched(batch, state, epochs)
+        events: list[StepEvent] = []
+        if previous is not None:
+            events = self._responses(previous.batch)
+            self.resources.update_resources(previous.batch)
+        return cancelled + events
+
+    def _schedule(self, in_flight: set[int]) -> ScheduledRequests:
+        batch = self.scheduler.schedule(in_flight)
+        for request in batch.paused_requests:
+            self.resources.free_resources(request)
+        if batch.batch_size > 0:
+            self.num_steps += 1
+        elif not in_flight and self.scheduler.waiting and not self.scheduler.active:
+            # admission checked that any request fits alone: this would be a scheduler defect
+            waiting = [r.request_id for r in self.scheduler.waiting]
+            raise ExecutorError(f"no request can run, waiting: {waiting}")
+        return batch
+
+    @staticmethod
+    def _in_flight(previous: _Launched | None) -> set[int]:
+        """Requests whose last result is on the device only and still counts."""
+        if previous is None:
+            return set()
+        return {
+            r.request_id
+            for r in previous.batch.all_requests()
+            if previous.epochs[r.request_id] == r.py_epoch and not r.is_finished
+        }
+
+    @staticmethod
+    def _update_request_states(batch: ScheduledRequests) -> None:
+        for request in batch.context_requests:
+            request.move_to_next_context_chunk()
+
+    # ---- results ----------------------------------------------------------------------------
+
+    def _responses(self, batch: ScheduledRequests) -> list[StepEvent]:
+        """Events of a batch whose tokens were appended; finished requests give everything back."""
+        return [
+            event
+            for request in batch.all_requests()
+            if request.request_id in self._requests
+            and (event := self._report(request)) is not None
+        ]
+
+    def _end_cancelled(self) -> list[StepEvent]:
+        """Events of requests that ended outside a step."""
+        ended = [r for r in self._requests.values() if r.is_finished]
+        return [event for r in ended if (event := self._report(r)) is not None]
+
+    def _report(self, request: LlmRequest) -> StepEvent | None:
+        start = self._reported[request.request_id]
+        tokens = request.get_tokens()[start:]
+        if not tokens and not request.is_finished:
+            return None
+        self._reported[request.request_id] = start + len(tokens)
+        text = request.text
+        segments = text.drain(final=request.is_finished) if text is not None else []
+        if request.is_finished:
+            self._terminate(request)
+        return StepEvent(request.request_id, tokens, segments, request.finish_reason)
+
+    def _terminate(self, request: LlmRequest) -> None:
+        self.resources.free_resources(request)
+        self.scheduler.remove(request)
+        self.acceptance.merge(request.py_acceptance)
+        del self._requests[request.request_id]
+        del self._reported[request.request_id]
+
+    def _fail_all(self) -> None:
+        self._launched = None
+        for request in list(self._requests.values()):
+            request.finish_by(FinishReason.ERROR)
+            self._terminate(request)
+
+    def check_fits(self, request: LlmRequest) -> None:
+        """Refuse a request that this executor could never finish.
+
+        Raises:
+            RequestError: with the two numbers that do not go together.
+        """
+        plan, blocks = self.scheduler.plan, self.engine.blocks
+        length, limit = request.py_orig_prompt_len, self.engine.max_seq_len
+        if length >= limit:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {length} tokens, max_seq_len is "
+                f"{limit} and one token must fit behind it"
+            )
+        needed = blocks.blocks_for(request.max_length)
+        if needed > blocks.num_blocks:
+            raise RequestError(
+                f"request {request.request_id}: {request.max_length} tokens (prompt and "
+                f"max_new_tokens) need {needed} KV blocks, the cache has {blocks.num_blocks}"
+            )
+        budget = self.scheduler.max_num_tokens
+        if not self.scheduler.chunking and length > budget:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {length} tokens, max_num_tokens is "
+                f"{budget} and enable_chunked_prefill is false"
+            )
+        if budget < plan.chunk_tokens(plan.history_rows, 1):
+            raise RequestError(
+                f"request {request.request_id}: max_num_tokens {budget} cannot hold one prompt token "
+                f"and {plan.history_rows} history rows"
+            )

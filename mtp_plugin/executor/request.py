@@ -1,0 +1,246 @@
+"""A request: what was asked, its tokens, and where it stands in its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.executor.text import RequestText
+from mtp_plugin.protocols import FinishReason, RequestState
+from mtp_plugin.statistics import AcceptanceStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What a user asks of one request. Decoding is greedy; options that would sample are refused.
+
+    ``temperature`` None or 0, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside them.
+    """
+
+    max_new_tokens: int = 128
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    speculate: bool = True  # False: every draft of this request is treated as absent
+    relaxed_acceptance: bool = True  # False: strict, where the config allows relaxed acceptance
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided_decoding: Any = None
+
+    def __post_init__(self) -> None:
+        problems = self._problems()
+        if problems:
+            raise RequestError("sampling parameters: " + "; ".join(problems))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the options describe greedy decoding."""
+        if self.temperature == 0 or self.top_k == 1 or self.top_p == 0:
+            return True
+        return all(v is None for v in (self.temperature, self.top_k, self.top_p, self.min_p))
+
+    def unsupported(self) -> list[str]:
+        """Every option that this executor does not run, as ``name=value``."""
+        names = [
+            "n",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "bad_words",
+            "logprobs",
+            "prompt_logprobs",
+            "guided_decoding",
+        ]
+        if not self.is_greedy:
+            names = ["temperature", "top_k", "top_p", "min_p", *names]
+        defaults = {f.name: f.default for f in fields(self)}
+        values = [(name, getattr(self, name)) for name in names]
+        return [f"{name}={value!r}" for name, value in values if value != defaults[name]]
+
+    def _problems(self) -> list[str]:
+        problems = []
+        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}")
+        if not _is_int(self.min_tokens) or self.min_tokens < 0:
+            problems.append(f"min_tokens must be an integer >= 0, got {self.min_tokens!r}")
+        elif _is_int(self.max_new_tokens) and self.min_tokens > self.max_new_tokens >= 1:
+            problems.append(
+                f"min_tokens {self.min_tokens} is above max_new_tokens {self.max_new_tokens}"
+            )
+        if isinstance(self.stop_token_ids, (str, bytes)) or not all(
+            _is_int(t) and t >= 0 for t in self.stop_token_ids
+        ):
+            problems.append(f"stop_token_ids must be token ids >= 0, got {self.stop_token_ids!r}")
+        if isinstance(self.stop, str):
+            problems.append(f"stop must be a sequence of strings, got the string {self.stop!r}")
+        elif not all(isinstance(s, str) and s for s in self.stop):
+            problems.append(f"stop must hold non-empty strings, got {self.stop!r}")
+        if self.temperature is not None and not self.temperature >= 0:
+            problems.append(f"temperature must be >= 0, got {self.temperature!r}")
+        return problems
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class LlmRequest:
+    """One request, with TensorRT-LLM's names.
+
+    ``py_epoch`` grows with every preemption: results of an older epoch are late and dropped.
+    """
+
+    is_dummy = False
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        end_ids: tuple[int, ...] = (),
+        text: RequestText | None = None,
+        max_draft_len: int = 0,
+        max_seq_len: int,
+    ) -> None:
+        self.request_id = request_id
+        self.py_request_id = request_id
+        self.params = params
+        self.text = text
+        self.tokens = list(prompt_token_ids)
+        self.state = RequestState.CONTEXT_INIT
+        self.finish_reason: FinishReason | None = None
+        self.py_seq_slot: int | None = None
+        self.py_batch_idx: int | None = None
+        self.py_epoch = 0
+        stops = (() if params.ignore_eos else end_ids) + params.stop_token_ids
+        self.py_stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
+        self.py_end_id: int | None = self.py_stop_ids[0] if self.py_stop_ids else None
+        self.py_max_new_tokens = params.max_new_tokens
+        self.py_orig_prompt_len = len(prompt_token_ids)
+        self.py_draft_tokens: list[int] = []
+        self.py_num_drafted = 0
+        self.py_rewind_len = 0
+        self.py_num_accepted_draft_tokens = 0
+        self.py_decoding_iter = 0
+        self.py_disable_speculative_decoding = not params.speculate
+        self.py_relaxed_acceptance = params.relaxed_acceptance
+        self.py_acceptance = AcceptanceStats(max_draft_len)
+        self.num_preemptions = 0
+        self.max_length = min(max_seq_len, self.py_orig_prompt_len + params.max_new_tokens)
+        """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
+        self.context_length = len(self.tokens)
+        self.context_current_position = 0
+        self.context_chunk_size = 0
+        self._step_start = len(self.tokens)
+        self._last_iteration = -1
+
+    # ---- tokens -----------------------------------------------------------------------------
+
+    def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002
+        """Prompt and output so far."""
+        return self.tokens
+
+    def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
+        """Prompt and output tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens emitted so far."""
+        return self.tokens[self.py_orig_prompt_len :]
+
+    def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
+        """Append an emitted token, and its text.
+
+        Raises:
+            ExecutorError: the request has finished.
+        """
+        if self.is_finished:
+            raise ExecutorError(f"request {self.request_id} has finished; token {token} came late")
+        if self.py_decoding_iter != self._last_iteration:
+            self._last_iteration = self.py_decoding_iter
+            self._step_start = len(self.tokens)
+        from_draft = len(self.tokens) - self._step_start < self.py_num_accepted_draft_tokens
+        self.tokens.append(token)
+        if self.text is not None:
+            self.text.push(token, from_draft=from_draft)
+
+    def py_stop_criterion(self) -> bool:
+        """Whether the text so far contains a stop string."""
+        return self.text is not None and self.text.stopped
+
+    # ---- life -------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.state == RequestState.GENERATION_COMPLETE
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether the whole prompt has been read."""
+        return self.state == RequestState.GENERATION_IN_PROGRESS
+
+    def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
+        """End the request; the first reason stays."""
+        if self.is_finished:
+            return
+        self.state = RequestState.GENERATION_COMPLETE
+        self.finish_reason = reason
+        self.py_draft_tokens = []
+
+    def pause(self) -> None:
+        """Start over: read prompt and output again, and drop what is in flight.
+
+        Raises:
+            ExecutorError: the request has finished.
+        """
+        if self.is_finished:
+            raise ExecutorError(f"request {self.request_id} has finished and cannot be paused")
+        self.state = RequestState.CONTEXT_INIT
+        self.py_epoch += 1
+        self.num_preemptions += 1
+        self.py_draft_tokens = []
+        self.py_batch_idx = None
+        self.context_length = len(self.tokens)
+        self.context_current_position = 0
+        self.context_chunk_size = 0
+
+    # ---- prompt chunks ------------------------------------------------------------------------
+
+    @property
+    def context_remaining_length(self) -> int:
+        """Prompt tokens not yet read."""
+        return self.context_length - self.context_current_position
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        """Whether the scheduled chunk starts the prompt."""
+        return self.context_current_position == 0
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        """Whether the scheduled chunk ends the prompt."""
+        return self.context_chunk_size == self.context_remaining_length
+
+    def move_to_next_context_chunk(self) -> None:
+        """Count the scheduled chunk as read; the last one starts generation."""
+        self.context_current_position += self.context_chunk_size
+        self.context_chunk_size = 0
+        if self.context_remaining_length == 0 and not self.is_finished:
+            self.state = RequestState.GENERATION_IN_PROGRESS

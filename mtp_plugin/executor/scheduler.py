@@ -1,0 +1,182 @@
+"""Which requests run in the next step: continuous batching, chunked prefill, preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mtp_plugin.executor.kv_cache import BlockManager
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.plugin import DraftPlan
+
+ChunkPolicy = Callable[[LlmRequest, int], int]
+"""(request, most tokens that fit) -> chunk length, 1 .. that number."""
+
+
+@dataclass
+class ScheduledRequests:
+    """The requests of one step, TensorRT-LLM's names; contexts come first in the batch."""
+
+    context_requests: list[LlmRequest] = field(default_factory=list)
+    generation_requests: list[LlmRequest] = field(default_factory=list)
+    paused_requests: list[LlmRequest] = field(default_factory=list)
+
+    def all_requests(self) -> list[LlmRequest]:
+        """Contexts, then generations."""
+        return self.context_requests + self.generation_requests
+
+    @property
+    def batch_size(self) -> int:
+        """R."""
+        return len(self.context_requests) + len(self.generation_requests)
+
+    @property
+    def can_run_cuda_graph(self) -> bool:
+        """Whether the batch is generation-only."""
+        return not self.context_requests
+
+
+def whole_budget(request: LlmRequest, limit: int) -> int:
+    """The default chunk policy: as much of the prompt as fits."""
+    return min(request.context_remaining_length, limit)
+
+
+class Scheduler:
+    """First come, first served; running requests before new ones; the youngest gives way.
+
+    A generation counts K+1 tokens of the budget whatever its drafts, a prompt chunk its tokens and the
+    history rows that the draft layers read again. KV blocks are reserved here, by the plan's one rule,
+    so that no step can run out of them. Where blocks are short the youngest running request is paused:
+    its blocks are freed and it starts over, output included, when there is room.
+
+    Args:
+        plan: the plugin's costs. blocks: the KV blocks.
+        max_batch_size: requests per step. max_num_tokens: target rows per step, history included.
+        chunk_policy: how long a chunk is.
+        chunking: False: a prompt runs in one piece (a request that starts over may still be cut).
+    """
+
+    def __init__(
+        self,
+        plan: DraftPlan,
+        blocks: BlockManager,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        chunk_policy: ChunkPolicy = whole_budget,
+        chunking: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.blocks = blocks
+        self.max_batch_size = max_batch_size
+        self.max_num_tokens = max_num_tokens
+        self.chunk_policy = chunk_policy
+        self.chunking = chunking
+        self.waiting: deque[LlmRequest] = deque()
+        self.active: list[LlmRequest] = []  # by age
+
+    def schedule(self, in_flight: set[int]) -> ScheduledRequests:
+        """The next step.
+
+        Args:
+            in_flight: ids of requests in a launched step whose result the host has not seen.
+        """
+        batch = ScheduledRequests()
+        budget = self.max_num_tokens
+        for request in list(self.active):
+            # an earlier, older request may have paused this one
+            if request not in self.active or not request.is_generating:
+                continue
+            pending = request.request_id in in_flight
+            if pending and request.get_num_tokens() + 1 >= request.max_length:
+                continue  # the running step ends it
+            rows = self.generation_rows(request, in_flight=pending)
+            if self._reserve_or_pause(request, rows, batch):
+                batch.generation_requests.append(request)
+                budget -= self.plan.step_rows
+        for request in list(self.active):
+            if request in self.active and not request.is_generating and not request.is_finished:
+                budget = self._schedule_chunk(request, budget, batch)
+        self._admit(budget, batch)
+        return batch
+
+    def generation_rows(self, request: LlmRequest, *, in_flight: bool) -> int:
+        """KV rows to reserve for a generation's next step; none past the request's full length."""
+        rows = self.plan.rows_to_reserve(request.get_num_tokens() - 1, in_flight=in_flight)
+        return min(rows, request.max_length)
+
+    def prompt_rows(self, request: LlmRequest, end: int) -> int:
+        """KV rows to reserve for a prompt chunk that ends at ``end``."""
+        return max(end, min(self.plan.prompt_rows_to_reserve(end), request.max_length))
+
+    def remove(self, request: LlmRequest) -> None:
+        """Forget a finished request."""
+        if request in self.active:
+            self.active.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _schedule_chunk(self, request: LlmRequest, budget: int, batch: ScheduledRequests) -> int:
+        """Add the request's next prompt chunk if it fits; returns the budget that is left."""
+        start = request.context_current_position
+        room = budget - self.plan.chunk_tokens(start, 0)
+        if room < 1:
+            return budget
+        chunk = max(1, min(self.chunk_policy(request, room), room))
+        chunk = min(chunk, request.context_remaining_length)
+        whole = chunk == request.context_remaining_length
+        if not (self.chunking or whole or request.num_preemptions):
+            return budget
+        if not self._reserve_or_pause(request, self.prompt_rows(request, start + chunk), batch):
+            return budget
+        request.context_chunk_size = chunk
+        batch.context_requests.append(request)
+        return budget - self.plan.chunk_tokens(start, chunk)
+
+    def _reserve_or_pause(
+        self, request: LlmRequest, rows: int, batch: ScheduledRequests
+    ) -> bool:
+        """Reserve rows, pausing younger requests as needed; False where the request itself gave way."""
+        while not self.blocks.try_reserve(request.request_id, rows):
+            victim = self.active[-1]
+            self._pause(victim, batch)
+            if victim is request:
+                return False
+        return True
+
+    def _pause(self, request: LlmRequest, batch: ScheduledRequests) -> None:
+        self.active.remove(request)
+        for scheduled in (batch.generation_requests, batch.context_requests):
+            if request in scheduled:
+                scheduled.remove(request)
+        self.blocks.free_resources(request)
+        request.pause()
+        batch.paused_requests.append(request)
+        self.waiting.appendleft(request)
+
+    def _admit(self, budget: int, batch: ScheduledRequests) -> None:
+        """Start waiting requests while there is room; whoever was paused in this step waits."""
+        while self.waiting and len(self.active) < self.max_batch_size:
+            request = self.waiting[0]
+            if request in batch.paused_requests:
+                return
+            if not self.chunking and request.num_preemptions == 0:
+                fits = self.plan.chunk_tokens(0, request.context_length) <= budget
+            else:
+                fits = budget >= 1
+            # room for the whole prompt and a first generation, else it would be paused at once
+            rows = self.plan.rows_to_reserve(request.context_length, in_flight=True)
+            needed = self.blocks.blocks_for(min(rows, request.max_length))
+            if not fits or needed > self.blocks.num_free_blocks:
+                return
+            self.waiting.popleft()
+            self.active.append(request)
+            scheduled = len(batch.context_requests)
+            budget = self._schedule_chunk(request, budget, batch)
+            if len(batch.context_requests) == scheduled:
+                # nothing was reserved for it: it keeps its place in the queue
+                if request in self.active:
+                    self.active.remove(request)
+                    self.waiting.appendleft(request)
+                return

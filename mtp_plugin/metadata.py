@@ -1,0 +1,293 @@
+"""Per-step speculative metadata, and the changes that the draft loop makes to attention metadata.
+
+``MTPSpecMetadata`` keeps TensorRT-LLM's fields. ``draft_loop`` is the only place that changes a host's
+attention metadata: it rebinds every field it touches to a copy and puts the originals back on exit,
+also when the body raises, so that the loop leaves no trace on host or device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtp_plugin.batch import RowParameters
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.protocols import is_graph_dummy_id
+
+
+@dataclass(kw_only=True)
+class MTPSpecMetadata:
+    """Speculative metadata of one step; buffers are allocated once and keep their addresses.
+
+    The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then calls
+    :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
+    """
+
+    max_num_requests: int
+    max_draft_len: int
+    spec_dec_mode: SpeculativeDecodingMode = SpeculativeDecodingMode.MTP
+    max_total_draft_tokens: int | None = None
+    runtime_draft_len: int | None = None
+    is_cuda_graph: bool = False
+    num_generations: int = 0
+    num_tokens: int = 0
+    draft_tokens: torch.Tensor | None = None  # [G*K] int32
+    draft_lens: torch.Tensor | None = None  # [G] int32; None: K everywhere
+    next_prompt_tokens: torch.Tensor | None = None  # [C] int32, -1 where the chunk ends the prompt
+    request_ids: Sequence[int] | None = None
+    seq_lens: Sequence[int] | None = None
+    gather_ids: torch.Tensor | None = None
+    all_rank_num_tokens: list[int] | None = None
+    all_rank_max_num_tokens: int | None = None
+    mtp_num_modules: int = 1
+    mtp_hidden_states_manager: Any | None = None
+    mtp_hidden_states_ptrs: torch.Tensor | None = None  # carried for hosts, not read
+    mtp_past_tokens_ptrs: torch.Tensor | None = None  # carried for hosts, not read
+    slot_ids: torch.Tensor | None = None  # [max_num_requests] int64
+    batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
+    subseq_all_rank_num_tokens: list[int] | None = None
+    row_parameters: RowParameters | None = None
+    max_position: int | None = None  # highest legal position id; None: unbounded
+    draft_window: str = "trtllm"  # decides the draft tokens that prepare() counts
+    device: torch.device | None = None
+    _all_rank_num_seqs: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            manager = self.mtp_hidden_states_manager
+            if manager is not None:
+                self.device = torch.device(manager.device)
+            else:
+                self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.max_total_draft_tokens is None:
+            self.max_total_draft_tokens = self.max_draft_len
+        self.batch_indices_cuda = torch.zeros(
+            self.max_num_requests, dtype=torch.int32, device=self.device
+        )
+        if self.mtp_hidden_states_manager is not None:
+            self.slot_ids = torch.zeros(
+                self.max_num_requests, dtype=torch.int64, device=self.device
+            )
+
+    @property
+    def all_rank_num_seqs(self) -> list[int] | None:
+        """Sequences per rank under attention data parallelism."""
+        return self._all_rank_num_seqs
+
+    @all_rank_num_seqs.setter
+    def all_rank_num_seqs(self, value: list[int] | None) -> None:
+        self._all_rank_num_seqs = value
+        # later passes of a reused layer have one token per sequence
+        if self.spec_dec_mode.is_mtp_eagle():
+            self.subseq_all_rank_num_tokens = value
+
+    def prepare(self) -> None:
+        """Fill the device buffers of this step; call once, on the object that the forward uses.
+
+        Raises:
+            MetadataError: a request without a slot, or more requests than the buffers hold.
+        """
+        request_ids = self.request_ids
+        expect(
+            request_ids is not None,
+            MetadataError,
+            "prepare(): request_ids must be assigned before it is called",
+        )
+        num_seqs = len(request_ids or ())
+        expect(
+            num_seqs <= self.max_num_requests,
+            MetadataError,
+            f"prepare(): {num_seqs} requests, but max_num_requests is {self.max_num_requests}",
+        )
+        self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
+        if self.spec_dec_mode.is_mtp_vanilla() and self.draft_window == "trtllm":
+            self.num_tokens -= self.num_generations
+        if self.mtp_hidden_states_manager is not None:
+            slots = [self._slot(request_id) for request_id in request_ids or ()]
+            self._upload(self.slot_ids, slots, torch.int64)
+
+    def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
+        """A view for graphs of up to ``max_batch_size`` rows with buffers of its own."""
+        if self.is_cuda_graph:
+            return self
+        view = copy.copy(self)
+        view.is_cuda_graph = True
+        view.max_num_requests = max_batch_size
+        view.__post_init__()
+        return view
+
+    def _slot(self, request_id: int) -> int:
+        manager = self.mtp_hidden_states_manager
+        slot = manager.slot_manager.get_slot(request_id) if manager is not None else None
+        if slot is None and manager is not None and is_graph_dummy_id(request_id):
+            slot = manager.sentinel_slot
+        if slot is None:
+            raise MetadataError(f"prepare(): request {request_id} has no slot in the MTP manager")
+        return int(slot)
+
+    @staticmethod
+    def _upload(buffer: torch.Tensor | None, values: list[int], dtype: torch.dtype) -> None:
+        if buffer is None or not values:
+            return
+        host = torch.tensor(values, dtype=dtype)
+        if buffer.is_cuda:
+            host = host.pin_memory()
+        buffer[: len(values)].copy_(host, non_blocking=True)
+
+
+@contextmanager
+def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
+    """Change attention metadata for the draft loop; every field is put back on exit.
+
+    Raises:
+        MetadataError: a draft loop over this metadata is already open.
+    """
+    loop = DraftLoop(attn_metadata)
+    loop.open()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+class DraftLoop:
+    """The changes that the draft loop makes, over copies of the fields that it touches."""
+
+    _TENSORS = (
+        "_seq_lens",
+        "_seq_lens_cuda",
+        "kv_lens_cuda",
+        "kv_write_limit",
+        "host_request_types",
+    )
+
+    def __init__(self, attn_metadata: Any) -> None:
+        self._metadata = attn_metadata
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._num_contexts = 0
+        self._num_cached_tokens: list[int] | None = None
+
+    def open(self) -> None:
+        """Rebind every field that the loop may touch to a copy of its own."""
+        metadata = self._metadata
+        expect(
+            not getattr(metadata, "_draft_loop_open", False),
+            MetadataError,
+            "draft loop: this attention metadata is already changed for a draft loop",
+        )
+        metadata._draft_loop_open = True
+        self._num_contexts = metadata.num_contexts
+        for name in self._TENSORS:
+            original = getattr(metadata, name, None)
+            if isinstance(original, torch.Tensor):
+                self._tensors[name] = original
+                setattr(metadata, name, original.clone())
+        params = getattr(metadata, "kv_cache_params", None)
+        if params is not None and getattr(metadata, "reads_cached_token_counts", False):
+            self._num_cached_tokens = params.num_cached_tokens_per_seq
+            params.num_cached_tokens_per_seq = list(self._num_cached_tokens)
+
+    def close(self) -> None:
+        """Put the originals back."""
+        metadata = self._metadata
+        for name, original in self._tensors.items():
+            setattr(metadata, name, original)
+        if self._num_cached_tokens is not None:
+            metadata.kv_cache_params.num_cached_tokens_per_seq = self._num_cached_tokens
+        metadata.num_contexts = self._num_contexts
+        metadata._draft_loop_open = False
+        self._changed()
+
+    def feed_window(
+        self,
+        num_accepted: torch.Tensor,
+        step_rows: int,
+        window: int,
+        history_lens: list[int] | None = None,
+    ) -> None:
+        """Vanilla: a generation feeds ``window`` rows that end at its last accepted position.
+
+        ``seq_lens`` of generations fall by K+1 - window and ``kv_lens`` by K+1 - n; those of contexts
+        count the history rows in front of their chunk.
+
+        Args:
+            num_accepted: [R] int32. step_rows: K+1. history_lens: per context, on the host.
+        """
+        metadata = self._metadata
+        generations = slice(metadata.num_contexts, metadata.num_seqs)
+        if history_lens is not None and any(history_lens):
+            contexts = slice(0, metadata.num_contexts)
+            history = torch.tensor(history_lens, dtype=metadata._seq_lens.dtype)
+            metadata._seq_lens[contexts] += history
+            metadata._seq_lens_cuda[contexts] += history.to(
+                metadata._seq_lens_cuda.device, non_blocking=True
+            )
+        metadata._seq_lens[generations] -= step_rows - window
+        metadata._seq_lens_cuda[generations] -= step_rows - window
+        rejected = step_rows - num_accepted[generations]
+        self._rewind(rejected, generations, at_least=window)
+        self._changed()
+
+    def feed_single_rows(
+        self,
+        num_accepted: torch.Tensor,
+        max_draft_len: int,
+        real_contexts: torch.Tensor | None = None,
+    ) -> None:
+        """Eagle, before pass 2: one row per request, right behind its last accepted position.
+
+        Args:
+            num_accepted: [R] int32. max_draft_len: K.
+            real_contexts: [C] bool; the others are padding rows from here on. None: all are real.
+        """
+        metadata = self._metadata
+        num_contexts = metadata.num_contexts
+        contexts = slice(0, num_contexts)
+        generations = slice(num_contexts, metadata.num_seqs)
+        metadata._seq_lens.fill_(1)
+        metadata._seq_lens_cuda.fill_(1)
+        if hasattr(metadata, "kv_lens_cuda"):
+            metadata.kv_lens_cuda[contexts] += 1
+        rejected = max_draft_len - num_accepted[generations]
+        self._rewind(rejected, generations, at_least=1)
+        if "host_request_types" in self._tensors:
+            metadata.host_request_types[contexts] = 1
+        if "kv_write_limit" in self._tensors:
+            metadata.kv_write_limit.copy_(metadata.kv_capacity)
+            if real_contexts is not None:
+                metadata.kv_write_limit[contexts] *= real_contexts.to(torch.int32)
+        metadata.num_contexts = 0
+        self._changed()
+
+    def advance(self) -> None:
+        """Eagle, between later passes: every request one row further."""
+        if hasattr(self._metadata, "kv_lens_cuda"):
+            self._metadata.kv_lens_cuda[: self._metadata.num_seqs] += 1
+        self._changed()
+
+    def _rewind(self, rows: torch.Tensor, generations: slice, at_least: int) -> None:
+        metadata = self._metadata
+        if hasattr(metadata, "kv_lens_cuda"):
+            lens = metadata.kv_lens_cuda[generations]
+            lens -= rows.to(lens.dtype)
+            if not getattr(metadata, "supports_dead_rows", False):
+                lens.clamp_(min=at_least)
+        if self._num_cached_tokens is not None and not metadata.is_cuda_graph:
+            # only backends that declare to read the list pay for this read-back
+            cached = metadata.kv_cache_params.num_cached_tokens_per_seq
+            for row, count in enumerate(rows.tolist(), start=generations.start):
+                cached[row] -= count
+
+    def _changed(self) -> None:
+        metadata = self._metadata
+        metadata.on_update()
+        for hook in ("on_update_kv_lens", "update_for_spec_dec"):
+            method = getattr(metadata, hook, None)
+            if method is not None:
+                method()

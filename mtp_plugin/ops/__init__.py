@@ -1,0 +1,1 @@
+"""Pure tensor steps of multi-token prediction, one folder each."""

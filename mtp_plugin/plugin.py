@@ -1,0 +1,308 @@
+"""The plugin registry: what an executor asks for by ``decoding_type``, and MTP's answer.
+
+An executor calls :func:`find_plugin` with the decoding type of its config, :meth:`~SpeculativePlugin.plan`
+before any weight is loaded, and :meth:`~SpeculativePlugin.build` once the model is there. It then runs
+the pieces without knowing what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError, PluginError
+from mtp_plugin.metadata import MTPSpecMetadata
+from mtp_plugin.protocols import ResourceManager, Sampler
+from mtp_plugin.sampler import MTPSampler
+from mtp_plugin.state import MTPHiddenStatesManager
+from mtp_plugin.thinking import resolve_thinking_tokens
+from mtp_plugin.workers import MTPEagleWorker, MTPWorker, PlainWorker
+
+ENTRY_POINT_GROUP = "mtp_plugin.plugins"
+NO_SPECULATION = "none"
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a plugin may know of its host when it builds its pieces."""
+
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    max_batch_size: int  # requests of one batch
+    max_num_sequences: int  # sequences that hold a slot at a time
+    max_seq_len: int
+    chain: str = "output"  # how the checkpoint's MTP depths hand states on
+    encode: Callable[[str], list[int]] | None = None  # text -> ids, where a tokenizer is loaded
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What speculation costs a host per step; the one rule for KV rows and token budgets."""
+
+    max_draft_len: int  # K
+    num_draft_layers: int = 0  # MTP layers to load, each with a KV pool of its own
+    loop_rows: int = 0  # KV rows that the draft loop writes behind the step's own rows
+    history_rows: int = 0  # rows that a continued prompt chunk feeds to the draft layers again
+
+    @property
+    def step_rows(self) -> int:
+        """Target rows of a generation: K+1."""
+        return self.max_draft_len + 1
+
+    def rows_to_reserve(self, length: int, *, in_flight: bool) -> int:
+        """KV rows that a generation may touch in its next step.
+
+        Args:
+            length: committed tokens as the host knows them.
+            in_flight: a step whose result the host has not seen is running.
+        """
+        pending = self.step_rows if in_flight else 0
+        return length + pending + self.step_rows + self.loop_rows
+
+    def prompt_rows_to_reserve(self, end: int) -> int:
+        """KV rows that a prompt chunk ending at ``end`` may touch."""
+        return end + self.loop_rows
+
+    def chunk_tokens(self, start: int, chunk: int) -> int:
+        """Token budget that a prompt chunk takes, history rows counted."""
+        return chunk + min(self.history_rows, start)
+
+
+@dataclass(frozen=True)
+class SpeculativePieces:
+    """The pieces that an executor plugs into its loop."""
+
+    manager: ResourceManager | None
+    worker: torch.nn.Module
+    sampler: Sampler
+    make_metadata: Callable[[], Any]
+    plan: DraftPlan
+    limit_draft_len: Callable[[int], int] | None = None
+    """Batch size -> most drafts per request to verify; None: K at every batch size."""
+
+    def draft_len_limit(self, batch_size: int) -> int:
+        """Most drafts per request that a batch of this size verifies."""
+        limit = self.plan.max_draft_len
+        return limit if self.limit_draft_len is None else min(limit, self.limit_draft_len(batch_size))
+
+
+class SpeculativePlugin(Protocol):
+    """One way to speculate, under one ``decoding_type``."""
+
+    decoding_type: str
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
+        """What the pieces will cost, from the config and the checkpoint's MTP layer count alone.
+
+        Raises:
+            ConfigError: an option or a draft length that cannot be.
+        """
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
+        """The pieces for a host.
+
+        Raises:
+            ConfigError: an option that this host cannot serve.
+        """
+
+
+class MTPPlugin:
+    """Multi-token prediction with the checkpoint's own MTP layers."""
+
+    decoding_type = "MTP"
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
+        """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
+        config = self._own(config)
+        self._refuse_unbuilt(config)
+        resolved = config.resolve(num_mtp_layers)
+        k = resolved.max_draft_len
+        if resolved.use_mtp_vanilla:
+            return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
+        return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
+        """Manager, worker and sampler for the planned draft length."""
+        config = self._own(config)
+        k = plan.max_draft_len
+        settings = SimpleNamespace(
+            max_draft_len=k,
+            num_nextn_predict_layers=k,
+            use_relaxed_acceptance_for_thinking=config.use_relaxed_acceptance_for_thinking,
+            relaxed_topk=config.relaxed_topk,
+            relaxed_delta=config.relaxed_delta,
+            begin_thinking_phase_token=None,
+            end_thinking_phase_token=None,
+            mtp=config.mtp,
+        )
+        if config.use_relaxed_acceptance_for_thinking:
+            begin, end = resolve_thinking_tokens(config, host.encode)
+            for edge, token in (("begin", begin), ("end", end)):
+                if not 0 <= token < host.vocab_size:
+                    raise ConfigError(
+                        f"{edge}_thinking_phase_token: {token} is outside the vocabulary of "
+                        f"{host.vocab_size}"
+                    )
+            settings.begin_thinking_phase_token = begin
+            settings.end_thinking_phase_token = end
+        vanilla = config.use_mtp_vanilla
+        worker_class = MTPWorker if vanilla else MTPEagleWorker
+        worker = worker_class(settings, chain=config.mtp.chain or host.chain)
+        manager = MTPHiddenStatesManager(
+            settings,
+            host.dtype,
+            host.hidden_size,
+            host.max_batch_size,
+            device=host.device,
+            num_seq_slots=host.max_num_sequences,
+        )
+        mode = (
+            SpeculativeDecodingMode.MTP if vanilla else SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+        )
+
+        def make_metadata() -> MTPSpecMetadata:
+            return MTPSpecMetadata(
+                max_num_requests=host.max_batch_size,
+                max_draft_len=k,
+                spec_dec_mode=mode,
+                mtp_num_modules=k if vanilla else 1,
+                mtp_hidden_states_manager=manager,
+                max_position=host.max_seq_len - 1,
+                draft_window=config.mtp.draft_window,
+                device=host.device,
+            )
+
+        return SpeculativePieces(
+            manager, worker, _sampler(host, k), make_metadata, plan, _draft_len_limit(config, k)
+        )
+
+    @staticmethod
+    def _own(config: Any) -> MTPDecodingConfig:
+        if not isinstance(config, MTPDecodingConfig):
+            raise ConfigError(f"MTP: expected an MTPDecodingConfig, got {type(config).__name__}")
+        return config
+
+    @staticmethod
+    def _refuse_unbuilt(config: MTPDecodingConfig) -> None:
+        """Name every option that the schema knows and this version does not run."""
+        unbuilt = [
+            name
+            for name in ("acceptance_window", "acceptance_length_threshold")
+            if getattr(config, name) is not None
+        ]
+        unbuilt += [
+            f"mtp.{name}={getattr(config.mtp, name)}"
+            for name, built in (
+                ("verification", ("coupled",)),
+                ("draft_sampling", ("coupled", "greedy")),
+                ("kernels", ("auto", "reference")),
+                ("keep_warm", (True,)),
+            )
+            if getattr(config.mtp, name) not in built
+        ]
+        if unbuilt:
+            raise ConfigError(f"not built in this version: {', '.join(unbuilt)}")
+
+
+class PlainPlugin:
+    """Decoding without speculation (K = 0)."""
+
+    decoding_type = NO_SPECULATION
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:  # noqa: ARG002
+        """One token per step, nothing drafted."""
+        return DraftPlan(max_draft_len=0)
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:  # noqa: ARG002
+        """A worker that only emits, and the sampler with an empty draft store."""
+
+        def make_metadata() -> MTPSpecMetadata:
+            return MTPSpecMetadata(
+                max_num_requests=host.max_batch_size,
+                max_draft_len=0,
+                spec_dec_mode=SpeculativeDecodingMode.NONE,
+                mtp_num_modules=0,
+                max_position=host.max_seq_len - 1,
+                device=host.device,
+            )
+
+        worker = PlainWorker(SimpleNamespace(max_draft_len=0))
+        return SpeculativePieces(None, worker, _sampler(host, 0), make_metadata, plan)
+
+
+def _draft_len_limit(config: MTPDecodingConfig, draft_len: int) -> Callable[[int], int] | None:
+    """The turn-down rule: up to a batch size so many drafts, none beyond the last size."""
+    schedule = dict(config.draft_len_schedule or {})
+    if config.max_concurrency is not None:
+        schedule = {config.max_concurrency: draft_len}
+    if not schedule:
+        return None
+    steps = sorted(schedule.items())
+    return lambda batch_size: next((k for size, k in steps if batch_size <= size), 0)
+
+
+def _sampler(host: HostFacts, draft_len: int) -> MTPSampler:
+    args = SimpleNamespace(
+        max_num_sequences=host.max_num_sequences, max_seq_len=host.max_seq_len, max_beam_width=1
+    )
+    return MTPSampler(args, nextn=draft_len, device=host.device)
+
+
+_BUILT_IN: tuple[SpeculativePlugin, ...] = (MTPPlugin(), PlainPlugin())
+_registered: dict[str, SpeculativePlugin] = {p.decoding_type.lower(): p for p in _BUILT_IN}
+
+
+def register_plugin(plugin: SpeculativePlugin) -> None:
+    """Make ``plugin`` answer to its decoding type.
+
+    Raises:
+        PluginError: the decoding type has another plugin.
+    """
+    key = plugin.decoding_type.lower()
+    existing = _registered.get(key)
+    if existing is not None and existing is not plugin:
+        raise PluginError(
+            f"decoding_type {plugin.decoding_type!r} is already served by {type(existing).__name__}"
+        )
+    _registered[key] = plugin
+
+
+def unregister_plugin(decoding_type: str) -> None:
+    """Forget a registered plugin; the built-in ones stay.
+
+    Raises:
+        PluginError: the decoding type is built in or has no plugin.
+    """
+    key = decoding_type.lower()
+    if key in {p.decoding_type.lower() for p in _BUILT_IN} or key not in _registered:
+        raise PluginError(f"decoding_type {decoding_type!r} has no plugin that could be removed")
+    del _registered[key]
+
+
+def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
+    """The plugin of a decoding type: built in, registered, or from the entry-point group.
+
+    Args:
+        decoding_type: the config's name, in any case; None decodes without speculation.
+
+    Raises:
+        PluginError: no plugin has this name; the message lists those that exist.
+    """
+    key = (decoding_type or NO_SPECULATION).lower()
+    if key in _registered:
+        return _registered[key]
+    offered = {point.name.lower(): point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if key in offered:
+        loaded = offered[key].load()
+        register_plugin(loaded() if isinstance(loaded, type) else loaded)
+        return _registered[key]
+    names = ", ".join(sorted(set(_registered) | set(offered)))
+    raise PluginError(f"decoding_type {decoding_type!r} has no plugin; known: {names}")

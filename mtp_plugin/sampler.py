@@ -1,0 +1,352 @@
+"""Moves a step's tokens to its requests, one step behind the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mtp_plugin.batch import STATUS_OK
+from mtp_plugin.errors import ConfigError, ExecutorError, expect
+from mtp_plugin.protocols import FinishReason, RequestState
+
+BEAM = 0
+
+
+@dataclass
+class SampleStateTensorsMTP:
+    """One step's tensors. On the device ``new_tokens`` are the next inputs, on the host the emitted
+    tokens; both [K+1, S, 1] int32, addressed by sequence slot."""
+
+    new_tokens: torch.Tensor
+    new_tokens_lens: torch.Tensor | None = None  # [S] int32
+    next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
+    status: torch.Tensor | None = None  # [S] int32
+    log_probs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PendingRow:
+    """What a request was when its step was launched; later changes make the result late."""
+
+    request: Any
+    epoch: int
+    seq_slot: int
+    is_context: bool
+    num_drafted: int
+    emits: bool | None  # False: a chunk that does not end the prompt; None: ask at update time
+
+
+@dataclass
+class SampleStateMTP:
+    """Result of ``sample_async``; every field is optional, since hosts build it by keyword."""
+
+    scheduled_requests: Any = None
+    device: SampleStateTensorsMTP | None = None
+    host: SampleStateTensorsMTP | None = None
+    sampler_event: Any = None
+    requests: list[Any] = field(default_factory=list)
+    rows: list[PendingRow] = field(default_factory=list)
+    runtime_draft_len: int | None = None
+
+
+class _HostEvent:
+    """Stands for a device event where the results are on the host already."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class _Store:
+    """Device tensors addressed by sequence slot, allocated once."""
+
+    new_tokens: torch.Tensor  # [K+1, S, 1] int32, emitted
+    next_new_tokens: torch.Tensor  # [K+1, S, 1] int32, next inputs
+    next_draft_tokens: torch.Tensor  # [S, K] int32
+    new_tokens_lens: torch.Tensor  # [S] int32
+    status: torch.Tensor  # [S] int32
+
+
+class MTPSampler:
+    """TensorRT-LLM's sampler contract for workers that return accepted tokens and next drafts.
+
+    Args:
+        args: any object with ``max_num_sequences`` (S) and ``max_seq_len``, as ``TorchSampler.Args``.
+        nextn: K, 0 for decoding without drafts.
+        device: of the store; default CUDA where present.
+
+    Raises:
+        ConfigError: sizes that cannot be.
+    """
+
+    SampleState = SampleStateMTP
+    BEAM = BEAM
+
+    def __init__(
+        self, args: Any, *, nextn: int, device: torch.device | str | None = None, **_: Any
+    ) -> None:
+        expect(
+            isinstance(nextn, int) and nextn >= 0,
+            ConfigError,
+            f"MTPSampler: nextn must be an integer >= 0, got {nextn!r}",
+        )
+        if getattr(args, "max_beam_width", 1) not in (None, 1):
+            raise ConfigError(
+                f"MTPSampler: max_beam_width must be 1 with speculation, got {args.max_beam_width}"
+            )
+        self.draft_len = nextn
+        self.max_seq_len = int(args.max_seq_len)
+        self.max_num_sequences = int(args.max_num_sequences)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self.store = self.create_store()
+
+    def create_store(self) -> _Store:
+        """Fresh store tensors."""
+        slots, k = self.max_num_sequences, self.draft_len
+        options: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        return _Store(
+            new_tokens=torch.zeros(k + 1, slots, 1, **options),
+            next_new_tokens=torch.zeros(k + 1, slots, 1, **options),
+            next_draft_tokens=torch.zeros(slots, k, **options),
+            new_tokens_lens=torch.zeros(slots, **options),
+            status=torch.zeros(slots, **options),
+        )
+
+    # ---- what executors call ----------------------------------------------------------------
+
+    def setup_sampler_step(self, scheduled_requests: Any) -> None:
+        """Nothing to prepare."""
+
+    def get_cache_indirection(self) -> None:
+        """No beams, no indirection."""
+        return
+
+    def is_generation_model(self) -> bool:
+        """True: the model generates tokens."""
+        return True
+
+    @staticmethod
+    def beam_width(_: Sequence[Any]) -> int:
+        """Speculation runs with one beam."""
+        return 1
+
+    def should_provide_draft_probs(self, _: Any) -> bool:
+        """Drafts are greedy: no probabilities."""
+        return False
+
+    def validate_request(self, request: Any) -> None:
+        """Refuse at admission what this sampler does not give.
+
+        Raises:
+            ConfigError: naming every unsupported option.
+        """
+        unsupported = [
+            name
+            for name in (
+                "py_return_context_logits",
+                "py_return_generation_logits",
+                "py_return_log_probs",
+            )
+            if getattr(request, name, False)
+        ]
+        if unsupported:
+            raise ConfigError(
+                f"request {request.request_id}: not supported with MTP: {', '.join(unsupported)}"
+            )
+
+    def sample_async(
+        self, scheduled_requests: Any, model_outputs: dict[str, Any], *_: Any, **__: Any
+    ) -> SampleStateMTP:
+        """Copy a step's outputs into the store and start their way to the host.
+
+        Args:
+            scheduled_requests: the batch; its contexts, then its generations, are the first rows.
+            model_outputs: a worker's mapping; further rows are padding and are left alone.
+        """
+        contexts = list(scheduled_requests.context_requests)
+        generations = list(scheduled_requests.generation_requests)
+        requests = contexts + generations
+        rows = [self._pending(request, i < len(contexts)) for i, request in enumerate(requests)]
+        self._write_store(rows, model_outputs)
+        device = SampleStateTensorsMTP(
+            self.store.next_new_tokens,
+            self.store.new_tokens_lens,
+            self.store.next_draft_tokens,
+            self.store.status,
+        )
+        host = SampleStateTensorsMTP(
+            self._to_host(self.store.new_tokens),
+            self._to_host(self.store.new_tokens_lens),
+            self._to_host(self.store.next_draft_tokens),
+            self._to_host(self.store.status),
+        )
+        for request in contexts:
+            # the next schedule must reserve rows for the drafts that the device already holds
+            request.py_draft_tokens = [1] * self.draft_len
+        return SampleStateMTP(
+            scheduled_requests=scheduled_requests,
+            device=device,
+            host=host,
+            sampler_event=self._record_event(),
+            requests=requests,
+            rows=rows,
+            runtime_draft_len=self.draft_len,
+        )
+
+    def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> None:
+        """Append a step's tokens to its requests; results that came too late are dropped."""
+        if state.sampler_event is not None:
+            state.sampler_event.synchronize()
+        host = state.host
+        if host is None:
+            raise ExecutorError("update_requests: the sample state holds no host tensors")
+        rows = state.rows or self._rows_of(state.scheduled_requests)
+        tokens = host.new_tokens.squeeze(-1).T.tolist()
+        counts = _optional_list(host.new_tokens_lens)
+        drafts = _optional_list(host.next_draft_tokens)
+        status = _optional_list(host.status)
+        for row in rows:
+            if self._is_late(row):
+                continue
+            slot = row.seq_slot
+            self._apply(row, tokens[slot][: counts[slot]], drafts[slot], status[slot] if status else 0)
+
+    # ---- one request ------------------------------------------------------------------------
+
+    def _apply(self, row: PendingRow, tokens: list[int], drafts: list[int], status: int) -> None:
+        request = row.request
+        # the rewind counts the uncut run, the statistics what was emitted
+        accepted_drafts = max(len(tokens) - 1, 0)
+        request.py_num_accepted_draft_tokens = accepted_drafts
+        request.py_rewind_len = 0 if row.is_context else self.draft_len - accepted_drafts
+        request.py_decoding_iter += 1
+        num_emitted = 0
+        for token in tokens:
+            request.add_new_token(token, BEAM)
+            num_emitted += 1
+            if self._handle_stop_criteria(request, token):
+                break
+        else:
+            if status != STATUS_OK:
+                request.finish_by(FinishReason.ERROR, BEAM)
+        request.py_draft_tokens = drafts
+        stats = getattr(request, "py_acceptance", None)
+        if stats is not None and not row.is_context:
+            stats.record(num_emitted, row.num_drafted)
+
+    def _handle_stop_criteria(self, request: Any, token: int) -> bool:
+        """Finish the request if ``token``, the last one appended, ends it: a stop before a limit."""
+        reason = self._stop_reason(request, token)
+        if reason is None:
+            return False
+        request.finish_by(reason, BEAM)
+        return True
+
+    def _stop_reason(self, request: Any, token: int) -> FinishReason | None:
+        if token == request.py_end_id or token in getattr(request, "py_stop_ids", ()):
+            return FinishReason.END_ID
+        if self._ends_with_stop_words(request):
+            return FinishReason.STOP_WORDS
+        criterion = getattr(request, "py_stop_criterion", None)
+        if criterion is not None and criterion():
+            return FinishReason.STOP_WORDS
+        num_tokens = request.get_num_tokens(BEAM)
+        if (
+            num_tokens - request.py_orig_prompt_len >= request.py_max_new_tokens
+            or num_tokens >= self.max_seq_len
+        ):
+            return FinishReason.LENGTH
+        return None
+
+    @staticmethod
+    def _ends_with_stop_words(request: Any) -> bool:
+        words = getattr(request, "py_stop_words_list", None)
+        if not words:
+            return False
+        tokens = request.get_tokens(BEAM)
+        output = len(tokens) - request.py_orig_prompt_len
+        return any(0 < len(w) <= output and tokens[-len(w) :] == list(w) for w in words)
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _pending(request: Any, is_context: bool) -> PendingRow:
+        emits: bool | None = True
+        if is_context:
+            emits = getattr(request, "is_last_context_chunk", None)
+        return PendingRow(
+            request=request,
+            epoch=getattr(request, "py_epoch", 0),
+            seq_slot=request.py_seq_slot,
+            is_context=is_context,
+            num_drafted=getattr(request, "py_num_drafted", len(request.py_draft_tokens or ())),
+            emits=emits,
+        )
+
+    def _rows_of(self, scheduled_requests: Any) -> list[PendingRow]:
+        contexts = list(scheduled_requests.context_requests)
+        generations = list(scheduled_requests.generation_requests)
+        return [self._pending(r, i < len(contexts)) for i, r in enumerate(contexts + generations)]
+
+    @staticmethod
+    def _is_late(row: PendingRow) -> bool:
+        """The request has finished, was cancelled or preempted, or the row ended no prompt."""
+        request = row.request
+        if getattr(request, "py_epoch", 0) != row.epoch:
+            return True
+        if _phase(request) == RequestState.GENERATION_COMPLETE.name:
+            return True
+        if row.is_context:
+            emits = row.emits
+            return not (request.context_remaining_length == 0 if emits is None else emits)
+        return _phase(request) == RequestState.CONTEXT_INIT.name
+
+    # ---- tensors ----------------------------------------------------------------------------
+
+    def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
+        if not rows:
+            return
+        slots = torch.tensor([row.seq_slot for row in rows], dtype=torch.int64)
+        if self.device.type == "cuda":
+            slots = slots.pin_memory()
+        slots = slots.to(self.device, non_blocking=True)
+        count = len(rows)
+        store = self.store
+        for target, key in (
+            (store.new_tokens.squeeze(-1).T, "new_tokens"),
+            (store.next_new_tokens.squeeze(-1).T, "next_new_tokens"),
+            (store.next_draft_tokens, "next_draft_tokens"),
+            (store.new_tokens_lens, "new_tokens_lens"),
+        ):
+            target.index_copy_(0, slots, outputs[key][:count])
+        status = outputs.get("status")
+        if status is not None:
+            store.status.index_copy_(0, slots, status[:count])
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return tensor.clone()  # the next step writes into the store
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
+
+    def _record_event(self) -> Any:
+        if self.device.type != "cuda":
+            return _HostEvent()
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def _phase(request: Any) -> str:
+    """The name of a request's state, whichever host's enum it is."""
+    return getattr(request.state, "name", str(request.state))
+
+
+def _optional_list(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else tensor.tolist()

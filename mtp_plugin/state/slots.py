@@ -1,0 +1,68 @@
+"""Which slot a request has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import NoFreeSlotsError
+
+
+class SlotManager:
+    """Hands out slots 0, 1, 2, ...; a freed slot is the next candidate again, lowest first.
+
+    Args:
+        num_slots: how many slots can be taken at a time.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.max_num_requests = num_slots
+        self.slot_mapping: dict[int, int] = {}
+        self.free_slots: list[int] = list(range(num_slots))
+
+    def get_slot(self, request_id: int) -> int | None:
+        """The request's slot, or None."""
+        return self.slot_mapping.get(request_id)
+
+    def add_slot(self, request_id: int) -> int:
+        """Take a slot for the request; one that has a slot keeps it.
+
+        Raises:
+            NoFreeSlotsError: every slot is taken.
+        """
+        slot = self.slot_mapping.get(request_id)
+        if slot is not None:
+            return slot
+        if not self.free_slots:
+            raise NoFreeSlotsError(
+                f"No free slots: all {self.max_num_requests} are taken, request {request_id} needs one"
+            )
+        slot = heapq.heappop(self.free_slots)
+        self.slot_mapping[request_id] = slot
+        return slot
+
+    def remove_slot(self, request_id: int) -> None:
+        """Give the request's slot back; an unknown id changes nothing."""
+        slot = self.slot_mapping.pop(request_id, None)
+        if slot is not None:
+            heapq.heappush(self.free_slots, slot)
+
+    def fill_slot_id_tensor(self, requests: Sequence[Any], tensor: torch.Tensor) -> None:
+        """Write the slot of every request into ``tensor`` [len(requests)].
+
+        Raises:
+            NoFreeSlotsError: a request has no slot.
+        """
+        for row, request in enumerate(requests):
+            slot = self.get_slot(request.request_id)
+            if slot is None:
+                raise NoFreeSlotsError(f"request {request.request_id} has no slot")
+            tensor[row] = slot
+
+    def shutdown(self) -> None:
+        """Give every slot back."""
+        for request_id in list(self.slot_mapping):
+            self.remove_slot(request_id)

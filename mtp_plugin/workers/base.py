@@ -1,0 +1,464 @@
+"""What both workers share: acceptance, the result, and TensorRT-LLM's public steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtp_plugin.batch import PAD_TOKEN, Accepted, StepOutput
+from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError, expect
+from mtp_plugin.metadata import DraftLoop
+from mtp_plugin.ops.acceptance import RelaxedRule
+from mtp_plugin.ops.backend import select_ops
+from mtp_plugin.thinking import read_thinking_token
+from mtp_plugin.workers.metadata_check import MetadataFingerprint
+
+
+@dataclass(frozen=True)
+class Step:
+    """The inputs of one ``forward``, checked, with flat positions."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    hidden_states: torch.Tensor  # [T, H]
+    logits: torch.Tensor  # [C + G*(K+1), V]
+    lm_head: Any
+    embed_tokens: Any
+    attn_metadata: Any
+    spec_metadata: Any
+    mtp_layers: Any
+
+    @property
+    def num_contexts(self) -> int:
+        return int(self.attn_metadata.num_contexts)
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.attn_metadata.num_seqs)
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        return int(self.attn_metadata.num_ctx_tokens)
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """[C] on the device."""
+        lens: torch.Tensor = self.attn_metadata.seq_lens_cuda[: self.num_contexts]
+        return lens
+
+
+def read_draft_len(spec_config: Any, minimum: int) -> int:
+    """K from a config under either name.
+
+    Raises:
+        ConfigError: no name holds an integer >= ``minimum``.
+    """
+    for name in ("max_draft_len", "num_nextn_predict_layers"):
+        value = getattr(spec_config, name, None)
+        if value is not None:
+            expect(
+                isinstance(value, int) and value >= minimum,
+                ConfigError,
+                f"{name}: expected an integer >= {minimum}, got {value!r}",
+            )
+            return int(value)
+    raise ConfigError("the decoding config gives no max_draft_len and no num_nextn_predict_layers")
+
+
+class SpecWorker(nn.Module, ABC):
+    """One MTP step on the device: accept, advance history, draft, leave no trace.
+
+    Args:
+        spec_config: the project's ``MTPDecodingConfig`` or a host's object with the same fields.
+        chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what the
+            config says, else ``output``.
+        thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
+    """
+
+    min_draft_len = 1
+
+    def __init__(
+        self,
+        spec_config: Any,
+        model_config: Any = None,  # noqa: ARG002 - hosts pass it
+        *_: Any,
+        chain: str | None = None,
+        thinking_tokens: tuple[int, int] | None = None,
+        **__: Any,
+    ) -> None:
+        super().__init__()
+        options = getattr(spec_config, "mtp", None)
+        self.spec_config = spec_config
+        self.max_draft_len = read_draft_len(spec_config, self.min_draft_len)
+        self.use_relaxed_acceptance = bool(
+            getattr(spec_config, "use_relaxed_acceptance_for_thinking", False)
+        )
+        self.begin_token, self.end_token = thinking_tokens or (
+            read_thinking_token(spec_config, "begin"),
+            read_thinking_token(spec_config, "end"),
+        )
+        self.chain = chain or getattr(options, "chain", None) or "output"
+        self.draft_window = getattr(options, "draft_window", "exact")
+        self.check_metadata = bool(getattr(options, "check_metadata", False))
+        self.ops = select_ops(getattr(options, "kernels", "auto"))
+        self._public_loop: DraftLoop | None = None
+
+    # ---- the step -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        lm_head: Any = None,
+        embed_tokens: Any = None,
+        attn_metadata: Any = None,
+        spec_metadata: Any = None,
+        mtp_layers: Any = None,
+        draft_model: Any = None,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Accept this step's drafts and draft the next ones.
+
+        Args:
+            input_ids: [T] contexts first, K+1 rows per generation. position_ids: [1, T] or [T].
+            hidden_states: [T, H] the target's states. logits: [C + G*(K+1), V], or [V] for one row.
+            lm_head, embed_tokens, mtp_layers: the target's head and embedding, the draft layers;
+                or ``draft_model`` with these as attributes.
+            attn_metadata, spec_metadata: of the target's forward; unchanged on return.
+
+        Returns:
+            The mapping of :class:`~mtp_plugin.batch.StepOutput`.
+
+        Raises:
+            TensorContractError, MetadataError: an input that does not fit the others.
+        """
+        step = self._step(
+            input_ids,
+            position_ids,
+            hidden_states,
+            logits,
+            lm_head if lm_head is not None else getattr(draft_model, "lm_head", None),
+            embed_tokens if embed_tokens is not None else getattr(draft_model, "embed_tokens", None),
+            attn_metadata,
+            spec_metadata,
+            mtp_layers if mtp_layers is not None else getattr(draft_model, "mtp_layers", None),
+        )
+        accepted = self._accept(
+            step.input_ids, step.positions, step.logits, spec_metadata, attn_metadata
+        )
+        before = MetadataFingerprint.take(attn_metadata) if self.check_metadata else None
+        drafts = self._draft(step, accepted)
+        if before is not None:
+            before.compare(attn_metadata)
+        return self._output(logits, accepted, drafts).as_dict()
+
+    @abstractmethod
+    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
+        """The next drafts [R, K] int32."""
+
+    def skip_forward(
+        self,
+        input_ids: torch.Tensor,  # noqa: ARG002
+        position_ids: torch.Tensor,  # noqa: ARG002
+        hidden_states: torch.Tensor,  # noqa: ARG002
+        logits: torch.Tensor,
+        lm_head: Any = None,  # noqa: ARG002
+        embed_tokens: Any = None,  # noqa: ARG002
+        attn_metadata: Any = None,
+        spec_metadata: Any = None,  # noqa: ARG002
+        mtp_layers: Any = None,  # noqa: ARG002
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        """The keys and shapes of :meth:`forward` with valid ids, for ranks without the last stage."""
+        num_seqs = attn_metadata.num_seqs
+        device = logits.device if logits is not None else attn_metadata.seq_lens_cuda.device
+        int32 = {"dtype": torch.int32, "device": device}
+        tokens = torch.full((num_seqs, self.max_draft_len + 1), PAD_TOKEN, **int32)
+        tokens[:, 0] = 0
+        return StepOutput(
+            logits=logits,
+            new_tokens=tokens,
+            new_tokens_lens=torch.ones(num_seqs, **int32),
+            next_draft_tokens=torch.zeros(num_seqs, self.max_draft_len, **int32),
+            next_new_tokens=torch.zeros(num_seqs, self.max_draft_len + 1, **int32),
+            status=torch.zeros(num_seqs, **int32),
+        ).as_dict()
+
+    # ---- public steps with TensorRT-LLM's behaviour -----------------------------------------
+
+    def sample_and_accept_draft_tokens(
+        self,
+        input_ids: torch.Tensor | None,
+        logits: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Emitted tokens [R, K+1] int32 (tail -1) and their counts [R] int32."""
+        flat = None if input_ids is None else input_ids.reshape(-1)
+        accepted = self._accept(flat, None, _two_dim(logits), spec_metadata, attn_metadata)
+        return accepted.tokens, accepted.num_accepted
+
+    def update_mtp_hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_accepted_tokens: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> None:
+        """Advance the slot pools in place by this step's inputs and states."""
+        manager = self._manager(spec_metadata)
+        num_contexts = attn_metadata.num_contexts
+        self.ops.advance_history(
+            manager.mtp_past_tokens_pool,
+            manager.mtp_past_hidden_states_pool,
+            spec_metadata.slot_ids[: attn_metadata.num_seqs],
+            input_ids.reshape(-1),
+            hidden_states,
+            num_accepted_tokens,
+            attn_metadata.seq_lens_cuda[:num_contexts],
+            num_contexts=num_contexts,
+            num_ctx_tokens=attn_metadata.num_ctx_tokens,
+            step_rows=self.max_draft_len + 1,
+        )
+
+    def change_attn_metadata(self, num_accepted_tokens: torch.Tensor, attn_metadata: Any) -> None:
+        """Generations: ``seq_lens`` - 1 and ``kv_lens`` - (K+1-n), until ``restore_attn_metadata``."""
+        expect(
+            self._public_loop is None,
+            MetadataError,
+            "change_attn_metadata: the previous change was not restored",
+        )
+        loop = DraftLoop(attn_metadata)
+        loop.open()
+        loop.feed_window(num_accepted_tokens, self.max_draft_len + 1, self.max_draft_len)
+        self._public_loop = loop
+
+    def restore_attn_metadata(self, attn_metadata: Any) -> None:  # noqa: ARG002
+        """Undo ``change_attn_metadata``."""
+        if self._public_loop is None:
+            raise MetadataError("restore_attn_metadata: nothing was changed")
+        self._public_loop.close()
+        self._public_loop = None
+
+    def draft_sampler(self, logits: torch.Tensor) -> torch.Tensor:
+        """Greedy drafts of logits [N, V] -> [N] int32."""
+        drafts: torch.Tensor = self.ops.draft_argmax(logits)
+        return drafts
+
+    # ---- shared parts ---------------------------------------------------------------------
+
+    def _step(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        lm_head: Any,
+        embed_tokens: Any,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        mtp_layers: Any,
+    ) -> Step:
+        ids = input_ids.reshape(-1)
+        positions = position_ids.reshape(-1)
+        rows = ids.shape[0]
+        expect(
+            positions.shape[0] == rows and hidden_states.shape[0] == rows,
+            TensorContractError,
+            f"forward: expected T = {rows} positions and states like input_ids, got "
+            f"{positions.shape[0]} and {hidden_states.shape[0]}",
+        )
+        return Step(
+            ids,
+            positions,
+            hidden_states,
+            _two_dim(logits),
+            lm_head,
+            embed_tokens,
+            attn_metadata,
+            spec_metadata,
+            mtp_layers,
+        )
+
+    def _accept(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        logits: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> Accepted:
+        num_contexts = attn_metadata.num_contexts
+        num_generations = attn_metadata.num_seqs - num_contexts
+        k = self.max_draft_len
+        drafts = spec_metadata.draft_tokens
+        if drafts is None:
+            drafts = torch.empty(0, dtype=torch.int32, device=logits.device)
+        draft_lens = getattr(spec_metadata, "draft_lens", None)
+        next_prompt = getattr(spec_metadata, "next_prompt_tokens", None)
+        shape = {
+            "num_contexts": num_contexts,
+            "max_draft_len": k,
+            "draft_lens": None if draft_lens is None else draft_lens[:num_generations],
+            "final_context": None if next_prompt is None else next_prompt[:num_contexts] < 0,
+        }
+        drafts = drafts.reshape(-1)[: num_generations * k]
+        parameters = getattr(spec_metadata, "row_parameters", None)
+        if parameters is not None and parameters.min_stop_index is not None:
+            logits = self._mask_early_stops(logits, positions, parameters, attn_metadata)
+        if not self.use_relaxed_acceptance:
+            accepted: Accepted = self.ops.accept_strict(logits, drafts, **shape)
+            return accepted
+        return self._accept_relaxed(input_ids, logits, drafts, shape, spec_metadata, attn_metadata)
+
+    def _accept_relaxed(
+        self,
+        input_ids: torch.Tensor | None,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        shape: dict[str, Any],
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> Accepted:
+        manager = self._manager(spec_metadata)
+        slots = spec_metadata.slot_ids[: attn_metadata.num_seqs]
+        thinking = manager.thinking_pool[slots] > 0
+        if shape["final_context"] is None and input_ids is not None:
+            # a host that gives no look-ahead tokens gives no prompt phase either
+            thinking = self._scan_prompts(input_ids, thinking, attn_metadata)
+        parameters = getattr(spec_metadata, "row_parameters", None)
+        limit = manager.relaxed_limit_pool[slots]
+        rule = RelaxedRule(
+            thinking=thinking,
+            topk=manager.relaxed_topk_pool[slots],
+            delta=limit,
+            stop_ids=None if parameters is None else parameters.stop_ids,
+            begin_token=self.begin_token,
+            end_token=self.end_token,
+        )
+        result = self.ops.accept_relaxed(logits, drafts, rule, **shape)
+        manager.thinking_pool[slots] = result.thinking.to(torch.int8)
+        manager.mtp_relaxed_delta_pool[slots] = torch.where(result.thinking, limit, 0.0)
+        accepted: Accepted = result.accepted
+        return accepted
+
+    def _scan_prompts(
+        self, input_ids: torch.Tensor, thinking: torch.Tensor, attn_metadata: Any
+    ) -> torch.Tensor:
+        """The phase of each context after its prompt rows: the last thinking token counts."""
+        num_contexts = attn_metadata.num_contexts
+        if num_contexts == 0:
+            return thinking
+        num_rows = attn_metadata.num_ctx_tokens
+        rows = torch.arange(num_rows, device=input_ids.device)
+        lens = attn_metadata.seq_lens_cuda[:num_contexts].to(torch.int64)
+        owner = torch.searchsorted(lens.cumsum(0), rows, right=True)
+        ids = input_ids[:num_rows]
+        last = []
+        for token in (self.begin_token, self.end_token):
+            where = torch.where(ids == token, rows, -1)
+            none = torch.full((num_contexts,), -1, dtype=rows.dtype, device=rows.device)
+            last.append(none.scatter_reduce(0, owner, where, reduce="amax"))
+        begin, end = last
+        contexts = torch.where((begin < 0) & (end < 0), thinking[:num_contexts], begin > end)
+        return torch.cat([contexts, thinking[num_contexts:]])
+
+    def _mask_early_stops(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor | None,
+        parameters: Any,
+        attn_metadata: Any,
+    ) -> torch.Tensor:
+        if positions is None:
+            raise MetadataError("min_stop_index: acceptance needs position_ids to obey it")
+        num_contexts = attn_metadata.num_contexts
+        num_seqs = attn_metadata.num_seqs
+        width = self.max_draft_len + 1
+        first = attn_metadata.num_ctx_tokens
+        last_rows = attn_metadata.seq_lens_cuda[:num_contexts].to(torch.int64).cumsum(0) - 1
+        offsets = torch.arange(width, device=logits.device)
+        # the first row of a generation has its true position, later ones may be clamped
+        generation_index = positions[first::width].unsqueeze(1) + 1 + offsets
+        token_index = torch.cat([positions[last_rows] + 1, generation_index.reshape(-1)])
+        requests = torch.arange(num_seqs, device=logits.device)
+        row_requests = torch.cat(
+            [requests[:num_contexts], requests[num_contexts:].repeat_interleave(width)]
+        )
+        masked: torch.Tensor = self.ops.mask_early_stops(
+            logits, parameters, row_requests, token_index
+        )
+        return masked
+
+    def _context_successors(self, step: Step, accepted: Accepted) -> torch.Tensor:
+        """The token behind each context's last row [C]: emitted, or the known next prompt token."""
+        emitted = accepted.last_tokens()[: step.num_contexts]
+        next_prompt = getattr(step.spec_metadata, "next_prompt_tokens", None)
+        if next_prompt is None:
+            return emitted
+        known = next_prompt[: step.num_contexts].to(emitted.dtype)
+        return torch.where(known >= 0, known, emitted)
+
+    def _run_layer(
+        self,
+        layer: Any,
+        step: Step,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        *,
+        single_rows: bool = False,
+    ) -> torch.Tensor:
+        spec = step.spec_metadata
+        extra: dict[str, Any] = {}
+        counts = "subseq_all_rank_num_tokens" if single_rows else "all_rank_num_tokens"
+        for key, name in (
+            ("all_rank_num_tokens", counts),
+            ("all_rank_max_num_tokens", "all_rank_max_num_tokens"),
+        ):
+            value = getattr(spec, name, None)
+            if value is not None:
+                extra[key] = value
+        states: torch.Tensor = layer(
+            embed_tokens=step.embed_tokens,
+            input_ids=input_ids,
+            position_ids=positions.unsqueeze(0),
+            hidden_states=hidden_states,
+            attn_metadata=step.attn_metadata,
+            **extra,
+        )
+        return states
+
+    def _output(
+        self, logits: torch.Tensor, accepted: Accepted, drafts: torch.Tensor
+    ) -> StepOutput:
+        last = accepted.last_tokens().unsqueeze(1)
+        return StepOutput(
+            logits=logits,
+            new_tokens=accepted.tokens,
+            new_tokens_lens=accepted.num_accepted,
+            next_draft_tokens=drafts,
+            next_new_tokens=torch.cat([last, drafts], dim=1),
+            status=accepted.status,
+        )
+
+    @staticmethod
+    def _manager(spec_metadata: Any) -> Any:
+        manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
+        if manager is None:
+            raise MetadataError("this step needs spec_metadata.mtp_hidden_states_manager, got None")
+        if spec_metadata.slot_ids is None:
+            raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
+        return manager
+
+
+def _two_dim(logits: torch.Tensor) -> torch.Tensor:
+    return logits.unsqueeze(0) if logits.dim() == 1 else logits

@@ -1,0 +1,61 @@
+"""The debug mode that proves a draft loop left no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import MetadataError
+
+
+class MetadataFingerprint:
+    """Values and identities of every public field of an attention metadata object."""
+
+    def __init__(self, fields: dict[str, Any], identities: dict[str, int]) -> None:
+        self._fields = fields
+        self._identities = identities
+
+    @classmethod
+    def take(cls, attn_metadata: Any) -> MetadataFingerprint:
+        """Copy every field: tensors, numbers, lists, and the lists of ``kv_cache_params``."""
+        fields: dict[str, Any] = {}
+        identities: dict[str, int] = {}
+        for name, value in cls._walk(attn_metadata):
+            if isinstance(value, torch.Tensor):
+                fields[name] = value.clone()
+                identities[name] = id(value)
+            elif isinstance(value, list):
+                fields[name] = list(value)
+            elif isinstance(value, (int, float, str, bool)) or value is None:
+                fields[name] = value
+        return cls(fields, identities)
+
+    def compare(self, attn_metadata: Any) -> None:
+        """Check that every field is what it was.
+
+        Raises:
+            MetadataError: naming each field that changed.
+        """
+        now = dict(self._walk(attn_metadata))
+        changed = [name for name in self._fields if not self._same(name, now.get(name))]
+        if changed:
+            raise MetadataError(f"the draft loop left changes in: {', '.join(sorted(changed))}")
+
+    def _same(self, name: str, value: Any) -> bool:
+        before = self._fields[name]
+        if isinstance(before, torch.Tensor):
+            return (
+                isinstance(value, torch.Tensor)
+                and self._identities[name] == id(value)
+                and torch.equal(before, value)
+            )
+        return bool(before == value)
+
+    @staticmethod
+    def _walk(attn_metadata: Any) -> list[tuple[str, Any]]:
+        fields = [(n, v) for n, v in vars(attn_metadata).items() if not n.startswith("_layout")]
+        params = getattr(attn_metadata, "kv_cache_params", None)
+        if params is not None and hasattr(params, "__dict__"):
+            fields += [(f"kv_cache_params.{n}", v) for n, v in vars(params).items()]
+        return fields

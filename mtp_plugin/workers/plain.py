@@ -1,0 +1,19 @@
+"""Decoding without drafts, through the same interface."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.batch import Accepted
+from mtp_plugin.workers.base import SpecWorker, Step
+
+
+class PlainWorker(SpecWorker):
+    """Emits the target's next token and proposes nothing (K = 0)."""
+
+    min_draft_len = 0
+
+    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
+        return torch.zeros(
+            step.num_seqs, self.max_draft_len, dtype=torch.int32, device=accepted.tokens.device
+        )

@@ -1,0 +1,711 @@
+"""Every mistake in a config has one exact line: the file, the key, what came, what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.config import (
+    CudaGraphConfig,
+    KVCacheConfig,
+    LLMConfig,
+    MTPDecodingConfig,
+    MTPPluginOptions,
+    OtherDecodingConfig,
+    SpeculativeDecodingMode,
+    load_config,
+    parse_config,
+)
+from mtp_plugin.errors import ConfigError, MTPPluginError
+
+
+class Case(NamedTuple):
+    id: str
+    yaml: str
+    message: str
+
+
+TOP_LEVEL_KEYS = (
+    "model, dtype, device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_config, "
+    "cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, speculative_config"
+)
+
+
+def mtp(*lines: str) -> str:
+    """A file whose only mistakes can be in these lines of its speculative_config."""
+    return "model: m\nspeculative_config:\n  decoding_type: MTP\n  " + "\n  ".join(lines) + "\n"
+
+
+FILE_CASES = [
+    Case("empty file", "", "the file is empty; expected a mapping with the key 'model'"),
+    Case(
+        "only a comment",
+        "# nothing\n",
+        "the file is empty; expected a mapping with the key 'model'",
+    ),
+    Case("a list", "- model: m\n", "expected a mapping of keys to values, got a list"),
+    Case("a word", "model\n", "expected a mapping of keys to values, got 'model'"),
+    Case(
+        "syntax",
+        "model: m\nkv_cache_config: {tokens_per_block: 32\nmax_batch_size: 8\n",
+        "line 3, column 15: while parsing a flow mapping: expected ',' or '}', but got ':'",
+    ),
+    Case(
+        "tab",
+        "model: m\nkv_cache_config:\n\ttokens_per_block: 32\n",
+        "line 3, column 1: while scanning for the next token: "
+        "found character '\\t' that cannot start any token",
+    ),
+    Case(
+        "key twice",
+        "model: m\nmax_batch_size: 8\nmax_batch_size: 4\n",
+        "line 3, column 1: key 'max_batch_size' was already given on line 2",
+    ),
+    Case(
+        "nested key twice",
+        mtp("max_draft_len: 3", "use_mtp_vanilla: true", "max_draft_len: 3"),
+        "line 6, column 3: key 'max_draft_len' was already given on line 4",
+    ),
+    Case(
+        "two documents",
+        "model: m\n---\nmodel: n\n",
+        "line 2, column 1: expected a single document in the stream: but found another document",
+    ),
+    Case(
+        "python object",
+        "model: !!python/name:os.system\n",
+        "line 1, column 8: could not determine a constructor for the tag "
+        "'tag:yaml.org,2002:python/name:os.system'",
+    ),
+    Case(
+        "control character",
+        "model: \x07\n",
+        "not valid YAML: unacceptable character #x0007: "
+        'special characters are not allowed in "<unicode string>", position 7',
+    ),
+    Case("impossible date", "model: 2026-13-45\n", "not valid YAML: month must be in 1..12"),
+]
+
+KEY_CASES = [
+    Case(
+        "no model",
+        "max_batch_size: 8\n",
+        "model: required key is missing; expected text that is not empty",
+    ),
+    Case(
+        "typo",
+        "model: m\nmax_batchsize: 8\n",
+        "max_batchsize: unknown key; did you mean max_batch_size?",
+    ),
+    Case(
+        "nothing alike",
+        "model: m\nzebra: 8\n",
+        f"zebra: unknown key; expected one of {TOP_LEVEL_KEYS}",
+    ),
+    Case(
+        "key that is a number",
+        "model: m\n8: 8\n",
+        f"8: expected a key that is text; expected one of {TOP_LEVEL_KEYS}",
+    ),
+    Case(
+        "overlap under its opposite name",
+        "model: m\nenable_overlap_scheduler: true\n",
+        "enable_overlap_scheduler: unknown key; "
+        "write disable_overlap_scheduler with the opposite value",
+    ),
+    Case(
+        "older graph key",
+        "model: m\nuse_cuda_graph: true\n",
+        "use_cuda_graph: unknown key; write cuda_graph_config: {} (graphs) or null (none)",
+    ),
+    Case(
+        "another engine's batch size",
+        "model: m\nmax_num_seqs: 8\n",
+        "max_num_seqs: unknown key; write max_batch_size",
+    ),
+    Case(
+        "another engine's K",
+        mtp("num_draft_tokens: 3"),
+        "speculative_config.num_draft_tokens: unknown key; write max_draft_len",
+    ),
+    Case(
+        "upper-case thinking token",
+        mtp("BEGIN_THINKING_PHASE_TOKEN: 7"),
+        "speculative_config.BEGIN_THINKING_PHASE_TOKEN: unknown key; "
+        "write begin_thinking_phase_token",
+    ),
+    Case(
+        "TensorRT-LLM's rejection switch",
+        mtp("use_rejection_sampling: true"),
+        "speculative_config.use_rejection_sampling: unknown key; "
+        "write mtp: {verification: rejection, draft_sampling: plain}",
+    ),
+    Case(
+        "too far out",
+        "model: m\nmax_draft_len: 3\n",
+        "max_draft_len: unknown key; it belongs under speculative_config",
+    ),
+    Case(
+        "one level too far out",
+        mtp("draft_sampling: greedy"),
+        "speculative_config.draft_sampling: unknown key; it belongs under speculative_config.mtp",
+    ),
+    Case(
+        "too far in",
+        mtp("max_seq_len: 128"),
+        "speculative_config.max_seq_len: unknown key; it belongs at the top level",
+    ),
+    Case(
+        "typo in a nested mapping",
+        mtp("mtp: {kernel: triton}"),
+        "speculative_config.mtp.kernel: unknown key; did you mean kernels?",
+    ),
+    Case(
+        "key of several lines",
+        'model: m\n"a\\nb": 1\n',
+        f"'a\\nb': unknown key; expected one of {TOP_LEVEL_KEYS}",
+    ),
+    Case(
+        "no decoding type",
+        "model: m\nspeculative_config: {max_draft_len: 3}\n",
+        "speculative_config.decoding_type: required key is missing; "
+        "expected 'MTP' or the name of another plugin",
+    ),
+    Case(
+        "decoding type in small letters",
+        "model: m\nspeculative_config: {decoding_type: mtp}\n",
+        "speculative_config.decoding_type: expected 'MTP', got 'mtp'",
+    ),
+    Case(
+        "decoding type without a name",
+        "model: m\nspeculative_config: {decoding_type: ''}\n",
+        "speculative_config.decoding_type: expected text that is not empty, got ''",
+    ),
+]
+
+TYPE_CASES = [
+    Case("empty text", "model: ''\n", "model: expected text that is not empty, got ''"),
+    Case("null model", "model:\n", "model: expected text that is not empty, got null"),
+    Case(
+        "text for an integer",
+        "model: m\nmax_batch_size: '8'\n",
+        "max_batch_size: expected an integer of at least 1, got '8'",
+    ),
+    Case(
+        "fraction for an integer",
+        "model: m\nmax_num_tokens: 2048.0\n",
+        "max_num_tokens: expected an integer of at least 1, got 2048.0",
+    ),
+    Case(
+        "switch for an integer",
+        mtp("max_draft_len: true"),
+        "speculative_config.max_draft_len: expected an integer from 1 to 16 or null, got true",
+    ),
+    Case(
+        "integer for a switch",
+        "model: m\nenable_chunked_prefill: 1\n",
+        "enable_chunked_prefill: expected true or false, got 1",
+    ),
+    Case(
+        "no drafts",
+        mtp("max_draft_len: 0"),
+        "speculative_config.max_draft_len: expected an integer from 1 to 16 or null, got 0",
+    ),
+    Case(
+        "too many drafts",
+        mtp("max_draft_len: 17"),
+        "speculative_config.max_draft_len: expected an integer from 1 to 16 or null, got 17",
+    ),
+    Case(
+        "too many drafts under the older name",
+        mtp("num_nextn_predict_layers: 17"),
+        "speculative_config.num_nextn_predict_layers: "
+        "expected an integer from 1 to 16 or null, got 17",
+    ),
+    Case(
+        "no such choice",
+        mtp("mtp: {verification: exact}"),
+        "speculative_config.mtp.verification: "
+        "expected one of 'coupled', 'rejection', 'block', got 'exact'",
+    ),
+    Case(
+        "no such chain",
+        mtp("mtp: {chain: inputs}"),
+        "speculative_config.mtp.chain: "
+        "expected one of 'output', 'target_shift', 'none' or null, got 'inputs'",
+    ),
+    Case(
+        "dtype",
+        "model: m\ndtype: fp16\n",
+        "dtype: expected one of 'auto', 'float32', 'bfloat16', 'float16', got 'fp16'",
+    ),
+    Case(
+        "device with an index",
+        "model: m\ndevice: cuda:1\n",
+        "device: expected one of 'auto', 'cpu', 'cuda', got 'cuda:1'",
+    ),
+    Case(
+        "fraction of zero",
+        "model: m\nkv_cache_config: {free_gpu_memory_fraction: 0}\n",
+        "kv_cache_config.free_gpu_memory_fraction: expected a number above 0, at most 1, got 0",
+    ),
+    Case(
+        "not a number",
+        mtp("use_relaxed_acceptance_for_thinking: true", "relaxed_delta: .nan"),
+        "speculative_config.relaxed_delta: expected a number from 0 to 1, got nan",
+    ),
+    Case(
+        "top-k of zero",
+        mtp("use_relaxed_acceptance_for_thinking: true", "relaxed_topk: 0"),
+        "speculative_config.relaxed_topk: expected an integer of at least 1, got 0",
+    ),
+    Case(
+        "null for a mapping",
+        "model: m\nkv_cache_config:\n",
+        "kv_cache_config: expected a mapping, got null",
+    ),
+    Case(
+        "word for a mapping",
+        "model: m\nspeculative_config: MTP\n",
+        "speculative_config: expected a mapping or null, got 'MTP'",
+    ),
+    Case(
+        "mapping for a number",
+        "model: m\nmax_seq_len: {max: 3}\n",
+        "max_seq_len: expected an integer of at least 1 or null, got a mapping",
+    ),
+    Case(
+        "number for a list",
+        "model: m\ncuda_graph_config: {batch_sizes: 8}\n",
+        "cuda_graph_config.batch_sizes: "
+        "expected a list (each item an integer of at least 1) or null, got 8",
+    ),
+    Case(
+        "item of a list",
+        "model: m\ncuda_graph_config: {batch_sizes: [1, 0]}\n",
+        "cuda_graph_config.batch_sizes.1: expected an integer of at least 1, got 0",
+    ),
+    Case(
+        "list for a mapping",
+        mtp("draft_len_schedule: [4, 3]"),
+        "speculative_config.draft_len_schedule: expected a mapping (each key an integer of at "
+        "least 1, each value an integer from 0 to 16) or null, got a list",
+    ),
+    Case(
+        "key of the schedule",
+        mtp("max_draft_len: 3", "draft_len_schedule: {0: 3}"),
+        "speculative_config.draft_len_schedule.0: expected an integer of at least 1, got 0",
+    ),
+    Case(
+        "value of the schedule",
+        mtp("max_draft_len: 3", "draft_len_schedule: {4: 3, 8: -1}"),
+        "speculative_config.draft_len_schedule.8: expected an integer from 0 to 16, got -1",
+    ),
+    Case(
+        "long text is cut",
+        f"model: m\nmax_seq_len: {'x' * 200}\n",
+        f"max_seq_len: expected an integer of at least 1 or null, got '{'x' * 76}...",
+    ),
+]
+
+COMBINATION_CASES = [
+    Case(
+        "R44 both names of K",
+        mtp("num_nextn_predict_layers: 3", "max_draft_len: 1"),
+        "speculative_config.max_draft_len: 1 contradicts num_nextn_predict_layers "
+        "(its older name), which is 3; expected max_draft_len alone",
+    ),
+    Case(
+        "schedule begins with another K",
+        mtp("max_draft_len: 3", "draft_len_schedule: {16: 1, 4: 2}"),
+        "speculative_config.draft_len_schedule: expected the smallest batch size (4) to draft "
+        "max_draft_len (3), got 2",
+    ),
+    Case(
+        "schedule grows beyond K",
+        mtp("max_draft_len: 3", "draft_len_schedule: {4: 3, 8: 4}"),
+        "speculative_config.draft_len_schedule.8: expected at most max_draft_len (3), got 4",
+    ),
+    Case(
+        "schedule without K",
+        mtp("draft_len_schedule: {4: 3}"),
+        "speculative_config.draft_len_schedule: expected max_draft_len beside it, got null",
+    ),
+    Case(
+        "empty schedule",
+        mtp("max_draft_len: 3", "draft_len_schedule: {}"),
+        "speculative_config.draft_len_schedule: "
+        "expected at least one batch size, got an empty mapping",
+    ),
+    Case(
+        "schedule and concurrency",
+        mtp("max_draft_len: 3", "draft_len_schedule: {4: 3}", "max_concurrency: 4"),
+        "speculative_config.draft_len_schedule: "
+        "expected either draft_len_schedule or max_concurrency, got both",
+    ),
+    Case(
+        "half a gate: window",
+        mtp("acceptance_window: 100"),
+        "speculative_config.acceptance_window: "
+        "expected acceptance_length_threshold beside it: the gate needs both",
+    ),
+    Case(
+        "half a gate: threshold",
+        mtp("acceptance_length_threshold: 1.5"),
+        "speculative_config.acceptance_length_threshold: "
+        "expected acceptance_window beside it: the gate needs both",
+    ),
+    Case(
+        "coupled verification of plain drafts",
+        mtp("mtp: {draft_sampling: plain}"),
+        "speculative_config.mtp.draft_sampling: 'plain' cannot be verified by 'coupled' "
+        "verification; expected one of coupled, greedy",
+    ),
+    Case(
+        "rejection of coupled drafts",
+        mtp("mtp: {verification: rejection}"),
+        "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'rejection' "
+        "verification; expected one of plain, greedy",
+    ),
+    Case(
+        "block verification of coupled drafts",
+        mtp("mtp: {verification: block, draft_sampling: coupled}"),
+        "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'block' "
+        "verification; expected one of plain, greedy",
+    ),
+    Case(
+        "relaxed option while strict",
+        mtp("relaxed_topk: 10"),
+        "speculative_config.relaxed_topk: 10 would be ignored; expected "
+        "use_relaxed_acceptance_for_thinking: true beside it",
+    ),
+    Case(
+        "thinking tag while strict",
+        mtp("mtp: {begin_thinking_phase: <think>}"),
+        "speculative_config.mtp.begin_thinking_phase: '<think>' would be ignored; expected "
+        "use_relaxed_acceptance_for_thinking: true beside it",
+    ),
+    Case(
+        "one id for both thinking tokens",
+        mtp(
+            "use_relaxed_acceptance_for_thinking: true",
+            "begin_thinking_phase_token: 7",
+            "end_thinking_phase_token: 7",
+        ),
+        "speculative_config.end_thinking_phase_token: "
+        "must differ from begin_thinking_phase_token, both are 7",
+    ),
+    Case(
+        "one text for both thinking tokens",
+        mtp(
+            "use_relaxed_acceptance_for_thinking: true",
+            "mtp: {begin_thinking_phase: '|', end_thinking_phase: '|'}",
+        ),
+        "speculative_config.mtp.end_thinking_phase: "
+        "must differ from begin_thinking_phase, both are '|'",
+    ),
+    Case(
+        "thinking token by id and by text",
+        mtp(
+            "use_relaxed_acceptance_for_thinking: true",
+            "end_thinking_phase_token: 7",
+            "mtp: {end_thinking_phase: </think>}",
+        ),
+        "speculative_config.end_thinking_phase_token: "
+        "expected either end_thinking_phase_token or mtp.end_thinking_phase, got both",
+    ),
+    Case(
+        "vanilla's window with eagle",
+        mtp("mtp: {draft_window: trtllm}"),
+        "speculative_config.mtp.draft_window: 'trtllm' is for vanilla only; "
+        "expected use_mtp_vanilla: true beside it",
+    ),
+    Case(
+        "vanilla's chain with eagle",
+        mtp("mtp: {chain: target_shift}"),
+        "speculative_config.mtp.chain: 'target_shift' is for vanilla only; "
+        "expected use_mtp_vanilla: true beside it",
+    ),
+    Case(
+        "block reuse",
+        "model: m\nkv_cache_config: {enable_block_reuse: true}\n",
+        "kv_cache_config.enable_block_reuse: "
+        "KV block reuse is not built yet; expected false, got true",
+    ),
+    Case(
+        "too few tokens for the drafts",
+        mtp("max_draft_len: 3") + "max_num_tokens: 31\n",
+        "max_num_tokens: expected at least max_batch_size (8) times max_draft_len + 1 (4), "
+        "which is 32, got 31",
+    ),
+    Case(
+        "too few tokens for the batch",
+        "model: m\nmax_batch_size: 16\nmax_num_tokens: 8\n",
+        "max_num_tokens: expected at least max_batch_size (16), got 8",
+    ),
+    Case(
+        "graph size twice",
+        "model: m\ncuda_graph_config: {batch_sizes: [1, 4, 2, 4]}\n",
+        "cuda_graph_config.batch_sizes: expected every size once, got 4 more than once",
+    ),
+    Case(
+        "no graph sizes",
+        "model: m\ncuda_graph_config: {batch_sizes: []}\n",
+        "cuda_graph_config.batch_sizes: expected at least one batch size, got an empty list",
+    ),
+    Case(
+        "graph sizes told twice",
+        "model: m\ncuda_graph_config: {batch_sizes: [1, 2], max_batch_size: 4}\n",
+        "cuda_graph_config.batch_sizes: expected either batch_sizes or max_batch_size, got both",
+    ),
+    Case(
+        "graph larger than any batch",
+        "model: m\ncuda_graph_config: {batch_sizes: [16, 1]}\n",
+        "cuda_graph_config.batch_sizes: expected at most max_batch_size (8), got 16",
+    ),
+    Case(
+        "largest graph larger than any batch",
+        "model: m\ncuda_graph_config: {max_batch_size: 16}\n",
+        "cuda_graph_config.max_batch_size: expected at most max_batch_size (8), got 16",
+    ),
+    Case(
+        "graphs without CUDA",
+        "model: m\ndevice: cpu\ncuda_graph_config: {}\n",
+        "cuda_graph_config: expected null with device: cpu",
+    ),
+]
+
+CASES = [*FILE_CASES, *KEY_CASES, *TYPE_CASES, *COMBINATION_CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_message(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(case.yaml)
+    with pytest.raises(ConfigError) as error:
+        load_config("config.yaml")
+    assert str(error.value) == f"config.yaml: {case.message}"
+
+
+def test_case_ids_are_unique() -> None:
+    assert len({case.id for case in CASES}) == len(CASES) >= 30
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == f"{path}: no such file; expected a YAML file"
+
+
+def test_folder_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path)
+    assert str(error.value) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+def test_file_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes("model: größe\n".encode("latin-1"))
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == (
+        f"{path}: expected UTF-8 text, got other bytes: "
+        "'utf-8' codec can't decode byte 0xf6 in position 9: invalid start byte"
+    )
+
+
+def test_one_line_per_mistake() -> None:
+    wrong = {
+        "max_batchsize": 4,
+        "kv_cache_config": {"tokens_per_block": 0},
+        "speculative_config": {
+            "decoding_type": "MTP",
+            "max_draft_len": "3",
+            "mtp": {"verification": "exact", "kernel": "auto"},
+        },
+    }
+    with pytest.raises(ConfigError) as error:
+        parse_config(wrong)
+    assert sorted(str(error.value).splitlines()) == [
+        "<mapping>: kv_cache_config.tokens_per_block: expected an integer of at least 1, got 0",
+        "<mapping>: max_batchsize: unknown key; did you mean max_batch_size?",
+        "<mapping>: model: required key is missing; expected text that is not empty",
+        "<mapping>: speculative_config.max_draft_len: "
+        "expected an integer from 1 to 16 or null, got '3'",
+        "<mapping>: speculative_config.mtp.kernel: unknown key; did you mean kernels?",
+        "<mapping>: speculative_config.mtp.verification: "
+        "expected one of 'coupled', 'rejection', 'block', got 'exact'",
+    ]
+
+
+def test_one_line_per_impossible_combination() -> None:
+    spec = {"decoding_type": "MTP", "relaxed_topk": 4, "relaxed_delta": 0.5}
+    with pytest.raises(ConfigError) as error:
+        parse_config({"model": "m", "speculative_config": spec}, source="job")
+    ending = "would be ignored; expected use_relaxed_acceptance_for_thinking: true beside it"
+    assert str(error.value).splitlines() == [
+        f"job: speculative_config.relaxed_topk: 4 {ending}",
+        f"job: speculative_config.relaxed_delta: 0.5 {ending}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            LLMConfig,
+            {},
+            "LLMConfig: model: required key is missing; expected text that is not empty",
+        ),
+        (
+            KVCacheConfig,
+            {"tokens_per_block": 0},
+            "KVCacheConfig: tokens_per_block: expected an integer of at least 1, got 0",
+        ),
+        (
+            CudaGraphConfig,
+            {"batch_sizes": (0,)},
+            "CudaGraphConfig: batch_sizes.0: expected an integer of at least 1, got 0",
+        ),
+        (
+            MTPPluginOptions,
+            {"keep_warm": None},
+            "MTPPluginOptions: keep_warm: expected true or false, got null",
+        ),
+        (
+            MTPDecodingConfig,
+            {"num_nextn_predict_layers": 3, "max_draft_len": 1},
+            "MTPDecodingConfig: max_draft_len: 1 contradicts num_nextn_predict_layers "
+            "(its older name), which is 3; expected max_draft_len alone",
+        ),
+        (
+            MTPDecodingConfig,
+            {"verification": "block"},
+            "MTPDecodingConfig: verification: unknown key; it belongs under speculative_config.mtp",
+        ),
+        (
+            OtherDecodingConfig,
+            {"decoding_type": 5},
+            "OtherDecodingConfig: decoding_type: expected text that is not empty, got 5",
+        ),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_direct_construction(model: type, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model(**options)
+    assert str(error.value) == message
+    assert isinstance(error.value, (ValueError, MTPPluginError))
+
+
+def test_mapping_of_another_kind() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(["model"])  # type: ignore[arg-type]
+    assert str(error.value) == "<mapping>: expected a mapping of keys to values, got a list"
+
+
+def test_r44_vanilla_on_a_checkpoint_with_one_layer() -> None:
+    config = MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True)
+    with pytest.raises(ConfigError) as error:
+        config.resolve(num_mtp_layers=1)
+    assert str(error.value) == (
+        "max_draft_len: 3 is more than the checkpoint's 1 MTP layer, and vanilla needs one per "
+        "draft; expected at most 1, or use_mtp_vanilla: false"
+    )
+
+
+def test_checkpoint_without_mtp_layers() -> None:
+    with pytest.raises(ConfigError) as error:
+        MTPDecodingConfig().resolve(num_mtp_layers=0)
+    assert str(error.value) == "speculative_config: expected a checkpoint with MTP layers, got 0"
+
+
+def test_draft_len_before_resolution() -> None:
+    with pytest.raises(ConfigError) as error:
+        _ = MTPDecodingConfig().draft_len
+    assert str(error.value) == (
+        "max_draft_len: not known yet; expected a value in the config, or resolve() with the "
+        "checkpoint's number of MTP layers first"
+    )
+
+
+def test_vanilla_options_are_refused_when_the_mode_is_settled() -> None:
+    # a host that picks MTPWorker itself may construct this config
+    config = MTPDecodingConfig(max_draft_len=3, mtp={"chain": "none"})
+    with pytest.raises(ConfigError) as error:
+        config.resolve(num_mtp_layers=3)
+    assert str(error.value) == (
+        "mtp.chain: 'none' is for vanilla only; expected use_mtp_vanilla: true beside it"
+    )
+
+
+def test_token_budget_is_checked_again_once_k_is_known() -> None:
+    spec = MTPDecodingConfig(use_mtp_vanilla=True)
+    config = LLMConfig(model="m", max_num_tokens=16, speculative_config=spec)
+    with pytest.raises(ConfigError) as error:
+        config.resolve(num_mtp_layers=3)
+    assert str(error.value) == (
+        "LLMConfig: max_num_tokens: expected at least max_batch_size (8) times "
+        "max_draft_len + 1 (4), which is 32, got 16"
+    )
+
+
+def test_unknown_mode_name() -> None:
+    with pytest.raises(ConfigError) as error:
+        SpeculativeDecodingMode.from_string("ngram")
+    assert str(error.value) == (
+        "speculative decoding mode: expected one of NONE, MTP, MTP_EAGLE_ONE_MODEL, got 'ngram'"
+    )
+
+
+yaml_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+known_keys = st.sampled_from(
+    [*LLMConfig.model_fields, *MTPDecodingConfig.model_fields, *MTPPluginOptions.model_fields]
+)
+calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+@calm
+@given(
+    st.dictionaries(known_keys, yaml_values, max_size=4),
+    st.dictionaries(known_keys, yaml_values, max_size=6),
+)
+def test_any_mapping_is_a_config_or_a_config_error(
+    top: dict[str, object], spec: dict[str, object]
+) -> None:
+    wrong = {"model": "m", **top, "speculative_config": {"decoding_type": "MTP", **spec}}
+    told = message_of(lambda: parse_config(wrong))
+    assert all(line.startswith("<mapping>: ") for line in told.splitlines())
+
+
+@calm
+@given(st.text(max_size=200) | st.text(alphabet="model: {}[]\n-&*!|>'\"#,?1\t", max_size=60))
+def test_any_text_is_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    told = message_of(lambda: load_config(path))
+    assert all(line.startswith(f"{path}: ") for line in told.splitlines())
+
+
+def message_of(call: Callable[[], object]) -> str:
+    """What a `ConfigError` says; nothing where the call succeeds."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
