@@ -686,7 +686,8 @@ class LLMConfig(_ConfigModel):
         min_length=1, description="checkpoint directory; relative: from the YAML file's folder"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="type of weights and KV cache; auto: the checkpoint's"
+        default="auto",
+        description="type of weights and KV cache; auto: the checkpoint's, float32 on CPU",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the model runs; auto: CUDA when present"

@@ -237,7 +237,7 @@ class TestFrozen:
         schedule = MTPDecodingConfig(max_draft_len=3, draft_len_schedule={4: 3}).draft_len_schedule
         with pytest.raises(TypeError, match="a config is frozen"):
             change(schedule)
-        assert schedule == {4: 3}
+        assert copy.copy(schedule) == {4: 3}
 
     def test_options_of_another_plugin_are_a_copy(self) -> None:
         written: dict[str, Any] = {"decoding_type": "Toy", "sizes": [1, 2], "tree": {"width": 2}}
@@ -422,18 +422,11 @@ def test_round_trips(config: LLMConfig) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert parse_config(config.model_dump()) == config
-        assert (
-            parse_config(
-                config.model_dump(exclude_defaults=True)
-                | {"speculative_config": config.model_dump()["speculative_config"]}
-            )
-            == config
-        )
         as_yaml = yaml.safe_dump(config.model_dump(mode="json"))
         assert parse_config(yaml.safe_load(as_yaml)) == config
         assert LLMConfig.model_validate_json(config.model_dump_json()) == config
         assert pickle.loads(pickle.dumps(config)) == config
-        assert copy.deepcopy(config) == config
+        assert copy.copy(config) == copy.deepcopy(config) == config
         assert hash(copy.deepcopy(config)) == hash(config)
 
 

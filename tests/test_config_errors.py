@@ -610,6 +610,12 @@ def test_mapping_of_another_kind() -> None:
     assert str(error.value) == "<mapping>: expected a mapping of keys to values, got a list"
 
 
+def test_other_decoding_config_of_another_kind() -> None:
+    with pytest.raises(ConfigError) as error:
+        OtherDecodingConfig.model_validate("Toy")
+    assert str(error.value) == "OtherDecodingConfig: expected a mapping, got 'Toy'"
+
+
 def test_r44_vanilla_on_a_checkpoint_with_one_layer() -> None:
     config = MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True)
     with pytest.raises(ConfigError) as error:

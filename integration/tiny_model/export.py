@@ -53,7 +53,9 @@ def to_checkpoint(model: TinyMtpModel) -> dict[str, Tensor]:
         keys = _checkpoint_keys(name, model.shape)
         for key, part in zip(keys, tensor.chunk(len(keys), dim=_split_dim(name)), strict=True):
             dtype = torch.float32 if key.endswith("correction_bias") else torch.bfloat16
-            tensors[key] = part.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+            tensors[key] = (
+                part.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+            )
     return tensors
 
 

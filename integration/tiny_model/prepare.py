@@ -1,6 +1,6 @@
 """Write the corpus manifest and train the tokenizer.
 
-    python -m integration.tiny_model.prepare [--corpus DIR]
+python -m integration.tiny_model.prepare [--corpus DIR]
 """
 
 import argparse

@@ -52,4 +52,4 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Encode each text and close it with the document separator."""
     separator = tokenizer.token_to_id(END_OF_TEXT)
-    return [encoding.ids + [separator] for encoding in tokenizer.encode_batch(texts)]
+    return [[*encoding.ids, separator] for encoding in tokenizer.encode_batch(texts)]

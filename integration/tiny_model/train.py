@@ -39,11 +39,11 @@ LOG = logging.getLogger("train")
 class Recipe:
     """How to train; the schedule ends at `steps` or after `minutes`, whichever comes first."""
 
-    steps: int = 8000
-    minutes: float = 7.0
-    batch_size: int = 64
-    rows: int = 1024
-    peak_lr: float = 2e-3
+    steps: int = 4500
+    minutes: float = 6.0
+    batch_size: int = 32
+    rows: int = 2048
+    peak_lr: float = 3e-3
     final_lr_share: float = 0.01
     warmup_steps: int = 200
     weight_decay: float = 0.1
@@ -60,7 +60,9 @@ class Recipe:
     save_every_minutes: float = 1.0
 
 
-def load_streams(corpus: Path, manifest_path: Path, tokenizer_folder: Path, seed: int) -> dict[str, Tensor]:
+def load_streams(
+    corpus: Path, manifest_path: Path, tokenizer_folder: Path, seed: int
+) -> dict[str, Tensor]:
     """Both splits as one row of token ids each, files in seeded random order."""
     manifest = read_manifest(manifest_path)
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -73,7 +75,9 @@ def load_streams(corpus: Path, manifest_path: Path, tokenizer_folder: Path, seed
     return streams
 
 
-def windows(stream: Tensor, length: int, stride: int, batch_size: int, seed: int) -> Iterator[Tensor]:
+def windows(
+    stream: Tensor, length: int, stride: int, batch_size: int, seed: int
+) -> Iterator[Tensor]:
     """Endless batches `[batch_size, length]`; every pass shifts the cuts and reorders them."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length, device=stream.device)
@@ -124,6 +128,7 @@ class Trainer:
             self.masks = dense_masks(recipe.rows, self.depths, device)
         self.held_out_masks = dense_masks(recipe.rows, self.depths, device)
         self.progress = 0.0
+        self.expert_shares: list[Tensor] = []
         self.history: list[dict[str, Any]] = []
 
     def _optimizer(self) -> torch.optim.AdamW:
@@ -163,8 +168,8 @@ class Trainer:
             step += 1
             if step % 100 == 0:
                 shown = " ".join(f"{loss:.3f}" for loss in losses.tolist())
-                rate = step * recipe.batch_size * recipe.rows / (time.monotonic() - compiled)
-                LOG.info("%5d %3.0f%% %s  %.2f Mtok/s", step, 100 * self.progress, shown, rate / 1e6)
+                rate = step * recipe.batch_size * recipe.rows / (time.monotonic() - compiled) / 1e6
+                LOG.info("%5d %3.0f%% %s  %.2f Mtok/s", step, 100 * self.progress, shown, rate)
             if step % recipe.evaluate_every == 0:
                 self._record(step)
             if time.monotonic() - saved > 60 * recipe.save_every_minutes:
@@ -179,6 +184,9 @@ class Trainer:
             "epochs": round(tokens / len(self.streams["train"]), 1),
             "seconds": round(time.monotonic() - began, 1),
             "seconds_compiling": round(compiled - began, 1),
+            "expert_shares_of_last_step": [
+                [round(share, 3) for share in shares.tolist()] for shares in self.expert_shares
+            ],
             "history": self.history,
         }
 
@@ -193,8 +201,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for experts in self.model.expert_blocks():
-            experts.balance(self.recipe.balance_rate * (1 - self.progress))
+        rate = self.recipe.balance_rate * (1 - self.progress)
+        self.expert_shares = [block.balance(rate) for block in self.model.expert_blocks()]
         return torch.cat([main.detach().unsqueeze(0), drafts[:, 0].detach()])
 
     def _losses(self, window: Tensor, masks: list[Any]) -> tuple[Tensor, Tensor]:
@@ -229,7 +237,9 @@ class Trainer:
         """Append held-out losses and first-draft agreement to the history."""
         model, rows = self.model.eval(), self.recipe.rows
         length = rows + self.depths + 1
-        held_out = self.streams["held_out"].unfold(0, length, length)[: self.recipe.held_out_windows]
+        held_out = self.streams["held_out"].unfold(0, length, length)[
+            : self.recipe.held_out_windows
+        ]
         total = torch.zeros(2 * self.depths + 1, device=self.device)
         batches = held_out.split(32)
         with (
@@ -242,9 +252,9 @@ class Trainer:
                 parts = torch.cat([main.view(1), drafts[:, 0], agreement.view(1)])
                 total += parts * len(window) / len(held_out)
         values = [round(value, 4) for value in total.tolist()]
-        shares = [experts.e_score_correction_bias.tolist() for experts in model.expert_blocks()]
-        LOG.info("held out: main %.4f drafts %s agreement %.4f", values[0], values[1:-1], values[-1])
-        LOG.debug("correction biases %s", shares)
+        LOG.info(
+            "held out: main %.4f drafts %s agreement %.4f", values[0], values[1:-1], values[-1]
+        )
         self.history.append(
             {
                 "step": step,

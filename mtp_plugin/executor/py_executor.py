@@ -64,6 +64,7 @@ class PyExecutor:
         self.overlap = overlap
         self.acceptance = AcceptanceStats(engine.pieces.plan.max_draft_len)
         self.num_steps = 0
+        self.num_preemptions = 0
         self._requests: dict[int, LlmRequest] = {}
         self._reported: dict[int, int] = {}
         self._launched: _Launched | None = None
@@ -167,6 +168,7 @@ class PyExecutor:
     def _schedule(self, in_flight: set[int]) -> ScheduledRequests:
         batch = self.scheduler.schedule(in_flight)
         for request in batch.paused_requests:
+            self.num_preemptions += 1
             self.resources.free_resources(request)
         if batch.batch_size > 0:
             self.num_steps += 1

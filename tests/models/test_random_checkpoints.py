@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,7 @@ FIRST_PROMPT = torch.arange(2, 34)
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_same_arguments_same_bytes(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
-    start = time.perf_counter()
     again = write_random_checkpoint(tmp_path / "deeper" / "again", family)
-    assert time.perf_counter() - start < 1
     assert {file.name for file in again.iterdir()} == {
         "config.json",
         "generation_config.json",
@@ -55,34 +52,31 @@ def test_context_matters(checkpoint: Checkpoint, family: str) -> None:
     assert (one - two).abs().max() > 1e-3
 
 
-def first_draft_hits(model: LoadedModel, plain_attention: type) -> float:
-    ids = FIRST_PROMPT
+def share_of_right_drafts(model: LoadedModel, plain_attention: type) -> float:
+    """Along given tokens: the draft after a pair against what the target says one token on."""
+    ids = torch.randint(2, 512, (200,), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(ids))[None]
-    states = model.forward_target(ids, positions, plain_attention(len(ids)))
-    emitted = model.lm_head(states).argmax(dim=-1)
-    # every position as if it were the last: the token it emits, then what the target says to that
-    hits = 0
-    for end in range(1, len(ids) + 1):
-        run = torch.cat([ids[:end], emitted[end - 1 : end]])
-        wanted = model.target(input_ids=run[None]).logits[0, -1].argmax()
-        attention = plain_attention(end)
-        handed_on = model.mtp_layers[0](
-            embed_tokens=model.embed_tokens,
-            input_ids=run[1:],
-            position_ids=positions[:, :end],
-            hidden_states=states[:end],
-            attn_metadata=attention,
-        )
-        draft = model.mtp_layers[0].shared_head(handed_on, model.lm_head, attention).argmax()
-        hits += int(draft == wanted)
-    return hits / len(ids)
+    attention = plain_attention(len(ids))
+    states = model.forward_target(ids, positions, attention)
+    wanted = model.lm_head(states[1:]).argmax(dim=-1)
+    layer = model.mtp_layers[0]
+    attention = plain_attention(len(ids) - 1)
+    handed_on = layer(
+        embed_tokens=model.embed_tokens,
+        input_ids=ids[1:],
+        position_ids=positions[:, :-1],
+        hidden_states=states[:-1],
+        attn_metadata=attention,
+    )
+    drafts = layer.shared_head(handed_on, model.lm_head, attention, return_all=True).argmax(dim=-1)
+    return (drafts == wanted).float().mean().item()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_share_of_right_drafts(checkpoint: Checkpoint, plain_attention: type, family: str) -> None:
     def share(residual_scale: float) -> float:
         path = checkpoint(family, echo_draft=True, residual_scale=residual_scale)
-        return first_draft_hits(load_model(path), plain_attention)
+        return share_of_right_drafts(load_model(path), plain_attention)
 
     assert share(0.0) == 1.0
     assert 0.3 < share(0.3) < 1.0

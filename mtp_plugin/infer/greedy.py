@@ -1,0 +1,64 @@
+"""Greedy decoding of one prompt: what speculative decoding has to reproduce token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from transformers import PreTrainedModel
+
+from mtp_plugin.errors import RequestError
+
+from .kv_cache import DynamicKVCache
+from .language_model import LanguageModel, TransformersLanguageModel
+from .sample_strategy import GreedySampleStrategy
+
+
+def greedy_decode(
+    model: LanguageModel | PreTrainedModel,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    min_tokens: int = 0,
+) -> list[int]:
+    """The greedy continuation of a prompt.
+
+    Args:
+        model: a language model, or a transformers causal language model as it is.
+        prompt_ids: at least one token.
+        max_new_tokens: how many tokens to emit at most.
+        eos_token_ids: ids that end the run; the one that does is the last token returned.
+        min_tokens: how many tokens to emit before one of those ids may be chosen.
+
+    Returns:
+        The emitted tokens, without the prompt.
+
+    Raises:
+        RequestError: an empty prompt or a negative count.
+    """
+    problems = [] if prompt_ids else ["prompt_ids: expected at least one token, got none"]
+    problems += [
+        f"{name}: expected at least 0, got {value}"
+        for name, value in (("max_new_tokens", max_new_tokens), ("min_tokens", min_tokens))
+        if value < 0
+    ]
+    if problems:
+        raise RequestError("; ".join(problems))
+    device = None
+    if isinstance(model, PreTrainedModel):
+        device = model.device
+        model = TransformersLanguageModel(model)
+    ends = sorted(set(eos_token_ids))
+    greedy, kv_cache = GreedySampleStrategy(), DynamicKVCache()
+    emitted: list[int] = []
+    query = prompt_ids
+    while len(emitted) < max_new_tokens:
+        logits = model.forward(torch.tensor([query], device=device), kv_cache)[:, -1]
+        if len(emitted) < min_tokens:
+            logits[:, ends] = -float("inf")
+        token = int(greedy.sample(logits))
+        emitted.append(token)
+        if token in ends:
+            break
+        query = [token]
+    return emitted

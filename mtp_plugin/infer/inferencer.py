@@ -1,0 +1,156 @@
+"""Prefill and decode with a language model and a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mtp_plugin.errors import ConfigError, TensorContractError
+
+from .kv_cache import KVCache
+from .language_model import LanguageModel
+from .sample_strategy import SampleStrategy
+
+
+class PrefillOutput(NamedTuple):
+    """What a prefill gives."""
+
+    token_ids: torch.Tensor
+    """[B, 1], the token that follows the prompt."""
+    token_logits: torch.Tensor
+    """[B, Q, V], logits of every prompt token."""
+
+
+class DecodeOutput(NamedTuple):
+    """What a decode gives."""
+
+    token_ids: torch.Tensor
+    """[B, N], the tokens that follow the query."""
+    token_logits: torch.Tensor
+    """[B, N, V], the logits that each of them was chosen from."""
+
+
+class Inferencer(Protocol):
+    """Plain decoding in two phases. The cache grows by exactly the query tokens that were fed."""
+
+    def prefill(
+        self, query_token_ids: torch.Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy
+    ) -> PrefillOutput:
+        """Feed a prompt [B, Q] and choose the token after it."""
+        ...
+
+    def decode(
+        self,
+        query_token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
+    ) -> DecodeOutput:
+        """Feed a token [B, 1], choose the next, feed it, and so on.
+
+        Ends after `max_new_tokens` (N <= `max_new_tokens`) or when every row has met an end token,
+        which is part of the output; a row that ended sooner repeats its end token. The last token
+        is not fed, so the cache grows by N.
+        """
+        ...
+
+
+class BasicInferencer:
+    """An `Inferencer` that feeds the whole prompt at once."""
+
+    def __init__(
+        self, language_model: LanguageModel, eos_token_ids: Collection[int] | None = None
+    ) -> None:
+        """Decode with a model.
+
+        Args:
+            language_model: gives the logits.
+            eos_token_ids: ids that end a decode; None: those of the model, empty: nothing does.
+        """
+        self.language_model = language_model
+        self._eos_token_ids = eos_token_ids
+
+    def prefill(
+        self, query_token_ids: torch.Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy
+    ) -> PrefillOutput:
+        """See `Inferencer.prefill`.
+
+        Raises:
+            TensorContractError: the prompt is not [B, Q] with at least one token.
+        """
+        if query_token_ids.dim() != 2 or query_token_ids.numel() == 0:
+            raise TensorContractError(
+                "query_token_ids: expected [B, Q] with at least one token, "
+                f"got {list(query_token_ids.shape)}"
+            )
+        logits = self._prompt_logits(query_token_ids, kv_cache)
+        token_ids = sample_strategy.sample(logits[:, -1])
+        return PrefillOutput(token_ids.unsqueeze(1), logits)
+
+    def decode(
+        self,
+        query_token_ids: torch.Tensor,
+        kv_cache: KVCache,
+        max_new_tokens: int,
+        sample_strategy: SampleStrategy,
+    ) -> DecodeOutput:
+        """See `Inferencer.decode`.
+
+        Raises:
+            TensorContractError: the query is not [B, 1].
+            ConfigError: fewer than one new token.
+            CheckpointError: (a ValueError) no end tokens were given and the model has none.
+        """
+        if query_token_ids.dim() != 2 or query_token_ids.shape[1] != 1 or not len(query_token_ids):
+            raise TensorContractError(
+                f"query_token_ids: expected [B, 1], got {list(query_token_ids.shape)}"
+            )
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        ends = torch.tensor(self._end_token_ids(), dtype=torch.int64, device=query_token_ids.device)
+        ended = torch.zeros(len(query_token_ids), dtype=torch.bool, device=query_token_ids.device)
+        tokens: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        last = query_token_ids.squeeze(1)
+        while len(tokens) < max_new_tokens and not bool(ended.all()):
+            logits = self.language_model.forward(last.unsqueeze(1), kv_cache)[:, -1]
+            last = torch.where(ended, last, sample_strategy.sample(logits))
+            ended |= torch.isin(last, ends)
+            tokens.append(last)
+            rows.append(logits)
+        return DecodeOutput(torch.stack(tokens, dim=1), torch.stack(rows, dim=1))
+
+    def _prompt_logits(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
+        return self.language_model.forward(query_token_ids, kv_cache)
+
+    def _end_token_ids(self) -> list[int]:
+        if self._eos_token_ids is not None:
+            return list(self._eos_token_ids)
+        several = getattr(self.language_model, "eos_token_ids", None)
+        return list(several) if several else [self.language_model.eos_token_id]
+
+
+class ChunkwiseInferencer(BasicInferencer):
+    """An `Inferencer` that feeds the prompt a few tokens at a time, to the same result."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        chunk_size: int,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        """Decode with a model; `chunk_size` is the most prompt tokens fed at once.
+
+        Raises:
+            ConfigError: a chunk of fewer than one token.
+        """
+        if chunk_size < 1:
+            raise ConfigError(f"chunk_size: expected at least 1, got {chunk_size}")
+        super().__init__(language_model, eos_token_ids)
+        self.chunk_size = chunk_size
+
+    def _prompt_logits(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
+        chunks = query_token_ids.split(self.chunk_size, dim=1)
+        return torch.cat([self.language_model.forward(c, kv_cache) for c in chunks], dim=1)

@@ -1,0 +1,110 @@
+"""What plain decoding asks of a model, and any transformers causal language model as one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from mtp_plugin.errors import CheckpointError, TensorContractError, UnsupportedModelError
+
+from .kv_cache import KVCache, KVState
+
+ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class LanguageModel(Protocol):
+    """A causal language model with its cache outside.
+
+    A model that several tokens end has their ids in an attribute `eos_token_ids` as well.
+    """
+
+    @property
+    def eos_token_id(self) -> int:
+        """The id that ends a text.
+
+        Raises:
+            CheckpointError: (a ValueError) the model's config has none.
+        """
+        ...
+
+    def forward(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
+        """Logits of every query token.
+
+        Args:
+            query_token_ids: [B, Q], the tokens that follow what the cache holds.
+            kv_cache: read, and updated by the Q tokens.
+
+        Returns:
+            [B, Q, V].
+        """
+        ...
+
+
+class TransformersLanguageModel:
+    """A transformers causal language model as a `LanguageModel`.
+
+    Whatever a layer caches goes into the cache as it is, so models with latent attention work too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap a model that is on its device and in eval mode.
+
+        Raises:
+            UnsupportedModelError: the model has layers that keep a recurrent state.
+        """
+        config: Any = model.config.get_text_config()
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        odd = sorted(layer_types - set(ATTENTION_LAYER_TYPES))
+        if odd:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected layers of types "
+                f"{', '.join(ATTENTION_LAYER_TYPES)}, got {', '.join(odd)}"
+            )
+        self.model = model
+        self._eos = config.eos_token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a text; empty where the config has none."""
+        if self._eos is None:
+            return ()
+        return tuple(self._eos) if isinstance(self._eos, (list, tuple)) else (self._eos,)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first id that ends a text; see `LanguageModel.eos_token_id`."""
+        if not self.eos_token_ids:
+            raise CheckpointError(
+                f"{type(self.model).__name__}: expected an eos_token_id in the config, got none"
+            )
+        return self.eos_token_ids[0]
+
+    def forward(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
+        """Logits [B, Q, V]; see `LanguageModel.forward`.
+
+        Raises:
+            TensorContractError: the query is not [B, Q] with at least one token.
+        """
+        if query_token_ids.dim() != 2 or query_token_ids.numel() == 0:
+            raise TensorContractError(
+                "query_token_ids: expected [B, Q] with at least one token, "
+                f"got {list(query_token_ids.shape)}"
+            )
+        past = kv_cache.get_num_tokens()
+        states = DynamicCache(kv_cache.get_kv_states() or None)
+        num_new = query_token_ids.shape[1]
+        positions = torch.arange(past, past + num_new, device=query_token_ids.device)
+        model: Any = self.model
+        with torch.no_grad():
+            logits: torch.Tensor = model(
+                input_ids=query_token_ids,
+                position_ids=positions.expand(query_token_ids.shape[0], num_new),
+                past_key_values=states,
+                use_cache=True,
+            ).logits
+        kv_cache.update(
+            [KVState(keys[:, :, past:], values[:, :, past:]) for keys, values, _ in states]
+        )
+        return logits

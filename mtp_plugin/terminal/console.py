@@ -1,0 +1,95 @@
+"""Where output goes: results to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+from typing_extensions import override
+
+OK = 0
+DIFFERENT = 1
+"""The text is not that of plain decoding, or the doctor found a problem."""
+REFUSED = 2
+"""A named error: config, checkpoint or request."""
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
+del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
+
+
+class OutputConsole(Console):
+    """A console that ends quietly when nobody reads its output any more."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        raise SystemExit(BROKEN_PIPE)
+
+    @property
+    def has_colors(self) -> bool:
+        """Whether a style can tell one text from another."""
+        return self.color_system is not None and not self.no_color
+
+    def write(self, text: str, style: str | None = None) -> None:
+        """Write text as it is, unwrapped; a terminal gets control characters spelled out."""
+        if self.is_terminal:
+            text = text.translate(_VISIBLE)
+        self.out(text, style=style, highlight=False, end="")
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Write one line."""
+        self.write(f"{text}\n", style)
+
+
+def output() -> OutputConsole:
+    """Standard output: results."""
+    return OutputConsole(highlight=False, soft_wrap=True)
+
+
+def messages() -> OutputConsole:
+    """Standard error: progress, warnings and errors."""
+    return OutputConsole(stderr=True, highlight=False, soft_wrap=True)
+
+
+def tolerate_odd_characters() -> None:
+    """Let output that a terminal's encoding lacks appear spelled out instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def show_error(error: Exception) -> None:
+    """One ``error:`` line per line of the message."""
+    console = messages()
+    for line in str(error).splitlines() or [type(error).__name__]:
+        console.write("error: ", "bold red")
+        console.line(line)
+
+
+def can_show(characters: str, stream: TextIO) -> bool:
+    """Whether the stream's encoding has these characters."""
+    try:
+        characters.encode(stream.encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
+
+
+@contextmanager
+def progress(console: OutputConsole) -> Iterator[Callable[[str], None]]:
+    """A function to call with what goes on: a spinner in a terminal, else a line each."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield console.line
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(Text(text))

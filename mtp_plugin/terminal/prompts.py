@@ -1,0 +1,119 @@
+"""Where prompts come from: options, a file, standard input, or beside the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtp_plugin.errors import RequestError
+
+BUNDLED = "prompts.json"
+"""Prompts that lie in the folder around a checkpoint."""
+STDIN_WAIT_SECONDS = 5.0
+"""How long an open pipe may stay silent before it counts as no input."""
+
+STANDARD_INPUT = Path("-")
+
+
+def read_prompts(
+    given: Sequence[str], file: Path | None, model: Path, report: Callable[[str], None]
+) -> list[str]:
+    """The prompts to decode: those given and those of the file, else standard input, else bundled.
+
+    Args:
+        given: prompts of the command line.
+        file: .txt (one prompt), .json (a list), or - for standard input (one prompt).
+        model: checkpoint directory; bundled prompts are looked for in the folder around it.
+        report: called with a line where the choice may surprise.
+
+    Raises:
+        RequestError: a file that cannot be read, or no prompt anywhere.
+    """
+    prompts = [*given, *([] if file is None else _from_file(file))]
+    if prompts:
+        return prompts
+    if file is None and (text := _piped_text(report)):
+        return [text]
+    bundled = model.parent / BUNDLED
+    if file is None and bundled.is_file():
+        report(f"no prompt was given: taking those of {bundled}")
+        return _from_file(bundled)
+    raise RequestError(
+        "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
+        f"(and there is no {bundled})"
+    )
+
+
+def _from_file(file: Path) -> list[str]:
+    if file == STANDARD_INPUT:
+        return [_read_stdin()]
+    if file.suffix not in (".txt", ".json"):
+        raise RequestError(
+            f"prompt file {file}: expected .txt (one prompt), .json (a list) or - (standard input)"
+        )
+    try:
+        # no newline is translated: the prompt is the file's text
+        text = file.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise RequestError(f"prompt file {file}: no such file") from None
+    except OSError as error:
+        raise RequestError(f"prompt file {file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt file {file}: expected UTF-8 text: {error}") from None
+    if file.suffix == ".txt":
+        return [text]
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"prompt file {file}: expected JSON: {error}") from None
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"prompt file {file}: expected a list of prompts that is not empty")
+    return [_prompt_of(item, f"prompt file {file}: item {i}") for i, item in enumerate(content, 1)]
+
+
+def _prompt_of(item: Any, where: str) -> str:
+    prompt = item.get("prompt") if isinstance(item, dict) else item
+    if not isinstance(prompt, str):
+        raise RequestError(f"{where}: expected text or an object with the text under 'prompt'")
+    return prompt
+
+
+def _piped_text(report: Callable[[str], None]) -> str:
+    """What was piped in; empty where nothing was."""
+    stdin = sys.stdin
+    if stdin is None or stdin.closed or stdin.isatty():
+        return ""
+    try:
+        descriptor = stdin.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError):
+        return ""
+    if stat.S_ISCHR(mode):
+        return ""  # the null device
+    if not stat.S_ISREG(mode) and os.name == "posix":
+        # a parent may hand down a pipe that nobody writes to or closes
+        ready, _, _ = select.select([descriptor], [], [], STDIN_WAIT_SECONDS)
+        if not ready:
+            report(
+                f"nothing came on standard input within {STDIN_WAIT_SECONDS:g} s, going on without "
+                "it (--prompt-file - waits for it)"
+            )
+            return ""
+    return _read_stdin()
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        raise RequestError("standard input is closed; expected a prompt there")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input: expected UTF-8 text: {error}") from None
+    except OSError as error:
+        raise RequestError(f"standard input cannot be read: {error.strerror}") from None
