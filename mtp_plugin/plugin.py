@@ -121,18 +121,19 @@ class MTPPlugin:
 
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
         """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
-        config = self._own(config)
+        config = self._own(config).resolve(num_mtp_layers)
         self._refuse_unbuilt(config)
-        resolved = config.resolve(num_mtp_layers)
-        k = resolved.max_draft_len
-        if resolved.use_mtp_vanilla:
+        k = config.draft_len
+        if config.use_mtp_vanilla:
             return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
         return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
         """Manager, worker and sampler for the planned draft length."""
-        config = self._own(config)
         k = plan.max_draft_len
+        config = self._own(config)
+        if config.max_draft_len is None:
+            config = config.model_copy(update={"max_draft_len": k})
         settings = SimpleNamespace(
             max_draft_len=k,
             num_nextn_predict_layers=k,
@@ -181,7 +182,7 @@ class MTPPlugin:
             )
 
         return SpeculativePieces(
-            manager, worker, _sampler(host, k), make_metadata, plan, _draft_len_limit(config, k)
+            manager, worker, _sampler(host, k), make_metadata, plan, config.draft_len_for
         )
 
     @staticmethod
@@ -236,17 +237,6 @@ class PlainPlugin:
 
         worker = PlainWorker(SimpleNamespace(max_draft_len=0))
         return SpeculativePieces(None, worker, _sampler(host, 0), make_metadata, plan)
-
-
-def _draft_len_limit(config: MTPDecodingConfig, draft_len: int) -> Callable[[int], int] | None:
-    """The turn-down rule: up to a batch size so many drafts, none beyond the last size."""
-    schedule = dict(config.draft_len_schedule or {})
-    if config.max_concurrency is not None:
-        schedule = {config.max_concurrency: draft_len}
-    if not schedule:
-        return None
-    steps = sorted(schedule.items())
-    return lambda batch_size: next((k for size, k in steps if batch_size <= size), 0)
 
 
 def _sampler(host: HostFacts, draft_len: int) -> MTPSampler:

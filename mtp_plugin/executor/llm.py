@@ -73,10 +73,12 @@ class LLM:
         report = on_progress or (lambda _: None)
         report("reading the checkpoint's config")
         facts = read_facts(self.config.model) if model is None else model.facts
+        self.config = self.config.resolve(facts.num_mtp_layers)
         speculative = self.config.speculative_config
         plugin = find_plugin(None if speculative is None else speculative.decoding_type)
         plan = plugin.plan(speculative, facts.num_mtp_layers)
         self.device = _device(self.config.device)
+        _check_graphs(self.config, self.device, report)
         self.max_seq_len = _max_seq_len(self.config, facts.max_position_embeddings)
         if model is None:
             report("loading weights")
@@ -427,6 +429,14 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch sees no CUDA device")
     return torch.device(name)
+
+
+def _check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> None:
+    if config.cuda_graph_config is None:
+        return
+    if device.type == "cuda":
+        raise ConfigError("cuda_graph_config: CUDA graphs are not built in this version; use null")
+    report("no CUDA device: steps run eagerly, padded as the graphs would be")
 
 
 def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:

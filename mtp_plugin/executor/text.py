@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 INCOMPLETE = "\ufffd"
+"""Stands in decoded text for bytes that are no character, or not yet one."""
+
+MAX_MISSING = 3
+"""Most such stand-ins that an unfinished character leaves at the end: its bytes but the last."""
 
 
 class Tokenizer(Protocol):
@@ -23,10 +27,12 @@ class Segment:
 
 
 class RequestText:
-    """The text of one request.
+    """The text of one request, the same whatever runs its tokens come in.
 
-    A token whose bytes end inside a character waits for the next one. Text that might be the start of a
-    stop string is held back until it is sure; a stop string and all behind it is never shown.
+    The bytes of an unfinished character wait for those that complete it. A stop string ends the text
+    with the token that completes it; where one token completes several, the one that starts first
+    counts. The text is cut at its start. What might be the start of a stop string is not shown until
+    it turned out to be none.
 
     Args:
         tokenizer: decodes ids.
@@ -43,9 +49,11 @@ class RequestText:
         self._ids: list[int] = []
         self._prefix = 0  # ids before it no longer change the decoding of later ones
         self._read = 0  # ids before it are in the text
+        self._early = 0  # characters that later ids have in the text already
         self._text = ""
         self._ends: list[tuple[int, bool]] = []  # (end offset, from_draft) per token
         self._shown = 0
+        self._next_end = 0  # tokens before it are shown
         self._searched = 0
         self._stop_at: int | None = None
 
@@ -64,12 +72,14 @@ class RequestText:
     def push(self, token: int, *, from_draft: bool) -> None:
         """Append one token's text and look for a stop string."""
         self._ids.append(token)
-        known = self._decode(self._ids[self._prefix : self._read])
+        known = len(self._decode(self._ids[self._prefix : self._read]))
         extended = self._decode(self._ids[self._prefix :])
-        if len(extended) > len(known) and not extended.endswith(INCOMPLETE):
-            self._text += extended[len(known) :]
-            self._prefix = self._read
-            self._read = len(self._ids)
+        sure = _without_unfinished(extended)
+        self._text += sure[known + self._early :]
+        if len(sure) == len(extended) > known:
+            self._prefix, self._read, self._early = self._read, len(self._ids), 0
+        else:
+            self._early = max(self._early, len(sure) - known)
         self._ends.append((len(self._text), from_draft))
         if self._stop and not self.stopped:
             self._search()
@@ -85,41 +95,38 @@ class RequestText:
             if rest:
                 self._text += rest
                 self._read = self._prefix = len(self._ids)
+                self._early = 0
                 from_draft = self._ends[-1][1] if self._ends else False
                 self._ends.append((len(self._text), from_draft))
         limit = self._stop_at if self._stop_at is not None else len(self._text)
         if not final and not self.stopped:
             limit -= self._held_back()
         segments: list[Segment] = []
-        for end, from_draft in self._ends:
-            end = min(end, limit)
-            if end <= self._shown:
-                continue
-            text = self._text[self._shown : end]
-            self._shown = end
-            if segments and segments[-1].from_draft == from_draft:
+        while self._next_end < len(self._ends) and self._shown < limit:
+            end, from_draft = self._ends[self._next_end]
+            text = self._text[self._shown : min(end, limit)]
+            self._shown += len(text)
+            if end <= limit:
+                self._next_end += 1
+            if text and segments and segments[-1].from_draft == from_draft:
                 segments[-1] = Segment(segments[-1].text + text, from_draft)
-            else:
+            elif text:
                 segments.append(Segment(text, from_draft))
         return segments
 
     def _pending(self) -> str:
         """Text of the ids that are not in the text yet, incomplete characters included."""
-        known = self._decode(self._ids[self._prefix : self._read])
-        return self._decode(self._ids[self._prefix :])[len(known) :]
+        known = len(self._decode(self._ids[self._prefix : self._read]))
+        return self._decode(self._ids[self._prefix :])[known + self._early :]
 
     def _search(self) -> None:
         longest = max(len(s) for s in self._stop)
         if self._min_tokens and len(self._ids) <= self._min_tokens:
-            # a stop that is complete too early does not count later either
+            # complete too early: it does not count later either
             self._searched = len(self._text)
             return
         start = max(0, self._searched - longest + 1)
-        found = [
-            (at, s)
-            for s in self._stop
-            if (at := self._find_past(s, start)) >= 0
-        ]
+        found = [(at, s) for s in self._stop if (at := self._find_past(s, start)) >= 0]
         self._searched = len(self._text)
         if found:
             self._stop_at = min(found)[0]
@@ -141,3 +148,11 @@ class RequestText:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+
+def _without_unfinished(text: str) -> str:
+    """``text`` without what further bytes may still change at its end."""
+    kept = len(text)
+    while kept and len(text) - kept < MAX_MISSING and text[kept - 1] == INCOMPLETE:
+        kept -= 1
+    return text[:kept]

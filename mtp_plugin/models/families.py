@@ -129,7 +129,6 @@ FAMILIES: dict[str, MTPFamily] = {
                 block="mtp.layers.{depth}",
             ),
             owned=r"^mtp\.",
-            ignorable=("mtp.embed_tokens.weight", "mtp.lm_head.weight"),
             block_config=(("mlp_only_layers", []), ("decoder_sparse_step", 1)),
         ),
         MTPFamily(

@@ -141,11 +141,12 @@ def _load_target(
                 local_files_only=True,
             )
             target, report = loaded
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise CheckpointError(
-            f"{where}: transformers cannot load the target with attn_implementation="
-            f"{attn_implementation!r}: {error}"
+    except ImportError as error:
+        raise ConfigError(
+            f"attn_implementation: {attn_implementation!r} is refused: {error}"
         ) from error
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{where}: transformers cannot load the target: {error}") from error
     if report["missing_keys"]:
         raise CheckpointError(
             f"{where}: transformers left {len(report['missing_keys'])} target tensor(s) unfilled: "

@@ -195,7 +195,7 @@ def _random_tensors(
             if echo_draft:
                 value = _echo(plan.module_key, value, family, tensors, dice)
             tensors.update(plan.take_apart(value))
-        for name in family.ignorable if family.names.block.startswith("model.layers.") else ():
+        for name in family.ignorable:
             source = "model.embed_tokens.weight" if "embed" in name else "lm_head.weight"
             if source in tensors:
                 stored_name = name.format(layer=config.num_hidden_layers + depth, depth=depth)

@@ -130,7 +130,7 @@ class MTPHiddenStatesManager:
         """Slots for warm-up and attention-DP dummies; graph-padding ids share the sentinel slot."""
         for request_id in request_ids:
             if is_graph_dummy_id(request_id):
-                self.slot_manager.slot_mapping.pop(request_id, None)
+                self.slot_manager.remove_slot(request_id)
             else:
                 self._zero(self.slot_manager.add_slot(request_id))
 

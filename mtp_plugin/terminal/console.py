@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -45,7 +45,7 @@ class OutputConsole(Console):
             text = text.translate(_VISIBLE)
         self.out(text, style=style, highlight=False, end="")
 
-    def line(self, text: str, style: str | None = None) -> None:
+    def write_line(self, text: str, style: str | None = None) -> None:
         """Write one line."""
         self.write(f"{text}\n", style)
 
@@ -73,13 +73,13 @@ def show_error(error: Exception) -> None:
     console = messages()
     for line in str(error).splitlines() or [type(error).__name__]:
         console.write("error: ", "bold red")
-        console.line(line)
+        console.write_line(line)
 
 
-def can_show(characters: str, stream: TextIO) -> bool:
+def can_show(characters: str, stream: IO[str]) -> bool:
     """Whether the stream's encoding has these characters."""
     try:
-        characters.encode(stream.encoding or "ascii")
+        characters.encode(getattr(stream, "encoding", None) or "ascii")
     except (LookupError, UnicodeEncodeError):
         return False
     return True
@@ -89,7 +89,7 @@ def can_show(characters: str, stream: TextIO) -> bool:
 def progress(console: OutputConsole) -> Iterator[Callable[[str], None]]:
     """A function to call with what goes on: a spinner in a terminal, else a line each."""
     if not console.is_terminal or console.is_dumb_terminal:
-        yield console.line
+        yield console.write_line
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(text))

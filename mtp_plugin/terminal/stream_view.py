@@ -18,8 +18,8 @@ PROMPT_TAIL = 600
 class StreamView:
     """Shows one text after the other, in the order of the prompts, while all run in one batch.
 
-    The first unfinished text is live. What the others gain meanwhile waits, and appears at once when
-    their turn comes. Accepted drafts are coloured, or stand between marks where there are no colours.
+    The first unfinished text is live. What the others gain meanwhile waits, and appears at once
+    when their turn comes. Accepted drafts are coloured; without colours they stand between marks.
 
     Args:
         console: where to write.
@@ -43,10 +43,9 @@ class StreamView:
         self._at_line_start = True
         self._explain()
 
-    def show(self, events: Sequence[StepEvent]) -> None:
-        """Take a step's events; their request ids number the prompts from 0."""
-        for event in events:
-            index = event.request_id
+    def show(self, events: Sequence[tuple[int, StepEvent]]) -> None:
+        """Take a step's events, each with the number of its prompt, counted from 0."""
+        for index, event in events:
             self._waiting[index] += event.segments
             self._num_tokens[index] += len(event.token_ids)
             if event.finish_reason is not None:
@@ -63,9 +62,9 @@ class StreamView:
         opening, closing = self._marks
         if self._console.has_colors:
             self._console.write("accepted drafts", DRAFT_STYLE)
-            self._console.line(" are coloured", QUIET_STYLE)
+            self._console.write_line(" are coloured", QUIET_STYLE)
         elif opening:
-            self._console.line(f"{opening}accepted drafts{closing} are marked")
+            self._console.write_line(f"{opening}accepted drafts{closing} are marked")
 
     def _flush(self) -> None:
         while self._current < len(self._prompts):
@@ -88,7 +87,7 @@ class StreamView:
     def _start(self, index: int) -> None:
         prompt = self._prompts[index]
         shown = prompt if len(prompt) <= PROMPT_TAIL else f"... {prompt[-PROMPT_TAIL:]}"
-        self._console.line("")
+        self._console.write_line("")
         self._title(f"prompt {index + 1} of {len(self._prompts)}")
         self._write_text(shown, QUIET_STYLE)
         self._end_line()
@@ -115,8 +114,8 @@ class StreamView:
 
     def _end_line(self) -> None:
         if not self._at_line_start:
-            self._console.line("")
+            self._console.write_line("")
             self._at_line_start = True
 
     def _title(self, text: str) -> None:
-        self._console.line(f"{self._rule} {text}", QUIET_STYLE)
+        self._console.write_line(f"{self._rule} {text}", QUIET_STYLE)

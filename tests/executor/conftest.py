@@ -8,6 +8,7 @@ import pytest
 
 from mtp_plugin.executor import LLM
 from mtp_plugin.models import load_model, write_random_checkpoint
+from tests.executor.oracles import Oracle
 
 VOCAB = 128
 
@@ -85,3 +86,9 @@ def assert_drained(llm: LLM) -> None:
     if manager is not None:
         assert not manager.slot_manager.slot_mapping
         assert len(set(manager.slot_manager.free_slots)) == manager.slot_manager.max_num_requests
+
+
+@pytest.fixture(scope="session")
+def target(bed) -> Oracle:
+    """The target of ``bed`` alone."""
+    return Oracle(bed.oracle_model, 1, vanilla=False)

@@ -53,13 +53,13 @@ class Oracle:
         self.chain = chain
         self.fresh = lru_cache(maxsize=None)(self._fresh)
         self.states = lru_cache(maxsize=None)(self._states)
+        self.next_token = lru_cache(maxsize=None)(self._next_token)
 
     def greedy(self, prompt: list[int], num_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
         """The target's greedy continuation, one full forward per token."""
         tokens = list(prompt)
         for _ in range(num_tokens):
-            hidden = self.states(tuple(tokens))
-            tokens.append(self._argmax(hidden[-1:]))
+            tokens.append(self.next_token(tuple(tokens)))
             if tokens[-1] in stop:
                 break
         return tokens[len(prompt) :]
@@ -138,9 +138,9 @@ class Oracle:
         layer = self.model.mtp_layers[depth]
         return int(layer.shared_head(state, self.model.lm_head, None, True)[-1].argmax())
 
-    def _argmax(self, hidden: torch.Tensor) -> int:
-        with torch.inference_mode():
-            return int(self.model.lm_head(hidden)[-1].float().argmax())
+    @torch.inference_mode()
+    def _next_token(self, tokens: tuple[int, ...]) -> int:
+        return int(self.model.lm_head(self.states(tokens)[-1:])[-1].float().argmax())
 
 
 class ScriptedDrafts(nn.Module):

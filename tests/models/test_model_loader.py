@@ -303,6 +303,17 @@ class TestAttention:
         with pytest.raises(ConfigError, match=expected):
             load_model(checkpoint("mimo")).set_attn_implementation("none_such")
 
+    def test_missing_package(self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+        def lack(*_: object, **__: object) -> None:
+            raise ImportError("the package fast_attention")
+
+        monkeypatch.setattr(Qwen2ForCausalLM, "from_pretrained", lack)
+        with pytest.raises(ConfigError) as caught:
+            load_model(checkpoint("mimo"), attn_implementation="flash_attention_2")
+        assert str(caught.value) == (
+            "attn_implementation: 'flash_attention_2' is refused: the package fast_attention"
+        )
+
 
 class TestBrokenTargets:
     def refusal(self, path: Path) -> str:
@@ -338,6 +349,30 @@ class TestBrokenTargets:
             "checkpoint PATH: 2 target tensor(s) have a wrong shape: "
             "model.embed_tokens.weight: expected [500, 64], got [512, 64], "
             "lm_head.weight: expected [500, 64], got [512, 64]"
+        )
+
+    def test_what_transformers_refuses(
+        self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(Qwen2ForCausalLM, "from_pretrained", refuse)
+        path = checkpoint("mimo")
+        assert self.refusal(path) == (
+            "checkpoint PATH: transformers cannot load the target: no room"
+        )
+
+    def test_what_transformers_leaves_unfilled(
+        self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forget(*_: object, **__: object) -> tuple[None, dict[str, set[str]]]:
+            return None, {"missing_keys": {"model.norm.weight"}}
+
+        monkeypatch.setattr(Qwen2ForCausalLM, "from_pretrained", forget)
+        path = checkpoint("mimo")
+        assert self.refusal(path) == (
+            "checkpoint PATH: transformers left 1 target tensor(s) unfilled: model.norm.weight"
         )
 
     def test_stale_rotary_buffers_are_fine(self, edited: Edited) -> None:

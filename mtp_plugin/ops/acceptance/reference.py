@@ -70,18 +70,22 @@ def accept_relaxed(
     present = _present(drafts, draft_lens)
     rows = _generation_rows(logits, num_contexts, max_draft_len)[:, :max_draft_len]
     generations = slice(num_contexts, None)
-    candidate, margin = _relaxed_candidates(
-        rows, drafts, rule.topk[generations], rule.delta[generations]
-    )
-    candidate &= ~_protected(drafts, rule, generations)
-    is_top1 = drafts == _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
+    eligible, distance = _distances(rows, drafts, rule.topk[generations], rule.delta[generations])
+    eligible &= ~_protected(drafts, rule, generations)
+    top1_rows = _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
+    # a row without any value has no top-1
+    is_top1 = (drafts == top1_rows) & _generation_rows(alive, num_contexts, max_draft_len)[:, :-1]
 
     # the phase before row i depends on the drafts accepted before it
     thinking = rule.thinking[generations]
-    matches = torch.zeros_like(is_top1)
     running = torch.ones_like(thinking)
+    matches = torch.zeros_like(is_top1)
+    margin = torch.full_like(distance, torch.inf)
     for i in range(max_draft_len):
-        running = running & present[:, i] & (is_top1[:, i] | (thinking & candidate[:, i]))
+        running = running & present[:, i]
+        by_distance = running & thinking & eligible[:, i] & ~is_top1[:, i]
+        margin[:, i] = torch.where(by_distance, distance[:, i].abs(), margin[:, i])
+        running = running & (is_top1[:, i] | (by_distance & (distance[:, i] >= 0)))
         matches[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
 
@@ -89,8 +93,6 @@ def accept_relaxed(
     before = torch.cat([rule.thinking[:num_contexts], thinking])
     emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
     after = _next_phase(before, accepted.last_tokens(), emitted_bonus, rule)
-    undecided = present & ~is_top1 & rule.thinking[generations].unsqueeze(1)
-    margin = torch.where(undecided, margin, torch.full_like(margin, torch.inf))
     return RelaxedAccepted(accepted, after, margin)
 
 
@@ -154,10 +156,10 @@ def _emit(
     return Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
 
 
-def _relaxed_candidates(
+def _distances(
     rows: torch.Tensor, drafts: torch.Tensor, topk: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each draft is in its row's top-k and near its maximum, and the distance to the threshold.
+    """Whether each draft has a value among its row's top-k, and p(draft) - (p_max - delta).
 
     rows [G, K, V], drafts [G, K], topk [G], delta [G] -> bool [G, K], float32 [G, K].
     """
@@ -172,14 +174,13 @@ def _relaxed_candidates(
 
     highest = values.amax(dim=-1, keepdim=True)
     # the maximum itself may be +inf: its distance to itself is zero, not NaN
-    distance = torch.where(values == highest, torch.zeros_like(values), values - highest)
-    weights = distance.exp()
+    below = torch.where(values == highest, torch.zeros_like(values), values - highest)
+    weights = below.exp()
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
     p_draft = probabilities.gather(-1, ids).squeeze(-1)
     threshold = probabilities.amax(dim=-1) - delta.to(torch.float32).unsqueeze(1)
     masked = value.squeeze(-1) == -torch.inf
-    candidate = in_vocab & in_topk & (p_draft >= threshold) & ~masked
-    return candidate, (p_draft - threshold).abs()
+    return in_vocab & in_topk & ~masked, p_draft - threshold
 
 
 def _protected(drafts: torch.Tensor, rule: RelaxedRule, generations: slice) -> torch.Tensor:

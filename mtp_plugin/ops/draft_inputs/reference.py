@@ -50,7 +50,7 @@ def generation_window(
     return DraftInputs(
         tokens.reshape(-1).to(torch.int32),
         positions.clamp_min(0).reshape(-1),
-        states.reshape(num_generations * window, -1),
+        states.flatten(0, 1),
     )
 
 

@@ -90,10 +90,10 @@ def _check(
     step_rows: int,
 ) -> None:
     expect(
-        tokens_pool.shape == states_pool.shape[:2],
+        tokens_pool.shape[1] == states_pool.shape[1],
         TensorContractError,
-        f"history pools: expected equal [S, K], got {list(tokens_pool.shape)} tokens and "
-        f"{list(states_pool.shape[:2])} states",
+        f"history pools: expected equal widths K, got {list(tokens_pool.shape)} tokens and "
+        f"{list(states_pool.shape)} states",
     )
     rows = input_ids.shape[0]
     expect(

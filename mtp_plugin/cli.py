@@ -1,0 +1,268 @@
+"""The command line: ``mtp-plugin generate``, ``config`` and ``doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from mtp_plugin.config import LLMConfig, json_schema, load_config
+from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
+from mtp_plugin.terminal.console import (
+    INTERRUPTED,
+    REFUSED,
+    OutputConsole,
+    messages,
+    output,
+    progress,
+    show_error,
+    tolerate_odd_characters,
+)
+
+# torch and transformers take seconds to import: each command imports what it needs
+if TYPE_CHECKING:
+    from mtp_plugin.executor import SamplingParams
+    from mtp_plugin.terminal.report import Report
+
+app = typer.Typer(
+    name="mtp-plugin",
+    help="Multi-token-prediction speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; named errors become one line each and exit code 2."""
+    tolerate_odd_characters()
+    try:
+        app()
+    except MTPPluginError as error:
+        show_error(error)
+        sys.exit(REFUSED)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from mtp_plugin.terminal.version import package_version
+
+        output().write_line(f"mtp-plugin {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+ConfigFile = Annotated[
+    Path, typer.Option("--config", "-c", metavar="FILE", help="YAML file; see `mtp-plugin config`.")
+]
+
+
+@app.command()
+def generate(
+    config: ConfigFile,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompt-file",
+            metavar="FILE",
+            help=".txt: one prompt; .json: a list of prompts; -: standard input.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens per prompt at most.")
+    ] = 128,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", metavar="N", help="No end or stop before so many tokens.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Also decode without MTP: for the speed, and token by token for the text.",
+        ),
+    ] = True,
+    marks: Annotated[
+        bool,
+        typer.Option(
+            "--marks/--no-marks", help="Mark accepted drafts where the output has no colours."
+        ),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Decode prompts and show what speculation did.
+
+    All prompts run as one batch. The first unfinished text streams live, with accepted drafts
+    marked; the others wait for their turn. Without a prompt, piped input is taken, else those of
+    prompts.json in the folder around the checkpoint.
+
+    Exit code 1: the text is not that of decoding without MTP. 2: a named error.
+    """
+    from mtp_plugin.executor import SamplingParams
+    from mtp_plugin.terminal.prompts import read_prompts
+    from mtp_plugin.terminal.report import report_document, show_report
+
+    log = messages()
+    settings = _load(config, log)
+    prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_tokens=min_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    out = output()
+    stream = None if as_json else out
+    try:
+        report = _decode(settings, prompts, params, stream, log, marks=marks, compare=compare)
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        out.write_line(json.dumps(report_document(report), indent=2))
+    else:
+        show_report(report, out)
+    raise typer.Exit(report.exit_code)
+
+
+def _decode(
+    settings: LLMConfig,
+    prompts: list[str],
+    params: SamplingParams,
+    stream: OutputConsole | None,
+    log: OutputConsole,
+    *,
+    marks: bool,
+    compare: bool,
+) -> Report:
+    """Run the batch as configured and, to compare, without drafts and by plain decoding."""
+    from mtp_plugin.executor import LLM
+    from mtp_plugin.terminal.decoding import compare_with_plain_decoding, run_batch
+    from mtp_plugin.terminal.report import Report
+    from mtp_plugin.terminal.stream_view import StreamView
+
+    with progress(log) as tell:
+        llm = LLM(settings, on_progress=tell)
+    model, tokenizer = llm.model, llm.tokenizer
+    draft_len, max_seq_len = llm.pieces.plan.max_draft_len, llm.max_seq_len
+    with llm:
+        if stream is None:
+            run = run_batch(llm, prompts, params)
+        else:
+            view = StreamView(stream, prompts, marks=marks)
+            try:
+                run = run_batch(llm, prompts, params, view.show)
+            finally:
+                view.close()
+    # its KV cache goes before the next one is allocated
+    del llm
+    plain_run = comparison = None
+    if compare and draft_len:
+        with progress(log) as tell:
+            tell("decoding without MTP, for the speed")
+            plain = settings.model_copy(update={"speculative_config": None})
+            with LLM(plain, model=model, tokenizer=tokenizer) as llm:
+                plain_run = run_batch(llm, prompts, params)
+            del llm
+    if compare:
+        with progress(log) as tell:
+            tell("decoding without the executor, for the text")
+            model.set_attn_implementation("sdpa")
+            comparison = compare_with_plain_decoding(
+                model, run.results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
+            )
+    weight: Any = model.embed_tokens.weight
+    return Report(
+        config=settings.resolve(model.facts.num_mtp_layers),
+        max_draft_len=draft_len,
+        device=str(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        prompts=prompts,
+        run=run,
+        plain_run=plain_run,
+        comparison=comparison,
+        tokenizer=tokenizer,
+    )
+
+
+@app.command("config")
+def show_config(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="YAML file.")] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file instead.")
+    ] = False,
+) -> None:
+    """Check a YAML file and print it with every default filled in, or print the schema."""
+    if schema == (file is not None):
+        raise typer.BadParameter("expected either FILE or --schema")
+    if file is None:
+        output().write_line(json.dumps(json_schema(), indent=2))
+        return
+    log = messages()
+    settings = _load(file, log)
+    if settings.speculative_config is not None:
+        from mtp_plugin.models import read_facts
+
+        try:
+            settings = settings.resolve(read_facts(settings.model).num_mtp_layers)
+        except CheckpointError as error:
+            log.write_line(f"warning: draft length not looked up in the checkpoint: {error}")
+    output().write(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+
+
+@app.command()
+def doctor(config: ConfigFile) -> None:
+    """Say, without loading weights, whether a config and its checkpoint will run.
+
+    Exit code 1: they will not.
+    """
+    from mtp_plugin.terminal.doctor import Diagnosis, examine, show_diagnosis
+
+    try:
+        diagnosis = examine(_load(config, messages()))
+    except ConfigError as error:
+        diagnosis = Diagnosis([("config", str(config))], str(error).splitlines())
+    show_diagnosis(diagnosis, output())
+    raise typer.Exit(diagnosis.exit_code)
+
+
+def _load(file: Path, log: OutputConsole) -> LLMConfig:
+    """Read a config; its author sees each warning as a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = load_config(file)
+    for warning in caught:
+        log.write_line(f"warning: {warning.message}")
+    return settings
+
+
+if __name__ == "__main__":
+    main()

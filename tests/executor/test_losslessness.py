@@ -1,0 +1,138 @@
+"""The first law: the emitted text is what the target alone emits, whatever the schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import greedy_decode
+from tests.executor.conftest import assert_drained
+
+NUM_TOKENS = 24
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+
+
+def generate(llm, prompts, **params):
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **params}
+    outputs = llm.generate(prompts, SamplingParams(**params))
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+def expected(target, prompts):
+    return [target.greedy(p, NUM_TOKENS) for p in prompts]
+
+
+def test_the_two_oracles_agree(bed, target, prompts):
+    """The tests' full recomputation and the package's cached decoder are independent."""
+    for prompt, want in zip(prompts, expected(target, prompts), strict=True):
+        assert greedy_decode(bed.oracle_model.target, prompt, NUM_TOKENS) == want
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+def test_mixed_lengths(bed, target, prompts, plain, vanilla, k, chunked):
+    llm = bed.llm(
+        k=k,
+        vanilla=vanilla,
+        disable_overlap_scheduler=plain,
+        max_num_tokens=36 if chunked else 256,
+        kv_fill=float("nan"),
+    )
+    assert generate(llm, prompts) == expected(target, prompts)
+    # drafts of this checkpoint are often right: a run without any acceptance is a broken draft
+    assert llm.executor.acceptance.acceptance_length > 1.15
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_batch_sizes(bed, target, prompts, plain, vanilla, batch):
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain, max_batch_size=batch)
+    assert generate(llm, prompts[:batch]) == expected(target, prompts[:batch])
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_more_requests_than_the_batch_holds(bed, target, prompts, plain, vanilla):
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain, max_batch_size=3)
+    assert generate(llm, prompts) == expected(target, prompts)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_preemption_forced_by_a_small_pool(bed, target, prompts, plain, vanilla, k):
+    llm = bed.llm(
+        k=k,
+        vanilla=vanilla,
+        disable_overlap_scheduler=plain,
+        kv_cache_config={"tokens_per_block": 4, "max_tokens": 84},
+    )
+    assert generate(llm, prompts) == expected(target, prompts)
+    assert llm.executor.num_preemptions > 0
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_without_speculation(bed, target, prompts, plain):
+    llm = bed.llm(k=0, disable_overlap_scheduler=plain)
+    assert generate(llm, prompts) == expected(target, prompts)
+    assert llm.executor.acceptance.acceptance_length == 1.0
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("window", ["exact", "trtllm"])
+@pytest.mark.parametrize("chain", ["output", "target_shift", "none"])
+def test_vanilla_variants(bed, target, prompts, plain, window, chain):
+    llm = bed.llm(
+        vanilla=True,
+        disable_overlap_scheduler=plain,
+        mtp={"draft_window": window, "chain": chain},
+    )
+    assert generate(llm, prompts) == expected(target, prompts)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_relaxed_acceptance_with_one_candidate_is_strict(bed, target, prompts, vanilla):
+    llm = bed.llm(
+        vanilla=vanilla,
+        speculative={
+            "use_relaxed_acceptance_for_thinking": True,
+            "begin_thinking_phase_token": 5,
+            "end_thinking_phase_token": 6,
+        },
+    )
+    thinking = [[5, *p] for p in prompts]
+    assert generate(llm, thinking) == expected(target, thinking)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_draft_length_schedule(bed, target, prompts, plain):
+    """Up to two requests draft three tokens, up to five one, a larger batch none."""
+    llm = bed.llm(
+        disable_overlap_scheduler=plain, speculative={"draft_len_schedule": {2: 3, 5: 1}}
+    )
+    assert generate(llm, prompts) == expected(target, prompts)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_requests_without_speculation_beside_others(bed, target, prompts, plain):
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    params = [
+        SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, speculate=i % 2 == 0)
+        for i in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == expected(target, prompts)
+    assert all(o.acceptance.acceptance_length == 1.0 for o in outputs[1::2])
+    assert sum(o.acceptance.acceptance_length for o in outputs[0::2]) > 4.0
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_latent_attention(mla_bed, prompts, vanilla):
+    llm = mla_bed.llm(vanilla=vanilla, max_num_tokens=40)
+    want = [greedy_decode(mla_bed.oracle_model.target, p, NUM_TOKENS) for p in prompts]
+    assert generate(llm, prompts) == want

@@ -1,0 +1,461 @@
+"""What broke real engines, each scenario by its name, through the embedded executor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
+from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.oracles import Oracle, ScriptedDrafts
+
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+
+
+def greedy(**options) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 16, "ignore_eos": True, **options})
+
+
+def script(llm, sequences, accept) -> None:
+    """Put drafts with a known acceptance into the executor."""
+    object.__setattr__(
+        llm.pieces, "worker", ScriptedDrafts(llm.pieces.worker, sequences, accept)
+    )
+
+
+class RecordingWorker(torch.nn.Module):
+    """Keeps what the target step was given."""
+
+    def __init__(self, worker, look) -> None:
+        super().__init__()
+        self.worker = worker
+        self.look = look
+
+    def forward(self, **kwargs):
+        self.look(kwargs)
+        return self.worker(**kwargs)
+
+
+def record(llm, look) -> None:
+    object.__setattr__(llm.pieces, "worker", RecordingWorker(llm.pieces.worker, look))
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, plain):
+    """R06: five live rows padded to eight: five updates, counters equal emitted tokens."""
+    llm = bed.llm(
+        vanilla=vanilla,
+        disable_overlap_scheduler=plain,
+        cuda_graph_config={"batch_sizes": [1, 2, 4, 8], "enable_padding": True},
+    )
+    padded = []
+    record(
+        llm,
+        lambda step: padded.append(
+            list(step["spec_metadata"].request_ids).count(CUDA_GRAPH_DUMMY_REQUEST_ID)
+        ),
+    )
+    outputs = llm.generate(prompts[:5], greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts[:5]]
+    assert max(padded) == 3
+    emitted = sum(len(o.token_ids) for o in outputs)
+    # the first token of each request comes from its prompt step
+    assert llm.executor.acceptance.emitted == emitted - len(outputs)
+    assert_drained(llm)
+
+
+def test_r07_any_order_of_rows_gives_the_same_tokens(bed, target, prompts):
+    """R07: under overlap predecessors are found by slot, whatever the order of the batch."""
+    llm = bed.llm()
+    schedule = llm.executor.scheduler.schedule
+
+    def reversed_rows(in_flight):
+        batch = schedule(in_flight)
+        batch.generation_requests.reverse()
+        return batch
+
+    llm.executor.scheduler.schedule = reversed_rows
+    outputs = llm.generate(prompts, greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
+
+
+def test_r08_slots_and_blocks_survive_churn(bed, target, prompts):
+    """R08: many short requests with aborts; nothing leaks, double free changes nothing."""
+    llm = bed.llm(k=1, max_batch_size=4)
+    for round_ in range(40):
+        stream = llm.stream([p[:3] for p in prompts], greedy(max_new_tokens=3))
+        for steps, _ in enumerate(stream):
+            if steps == round_ % 5:
+                break
+        stream.close()
+        assert_drained(llm)
+    assert llm.generate([prompts[3]], greedy())[0].token_ids == target.greedy(prompts[3], 16)
+
+
+def test_r10_parked_slots_stay_as_they_are(bed, prompts):
+    """R10: padding rows write to the sentinel slot, never to a request outside the batch."""
+    llm = bed.llm(
+        vanilla=True,
+        max_batch_size=4,
+        disable_overlap_scheduler=True,
+        cuda_graph_config={"batch_sizes": [4], "enable_padding": True},
+    )
+    requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
+    for request in requests:
+        llm.executor.enqueue(request)
+    llm.executor.step()
+    manager = llm.pieces.manager
+    parked = requests[1]
+    slot = manager.slot_manager.get_slot(parked.request_id)
+    schedule = llm.executor.scheduler.schedule
+
+    def without_parked(in_flight):
+        batch = schedule(in_flight)
+        batch.generation_requests = [r for r in batch.generation_requests if r is not parked]
+        return batch
+
+    llm.executor.scheduler.schedule = without_parked
+    before = (
+        manager.mtp_past_hidden_states_pool[slot].clone(),
+        manager.mtp_past_tokens_pool[slot].clone(),
+    )
+    for _ in range(3):
+        llm.executor.step()
+    assert torch.equal(manager.mtp_past_hidden_states_pool[slot], before[0])
+    assert torch.equal(manager.mtp_past_tokens_pool[slot], before[1])
+    assert len(requests[0].output_token_ids) > 3
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r12_late_results_of_a_preempted_request_are_dropped(bed, target, prompts, vanilla):
+    """R12: preempted with a step in flight, admitted again: as if never preempted."""
+    llm = bed.llm(vanilla=vanilla)
+    requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
+    for request in requests:
+        llm.executor.enqueue(request)
+    for _ in range(4):
+        llm.executor.step()
+    scheduler, victim = llm.executor.scheduler, requests[1]
+    known = len(victim.tokens)
+    schedule = scheduler.schedule
+
+    def preempt_once(in_flight):
+        assert victim.request_id in in_flight  # its step is running
+        scheduler.schedule = schedule
+        batch = schedule(in_flight)
+        scheduler._pause(victim, batch)
+        return batch
+
+    scheduler.schedule = preempt_once
+    llm.executor.step()
+    assert len(victim.tokens) == known  # the late frame was dropped
+    assert victim.py_draft_tokens == []
+    while llm.executor.has_work:
+        llm.executor.step()
+    for request, prompt in zip(requests, prompts[3:6], strict=True):
+        assert request.output_token_ids == target.greedy(prompt, 16)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r13_a_skipped_request_goes_on_with_fresh_inputs(bed, target, prompts, vanilla):
+    """R13: left out of some steps under overlap; no placeholder reaches the model."""
+    llm = bed.llm(vanilla=vanilla)
+    scheduler = llm.executor.scheduler
+    schedule = scheduler.schedule
+    count = 0
+
+    def skip_some(in_flight):
+        nonlocal count
+        count += 1
+        batch = schedule(in_flight)
+        if len(batch.generation_requests) > 1:
+            del batch.generation_requests[count % len(batch.generation_requests)]
+        return batch
+
+    scheduler.schedule = skip_some
+    lowest = []
+    record(llm, lambda step: lowest.append(int(step["input_ids"].min())))
+    outputs = llm.generate(prompts, greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
+    assert min(lowest) >= 0
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_r14_cancel_between_launch_and_result(bed, target, prompts, plain, after):
+    """R14: a clean end, everything freed, no token after the cancel, others undisturbed."""
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
+    for request in requests:
+        llm.executor.enqueue(request)
+    for _ in range(after):
+        llm.executor.step()
+    victim = requests[1]
+    had = list(victim.output_token_ids)
+    assert llm.executor.cancel(victim.request_id)
+    assert not llm.executor.cancel(victim.request_id)
+    events = []
+    while llm.executor.has_work:
+        events += llm.executor.step()
+    mine = [e for e in events if e.request_id == victim.request_id]
+    assert [e.finish_reason for e in mine] == [FinishReason.CANCELLED]
+    assert victim.output_token_ids == had
+    for i in (0, 2):
+        assert requests[i].output_token_ids == target.greedy(prompts[3 + i], 16)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r16_the_token_budget_is_never_exceeded(bed, target, prompts, vanilla):
+    """R16: chunked prefill near max_num_tokens; generations count K+1 rows, chunks their history."""
+    llm = bed.llm(vanilla=vanilla, max_num_tokens=32, max_batch_size=8)
+    totals = []
+    k = 3
+
+    def look(step):
+        attention = step["attn_metadata"]
+        cached = attention.kv_cache_params.num_cached_tokens_per_seq
+        history = sum(min(k, c) for c in cached[: attention.num_contexts]) if vanilla else 0
+        totals.append(int(step["input_ids"].numel()) + history)
+
+    record(llm, look)
+    outputs = llm.generate(prompts, greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
+    assert max(totals) <= 32
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r21_block_boundaries(bed, target, vanilla):
+    """R21: prompt lengths around a block's end: every offset gives the same text."""
+    dice = torch.Generator().manual_seed(2)
+    prompts = [
+        torch.randint(0, VOCAB, (n,), generator=dice).tolist() for n in range(12, 21)
+    ]
+    want = [target.greedy(p, 16) for p in prompts]
+    for block in (1, 4, 16):
+        llm = bed.llm(
+            vanilla=vanilla, kv_cache_config={"tokens_per_block": block, "max_tokens": 1024}
+        )
+        outputs = llm.generate(prompts, greedy())
+        assert [o.token_ids for o in outputs] == want
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r22_one_new_token(bed, target, prompts, plain, vanilla):
+    """R22: max_new_tokens = 1 emits exactly one token, once."""
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+    events = [e for step in llm.stream(prompts, greedy(max_new_tokens=1)) for e in step]
+    assert len(events) == len(prompts)
+    for event in events:
+        assert event.token_ids == target.greedy(prompts[event.request_id], 1)
+        assert event.finish_reason is FinishReason.LENGTH
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("k", [3, 5])
+def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, plain, k):
+    """R23: nothing behind an end token is emitted or counted."""
+    prompt = prompts[4]
+    truth = target.greedy(prompt, 24 + k)
+    llm = bed.llm(k=k, disable_overlap_scheduler=plain)
+    script(llm, {0: prompt + truth}, lambda *_: k)
+    # all drafts are right: runs of K+1 tokens; a token new to the text ends the third of its run
+    position = next(i for i in range(3, 20) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
+    output = llm.generate([prompt], greedy(max_new_tokens=24, stop_token_ids=(truth[position],)))[0]
+    assert output.token_ids == truth[: position + 1]
+    assert output.finish_reason is FinishReason.END_ID
+    histogram = [0] * (k + 2)
+    histogram[k + 1] = (position - 1) // (k + 1)
+    histogram[3] += 1
+    assert output.acceptance.histogram == histogram
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, plain):
+    """R24: the earlier one names the finish reason, and on one token the stop does."""
+    prompt, k = prompts[4], 5
+    truth = target.greedy(prompt, 24)
+    position = next(i for i in range(3, 12) if truth[i] not in truth[:i] and truth[i + 1] != truth[i])
+    stop = (truth[position],)
+    for limit, count, reason in (
+        (position + 3, position + 1, FinishReason.END_ID),
+        (position + 1, position + 1, FinishReason.END_ID),
+        (position, position, FinishReason.LENGTH),
+    ):
+        llm = bed.llm(k=k, disable_overlap_scheduler=plain)
+        script(llm, {0: prompt + truth}, lambda *_: k)
+        output = llm.generate([prompt], greedy(max_new_tokens=limit, stop_token_ids=stop))[0]
+        assert output.token_ids == truth[:count]
+        assert output.finish_reason is reason
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r25_min_tokens(bed, prompts, plain, vanilla):
+    """R25: a stop id is masked at every verified position until min_tokens are out."""
+    from mtp_plugin.infer import greedy_decode
+
+    prompt = prompts[4]
+    model = bed.oracle_model.target
+    free = greedy_decode(model, prompt, 20)
+    stop = free[1]
+    for min_tokens in range(0, 7):
+        want = greedy_decode(
+            model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens
+        )
+        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+        params = greedy(max_new_tokens=20, stop_token_ids=(stop,), min_tokens=min_tokens)
+        outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
+        assert outputs[0].token_ids == want
+        assert len(want) > min_tokens
+    # the last sweep really masked: the free run would have stopped earlier
+    assert free.index(stop) < 6
+
+
+def test_r34_the_phase_survives_chunks_and_preemption(bed, prompts):
+    """R34: the thinking phase is read from the whole prompt, whatever its chunks."""
+    options = {
+        "speculative": {
+            "use_relaxed_acceptance_for_thinking": True,
+            "relaxed_topk": 4,
+            "relaxed_delta": 0.9,
+            "begin_thinking_phase_token": 5,
+            "end_thinking_phase_token": 6,
+        },
+        "disable_overlap_scheduler": True,
+    }
+    plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
+    for prompt, thinks in (
+        ([5, *plain_tokens], True),
+        ([*plain_tokens[:4], 5, 6, *plain_tokens[4:]], False),
+        ([6, *plain_tokens[:9], 5], True),
+        (plain_tokens, False),
+    ):
+        for chunk in (1, 4, 100):
+            llm = bed.llm(chunk_policy=lambda _, limit, chunk=chunk: min(limit, chunk), **options)
+            request = llm.make_request(prompt, greedy(max_new_tokens=8))
+            llm.executor.enqueue(request)
+            while not request.output_token_ids:
+                llm.executor.step()
+            manager = llm.pieces.manager
+            slot = manager.slot_manager.get_slot(request.request_id)
+            emitted = request.output_token_ids[0]
+            expected = {5: True, 6: False}.get(emitted, thinks)
+            assert bool(manager.thinking_pool[slot]) is expected
+            llm.executor.scheduler._pause(request, llm.executor.scheduler.schedule(set()))
+            llm.executor.resources.free_resources(request)
+            while llm.executor.has_work:
+                llm.executor.step()
+            assert_drained(llm)
+
+
+def test_r34_relaxed_runs_accept_more_and_only_while_thinking(bed, target, prompts):
+    """R34: outside the phase the text is the strict one; inside it more drafts are accepted."""
+    options = {
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 10,
+        "relaxed_delta": 0.9,
+        "begin_thinking_phase_token": 5,
+        "end_thinking_phase_token": 6,
+    }
+    clean = [[t for t in p if t not in (5, 6)] or [7] for p in prompts]
+    strict = bed.llm()
+    strict.generate([[5, *p] for p in clean], greedy(max_new_tokens=40))
+    relaxed = bed.llm(speculative=options)
+    relaxed.generate([[5, *p] for p in clean], greedy(max_new_tokens=40))
+    gain = relaxed.executor.acceptance.acceptance_length
+    assert gain > 1.1 * strict.executor.acceptance.acceptance_length
+    closed = bed.llm(speculative=options)
+    ended = [[5, 6, *p] for p in clean]
+    outputs = closed.generate(ended, greedy())
+    for output, prompt in zip(outputs, ended, strict=True):
+        want = target.greedy(prompt, 16)
+        cut = want.index(5) + 1 if 5 in want else len(want)  # thinking again ends the guarantee
+        assert output.token_ids[:cut] == want[:cut]
+    opted_out = bed.llm(speculative=options)
+    outputs = opted_out.generate([[5, *p] for p in clean], greedy(relaxed_acceptance=False))
+    assert [o.token_ids for o in outputs] == [target.greedy([5, *p], 16) for p in clean]
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r41_near_the_context_limit(bed, target, prompts, plain, vanilla):
+    """R41: only the request near max_seq_len shortens its drafts; the others are unaffected."""
+    limit, k = 32, 3
+    for room in range(1, k + 4):
+        dice = torch.Generator().manual_seed(room)
+        long = torch.randint(0, VOCAB, (limit - room,), generator=dice).tolist()
+        llm = bed.llm(
+            k=k, vanilla=vanilla, disable_overlap_scheduler=plain, max_seq_len=limit,
+            kv_fill=float("nan"),
+        )
+        highest = []
+        record(llm, lambda step, seen=highest: seen.append(int(step["position_ids"].max())))
+        outputs = llm.generate([long, prompts[3], prompts[4]], greedy())
+        assert outputs[0].token_ids == target.greedy(long, room)
+        assert outputs[0].finish_reason is FinishReason.LENGTH
+        assert outputs[1].token_ids == target.greedy(prompts[3], 16)
+        assert outputs[2].token_ids == target.greedy(prompts[4], 16)
+        assert max(highest) < limit
+        assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+def test_r48_counters_equal_emitted_tokens(bed, target, prompts, plain, right):
+    """R48: an oracle drafter with a set error rate gives exact figures."""
+    prompt = prompts[5]
+    truth = target.greedy(prompt, 64)
+    llm = bed.llm(k=3, disable_overlap_scheduler=plain)
+    script(llm, {0: prompt + truth}, lambda *_: right)
+    steps = 6
+    count = 1 + steps * (right + 1)
+    output = llm.generate([prompt], greedy(max_new_tokens=count))[0]
+    assert output.token_ids == truth[:count]
+    stats = output.acceptance
+    # the last step may be cut short by the request's length, never longer
+    assert stats.steps == steps
+    assert stats.emitted == count - 1
+    assert stats.acceptance_length == right + 1
+    assert stats.per_position == [1.0] * right + [0.0] * (3 - right)
+    assert llm.executor.acceptance.histogram == stats.histogram
+
+
+def test_an_oracle_drafter_with_an_error_rate_gives_exact_figures(bed, prompts):
+    """Half the steps accept one draft, half all three: the acceptance length is exactly 3."""
+    prompt = prompts[5]
+    truth = Oracle(bed.oracle_model, 1, vanilla=False).greedy(prompt, 64)
+    llm = bed.llm(k=3, disable_overlap_scheduler=True)
+    calls = iter([1, 3] * 20)
+    script(llm, {0: prompt + truth}, lambda *_: next(calls))
+    output = llm.generate([prompt], greedy(max_new_tokens=1 + 6 * 6))[0]
+    assert output.acceptance.acceptance_length == 3.0
+    assert output.acceptance.per_position == [1.0, 0.5, 0.5]
+
+
+def test_dead_logits_end_one_request_alone(bed, target, prompts):
+    """A row without any finite value fails its request; the batch goes on."""
+    llm = bed.llm(disable_overlap_scheduler=True)
+    steps = 0
+
+    def poison(step):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            step["logits"][4:8] = float("nan")
+
+    record(llm, poison)
+    outputs = llm.generate(prompts[3:6], greedy())
+    assert outputs[1].finish_reason is FinishReason.ERROR
+    assert outputs[1].token_ids == target.greedy(prompts[4], 16)[: len(outputs[1].token_ids)]
+    for i in (0, 2):
+        assert outputs[i].token_ids == target.greedy(prompts[3 + i], 16)
+    assert_drained(llm)

@@ -1,0 +1,112 @@
+"""Acceptance told over lists of numbers.
+
+A row is a list of logits. A request has one row (a prompt) or one more than it has drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """How a request accepts drafts that are not the target's first choice."""
+
+    thinking: bool
+    topk: int
+    delta: float
+    stop_ids: list[int]
+    begin: int
+    end: int
+
+
+class Run(NamedTuple):
+    """What a request emits in one step."""
+
+    tokens: list[int]
+    fine: bool = True
+    thinking: bool = False
+    margins: dict[int, float] = {}  # noqa: RUF012 - draft index -> distance that decided it
+
+
+def first_choice(row: list[float]) -> int | None:
+    """The lowest id of the highest value; None where no value is usable."""
+    best = None
+    for token, value in enumerate(row):
+        usable = not math.isnan(value) and value > -math.inf
+        if usable and (best is None or value > row[best]):
+            best = token
+    return best
+
+
+def prompt(row: list[float], ends_prompt: bool) -> Run:
+    """A prompt emits the target's first choice, a piece of a prompt nothing."""
+    if not ends_prompt:
+        return Run([])
+    token = first_choice(row)
+    return Run([], fine=False) if token is None else Run([token])
+
+
+def strict(rows: list[list[float]], drafts: list[int]) -> Run:
+    """Drafts stand while they are what the target would have said; then the target speaks once."""
+    emitted = []
+    for row, draft in zip(rows, drafts, strict=False):
+        if draft != first_choice(row):
+            break
+        emitted.append(draft)
+    bonus = first_choice(rows[len(emitted)])
+    return Run(emitted, fine=False) if bonus is None else Run([*emitted, bonus])
+
+
+def relaxed(rows: list[list[float]], drafts: list[int], rule: Rule) -> Run:
+    """As `strict`; a request that thinks also lets near-best drafts stand."""
+    emitted: list[int] = []
+    margins: dict[int, float] = {}
+    thinking = rule.thinking
+    for i, (row, draft) in enumerate(zip(rows, drafts, strict=False)):
+        best = first_choice(row)
+        if best is None:
+            break
+        if draft != best:
+            if not (thinking and _may_be_near(row, draft, rule)):
+                break
+            distance = _probability(row, draft) - (_probability(row, best) - rule.delta)
+            margins[i] = abs(distance)
+            if distance < 0:
+                break
+        emitted.append(draft)
+        thinking = phase_after(thinking, draft, rule)
+    bonus = first_choice(rows[len(emitted)])
+    if bonus is None:
+        return Run(emitted, False, thinking, margins)
+    return Run([*emitted, bonus], True, phase_after(thinking, bonus, rule), margins)
+
+
+def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
+    """Whether a request thinks after it emitted a token."""
+    if token == rule.end:
+        return False
+    return thinking or token == rule.begin
+
+
+def _may_be_near(row: list[float], draft: int, rule: Rule) -> bool:
+    """A draft that could stand if only it is probable enough."""
+    if draft in (rule.begin, rule.end, *rule.stop_ids) or not 0 <= draft < len(row):
+        return False
+    ranking = sorted((-_value(row, token), token) for token in range(len(row)))
+    among = [token for _, token in ranking[: rule.topk]]
+    return draft in among and _value(row, draft) > -math.inf
+
+
+def _value(row: list[float], token: int) -> float:
+    return -math.inf if math.isnan(row[token]) else row[token]
+
+
+def _probability(row: list[float], token: int) -> float:
+    highest = max(_value(row, t) for t in range(len(row)))
+
+    def weight(t: int) -> float:
+        # +inf is the maximum, not more than it
+        return 1.0 if _value(row, t) == highest else math.exp(_value(row, t) - highest)
+
+    return weight(token) / sum(weight(t) for t in range(len(row)))

@@ -1,0 +1,16 @@
+"""Equality that NaN does not escape."""
+
+from __future__ import annotations
+
+import torch
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors agree in shape, type and every bit."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,19 @@
+"""What happens between two draft passes, told over lists of sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def proposal(row: list[float]) -> int:
+    """The lowest id of the highest value; 0 where there is none, since a draft must be a token."""
+    values = [-math.inf if math.isnan(value) else value for value in row]
+    return values.index(max(values))
+
+
+def move_on(sequences: list[list[Item]], new: list[Item]) -> list[list[Item]]:
+    """Every sequence loses its first item and takes a new last one."""
+    return [[*items[1:], item] for items, item in zip(sequences, new, strict=True)]
