@@ -1,9 +1,9 @@
 """The tensor vocabulary of one step.
 
-Shape letters, used everywhere: R requests in the batch (contexts first, then generations); C context
-requests; G generation requests (R = C + G); K draft length; T flat tokens; H hidden size; V vocabulary;
-S slots; P stop ids kept per request. A context request contributes its prompt chunk to the flat
-tokens, a generation request K+1 rows.
+Shape letters, used everywhere: R requests in the batch (contexts first, then generations); C
+context requests; G generation requests (R = C + G); K draft length; T flat tokens; H hidden size; V
+vocabulary; S slots; P stop ids kept per request. A context request contributes its prompt chunk to
+the flat tokens, a generation request K+1 rows.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class DraftInputs:
 
 @dataclass(frozen=True)
 class RowParameters:
-    """Per-request parameters of acceptance, in fixed device buffers that the host fills before a step."""
+    """Per-request parameters of acceptance, in fixed device buffers that the host fills before a
+    step."""
 
     stop_ids: torch.Tensor  # [R, P] int32, padded with -1: end ids and stop ids of the request
     min_stop_index: torch.Tensor | None
-    """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for all."""
+    """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for
+    all."""
 
 
 @dataclass(frozen=True)

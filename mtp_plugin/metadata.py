@@ -1,6 +1,7 @@
 """Per-step speculative metadata, and the changes that the draft loop makes to attention metadata.
 
-``MTPSpecMetadata`` keeps TensorRT-LLM's fields. ``draft_loop`` is the only place that changes a host's
+``MTPSpecMetadata`` keeps TensorRT-LLM's fields. ``draft_loop`` is the only place that changes a
+host's
 attention metadata: it rebinds every field it touches to a copy and puts the originals back on exit,
 also when the body raises, so that the loop leaves no trace on host or device.
 """
@@ -25,8 +26,8 @@ from mtp_plugin.protocols import is_graph_dummy_id
 class MTPSpecMetadata:
     """Speculative metadata of one step; buffers are allocated once and keep their addresses.
 
-    The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then calls
-    :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
+    The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then
+    calls :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
     """
 
     max_num_requests: int
@@ -172,6 +173,7 @@ class DraftLoop:
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_contexts = 0
         self._num_cached_tokens: list[int] | None = None
+        self._kv_lens: list[torch.Tensor] = []  # on the device; and on the host where it is read
 
     def open(self) -> None:
         """Rebind every field that the loop may touch to a copy of its own."""
@@ -186,12 +188,19 @@ class DraftLoop:
         for name in self._TENSORS:
             original = getattr(metadata, name, None)
             if isinstance(original, torch.Tensor):
-                self._tensors[name] = original
-                setattr(metadata, name, original.clone())
+                self._rebind(name, original.clone())
+        for name in ("seq_lens", "seq_lens_cuda"):
+            # a property on most hosts; a plain attribute would keep showing the original
+            if name in getattr(metadata, "__dict__", {}):
+                self._rebind(name, getattr(metadata, f"_{name}"))
+        if "kv_lens_cuda" in self._tensors:
+            self._kv_lens.append(metadata.kv_lens_cuda)
         params = getattr(metadata, "kv_cache_params", None)
-        if params is not None and getattr(metadata, "reads_cached_token_counts", False):
+        reads_counts = getattr(metadata, "reads_cached_token_counts", False)
+        if params is not None and reads_counts and not metadata.is_cuda_graph:
             self._num_cached_tokens = params.num_cached_tokens_per_seq
             params.num_cached_tokens_per_seq = list(self._num_cached_tokens)
+            self._kv_lens.append(torch.tensor(self._num_cached_tokens) + metadata._seq_lens)
 
     def close(self) -> None:
         """Put the originals back."""
@@ -200,8 +209,9 @@ class DraftLoop:
             setattr(metadata, name, original)
         if self._num_cached_tokens is not None:
             metadata.kv_cache_params.num_cached_tokens_per_seq = self._num_cached_tokens
+            self._num_cached_tokens = None
         metadata.num_contexts = self._num_contexts
-        metadata._draft_loop_open = False
+        del metadata._draft_loop_open
         self._changed()
 
     def feed_window(
@@ -213,8 +223,8 @@ class DraftLoop:
     ) -> None:
         """Vanilla: a generation feeds ``window`` rows that end at its last accepted position.
 
-        ``seq_lens`` of generations fall by K+1 - window and ``kv_lens`` by K+1 - n; those of contexts
-        count the history rows in front of their chunk.
+        ``seq_lens`` of generations fall by K+1 - window and ``kv_lens`` by K+1 - n; those of
+        contexts count the history rows in front of their chunk.
 
         Args:
             num_accepted: [R] int32. step_rows: K+1. history_lens: per context, on the host.
@@ -252,8 +262,8 @@ class DraftLoop:
         generations = slice(num_contexts, metadata.num_seqs)
         metadata._seq_lens.fill_(1)
         metadata._seq_lens_cuda.fill_(1)
-        if hasattr(metadata, "kv_lens_cuda"):
-            metadata.kv_lens_cuda[contexts] += 1
+        for lens in self._kv_lens:
+            lens[contexts] += 1
         rejected = max_draft_len - num_accepted[generations]
         self._rewind(rejected, generations, at_least=1)
         if "host_request_types" in self._tensors:
@@ -267,25 +277,27 @@ class DraftLoop:
 
     def advance(self) -> None:
         """Eagle, between later passes: every request one row further."""
-        if hasattr(self._metadata, "kv_lens_cuda"):
-            self._metadata.kv_lens_cuda[: self._metadata.num_seqs] += 1
+        for lens in self._kv_lens:
+            lens[: self._metadata.num_seqs] += 1
         self._changed()
 
+    def _rebind(self, name: str, value: torch.Tensor) -> None:
+        self._tensors[name] = getattr(self._metadata, name)
+        setattr(self._metadata, name, value)
+
     def _rewind(self, rows: torch.Tensor, generations: slice, at_least: int) -> None:
-        metadata = self._metadata
-        if hasattr(metadata, "kv_lens_cuda"):
-            lens = metadata.kv_lens_cuda[generations]
-            lens -= rows.to(lens.dtype)
-            if not getattr(metadata, "supports_dead_rows", False):
-                lens.clamp_(min=at_least)
-        if self._num_cached_tokens is not None and not metadata.is_cuda_graph:
-            # only backends that declare to read the list pay for this read-back
-            cached = metadata.kv_cache_params.num_cached_tokens_per_seq
-            for row, count in enumerate(rows.tolist(), start=generations.start):
-                cached[row] -= count
+        clamped = not getattr(self._metadata, "supports_dead_rows", False)
+        for lens in self._kv_lens:
+            # only backends that declare to read the host list pay for this read-back
+            lens[generations] -= rows.to(lens)
+            if clamped:
+                lens[generations].clamp_(min=at_least)
 
     def _changed(self) -> None:
         metadata = self._metadata
+        if self._num_cached_tokens is not None:
+            cached = self._kv_lens[-1] - metadata._seq_lens
+            metadata.kv_cache_params.num_cached_tokens_per_seq[:] = cached.tolist()
         metadata.on_update()
         for hook in ("on_update_kv_lens", "update_for_spec_dec"):
             method = getattr(metadata, hook, None)

@@ -1,8 +1,8 @@
 """The plugin registry: what an executor asks for by ``decoding_type``, and MTP's answer.
 
-An executor calls :func:`find_plugin` with the decoding type of its config, :meth:`~SpeculativePlugin.plan`
-before any weight is loaded, and :meth:`~SpeculativePlugin.build` once the model is there. It then runs
-the pieces without knowing what they do.
+An executor calls :func:`find_plugin` with the decoding type of its config,
+:meth:`~SpeculativePlugin.plan` before any weight is loaded, and :meth:`~SpeculativePlugin.build`
+once the model is there. It then runs the pieces without knowing what they do.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class SpeculativePieces:
     def draft_len_limit(self, batch_size: int) -> int:
         """Most drafts per request that a batch of this size verifies."""
         limit = self.plan.max_draft_len
-        return limit if self.limit_draft_len is None else min(limit, self.limit_draft_len(batch_size))
+        return (
+            limit if self.limit_draft_len is None else min(limit, self.limit_draft_len(batch_size))
+        )
 
 
 class SpeculativePlugin(Protocol):

@@ -1,20 +1,21 @@
 """What the plugin asks of a host: requests, scheduled batches, attention metadata, draft layers.
 
-Names follow TensorRT-LLM's PyTorch executor, so that its objects satisfy these protocols as they are.
-Attributes that only some hosts have are optional and read with a default; they are listed in the
-docstrings.
+Names follow TensorRT-LLM's PyTorch executor, so that its objects satisfy these protocols as they
+are. Attributes that only some hosts have are optional and read with a default; they are listed in
+the docstrings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
 CUDA_GRAPH_DUMMY_REQUEST_ID = 2**64 - 1
-"""Request id of graph-padding rows; hosts that keep one dummy per draft length count down from it."""
+"""Request id of graph-padding rows; hosts that keep one dummy per draft length count down from
+it."""
 
 MAX_GRAPH_DUMMY_VARIANTS = 64
 """Ids in [CUDA_GRAPH_DUMMY_REQUEST_ID - 63, CUDA_GRAPH_DUMMY_REQUEST_ID] are graph-padding ids."""
@@ -46,9 +47,9 @@ class FinishReason(Enum):
 class SpecRequest(Protocol):
     """A request as samplers and resource managers see it.
 
-    Optional attributes: ``py_epoch`` (int, grows with every preemption), ``py_stop_ids`` (further end
-    ids), ``py_stop_criterion`` (callable without arguments that answers True when the text so far
-    contains a stop string), ``py_stop_words_list``, ``py_acceptance`` (an
+    Optional attributes: ``py_epoch`` (int, grows with every preemption), ``py_stop_ids`` (further
+    end ids), ``py_stop_criterion`` (callable without arguments that answers True when the text so
+    far contains a stop string), ``py_stop_words_list``, ``py_acceptance`` (an
     :class:`~mtp_plugin.statistics.AcceptanceStats`), ``is_dummy``.
     """
 
@@ -93,12 +94,14 @@ class ScheduledBatch(Protocol):
 class AttentionMetadata(Protocol):
     """The fields of a host's attention metadata that a worker reads or changes.
 
-    Optional, used where present: ``kv_lens_cuda`` [R] int32, ``kv_cache_params.num_cached_tokens_per_seq``,
-    ``host_request_types`` [R], ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
+    Optional, used where present: ``kv_lens_cuda`` [R] int32,
+    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R],
+    ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
     embedded executor: ``supports_dead_rows`` (rows at negative positions are legal; elsewhere KV
-    lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write to the
-    sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
-    ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change it).
+    lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write
+    to the sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
+    ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change
+    it).
     """
 
     _seq_lens: torch.Tensor
@@ -164,9 +167,10 @@ class ResourceManager(Protocol):
 
 
 class Sampler(Protocol):
-    """What an executor asks of a sampler; ``SampleState`` is the class of what ``sample_async`` returns."""
+    """What an executor asks of a sampler; ``SampleState`` is the class of what ``sample_async``
+    returns."""
 
-    SampleState: type
+    SampleState: ClassVar[Any]
 
     def sample_async(self, scheduled_requests: Any, model_outputs: dict[str, Any]) -> Any: ...
 

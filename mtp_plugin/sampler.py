@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,10 @@ class SampleStateTensorsMTP:
     next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
     status: torch.Tensor | None = None  # [S] int32
     log_probs: torch.Tensor | None = None
+
+    def values(self) -> ValuesView[torch.Tensor | None]:
+        """Every field, as older executors walk them."""
+        return vars(self).values()
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class MTPSampler:
     """TensorRT-LLM's sampler contract for workers that return accepted tokens and next drafts.
 
     Args:
-        args: any object with ``max_num_sequences`` (S) and ``max_seq_len``, as ``TorchSampler.Args``.
+        args: any object with ``max_num_sequences`` (S) and ``max_seq_len``, as
+            ``TorchSampler.Args``.
         nextn: K, 0 for decoding without drafts.
         device: of the store; default CUDA where present.
 
@@ -82,7 +87,7 @@ class MTPSampler:
         ConfigError: sizes that cannot be.
     """
 
-    SampleState = SampleStateMTP
+    SampleState: ClassVar[Any] = SampleStateMTP
     BEAM = BEAM
 
     def __init__(
@@ -205,7 +210,7 @@ class MTPSampler:
         host = state.host
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
-        rows = state.rows or self._rows_of(state.scheduled_requests)
+        rows = state.rows or self._rows_of(state)
         tokens = host.new_tokens.squeeze(-1).T.tolist()
         counts = _optional_list(host.new_tokens_lens)
         drafts = _optional_list(host.next_draft_tokens)
@@ -214,7 +219,9 @@ class MTPSampler:
             if self._is_late(row):
                 continue
             slot = row.seq_slot
-            self._apply(row, tokens[slot][: counts[slot]], drafts[slot], status[slot] if status else 0)
+            self._apply(
+                row, tokens[slot][: counts[slot]], drafts[slot], status[slot] if status else 0
+            )
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -240,7 +247,8 @@ class MTPSampler:
             stats.record(num_emitted, row.num_drafted)
 
     def _handle_stop_criteria(self, request: Any, token: int) -> bool:
-        """Finish the request if ``token``, the last one appended, ends it: a stop before a limit."""
+        """Finish the request if ``token``, the last one appended, ends it: a stop before a
+        limit."""
         reason = self._stop_reason(request, token)
         if reason is None:
             return False
@@ -288,10 +296,14 @@ class MTPSampler:
             emits=emits,
         )
 
-    def _rows_of(self, scheduled_requests: Any) -> list[PendingRow]:
-        contexts = list(scheduled_requests.context_requests)
-        generations = list(scheduled_requests.generation_requests)
-        return [self._pending(r, i < len(contexts)) for i, r in enumerate(contexts + generations)]
+    def _rows_of(self, state: SampleStateMTP) -> list[PendingRow]:
+        """The rows of a state that a host built itself."""
+        batch = state.scheduled_requests
+        if batch is None:
+            # without a batch to ask: a request's first result is that of its prompt
+            return [self._pending(r, r.py_decoding_iter == 0) for r in state.requests]
+        contexts = [self._pending(request, True) for request in batch.context_requests]
+        return contexts + [self._pending(request, False) for request in batch.generation_requests]
 
     @staticmethod
     def _is_late(row: PendingRow) -> bool:

@@ -13,7 +13,8 @@ NO_TOKEN = -1
 
 
 def read_thinking_token(config: Any, edge: str) -> int:
-    """The ``begin`` or ``end`` thinking token id of a config, in lower or upper case; -1 if unset."""
+    """The ``begin`` or ``end`` thinking token id of a config, in lower or upper case; -1 if
+    unset."""
     name = f"{edge}_thinking_phase_token"
     for spelling in (name, name.upper()):
         value = getattr(config, spelling, None)
@@ -54,12 +55,14 @@ def resolve_thinking_tokens(
 def _single_token(edge: str, tag: str, encode: Callable[[str], list[int]] | None) -> int:
     if encode is None:
         raise ConfigError(
-            f"{edge}_thinking_phase_token: no id is set and no tokenizer is loaded to look {tag!r} up"
+            f"{edge}_thinking_phase_token: no id is set and no tokenizer is loaded to look "
+            f"{tag!r} up"
         )
     ids = encode(tag)
     if len(ids) != 1:
         raise ConfigError(
-            f"{edge}_thinking_phase: {tag!r} must be one token of the tokenizer, it is {len(ids)}: {ids}"
+            f"{edge}_thinking_phase: {tag!r} must be one token of the tokenizer, it is "
+            f"{len(ids)}: {ids}"
         )
     return ids[0]
 

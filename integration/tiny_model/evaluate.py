@@ -1,6 +1,6 @@
 """Measure a checkpoint on the held-out files; writes `report.json` and `report.md`.
 
-    python -m integration.tiny_model.evaluate [--corpus DIR] [--out DIR] [--prompts N] [--windows N]
+python -m integration.tiny_model.evaluate [--corpus DIR] [--out DIR] [--prompts N] [--windows N]
 
 Everything is computed in float32 from the checkpoint's bfloat16 weights. Small values of
 `--prompts` and `--windows` make it a matter of a minute on a CPU.
@@ -9,7 +9,6 @@ Everything is computed in float32 from the checkpoint's bfloat16 weights. Small 
 import argparse
 import json
 import logging
-import platform
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,17 @@ from .corpus import default_corpus, read_manifest, read_texts
 from .drafting import dense_masks, draft_states
 from .export import load_checkpoint
 from .model import TinyMtpModel
-from .simulation import DRAFTINGS, Continuation, continue_greedily, replay
+from .simulation import (
+    DRAFTINGS,
+    EAGLE,
+    VANILLA,
+    Continuation,
+    Tally,
+    continue_greedily,
+    join_tallies,
+    replay,
+    run_sampled,
+)
 from .tokenizer import encode_documents, load_tokenizer
 
 HERE = Path(__file__).parent
@@ -29,7 +38,8 @@ LOG = logging.getLogger("evaluate")
 
 NUM_DRAFTS = 3
 REPEAT_LENGTH = 8
-FEW_REPEATS = 0.25
+SECTIONS = ("teacher_forced", "free_running", "free_running_sampled")
+DRAFTS_TEACHER_FORCED = ("vanilla (chain: output)", "eagle (layer 1 reused)")
 
 
 @torch.no_grad()
@@ -47,7 +57,8 @@ def teacher_forced(
     masks = dense_masks(rows, depths, stream.device)
     main = torch.zeros(2, dtype=torch.double)
     drafts = torch.zeros(2, depths, 3, dtype=torch.double)
-    expected = torch.ones(2, dtype=torch.double)
+    # expected tokens per step: greedy, and at temperature 1
+    expected = torch.ones(2, 2, dtype=torch.double)
     for window in cut.split(batch_size):
         # the target also runs on the last rows that the depths are compared with
         states = model.states(window[:, : rows + depths])
@@ -56,17 +67,17 @@ def teacher_forced(
         main += part * torch.stack(_loss_and_hits(log_p[:, :rows], window[:, 1 : rows + 1]))
         outputs = draft_states(model, window, states[:, :rows], masks)
         for way, way_outputs in enumerate((outputs.chained, outputs.reused)):
-            all_so_far = torch.ones((), dtype=torch.double, device=window.device)
+            all_so_far = torch.ones((2, 1, 1), dtype=torch.double, device=window.device)
             for index, output in enumerate(way_outputs):
                 target = log_p[:, index + 1 : index + 1 + rows]
                 labels = window[:, index + 2 : index + 2 + rows]
                 log_q = model.lm_head(output).log_softmax(-1)
                 loss, _ = _loss_and_hits(log_q, labels)
-                agreement = (log_q.argmax(-1) == target.argmax(-1)).double().mean()
+                agreement = (log_q.argmax(-1) == target.argmax(-1)).double()
                 overlap = torch.minimum(log_q.exp(), target.exp()).sum(-1).double()
-                all_so_far = all_so_far * overlap
-                expected[way] += part * all_so_far.mean().cpu()
-                figures = (loss, agreement.cpu(), overlap.mean().cpu())
+                all_so_far = all_so_far * torch.stack([agreement, overlap])
+                expected[way] += part * all_so_far.mean((1, 2)).cpu()
+                figures = (loss, agreement.mean().cpu(), overlap.mean().cpu())
                 drafts[way, index] += part * torch.stack(figures)
     columns = ("loss", "top1_agreement", "overlap_at_temperature_1")
     return {
@@ -79,9 +90,12 @@ def teacher_forced(
                     column: [_round(x) for x in drafts[way, :, place]]
                     for place, column in enumerate(columns)
                 },
-                "expected_tokens_per_step_at_temperature_1": _round(expected[way]),
+                "expected_tokens_per_step": {
+                    "greedy": _round(expected[way, 0]),
+                    "at_temperature_1": _round(expected[way, 1]),
+                },
             }
-            for way, name in enumerate(("vanilla (chain: output)", "eagle (layer 1 reused)"))
+            for way, name in enumerate(DRAFTS_TEACHER_FORCED)
         },
     }
 
@@ -124,40 +138,52 @@ def free_running(
         continue_greedily(model, batch, new_tokens, spare=NUM_DRAFTS + 1, eos=0)
         for batch in prompts.split(batch_size)
     ]
-    shares = torch.cat([repeated_share(text) for text in texts])
-    few = shares < FEW_REPEATS
     ways = {}
     for drafting in DRAFTINGS:
-        tallies = [replay(model, text, drafting, NUM_DRAFTS) for text in texts]
-        tally = type(tallies[0])(
-            *(
-                torch.cat(counts)
-                for counts in zip(*(vars(t).values() for t in tallies), strict=True)
-            )
-        )
-        ways[drafting.name] = {
-            "acceptance_length": _round(tally.acceptance_length()),
-            "acceptance_per_position": [_round(x) for x in tally.acceptance()],
-            "conditional_acceptance": [_round(x) for x in tally.conditional_acceptance()],
-            "acceptance_length_where_few_repeats": (
-                _round(tally.of(few).acceptance_length()) if few.any() else None
-            ),
-            "steps": int(tally.steps.sum()),
-        }
-        LOG.info("%s: %s", drafting.name, ways[drafting.name])
+        tally = join_tallies([replay(model, text, drafting, NUM_DRAFTS) for text in texts])
+        ways[drafting.name] = _acceptance(tally)
+        LOG.info("greedy, %s: %s", drafting.name, ways[drafting.name])
     return {
-        "prompts": len(prompts),
-        "prompt_tokens": prompts.shape[1],
-        "new_tokens": new_tokens,
-        "num_drafts": NUM_DRAFTS,
+        **_setting(prompts, new_tokens),
         "texts_ended_by_eos": sum(
             int((text.ends < text.prompt_length + new_tokens).sum()) for text in texts
         ),
         "tokens_changed_by_one_forward": sum(text.changed for text in texts),
-        "share_of_repeated_8_grams": _round(shares.mean()),
-        "texts_with_few_repeats": int(few.sum()),
-        "few_repeats_means": f"under {FEW_REPEATS:.0%} of the generated 8-grams occurred before",
+        "share_of_repeated_8_grams": _round(torch.cat([repeated_share(t) for t in texts]).mean()),
         "drafting": ways,
+    }
+
+
+def free_running_sampled(
+    model: TinyMtpModel, prompts: Tensor, new_tokens: int, seed: int
+) -> dict[str, Any]:
+    """Acceptance of sampled drafts, K = 3, in speculative sampling at temperature 1."""
+    ways = {}
+    for drafting in (EAGLE, VANILLA):
+        generator = torch.Generator().manual_seed(seed)
+        text, tally = run_sampled(model, prompts, drafting, NUM_DRAFTS, new_tokens, generator)
+        repeats = _round(repeated_share(text).mean())
+        ways[drafting.name] = {**_acceptance(tally), "share_of_repeated_8_grams": repeats}
+        LOG.info("sampled, %s: %s", drafting.name, ways[drafting.name])
+    return {**_setting(prompts, new_tokens), "drafting": ways}
+
+
+def _setting(prompts: Tensor, new_tokens: int) -> dict[str, int]:
+    count, length = prompts.shape
+    return {
+        "prompts": count,
+        "prompt_tokens": length,
+        "new_tokens": new_tokens,
+        "num_drafts": NUM_DRAFTS,
+    }
+
+
+def _acceptance(tally: Tally) -> dict[str, Any]:
+    return {
+        "acceptance_length": _round(tally.acceptance_length()),
+        "acceptance_per_position": [_round(x) for x in tally.acceptance()],
+        "conditional_acceptance": [_round(x) for x in tally.conditional_acceptance()],
+        "steps": int(tally.steps.sum()),
     }
 
 
@@ -167,70 +193,114 @@ def _round(value: float | Tensor) -> float:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """`report.md`: the same figures to read."""
-    forced, free = report["evaluation"]["teacher_forced"], report["evaluation"]["free_running"]
+    figures = report["evaluation"]
     lines = [
         "# The tiny model on held-out files",
         "",
-        f"Float32 from the bfloat16 weights, on {report['evaluation']['device']}.",
+        "Float32 from the bfloat16 weights.",
+        *_teacher_forced_lines(figures.get("teacher_forced")),
+        *_free_running_lines(figures.get("free_running")),
+        *_sampled_lines(figures.get("free_running_sampled")),
+        *_training_lines(report.get("training")),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _teacher_forced_lines(forced: dict[str, Any] | None) -> list[str]:
+    if forced is None:
+        return []
+    lines = [
         "",
         "## Teacher forced",
         "",
-        f"{forced['windows']} windows of {forced['rows_per_window']} tokens. Main model: loss "
-        f"{forced['main']['loss']:.3f}, next-token accuracy "
+        f"{forced['windows']} windows of {forced['rows_per_window']} tokens, on "
+        f"{forced['device']}. Main model: loss {forced['main']['loss']:.3f}, next-token accuracy "
         f"{forced['main']['next_token_accuracy']:.3f}. Agreement is with the target's top token; "
-        "overlap is the sum of min(p, q), the expected acceptance at temperature 1; expected tokens "
-        "per step chains the overlaps of a row's depths.",
+        "overlap is the sum of min(p, q), the expected acceptance at temperature 1. Tokens per "
+        "step are expected from the depths of a row together, on this text, which has no loops.",
         "",
-        "| drafting | depth | loss | top-1 agreement | overlap | expected tokens per step |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| drafting | depth | loss | top-1 agreement | overlap | tokens per step, greedy "
+        "| at temperature 1 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, figures in forced.items():
-        if not isinstance(figures, dict) or name == "main":
-            continue
-        *columns, expected = figures.values()
-        columns = zip(*columns, strict=True)
-        for depth, (loss, agreement, overlap) in enumerate(columns, start=1):
+    for name in DRAFTS_TEACHER_FORCED:
+        *columns, expected = forced[name].values()
+        for depth, (loss, agreement, overlap) in enumerate(zip(*columns, strict=True), start=1):
+            is_last = depth == len(columns[0])
+            tokens = [f"{value:.3f}" if is_last else "" for value in expected.values()]
             lines.append(
                 f"| {name} | {depth} | {loss:.3f} | {agreement:.3f} | {overlap:.3f} "
-                f"| {'' if depth < NUM_DRAFTS else f'{expected:.3f}'} |"
+                f"| {tokens[0]} | {tokens[1]} |"
             )
-    lines += [
+    return lines
+
+
+def _free_running_lines(free: dict[str, Any] | None) -> list[str]:
+    if free is None:
+        return []
+    return [
         "",
         "## Free running, greedy",
         "",
-        f"{free['prompts']} snippets of {free['prompt_tokens']} tokens at random places of the "
-        f"held-out files, {free['new_tokens']} new tokens each, K = {free['num_drafts']}. "
-        "Acceptance length is emitted tokens per target step, the bonus token included.",
+        f"{_describe(free)} Acceptance length is emitted tokens per target step, the bonus token "
+        "included.",
         "",
-        "| drafting | acceptance length | accepted, per position | ... given the earlier ones | "
-        "acceptance length where few repeats |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, way in free["drafting"].items():
-        few = way["acceptance_length_where_few_repeats"]
-        lines.append(
-            f"| {name} | {way['acceptance_length']:.3f} "
-            f"| {_join(way['acceptance_per_position'])} | {_join(way['conditional_acceptance'])} "
-            f"| {'-' if few is None else f'{few:.3f}'} |"
-        )
-    lines += [
+        *_acceptance_table(free),
         "",
-        f"Loops flatter acceptance: {free['share_of_repeated_8_grams']:.1%} of the generated "
-        f"8-grams occurred before in the same text. The last column counts only the "
-        f"{free['texts_with_few_repeats']} texts where {free['few_repeats_means']}. "
+        f"Loops flatter these figures: {free['share_of_repeated_8_grams']:.1%} of the generated "
+        "8-grams occurred before in the same text. Read them beside the other two sections. "
         "`draft_window: trtllm` never writes the row of the last accepted token of a fully "
         "accepted step; here such rows are masked out of attention, where an engine would read "
         "whatever lies there.",
     ]
-    if "training" in report:
-        lines += ["", "## Training", "", *_training_lines(report["training"])]
-    return "\n".join(lines) + "\n"
 
 
-def _training_lines(training: dict[str, Any]) -> list[str]:
+def _sampled_lines(sampled: dict[str, Any] | None) -> list[str]:
+    if sampled is None:
+        return []
+    repeats = " and ".join(
+        f"{way['share_of_repeated_8_grams']:.1%}" for way in sampled["drafting"].values()
+    )
+    return [
+        "",
+        "## Free running, sampled at temperature 1",
+        "",
+        f"{_describe(sampled)} Drafts are sampled too and verified by rejection. Repeated "
+        f"8-grams: {repeats}.",
+        "",
+        *_acceptance_table(sampled),
+    ]
+
+
+def _describe(section: dict[str, Any]) -> str:
+    return (
+        f"{section['prompts']} snippets of {section['prompt_tokens']} tokens at random places of "
+        f"the held-out files, {section['new_tokens']} new tokens each, K = "
+        f"{section['num_drafts']}, on {section['device']}."
+    )
+
+
+def _acceptance_table(section: dict[str, Any]) -> list[str]:
+    return [
+        "| drafting | acceptance length | accepted, per position | given the earlier ones |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {way['acceptance_length']:.3f} | {_join(way['acceptance_per_position'])} "
+            f"| {_join(way['conditional_acceptance'])} |"
+            for name, way in section["drafting"].items()
+        ),
+    ]
+
+
+def _training_lines(training: dict[str, Any] | None) -> list[str]:
+    if training is None:
+        return []
     versions = ", ".join(f"{name} {version}" for name, version in training["versions"].items())
     recipe = ", ".join(f"{name} {value}" for name, value in training["recipe"].items())
     return [
+        "",
+        "## Training",
+        "",
         f"{training['tokens'] / 1e6:.0f} M tokens ({training['epochs']} epochs, "
         f"{training['steps']} steps) in {training['seconds']:.0f} s, of which "
         f"{training['seconds_compiling']:.0f} s compiling, on {training['gpu']}; {versions}.",
@@ -248,7 +318,7 @@ def _join(values: list[float]) -> str:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one checkpoint."""
+    """The sections that `args` asks for, of one checkpoint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     manifest = read_manifest(args.manifest)
     tokenizer = load_tokenizer(args.checkpoint)
@@ -257,15 +327,21 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     stream = torch.tensor([token for document in documents for token in document], device=device)
     model = load_checkpoint(args.checkpoint).to(device)
     prompts = sample_prompts(documents, args.prompts, args.prompt_tokens, args.seed).to(device)
-    return {
+    measures = {
+        "teacher_forced": lambda: teacher_forced(model, stream, args.rows, args.windows),
+        "free_running": lambda: free_running(model, prompts, args.new_tokens),
+        "free_running_sampled": lambda: free_running_sampled(
+            model, prompts, args.new_tokens, args.seed
+        ),
+    }
+    setting = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": str(torch.__version__),
+        "seed": args.seed,
         "held_out_files": len(documents),
         "held_out_tokens": len(stream),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "seed": args.seed,
-        "teacher_forced": teacher_forced(model, stream, args.rows, args.windows),
-        "free_running": free_running(model, prompts, args.new_tokens),
     }
+    return {name: {**setting, **measures[name]()} for name in args.sections}
 
 
 def main() -> None:
@@ -275,6 +351,7 @@ def main() -> None:
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest.json")
     parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint")
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--windows", type=int, default=2000)
     parser.add_argument("--prompts", type=int, default=256)
@@ -286,10 +363,9 @@ def main() -> None:
 
     path = args.out / "report.json"
     report = json.loads(path.read_text()) if path.is_file() else {}
-    report["evaluation"] = evaluate(args)
+    report["evaluation"] = {**report.get("evaluation", {}), **evaluate(args)}
     path.write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "report.md").write_text(to_markdown(report))
-    LOG.info("%s", json.dumps(report["evaluation"]["teacher_forced"]))
 
 
 if __name__ == "__main__":

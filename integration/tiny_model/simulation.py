@@ -1,12 +1,13 @@
-"""Greedy speculative decoding replayed on the target's own greedy text.
+"""Speculative decoding without a cache: replayed on greedy texts, or run while sampling.
 
 Greedy verification never changes the text, so the target's tokens and states are computed once
-and each way of drafting is replayed on them. A draft layer's keys and values at a row depend only
-on the token and state that were fed there, so the replay keeps those pairs per row, as last
+and each way of drafting is replayed on them; a sampled run computes the target at every step. A draft layer's keys and values at a row depend only
+on the token and state that were fed there, so a simulation keeps those pairs per row, as last
 written, and recomputes attention from them. It needs no cache and yet sees stale or missing rows
 as an engine would.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .model import MtpLayer, TinyMtpModel
+
+
+Choose = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Continuation:
     states: Tensor
     prompt_length: int
     ends: Tensor
-    changed: int
+    changed: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,6 @@ class Tally:
     emitted: Tensor
     reached: Tensor
     accepted: Tensor
-
-    def of(self, texts: Tensor) -> "Tally":
-        """The counts of the marked texts `[B]` alone."""
-        return Tally(
-            self.steps[texts], self.emitted[texts], self.reached[texts], self.accepted[texts]
-        )
 
     def acceptance_length(self) -> float:
         """Emitted tokens per target step."""
@@ -84,6 +82,16 @@ class Tally:
     def conditional_acceptance(self) -> list[float]:
         """The same, over the steps whose earlier drafts were accepted."""
         return (self.accepted.sum(0) / self.reached.sum(0)).tolist()
+
+
+def join_tallies(tallies: list[Tally]) -> Tally:
+    """The tallies of several batches of texts as one."""
+    return Tally(
+        torch.cat([tally.steps for tally in tallies]),
+        torch.cat([tally.emitted for tally in tallies]),
+        torch.cat([tally.reached for tally in tallies]),
+        torch.cat([tally.accepted for tally in tallies]),
+    )
 
 
 @torch.no_grad()
@@ -113,6 +121,7 @@ class _Rows:
     """The (token, state) pairs that one draft layer was fed, per row, as last written."""
 
     def __init__(self, tokens: Tensor, states: Tensor) -> None:
+        """Nothing written yet, in rows like those of `tokens` and `states`."""
         self.tokens = torch.zeros_like(tokens)
         self.states = torch.zeros_like(states)
         self.written = torch.zeros_like(tokens, dtype=torch.bool)
@@ -136,59 +145,160 @@ class _Rows:
         return out
 
 
+class Drafter:
+    """Drafts step by step along growing texts; holds what the draft layers were fed."""
+
+    def __init__(self, model: TinyMtpModel, drafting: Drafting, num_drafts: int) -> None:
+        self.model = model
+        self.drafting = drafting
+        self.num_drafts = num_drafts
+        self.memory: list[_Rows] = []
+
+    def draft(self, text: Continuation, last: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Draft behind the bonus token at row `last + 1`: tokens `[B, K]`, logits `[B, K, V]`."""
+        if not self.memory:
+            layers = 1 if self.drafting.reuse_first_layer else self.num_drafts
+            self.memory = [_Rows(text.tokens, text.states) for _ in range(layers)]
+            fed = last + 1
+        else:
+            short = self.drafting.short_window
+            fed = torch.full_like(last, self.num_drafts if short else self.num_drafts + 1)
+        if self.drafting.reuse_first_layer:
+            return _draft_reused(self.model, text, self.memory, last, choose, self.num_drafts)
+        return _draft_chained(
+            self.model, text, self.drafting, self.memory, last, fed, choose, self.num_drafts
+        )
+
+
+class Counter:
+    """Adds up a `Tally` step by step."""
+
+    def __init__(self, batch: int, num_drafts: int, device: torch.device) -> None:
+        self.counts = torch.zeros(batch, 2 + 2 * num_drafts, dtype=torch.long, device=device)
+        self.num_drafts = num_drafts
+
+    def add(self, hits: Tensor, active: Tensor) -> Tensor:
+        """Count one step of the `active` texts `[B]`; returns the tokens each text gains `[B]`."""
+        leading = hits.long().cumprod(1)
+        gained = leading.sum(1) + 1
+        reached = functional.pad(leading[:, :-1], (1, 0), value=1)
+        columns = [torch.ones_like(gained).unsqueeze(1), gained.unsqueeze(1), reached, leading]
+        self.counts += torch.cat(columns, dim=1) * active.long().unsqueeze(1)
+        return gained * active.long()
+
+    def tally(self) -> Tally:
+        """What was counted so far."""
+        counts = self.counts.cpu()
+        reached, accepted = counts[:, 2:].split(self.num_drafts, dim=1)
+        return Tally(counts[:, 0], counts[:, 1], reached, accepted)
+
+
 @torch.no_grad()
 def replay(model: TinyMtpModel, text: Continuation, drafting: Drafting, num_drafts: int) -> Tally:
     """Draft and verify step by step along the texts, all rows of the batch at once."""
     tokens, device = text.tokens, text.tokens.device
-    depths = torch.arange(1, num_drafts + 1, device=device)
-    layers = 1 if drafting.reuse_first_layer else num_drafts
-    memory = [_Rows(tokens, text.states) for _ in range(layers)]
+    ahead = torch.arange(2, num_drafts + 2, device=device)
+    drafter = Drafter(model, drafting, num_drafts)
+    counter = Counter(len(tokens), num_drafts, device)
     last = torch.full((len(tokens),), text.prompt_length - 1, device=device)
-    fed = last + 1
-    reached = torch.zeros(len(tokens), num_drafts, dtype=torch.long, device=device)
-    accepted = torch.zeros_like(reached)
-    steps, emitted = torch.zeros_like(last), torch.zeros_like(last)
     while bool((active := last + 1 < text.ends).any()):
-        draft = _draft_reused if drafting.reuse_first_layer else _draft_chained
-        drafts = draft(model, text, drafting, memory, last, fed, num_drafts)
-        hits = drafts == tokens.gather(1, last.unsqueeze(1) + 1 + depths)
-        leading = hits.long().cumprod(1)
-        gained = leading.sum(1) + 1
-        running = active.long()
-        steps += running
-        emitted += gained * running
-        accepted += leading * running.unsqueeze(1)
-        reached += functional.pad(leading[:, :-1], (1, 0), value=1) * running.unsqueeze(1)
-        # finished texts stand still, so that no index runs off the end
-        last = torch.where(active, last + gained, last).clamp(max=tokens.shape[1] - num_drafts - 2)
-        window = num_drafts if drafting.short_window else num_drafts + 1
-        fed = torch.full_like(last, window)
-    return Tally(steps.cpu(), emitted.cpu(), reached.cpu(), accepted.cpu())
+        drafts, _ = drafter.draft(text, last, _most_likely)
+        hits = drafts == tokens.gather(1, last.unsqueeze(1) + ahead)
+        # finished texts stand still, but not so far on that an index runs off the end
+        last = (last + counter.add(hits, active)).clamp(max=tokens.shape[1] - num_drafts - 2)
+    return counter.tally()
+
+
+@torch.no_grad()
+def run_sampled(
+    model: TinyMtpModel,
+    prompts: Tensor,
+    drafting: Drafting,
+    num_drafts: int,
+    new_tokens: int,
+    generator: torch.Generator,
+) -> tuple[Continuation, Tally]:
+    """Speculative sampling at temperature 1: drafts are sampled and verified by rejection.
+
+    EOS does not end a text here; it only separates documents.
+    """
+    device = prompts.device
+    batch, start = prompts.shape
+    tokens = functional.pad(prompts, (0, new_tokens + num_drafts + 2))
+    drafter = Drafter(model, drafting, num_drafts)
+    counter = Counter(batch, num_drafts, device)
+    ahead = torch.arange(2, num_drafts + 2, device=device)
+    last = torch.full((batch,), start - 1, device=device)
+    ends = torch.full_like(last, start + new_tokens)
+
+    def choose(logits: Tensor) -> Tensor:
+        return _draw(logits.softmax(-1), generator)
+
+    states = model.states(tokens)
+    tokens[:, start] = choose(model.lm_head(states[:, start - 1]))
+    # the states of the first bonus token and of the drafts come with the first verification
+    while bool((active := last + 1 < ends).any()):
+        text = Continuation(tokens, states, start, ends)
+        drafts, logits = drafter.draft(text, last, choose)
+        tokens = tokens.scatter(1, last.unsqueeze(1) + ahead, drafts)
+        states = model.states(tokens)
+        rows = last.unsqueeze(1) + torch.arange(1, num_drafts + 2, device=device)
+        target = model.lm_head(states.take_along_dim(rows.unsqueeze(-1), 1)).softmax(-1)
+        hits, bonus = _verify(target, logits.softmax(-1), drafts, generator)
+        gained = counter.add(hits, active)
+        moved = (last + gained).clamp(max=tokens.shape[1] - num_drafts - 2)
+        place = (moved + 1).unsqueeze(1)
+        kept = torch.where(active.unsqueeze(1), bonus.unsqueeze(1), tokens.gather(1, place))
+        tokens, last = tokens.scatter(1, place, kept), moved
+    return Continuation(tokens, states, start, ends), counter.tally()
+
+
+def _verify(
+    target: Tensor, draft: Tensor, drafts: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Which drafts pass min(1, p / q) `[B, K]`, and the token behind the accepted ones `[B]`."""
+    p = target[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
+    q = draft.gather(2, drafts.unsqueeze(-1)).squeeze(-1)
+    hits = torch.rand(p.shape, generator=generator).to(p.device) * q < p
+    accepted = hits.long().cumprod(1).sum(1)
+    # behind the last draft there is nothing to subtract
+    residual = (target - functional.pad(draft, (0, 0, 0, 1))).clamp(min=0)
+    return hits, _draw(_pick(residual, accepted), generator)
+
+
+def _draw(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """One sample per row of unnormalised probabilities `[B, V] -> [B]`."""
+    drawn = torch.multinomial(weights.cpu(), 1, generator=generator)
+    return drawn.squeeze(1).to(weights.device)
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
 
 
 def _draft_reused(
     model: TinyMtpModel,
     text: Continuation,
-    drafting: Drafting,  # noqa: ARG001
     memory: list[_Rows],
     last: Tensor,
-    fed: Tensor,  # noqa: ARG001
+    choose: Choose,
     num_drafts: int,
-) -> Tensor:
-    """Layer 1 on every verified row, then on one row per further draft: `[B, num_drafts]`."""
+) -> tuple[Tensor, Tensor]:
+    """Layer 1 on every verified row, then on one row per further draft."""
     rows = memory[0]
     index = torch.arange(text.tokens.shape[1], device=last.device)
     following = text.tokens.roll(-1, dims=1)
     rows.write(index <= last.unsqueeze(1), following, text.states)
-    drafts = []
+    drafts, logits = [], []
     for depth in range(num_drafts):
         at = last + depth
         state = _pick(rows.outputs(model, model.mtp[0]), at)
-        drafts.append(model.lm_head(state).argmax(-1))
+        logits.append(model.lm_head(state))
+        drafts.append(choose(logits[-1]))
         # the row behind: this draft as its token, this output as its state
         here = index == at.unsqueeze(1) + 1
         rows.write(here, drafts[-1].unsqueeze(1), state.unsqueeze(1))
-    return torch.stack(drafts, dim=1)
+    return torch.stack(drafts, dim=1), torch.stack(logits, dim=1)
 
 
 def _draft_chained(
@@ -198,28 +308,30 @@ def _draft_chained(
     memory: list[_Rows],
     last: Tensor,
     fed: Tensor,
+    choose: Choose,
     num_drafts: int,
-) -> Tensor:
-    """One layer per depth on the last `fed` rows up to `last`: `[B, num_drafts]`."""
+) -> tuple[Tensor, Tensor]:
+    """One layer per depth on the last `fed` rows up to `last`."""
     length = text.tokens.shape[1]
     index = torch.arange(length, device=last.device)
     rows = (index <= last.unsqueeze(1)) & (index > (last - fed).unsqueeze(1))
     known = text.tokens
     shifted_states = text.states
     states = text.states
-    drafts = []
+    drafts, logits = [], []
     for depth in range(num_drafts):
         memory[depth].write(rows, known.roll(-depth - 1, dims=1), states)
         out = memory[depth].outputs(model, model.mtp[depth])
         state = _pick(out, last)
-        drafts.append(model.lm_head(state).argmax(-1))
+        logits.append(model.lm_head(state))
+        drafts.append(choose(logits[-1]))
         # what lies behind the bonus token is guessed
         guess = index == last.unsqueeze(1) + 2 + depth
         known = torch.where(guess, drafts[-1].unsqueeze(1), known)
         guess = (index == last.unsqueeze(1) + 1 + depth).unsqueeze(-1)
         shifted_states = torch.where(guess, state.unsqueeze(1), shifted_states)
         states = shifted_states.roll(-depth - 1, dims=1) if drafting.target_shift else out
-    return torch.stack(drafts, dim=1)
+    return torch.stack(drafts, dim=1), torch.stack(logits, dim=1)
 
 
 def _pick(x: Tensor, row: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Attention over the paged cache: the step's metadata, and the ``sdpa`` backend that reads it.
 
 The metadata holds lengths; every derived index (which row a token writes, which keys it sees) is
-rebuilt from them whenever they change, so a draft loop that changes lengths cannot leave a stale map.
+rebuilt from them whenever they change, so a draft loop that changes lengths cannot leave a stale
+map.
 """
 
 from __future__ import annotations

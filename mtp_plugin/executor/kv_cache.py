@@ -14,8 +14,8 @@ from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
 class BlockManager:
     """Hands out KV blocks; the block behind the last one is the sentinel that takes padding writes.
 
-    One block table serves the target and every draft layer. As a resource manager it only frees: the
-    scheduler reserves, since it decides by what is free.
+    One block table serves the target and every draft layer. As a resource manager it only frees:
+    the scheduler reserves, since it decides by what is free.
 
     Args:
         num_blocks: usable blocks. block_size: tokens per block.
@@ -103,10 +103,12 @@ class BlockManager:
 
 
 class PagedKVPools:
-    """Key and value rows of every layer, [rows, heads, width] each, allocated at a layer's first use.
+    """Key and value rows of every layer, [rows, heads, width] each, allocated at a layer's first
+    use.
 
-    A layer's row r of block b is ``b * block_size + r``. Target layers come first, then one layer per
-    draft depth. For latent attention "key" and "value" are the two latents, with widths of their own.
+    A layer's row r of block b is ``b * block_size + r``. Target layers come first, then one layer
+    per draft depth. For latent attention "key" and "value" are the two latents, with widths of
+    their own.
     """
 
     def __init__(self, num_blocks: int, block_size: int, fill: float = 0.0) -> None:

@@ -26,7 +26,8 @@ from mtp_plugin.protocols import FinishReason, ResourceManager
 from mtp_plugin.statistics import AcceptanceStats
 
 CPU_KV_BYTES = 2 * 2**30
-"""Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says otherwise."""
+"""Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says
+otherwise."""
 
 Prompt = str | Sequence[int]
 Progress = Callable[[str], None]
@@ -126,7 +127,9 @@ class LLM:
             self.pools,
             max_seq_len=self.max_seq_len,
             padded_sizes=_padded_sizes(self.config),
-            check_metadata=bool(getattr(getattr(speculative, "mtp", None), "check_metadata", False)),
+            check_metadata=bool(
+                getattr(getattr(speculative, "mtp", None), "check_metadata", False)
+            ),
         )
         scheduler = Scheduler(
             plan,
@@ -278,7 +281,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has none"
+                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has "
+                    f"none"
                 )
             ids = list(self.tokenizer.encode(prompt))
         else:
@@ -286,10 +290,13 @@ class LLM:
         if not ids:
             raise RequestError(f"request {request_id}: the prompt is empty")
         vocab = self.model.facts.vocab_size
-        wrong = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
+        wrong = [
+            t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab
+        ]
         if wrong:
             raise RequestError(
-                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got {wrong[:3]}"
+                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
+                f"{wrong[:3]}"
             )
         return ids
 
@@ -359,7 +366,8 @@ class LLM:
             blocks = cache.max_tokens // block
             if blocks < 1:
                 raise ConfigError(
-                    f"kv_cache_config.max_tokens: {cache.max_tokens} holds no block of {block} tokens"
+                    f"kv_cache_config.max_tokens: {cache.max_tokens} holds no block of {block} "
+                    f"tokens"
                 )
             return blocks
         useful = self.config.max_batch_size * -(-self.max_seq_len // block)
@@ -373,7 +381,8 @@ class LLM:
 
     @torch.inference_mode()
     def _kv_bytes_per_token(self, num_draft_layers: int) -> int:
-        """Measured: one token through the target and every draft layer, over a pool of one block."""
+        """Measured: one token through the target and every draft layer, over a pool of one
+        block."""
         pools = PagedKVPools(num_blocks=1, block_size=1)
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         metadata = PagedAttentionMetadata(

@@ -55,7 +55,7 @@ class ModelEngine:
         self.blocks = blocks
         self.pools = pools
         self.max_seq_len = max_seq_len
-        self.device = model.lm_head.weight.device
+        self.device: torch.device = next(model.lm_head.parameters()).device
         self._padded_sizes = sorted(padded_sizes)
         self._check_metadata = check_metadata
         self.spec_metadata = pieces.make_metadata()
@@ -108,7 +108,8 @@ class ModelEngine:
     def _context_inputs(
         self, contexts: list[LlmRequest]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids [N], positions [N], and the known token behind each chunk [C] (-1 at a prompt's end)."""
+        """Ids [N], positions [N], and the known token behind each chunk [C] (-1 at a prompt's
+        end)."""
         ids: list[int] = []
         positions: list[int] = []
         next_prompt: list[int] = []
@@ -201,9 +202,7 @@ class ModelEngine:
         starts = [r.context_current_position for r in contexts]
         chunks = [r.context_chunk_size for r in contexts]
         ends = self._upload([s + c for s, c in zip(starts, chunks, strict=True)], torch.int32)
-        reserved = [
-            min(self.blocks.reserved_rows(r.request_id), r.max_length) for r in contexts
-        ]
+        reserved = [min(self.blocks.reserved_rows(r.request_id), r.max_length) for r in contexts]
         generation_lens = rows.lengths.to(torch.int32)
         present = generation_lens + rows.draft_lens + 1
         num_generations = len(batch.generation_requests) + padding

@@ -201,8 +201,7 @@ class PyExecutor:
         return [
             event
             for request in batch.all_requests()
-            if request.request_id in self._requests
-            and (event := self._report(request)) is not None
+            if request.request_id in self._requests and (event := self._report(request)) is not None
         ]
 
     def _end_cancelled(self) -> list[StepEvent]:
@@ -262,6 +261,7 @@ class PyExecutor:
             )
         if budget < plan.chunk_tokens(plan.history_rows, 1):
             raise RequestError(
-                f"request {request.request_id}: max_num_tokens {budget} cannot hold one prompt token "
+                f"request {request.request_id}: max_num_tokens {budget} cannot hold one prompt "
+                f"token "
                 f"and {plan.history_rows} history rows"
             )

@@ -45,10 +45,10 @@ def whole_budget(request: LlmRequest, limit: int) -> int:
 class Scheduler:
     """First come, first served; running requests before new ones; the youngest gives way.
 
-    A generation counts K+1 tokens of the budget whatever its drafts, a prompt chunk its tokens and the
-    history rows that the draft layers read again. KV blocks are reserved here, by the plan's one rule,
-    so that no step can run out of them. Where blocks are short the youngest running request is paused:
-    its blocks are freed and it starts over, output included, when there is room.
+    A generation counts K+1 tokens of the budget whatever its drafts, a prompt chunk its tokens and
+    the history rows that the draft layers read again. KV blocks are reserved here, by the plan's
+    one rule, so that no step can run out of them. Where blocks are short the youngest running request
+    is paused: its blocks are freed and it starts over, output included, when there is room.
 
     Args:
         plan: the plugin's costs. blocks: the KV blocks.
@@ -134,10 +134,9 @@ class Scheduler:
         batch.context_requests.append(request)
         return budget - self.plan.chunk_tokens(start, chunk)
 
-    def _reserve_or_pause(
-        self, request: LlmRequest, rows: int, batch: ScheduledRequests
-    ) -> bool:
-        """Reserve rows, pausing younger requests as needed; False where the request itself gave way."""
+    def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
+        """Reserve rows, pausing younger requests as needed; False where the request itself gave
+        way."""
         while not self.blocks.try_reserve(request.request_id, rows):
             victim = self.active[-1]
             self._pause(victim, batch)

@@ -8,9 +8,6 @@ from typing import Protocol
 INCOMPLETE = "\ufffd"
 """Stands in decoded text for bytes that are no character, or not yet one."""
 
-MAX_MISSING = 3
-"""Most such stand-ins that an unfinished character leaves at the end: its bytes but the last."""
-
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that text needs."""
@@ -29,10 +26,10 @@ class Segment:
 class RequestText:
     """The text of one request, the same whatever runs its tokens come in.
 
-    The bytes of an unfinished character wait for those that complete it. A stop string ends the text
-    with the token that completes it; where one token completes several, the one that starts first
-    counts. The text is cut at its start. What might be the start of a stop string is not shown until
-    it turned out to be none.
+    The bytes of an unfinished character wait for those that complete it. A stop string ends the
+    text with the token that completes it; where one token completes several, the one that starts
+    first counts. The text is cut at its start. What might be the start of a stop string is not
+    shown until it turned out to be none.
 
     Args:
         tokenizer: decodes ids.
@@ -74,7 +71,8 @@ class RequestText:
         self._ids.append(token)
         known = len(self._decode(self._ids[self._prefix : self._read]))
         extended = self._decode(self._ids[self._prefix :])
-        sure = _without_unfinished(extended)
+        # further bytes may still make characters of such a tail
+        sure = extended.rstrip(INCOMPLETE)
         self._text += sure[known + self._early :]
         if len(sure) == len(extended) > known:
             self._prefix, self._read, self._early = self._read, len(self._ids), 0
@@ -134,7 +132,7 @@ class RequestText:
     def _find_past(self, stop: str, start: int) -> int:
         """The first occurrence of ``stop`` that ends behind what was searched before, or -1."""
         at = self._text.find(stop, start)
-        while 0 <= at and at + len(stop) <= self._searched:
+        while at >= 0 and at + len(stop) <= self._searched:
             at = self._text.find(stop, at + 1)
         return at
 
@@ -148,11 +146,3 @@ class RequestText:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
-
-
-def _without_unfinished(text: str) -> str:
-    """``text`` without what further bytes may still change at its end."""
-    kept = len(text)
-    while kept and len(text) - kept < MAX_MISSING and text[kept - 1] == INCOMPLETE:
-        kept -= 1
-    return text[:kept]

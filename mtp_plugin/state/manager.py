@@ -24,18 +24,18 @@ class MTPHiddenStatesManager:
     thinking phase), ``thinking_pool`` [S] int8, ``relaxed_topk_pool`` [S] int32,
     ``relaxed_limit_pool`` [S] float32 (the request's own delta).
 
-    S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot, the
-    last one, which takes every write of a graph-padding row. A slot's rows are zeroed when it is
-    handed out, and its thinking phase is read from the whole prompt.
+    S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,
+    the last one, which takes every write of a graph-padding row. A slot's rows are zeroed when it
+    is handed out, and its thinking phase is read from the whole prompt.
 
     Args:
-        config: any object with ``num_nextn_predict_layers`` or ``max_draft_len`` (K), and optionally
-            the relaxed-acceptance fields.
+        config: any object with ``num_nextn_predict_layers`` or ``max_draft_len`` (K), and
+            optionally the relaxed-acceptance fields.
         dtype: of the hidden states. hidden_size: H.
         max_num_requests: requests that one batch holds.
         device: default CUDA where present, else CPU.
-        num_seq_slots: sequences that hold a slot at a time; default 2 * max_num_requests, since under
-            overlap a finishing request and its replacement both hold one.
+        num_seq_slots: sequences that hold a slot at a time; default 2 * max_num_requests, since
+            under overlap a finishing request and its replacement both hold one.
 
     Raises:
         ConfigError: K or a size below 1.
@@ -172,5 +172,3 @@ class MTPHiddenStatesManager:
         if self.use_relaxed_acceptance_for_thinking:
             self.mtp_relaxed_delta_pool[slot].zero_()
             self.thinking_pool[slot].zero_()
-
-

@@ -38,7 +38,8 @@ class SlotManager:
             return slot
         if not self.free_slots:
             raise NoFreeSlotsError(
-                f"No free slots: all {self.max_num_requests} are taken, request {request_id} needs one"
+                f"No free slots: all {self.max_num_requests} are taken, request {request_id} "
+                f"needs one"
             )
         slot = heapq.heappop(self.free_slots)
         self.slot_mapping[request_id] = slot

@@ -74,8 +74,8 @@ class SpecWorker(nn.Module, ABC):
 
     Args:
         spec_config: the project's ``MTPDecodingConfig`` or a host's object with the same fields.
-        chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what the
-            config says, else ``output``.
+        chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what
+            the config says, else ``output``.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
     """
 
@@ -145,7 +145,9 @@ class SpecWorker(nn.Module, ABC):
             hidden_states,
             logits,
             lm_head if lm_head is not None else getattr(draft_model, "lm_head", None),
-            embed_tokens if embed_tokens is not None else getattr(draft_model, "embed_tokens", None),
+            embed_tokens
+            if embed_tokens is not None
+            else getattr(draft_model, "embed_tokens", None),
             attn_metadata,
             spec_metadata,
             mtp_layers if mtp_layers is not None else getattr(draft_model, "mtp_layers", None),
@@ -176,10 +178,11 @@ class SpecWorker(nn.Module, ABC):
         mtp_layers: Any = None,  # noqa: ARG002
         **_: Any,
     ) -> dict[str, torch.Tensor]:
-        """The keys and shapes of :meth:`forward` with valid ids, for ranks without the last stage."""
+        """The keys and shapes of :meth:`forward` with valid ids, for ranks without the last
+        stage."""
         num_seqs = attn_metadata.num_seqs
         device = logits.device if logits is not None else attn_metadata.seq_lens_cuda.device
-        int32 = {"dtype": torch.int32, "device": device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         tokens = torch.full((num_seqs, self.max_draft_len + 1), PAD_TOKEN, **int32)
         tokens[:, 0] = 0
         return StepOutput(
@@ -230,7 +233,8 @@ class SpecWorker(nn.Module, ABC):
         )
 
     def change_attn_metadata(self, num_accepted_tokens: torch.Tensor, attn_metadata: Any) -> None:
-        """Generations: ``seq_lens`` - 1 and ``kv_lens`` - (K+1-n), until ``restore_attn_metadata``."""
+        """Generations: ``seq_lens`` - 1 and ``kv_lens`` - (K+1-n), until
+        ``restore_attn_metadata``."""
         expect(
             self._public_loop is None,
             MetadataError,
@@ -418,15 +422,13 @@ class SpecWorker(nn.Module, ABC):
         single_rows: bool = False,
     ) -> torch.Tensor:
         spec = step.spec_metadata
-        extra: dict[str, Any] = {}
-        counts = "subseq_all_rank_num_tokens" if single_rows else "all_rank_num_tokens"
-        for key, name in (
-            ("all_rank_num_tokens", counts),
-            ("all_rank_max_num_tokens", "all_rank_max_num_tokens"),
-        ):
-            value = getattr(spec, name, None)
-            if value is not None:
-                extra[key] = value
+        counts = getattr(spec, "all_rank_num_tokens", None)
+        largest = getattr(spec, "all_rank_max_num_tokens", None)
+        if single_rows:
+            counts = getattr(spec, "subseq_all_rank_num_tokens", None)
+            largest = max(counts) if largest is not None and counts is not None else largest
+        given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
+        extra: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         states: torch.Tensor = layer(
             embed_tokens=step.embed_tokens,
             input_ids=input_ids,
@@ -437,9 +439,7 @@ class SpecWorker(nn.Module, ABC):
         )
         return states
 
-    def _output(
-        self, logits: torch.Tensor, accepted: Accepted, drafts: torch.Tensor
-    ) -> StepOutput:
+    def _output(self, logits: torch.Tensor, accepted: Accepted, drafts: torch.Tensor) -> StepOutput:
         last = accepted.last_tokens().unsqueeze(1)
         return StepOutput(
             logits=logits,

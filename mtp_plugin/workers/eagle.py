@@ -17,9 +17,9 @@ class MTPEagleWorker(SpecWorker):
     """Drafts with one layer K times, each pass reading its own last state and draft.
 
     Story, K = 3: the target read ``t u v w`` and emitted ``u v x`` (n = 3). Pass 1 reads tokens
-    ``u v x x`` with the target's states of ``t u v w``; its row of ``x`` proposes ``y``. Pass 2 reads
-    ``y`` with pass 1's state at that row, one position on, and proposes ``z``; pass 3 reads ``z``.
-    Rows written from guessed states are rewritten by the next step's first pass.
+    ``u v x x`` with the target's states of ``t u v w``; its row of ``x`` proposes ``y``. Pass 2
+    reads ``y`` with pass 1's state at that row, one position on, and proposes ``z``; pass 3 reads
+    ``z``. Rows written from guessed states are rewritten by the next step's first pass.
     """
 
     def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
@@ -86,9 +86,11 @@ class MTPEagleWorker(SpecWorker):
             accepted_tokens[num_contexts:],
             attn_metadata.num_ctx_tokens,
         )
+        # positions come back as they came, [T] or [1, T]
+        like = (*position_ids.shape[:-1], -1)
         return {
             "input_ids": inputs.input_ids,
-            "position_ids": inputs.position_ids.to(position_ids.dtype).unsqueeze(0),
+            "position_ids": inputs.position_ids.to(position_ids.dtype).view(like),
             "hidden_states": inputs.hidden_states,
             "attn_metadata": attn_metadata,
         }

@@ -27,6 +27,7 @@ class MetadataFingerprint:
                 identities[name] = id(value)
             elif isinstance(value, list):
                 fields[name] = list(value)
+                identities[name] = id(value)
             elif isinstance(value, (int, float, str, bool)) or value is None:
                 fields[name] = value
         return cls(fields, identities)
@@ -50,6 +51,8 @@ class MetadataFingerprint:
                 and self._identities[name] == id(value)
                 and torch.equal(before, value)
             )
+        if isinstance(before, list) and self._identities[name] != id(value):
+            return False
         return bool(before == value)
 
     @staticmethod

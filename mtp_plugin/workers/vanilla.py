@@ -17,10 +17,10 @@ class MTPWorker(SpecWorker):
     """Drafts with K layers, the d-th proposing the token d+1 places on.
 
     Story, K = 3 and ``chain: output``: prompt ``p q r s``, emitted ``t``. Depth 1 reads tokens
-    ``q r s t`` with the target's states of ``p q r s`` and proposes ``u``; depth 2 reads ``r s t u``
-    with depth 1's four outputs and proposes ``v``; depth 3 reads ``s t u v`` and proposes ``w``. The
-    target then reads ``t u v w``. A generation feeds the K+1 pairs that end at its last accepted
-    position, so every draft-KV row is rewritten from verified inputs before it counts.
+    ``q r s t`` with the target's states of ``p q r s`` and proposes ``u``; depth 2 reads ``r s t
+    u`` with depth 1's four outputs and proposes ``v``; depth 3 reads ``s t u v`` and proposes
+    ``w``. The target then reads ``t u v w``. A generation feeds the K+1 pairs that end at its last
+    accepted position, so every draft-KV row is rewritten from verified inputs before it counts.
     """
 
     def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
@@ -92,9 +92,11 @@ class MTPWorker(SpecWorker):
                 )
             )
         inputs = parts[0] if len(parts) == 1 else concatenate(*parts)
+        # positions come back as they came, [T] or [1, T]
+        like = (*position_ids.shape[:-1], -1)
         return {
             "input_ids": inputs.input_ids,
-            "position_ids": inputs.position_ids.to(position_ids.dtype).unsqueeze(0),
+            "position_ids": inputs.position_ids.to(position_ids.dtype).view(like),
             "hidden_states": inputs.hidden_states,
             "attn_metadata": attn_metadata,
         }
@@ -103,9 +105,7 @@ class MTPWorker(SpecWorker):
     def _window(self) -> int:
         return self.max_draft_len + (1 if self.draft_window == "exact" else 0)
 
-    def _first_inputs(
-        self, step: Step, accepted: Accepted
-    ) -> tuple[DraftInputs, list[int] | None]:
+    def _first_inputs(self, step: Step, accepted: Accepted) -> tuple[DraftInputs, list[int] | None]:
         """The rows of depth 1, and how many history rows stand before each context's chunk."""
         parts: list[DraftInputs] = []
         history_lens = None
@@ -143,7 +143,8 @@ class MTPWorker(SpecWorker):
         return with_history, history_lens
 
     def _history_lens(self, step: Step) -> list[int] | None:
-        """History rows per context: K, cut at the prompt's start; None for hosts without look-ahead."""
+        """History rows per context: K, cut at the prompt's start; None for hosts without
+        look-ahead."""
         if getattr(step.spec_metadata, "next_prompt_tokens", None) is None:
             return None
         cached = step.attn_metadata.kv_cache_params.num_cached_tokens_per_seq

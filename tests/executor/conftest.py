@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -54,7 +55,12 @@ def bed(tmp_path_factory) -> Bed:
     """Three MTP layers whose drafts are often, not always, right."""
     path = tmp_path_factory.mktemp("echo")
     write_random_checkpoint(
-        path, "glm4_moe", num_mtp_layers=3, seed=3, echo_draft=True, residual_scale=0.4,
+        path,
+        "glm4_moe",
+        num_mtp_layers=3,
+        seed=3,
+        echo_draft=True,
+        residual_scale=0.4,
         vocab_size=VOCAB,
     )
     return Bed(path, 3)
@@ -65,7 +71,12 @@ def mla_bed(tmp_path_factory) -> Bed:
     """Latent attention, three MTP layers."""
     path = tmp_path_factory.mktemp("mla")
     write_random_checkpoint(
-        path, "deepseek_v3", num_mtp_layers=3, seed=4, echo_draft=True, residual_scale=0.4,
+        path,
+        "deepseek_v3",
+        num_mtp_layers=3,
+        seed=4,
+        echo_draft=True,
+        residual_scale=0.4,
         vocab_size=VOCAB,
     )
     return Bed(path, 3)
@@ -76,6 +87,12 @@ def prompts() -> list[list[int]]:
     """Mixed lengths, 1 to 33 tokens."""
     dice = random.Random(5)
     return [[dice.randrange(VOCAB) for _ in range(n)] for n in (1, 2, 3, 5, 9, 17, 33, 4)]
+
+
+def wrap_worker(llm: LLM, wrap) -> None:
+    """Put ``wrap(worker)`` in the worker's place."""
+    engine = llm.executor.engine
+    engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
 
 
 def assert_drained(llm: LLM) -> None:

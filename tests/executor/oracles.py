@@ -147,15 +147,16 @@ class ScriptedDrafts(nn.Module):
     """Wraps a worker and puts scripted drafts in place of its own, inside its draft loop.
 
     Scripted drafts follow the true continuation for as many tokens as ``accept`` says and are wrong
-    behind it, so a step's acceptance is exactly known. Since the loop goes on from them, the draft KV
-    is what a worker with these drafts would have written.
+    behind it, so a step's acceptance is exactly known. Since the loop goes on from them, the draft
+    KV is what a worker with these drafts would have written.
 
     Args:
         worker: the worker under test.
         sequences: request id -> prompt and true continuation, long enough for every draft.
         accept: (request id, position of the last emitted token) -> drafts to make right, 0..K.
-        on_drafts: called with request id, the prefix (last emitted token included), the worker's own
-            choice at each depth, the scripted drafts, the request's row and the attention metadata.
+        on_drafts: called with request id, the prefix (last emitted token included), the worker's
+            own choice at each depth, the scripted drafts, the request's row and the attention
+            metadata.
     """
 
     def __init__(self, worker, sequences, accept, on_drafts=None) -> None:

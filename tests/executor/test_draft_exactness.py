@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor import SamplingParams
-from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 
 
@@ -42,7 +42,8 @@ class ExactnessCheck:
 
 
 def run(bed, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp=None, **options):
-    """Generate with scripted acceptance, every draft checked; returns the executor and the check."""
+    """Generate with scripted acceptance, every draft checked; returns the executor and the
+    check."""
     oracle = Oracle(bed.oracle_model, k, vanilla=vanilla, chain=chain)
     llm = bed.llm(
         k=k, vanilla=vanilla, kv_fill=float("nan"), mtp={"chain": chain, **(mtp or {})}, **options
@@ -50,8 +51,7 @@ def run(bed, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp=Non
     want = [oracle.greedy(p, num_tokens + k + 1) for p in prompts]
     sequences = {i: p + w for i, (p, w) in enumerate(zip(prompts, want, strict=True))}
     check = ExactnessCheck(oracle, llm.pools, [len(p) + num_tokens for p in prompts])
-    scripted = ScriptedDrafts(llm.pieces.worker, sequences, accept, check)
-    object.__setattr__(llm.pieces, "worker", scripted)
+    wrap_worker(llm, lambda worker: ScriptedDrafts(worker, sequences, accept, check))
     outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
     for output, expected in zip(outputs, want, strict=True):
         assert output.token_ids == expected[:num_tokens]
@@ -152,7 +152,8 @@ def test_preemption(bed, vanilla, overlap):
 
 @pytest.mark.parametrize(("chain", "most"), [("target_shift", 1), ("none", 3)])
 def test_other_chains(bed, chain, most):
-    """``target_shift`` fills its last rows with guessed states, which runs of over two tokens keep."""
+    """``target_shift`` fills its last rows with guessed states, which runs of over two tokens
+    keep."""
     dice = random.Random(3)
     table: dict = {}
     run(

@@ -112,9 +112,7 @@ def test_relaxed_acceptance_with_one_candidate_is_strict(bed, target, prompts, v
 @pytest.mark.parametrize("plain", LOOPS)
 def test_draft_length_schedule(bed, target, prompts, plain):
     """Up to two requests draft three tokens, up to five one, a larger batch none."""
-    llm = bed.llm(
-        disable_overlap_scheduler=plain, speculative={"draft_len_schedule": {2: 3, 5: 1}}
-    )
+    llm = bed.llm(disable_overlap_scheduler=plain, speculative={"draft_len_schedule": {2: 3, 5: 1}})
     assert generate(llm, prompts) == expected(target, prompts)
 
 

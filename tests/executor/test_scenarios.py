@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import greedy_decode
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
-from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
@@ -20,9 +21,7 @@ def greedy(**options) -> SamplingParams:
 
 def script(llm, sequences, accept) -> None:
     """Put drafts with a known acceptance into the executor."""
-    object.__setattr__(
-        llm.pieces, "worker", ScriptedDrafts(llm.pieces.worker, sequences, accept)
-    )
+    wrap_worker(llm, lambda worker: ScriptedDrafts(worker, sequences, accept))
 
 
 class RecordingWorker(torch.nn.Module):
@@ -39,7 +38,7 @@ class RecordingWorker(torch.nn.Module):
 
 
 def record(llm, look) -> None:
-    object.__setattr__(llm.pieces, "worker", RecordingWorker(llm.pieces.worker, look))
+    wrap_worker(llm, lambda worker: RecordingWorker(worker, look))
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
@@ -212,7 +211,8 @@ def test_r14_cancel_between_launch_and_result(bed, target, prompts, plain, after
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r16_the_token_budget_is_never_exceeded(bed, target, prompts, vanilla):
-    """R16: chunked prefill near max_num_tokens; generations count K+1 rows, chunks their history."""
+    """R16: chunked prefill near max_num_tokens; generations count K+1 rows, chunks their
+    history."""
     llm = bed.llm(vanilla=vanilla, max_num_tokens=32, max_batch_size=8)
     totals = []
     k = 3
@@ -233,9 +233,7 @@ def test_r16_the_token_budget_is_never_exceeded(bed, target, prompts, vanilla):
 def test_r21_block_boundaries(bed, target, vanilla):
     """R21: prompt lengths around a block's end: every offset gives the same text."""
     dice = torch.Generator().manual_seed(2)
-    prompts = [
-        torch.randint(0, VOCAB, (n,), generator=dice).tolist() for n in range(12, 21)
-    ]
+    prompts = [torch.randint(0, VOCAB, (n,), generator=dice).tolist() for n in range(12, 21)]
     want = [target.greedy(p, 16) for p in prompts]
     for block in (1, 4, 16):
         llm = bed.llm(
@@ -283,7 +281,9 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, plain):
     """R24: the earlier one names the finish reason, and on one token the stop does."""
     prompt, k = prompts[4], 5
     truth = target.greedy(prompt, 24)
-    position = next(i for i in range(3, 12) if truth[i] not in truth[:i] and truth[i + 1] != truth[i])
+    position = next(
+        i for i in range(3, 12) if truth[i] not in truth[:i] and truth[i + 1] != truth[i]
+    )
     stop = (truth[position],)
     for limit, count, reason in (
         (position + 3, position + 1, FinishReason.END_ID),
@@ -301,16 +301,12 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, plain):
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r25_min_tokens(bed, prompts, plain, vanilla):
     """R25: a stop id is masked at every verified position until min_tokens are out."""
-    from mtp_plugin.infer import greedy_decode
-
     prompt = prompts[4]
     model = bed.oracle_model.target
     free = greedy_decode(model, prompt, 20)
     stop = free[1]
     for min_tokens in range(0, 7):
-        want = greedy_decode(
-            model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens
-        )
+        want = greedy_decode(model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens)
         llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
         params = greedy(max_new_tokens=20, stop_token_ids=(stop,), min_tokens=min_tokens)
         outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
@@ -394,7 +390,10 @@ def test_r41_near_the_context_limit(bed, target, prompts, plain, vanilla):
         dice = torch.Generator().manual_seed(room)
         long = torch.randint(0, VOCAB, (limit - room,), generator=dice).tolist()
         llm = bed.llm(
-            k=k, vanilla=vanilla, disable_overlap_scheduler=plain, max_seq_len=limit,
+            k=k,
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            max_seq_len=limit,
             kv_fill=float("nan"),
         )
         highest = []

@@ -28,7 +28,9 @@ class RelaxedAccepted:
 
     accepted: Accepted
     thinking: torch.Tensor  # [R] bool: the phase after this step's emitted tokens
-    margin: torch.Tensor  # [G, K] float32: |p(draft) - (p_max - delta)|, inf where no threshold decided
+    margin: (
+        torch.Tensor
+    )  # [G, K] float32: |p(draft) - (p_max - delta)|, inf where no threshold decided
 
 
 def check_rows(
@@ -71,6 +73,7 @@ def check_rows(
         expect(
             tensor is None or tuple(tensor.shape) == (size,),
             TensorContractError,
-            f"{name}: expected shape [{size}], got {None if tensor is None else list(tensor.shape)}",
+            f"{name}: expected shape [{size}], got "
+            f"{None if tensor is None else list(tensor.shape)}",
         )
     return num_generations

@@ -39,7 +39,9 @@ def accept_strict(
     top1, alive = _top1(logits)
     drafts = _drafts(draft_tokens, num_generations, max_draft_len)
     present = _present(drafts, draft_lens)
-    matches = present & (drafts == _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len])
+    matches = present & (
+        drafts == _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
+    )
     return _emit(top1, alive, drafts, matches, num_contexts, final_context)
 
 
@@ -56,9 +58,9 @@ def accept_relaxed(
     """Relaxed acceptance while a request thinks, strict acceptance elsewhere.
 
     A thinking request accepts a draft among the ``topk`` most probable tokens of its row with
-    p(draft) >= p_max - delta (fp32 softmax; equality qualifies, the top-1 always does). Stop ids and
-    the two thinking tokens are accepted only as top-1. The phase follows every emitted token, so later
-    rows of the same run already obey the new one. The bonus is the argmax.
+    p(draft) >= p_max - delta (fp32 softmax; equality qualifies, the top-1 always does). Stop ids
+    and the two thinking tokens are accepted only as top-1. The phase follows every emitted token,
+    so later rows of the same run already obey the new one. The bonus is the argmax.
 
     Args: as :func:`accept_strict`, and ``rule``, one row per request of the batch.
     """
@@ -97,7 +99,8 @@ def accept_relaxed(
 
 
 def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest id of the highest value per row [rows] int64, and whether the row has any value."""
+    """The lowest id of the highest value per row [rows] int64, and whether the row has any
+    value."""
     usable = logits.masked_fill(torch.isnan(logits), -torch.inf)
     top1 = usable.argmax(dim=-1)
     return top1, usable.gather(1, top1.unsqueeze(1)).squeeze(1) > -torch.inf

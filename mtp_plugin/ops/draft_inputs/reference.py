@@ -19,8 +19,8 @@ def generation_window(
     """W pairs of (state, token one further on) per generation, the last token emitted last.
 
     With entries ``q r s t u v w`` (K = 3 pool pairs, then this step's inputs), n = 2 and the bonus
-    ``x``: the exact window of 4 starts at entry n - 1 = 1 and gives states of ``r s t u`` with tokens
-    ``s t u x``.
+    ``x``: the exact window of 4 starts at entry n - 1 = 1 and gives states of ``r s t u`` with
+    tokens ``s t u x``.
 
     Args:
         entry_tokens: [G, E] int32. entry_states: [G, E, H].
@@ -85,8 +85,8 @@ def context_rows_with_history(
     """Put the last ``history_lens[c]`` pool pairs of each context in front of its chunk rows.
 
     A chunk that continues a prompt rewrites the draft rows of the chunk before, whose tokens were
-    guesses there. Prompt ``p q r | s`` with K = 2, emitted ``t``: the second chunk is fed as states of
-    ``q r s`` with tokens ``r s t``.
+    guesses there. Prompt ``p q r | s`` with K = 2, emitted ``t``: the second chunk is fed as
+    states of ``q r s`` with tokens ``r s t``.
 
     Args:
         rows: the chunk rows of :func:`context_rows`. chunk_ids: [N] the chunks themselves.

@@ -10,13 +10,16 @@ def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(torch.isnan(logits), -torch.inf).argmax(dim=-1).to(torch.int32)
 
 
-def shift_ids(input_ids: torch.Tensor, last_rows: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+def shift_ids(
+    input_ids: torch.Tensor, last_rows: torch.Tensor, drafts: torch.Tensor
+) -> torch.Tensor:
     """Move every sequence's token window on by one, its draft last.
 
     ``q r s t`` with draft ``u`` becomes ``r s t u``.
 
     Args:
-        input_ids: [T] int32. last_rows: [R] int64, the last row of each sequence. drafts: [R] int32.
+        input_ids: [T] int32. last_rows: [R] int64, the last row of each sequence. drafts: [R]
+            int32.
     """
     moved = input_ids.roll(-1)  # what crosses into the next sequence is overwritten here
     moved[last_rows] = drafts.to(moved.dtype)
@@ -26,10 +29,12 @@ def shift_ids(input_ids: torch.Tensor, last_rows: torch.Tensor, drafts: torch.Te
 def shift_states(
     states: torch.Tensor, outputs: torch.Tensor, last_rows: torch.Tensor
 ) -> torch.Tensor:
-    """Move every sequence's state window on by one, its last row filled with the pass's last output.
+    """Move every sequence's state window on by one, its last row filled with the pass's last
+    output.
 
     Args:
-        states: [T, H] what the pass read. outputs: [T, H] what it returned, possibly the same tensor.
+        states: [T, H] what the pass read. outputs: [T, H] what it returned, possibly the same
+            tensor.
         last_rows: [R] int64.
     """
     moved = states.roll(-1, dims=0)

@@ -99,11 +99,13 @@ def _check(
     expect(
         hidden_states.shape[0] == rows and hidden_states.shape[1] == states_pool.shape[2],
         TensorContractError,
-        f"hidden_states: expected [{rows}, {states_pool.shape[2]}], got {list(hidden_states.shape)}",
+        f"hidden_states: expected [{rows}, {states_pool.shape[2]}], got "
+        f"{list(hidden_states.shape)}",
     )
     expect(
         rows >= num_ctx_tokens and (rows - num_ctx_tokens) % step_rows == 0,
         TensorContractError,
-        f"input_ids: expected {num_ctx_tokens} context tokens and K+1 = {step_rows} per generation, "
+        f"input_ids: expected {num_ctx_tokens} context tokens and K+1 = {step_rows} per "
+        f"generation, "
         f"got {rows}",
     )

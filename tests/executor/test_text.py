@@ -1,0 +1,320 @@
+"""Incremental text: characters split over tokens, stop strings, and what a stream shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from mtp_plugin.executor.text import RequestText, Segment
+
+BAD = "\ufffd"
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th byte string."""
+
+    def __init__(self, pieces: Sequence[bytes | str], special: frozenset[int] = frozenset()):
+        self.pieces = [p.encode() if isinstance(p, str) else p for p in pieces]
+        self.special = special
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        kept = [t for t in token_ids if not (skip_special_tokens and t in self.special)]
+        return b"".join(self.pieces[t] for t in kept).decode("utf-8", errors="replace")
+
+
+def read(
+    pieces: Sequence[bytes | str],
+    stop: tuple[str, ...] = (),
+    min_tokens: int = 0,
+    runs: Sequence[int] | None = None,
+    special: frozenset[int] = frozenset(),
+) -> tuple[str, list[str], int, bool]:
+    """(full text, what each run showed, tokens taken, stopped) of one token per piece."""
+    text = RequestText(Pieces(pieces, special), stop, min_tokens)
+    shown: list[str] = []
+    taken = 0
+    for run in runs or [1] * len(pieces):
+        for _ in range(run):
+            if taken == len(pieces) or text.stopped:
+                break
+            text.push(taken, from_draft=False)
+            taken += 1
+        shown.append("".join(s.text for s in text.drain(final=False)))
+    shown.append("".join(s.text for s in text.drain(final=True)))
+    return text.full_text, shown, taken, text.stopped
+
+
+class Stop(NamedTuple):
+    pieces: list[bytes | str]
+    stop: tuple[str, ...]
+    text: str
+    taken: int
+    note: str
+
+
+STOPS = [
+    Stop(["a", "END", "b"], ("END",), "a", 2, "one token is the stop"),
+    Stop(["a", "E", "N", "D", "b"], ("END",), "a", 4, "one character per token"),
+    Stop(["aE", "ND b"], ("END",), "a", 2, "the stop begins and ends inside tokens"),
+    Stop(["x", "EEN", "D"], ("END",), "xE", 3, "a false start before the true one"),
+    Stop(["END"], ("END",), "", 1, "nothing but the stop"),
+    Stop(["a", "b"], ("END",), "ab", 2, "no stop at all"),
+    Stop(["a", "EN"], ("END",), "aEN", 2, "an unfinished stop is text after all"),
+    Stop(["xabc"], ("bc", "abc"), "x", 1, "one token completes two: the first start counts"),
+    Stop(["xabc"], ("abc", "bc"), "x", 1, "... whatever their order"),
+    Stop(["xab", "cd"], ("abcd", "b"), "xa", 1, "the one that completes first ends the text"),
+    Stop(["xa", "bcd"], ("abcd", "b"), "x", 2, "both in one token: the longer starts first"),
+    Stop(["a", "b", "c"], ("bc", "abcd"), "a", 3, "a longer one that never completes"),
+    Stop(["a", "aa", "b"], ("aab",), "a", 3, "overlapping starts"),
+    Stop(["ab", "ab", "c"], ("abc",), "ab", 3, "a repeated prefix"),
+    Stop(["caf", b"\xc3", b"\xa9!", "z"], ("é",), "caf", 3, "a character split over two tokens"),
+    Stop([b"\xf0\x9f", b"\x98", b"\x80", "z"], ("😀",), "", 3, "a character in three tokens"),
+    Stop(["a\n\n\xe2\x82".encode("latin-1"), b"\xac"], ("\n\n",), "a", 1, "a stop beside bytes"),
+    Stop(["a", b"\xe2\x82", "END"], ("END",), "a" + BAD, 3, "a broken character before the stop"),
+]
+
+
+@pytest.mark.parametrize("case", STOPS, ids=lambda case: case.note)
+def test_stop_strings(case: Stop) -> None:
+    full, shown, taken, _ = read(case.pieces, case.stop)
+    assert (full, taken) == (case.text, case.taken)
+    assert "".join(shown) == case.text
+
+
+@pytest.mark.parametrize("case", STOPS, ids=lambda case: case.note)
+@pytest.mark.parametrize("run", [2, 3, 4])
+def test_stop_strings_across_accepted_runs(case: Stop, run: int) -> None:
+    runs = [run] * len(case.pieces)
+    full, shown, taken, _ = read(case.pieces, case.stop, runs=runs)
+    assert (full, taken, "".join(shown)) == (case.text, case.taken, case.text)
+
+
+def test_possible_start_of_a_stop_is_held_back_until_it_is_none() -> None:
+    _, shown, _, stopped = read(["ab<", "/", "x", "</"], stop=("</s>",))
+    assert shown == ["ab", "", "</x", "", "</"]
+    assert not stopped
+
+
+def test_nothing_waits_without_stop_strings() -> None:
+    assert read(["a<", "/s"])[1] == ["a<", "/s", ""]
+
+
+def test_min_tokens_lets_an_early_stop_pass() -> None:
+    pieces = ["a", "STOP", "b", "STOP", "c"]
+    assert read(pieces, ("STOP",), min_tokens=2)[::2] == ("aSTOPb", 4)
+    assert read(pieces, ("STOP",), min_tokens=1)[::2] == ("a", 2)
+    assert read(pieces, ("STOP",), min_tokens=4)[::2] == ("aSTOPbSTOPc", 5)
+
+
+def test_stop_that_completes_after_min_tokens_counts_from_its_early_start() -> None:
+    full, shown, taken, stopped = read(["a", "ST", "OP", "b"], ("STOP",), min_tokens=2)
+    assert (full, taken, stopped) == ("a", 3, True)
+    assert shown[:2] == ["a", ""]
+
+
+def test_characters_appear_whole() -> None:
+    full, shown, _, _ = read(["a", b"\xe2", b"\x82", b"\xacb", "c"])
+    assert full == "a€bc"
+    assert shown == ["a", "", "", "€b", "c", ""]
+
+
+def test_text_before_an_unfinished_character_does_not_wait() -> None:
+    assert read([b"ab\xe2\x82", b"\xac"])[1] == ["ab", "€", ""]
+
+
+def test_end_inside_a_character_is_shown_as_broken() -> None:
+    full, shown, _, _ = read(["a", b"\xe2\x82"])
+    assert full == "a" + BAD
+    assert "".join(shown) == full
+
+
+def test_a_replacement_character_of_the_text_is_kept() -> None:
+    full, shown, _, _ = read([BAD, "a", BAD])
+    assert full == BAD + "a" + BAD
+    assert "".join(shown) == full
+
+
+def test_a_run_of_broken_bytes_is_shown_with_the_next_character() -> None:
+    _, shown, _, _ = read(["a", *[b"\x80"] * 4, "b", b"\x80"])
+    assert shown == ["a", "", "", "", "", BAD * 4 + "b", "", BAD]
+
+
+def test_special_tokens_are_no_text() -> None:
+    full, shown, _, _ = read(["a", "<eos>", "b", "<eos>"], special=frozenset({1, 3}))
+    assert full == "ab"
+    assert shown == ["a", "", "b", "", ""]
+
+
+def test_full_text_of_an_unfinished_request_has_the_unfinished_character() -> None:
+    text = RequestText(Pieces(["a", b"\xe2"]))
+    text.push(0, from_draft=False)
+    text.push(1, from_draft=False)
+    assert text.full_text == "a" + BAD
+    assert text.drain(final=False) == [Segment("a", False)]
+
+
+def test_segments_tell_drafts_from_the_targets_own_tokens() -> None:
+    text = RequestText(Pieces(["a", "b", "c", "d"]))
+    for token, from_draft in enumerate([False, True, True, False]):
+        text.push(token, from_draft=from_draft)
+    segments = [Segment("a", False), Segment("bc", True), Segment("d", False)]
+    assert text.drain(final=False) == segments
+    assert text.drain(final=True) == []
+
+
+def test_held_back_text_keeps_its_origin() -> None:
+    text = RequestText(Pieces(["x<", "/", "y"]), stop=("</s>",))
+    text.push(0, from_draft=True)
+    assert text.drain(final=False) == [Segment("x", True)]
+    text.push(1, from_draft=False)
+    text.push(2, from_draft=True)
+    shown = [Segment("<", True), Segment("/", False), Segment("y", True)]
+    assert text.drain(final=False) == shown
+
+
+# --- properties ---
+
+LETTERS = "ab<é€😀\n"
+
+
+def sure_text(pieces: Sequence[bytes]) -> str:
+    """Whole characters of the bytes so far; right for streams that are cut from valid text."""
+    return b"".join(pieces).decode("utf-8", errors="ignore")
+
+
+def story(pieces: list[bytes], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int]:
+    """(text, tokens taken) by reading everything anew at each token."""
+    before = ""
+    for count in range(1, len(pieces) + 1):
+        text = sure_text(pieces[:count])
+        starts = [
+            at
+            for s in stop
+            for at in range(len(text))
+            if text.startswith(s, at) and at + len(s) > len(before)
+        ]
+        if starts and count > min_tokens:
+            return text[: min(starts)], count
+        before = text
+    return b"".join(pieces).decode("utf-8", errors="replace"), len(pieces)
+
+
+@st.composite
+def cut_texts(draw: st.DrawFn) -> list[bytes]:
+    """A text's bytes cut anywhere, inside characters too; its end may be missing."""
+    data = draw(st.text(LETTERS, min_size=1, max_size=24)).encode()
+    pieces = []
+    while data:
+        size = draw(st.integers(1, 5))
+        pieces.append(data[:size])
+        data = data[size:]
+    return pieces[: draw(st.integers(1, len(pieces)))]
+
+
+stops = st.lists(st.text(LETTERS, min_size=1, max_size=4), max_size=3).map(tuple)
+splits = st.lists(st.integers(1, 5), min_size=24, max_size=24)
+
+
+@given(cut_texts(), stops, st.integers(0, 6), splits)
+def test_any_split_into_steps_shows_what_rereading_everything_gives(
+    pieces: list[bytes], stop: tuple[str, ...], min_tokens: int, runs: list[int]
+) -> None:
+    runs = [*runs, *[1] * len(pieces)]
+    full, shown, taken, stopped = read(pieces, stop, min_tokens, runs)
+    text, count = story(pieces, stop, min_tokens)
+    assert (full, taken) == (text, count)
+    assert "".join(shown) == full
+    assert stopped or full == b"".join(pieces).decode("utf-8", errors="replace")
+
+
+@given(cut_texts(), stops)
+def test_what_could_still_be_a_stop_is_held_back_and_nothing_else(
+    pieces: list[bytes], stop: tuple[str, ...]
+) -> None:
+    text = RequestText(Pieces(pieces), stop)
+    shown = ""
+    for token in range(len(pieces)):
+        text.push(token, from_draft=False)
+        shown += "".join(s.text for s in text.drain(final=False))
+        if text.stopped:
+            assert shown == text.full_text
+            return
+        known = sure_text(pieces[: token + 1])
+        starts = [n for s in stop for n in range(1, len(s)) if known.endswith(s[:n])]
+        assert shown == known[: len(known) - max(starts, default=0)]
+
+
+@given(
+    st.lists(st.binary(min_size=0, max_size=4), min_size=1, max_size=20),
+    splits,
+)
+def test_arbitrary_bytes_give_the_decoding_of_all_of_them(
+    pieces: list[bytes], runs: list[int]
+) -> None:
+    runs = [*runs, *[1] * len(pieces)]
+    full, shown, _, _ = read(pieces, runs=runs)
+    assert full == b"".join(pieces).decode("utf-8", errors="replace")
+    assert "".join(shown) == full
+
+
+# --- real tokenizers ---
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, decoded as GPT-2's, GLM's and DeepSeek's tokenizers do."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Words and single bytes, decoded as Llama's tokenizer does: a broken run is all broken."""
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+@pytest.mark.parametrize("text", ["naïve café", "日本語 text", "😀😃a😄", "a\n\n\té"])
+def test_tokenizers_of_transformers(make, text: str) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    request_text = RequestText(tokenizer)
+    shown = []
+    for token in ids:
+        request_text.push(token, from_draft=False)
+        new = "".join(s.text for s in request_text.drain(final=False))
+        assert BAD not in new
+        shown.append(new)
+    assert "".join(shown) == text == request_text.full_text
+    assert request_text.drain(final=True) == []
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=16))
+def test_streamed_text_of_random_bytes_is_the_full_text(ids: list[int]) -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        text = RequestText(tokenizer)
+        shown = ""
+        for token in ids:
+            text.push(token, from_draft=False)
+            shown += "".join(s.text for s in text.drain(final=False))
+        shown += "".join(s.text for s in text.drain(final=True))
+        assert shown == text.full_text
+        if tokenizer is BYTE_LEVEL:
+            assert shown == tokenizer.decode(ids)
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_FALLBACK = byte_fallback_tokenizer()
