@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, PluginError
+from mtp_plugin.errors import ConfigError, PluginError, expect
 from mtp_plugin.metadata import MTPSpecMetadata
 from mtp_plugin.protocols import ResourceManager, Sampler
 from mtp_plugin.sampler import MTPSampler
@@ -294,7 +294,14 @@ def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
     offered = {point.name.lower(): point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if key in offered:
         loaded = offered[key].load()
-        register_plugin(loaded() if isinstance(loaded, type) else loaded)
-        return _registered[key]
+        plugin: SpeculativePlugin = loaded() if isinstance(loaded, type) else loaded
+        expect(
+            plugin.decoding_type.lower() == key,
+            PluginError,
+            f"entry point {offered[key].name!r} of {ENTRY_POINT_GROUP}: expected a plugin with that "
+            f"decoding_type, got {plugin.decoding_type!r}",
+        )
+        register_plugin(plugin)
+        return plugin
     names = ", ".join(sorted(set(_registered) | set(offered)))
     raise PluginError(f"decoding_type {decoding_type!r} has no plugin; known: {names}")

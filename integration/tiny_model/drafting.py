@@ -8,7 +8,7 @@ Row i of depth k joins a state of row i with the embedding of token i+k and pred
   target's, and to the guessed rows of its own chain, at position i+k-1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,7 @@ def draft_states(
     model: TinyMtpModel,
     ids: Tensor,
     states: Tensor,
-    masks: list[BlockMask] | list[Tensor],
+    masks: Sequence[BlockMask | Tensor],
 ) -> DraftStates:
     """Run both ways of drafting on the target's `states` of the first S tokens of `ids`.
 

@@ -30,6 +30,7 @@ def save_checkpoint(model: TinyMtpModel, folder: Path, tokenizer_folder: Path) -
     # write beside and rename, so that an interrupted run leaves a whole file
     unfinished = folder / "model.safetensors.part"
     save_file(to_checkpoint(model), str(unfinished), metadata={"format": "pt"})
+    unfinished.chmod(0o644)
     unfinished.replace(folder / "model.safetensors")
 
 

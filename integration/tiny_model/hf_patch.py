@@ -34,8 +34,9 @@ def load_with_mtp(folder: str | Path, dtype: torch.dtype = torch.float32) -> Glm
     """Load the main model, without warnings about the MTP layers, ready for `use_mtp=True`."""
     config = Glm4MoeConfig.from_pretrained(folder)
     with _ignored_keys(mtp_key_patterns(config.num_hidden_layers, config.num_mtp_layers)):
-        model = Glm4MoeForCausalLM.from_pretrained(folder, dtype=dtype)
-    return enable_mtp(model.eval())
+        model: Glm4MoeForCausalLM = Glm4MoeForCausalLM.from_pretrained(folder, dtype=dtype)
+    enable_mtp(model.eval())
+    return model
 
 
 @contextmanager

@@ -126,7 +126,8 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 def _rotate(x: Tensor, rotary: Tensor, rotary_dim: int) -> Tensor:
@@ -148,7 +149,8 @@ class DenseMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to the last dimension."""
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class ExpertMlp(nn.Module):
@@ -177,7 +179,8 @@ class ExpertMlp(nn.Module):
         weights = self._route(x)
         h = functional.silu(self.gate_proj(x)) * self.up_proj(x)
         h = h.unflatten(-1, (self.num_experts + 1, -1)) * weights.unsqueeze(-1).to(h.dtype)
-        return self.down_proj(h.flatten(-2))
+        out: Tensor = self.down_proj(h.flatten(-2))
+        return out
 
     def _route(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -297,7 +300,8 @@ class TinyMtpModel(nn.Module):
         rotary = self.rotary(ids.shape[1])
         for layer in self.layers:
             x, _ = layer(x, rotary)
-        return self.norm(x)
+        states: Tensor = self.norm(x)
+        return states
 
     def expert_blocks(self) -> list[ExpertMlp]:
         """Every routed block: the last main layer's and those of the MTP layers."""

@@ -1,10 +1,10 @@
 """Speculative decoding without a cache: replayed on greedy texts, or run while sampling.
 
 Greedy verification never changes the text, so the target's tokens and states are computed once
-and each way of drafting is replayed on them; a sampled run computes the target at every step. A draft layer's keys and values at a row depend only
-on the token and state that were fed there, so a simulation keeps those pairs per row, as last
-written, and recomputes attention from them. It needs no cache and yet sees stale or missing rows
-as an engine would.
+and each way of drafting is replayed on them; a sampled run computes the target at every step.
+A draft layer's keys and values at a row depend only on the token and state that were fed there,
+so a simulation keeps those pairs per row, as last written, and recomputes attention from them.
+It needs no cache and yet sees stale or missing rows as an engine would.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .model import MtpLayer, TinyMtpModel
-
+from .model import TinyMtpModel
 
 Choose = Callable[[Tensor], Tensor]
 
@@ -132,8 +131,8 @@ class _Rows:
         self.states = torch.where(rows.unsqueeze(-1), states, self.states)
         self.written = self.written | rows
 
-    def outputs(self, model: TinyMtpModel, layer: MtpLayer) -> Tensor:
-        """The layer's output at every row, attending to the written rows up to it `[B, T, H]`."""
+    def outputs(self, model: TinyMtpModel, depth: int) -> Tensor:
+        """What layer `depth` gives at every row, from the written rows up to it `[B, T, H]`."""
         length = self.tokens.shape[1]
         index = torch.arange(length, device=self.tokens.device)
         causal = index.unsqueeze(0) <= index.unsqueeze(1)
@@ -141,7 +140,8 @@ class _Rows:
         # a row that nobody wrote attends to itself only to keep its unused result finite
         mask = (causal & self.written.unsqueeze(1)) | own
         rotary = model.rotary(length)
-        out, _ = layer(model.embed(self.tokens), self.states, rotary, mask.unsqueeze(1))
+        out: Tensor
+        out, _ = model.mtp[depth](model.embed(self.tokens), self.states, rotary, mask.unsqueeze(1))
         return out
 
 
@@ -292,7 +292,7 @@ def _draft_reused(
     drafts, logits = [], []
     for depth in range(num_drafts):
         at = last + depth
-        state = _pick(rows.outputs(model, model.mtp[0]), at)
+        state = _pick(rows.outputs(model, 0), at)
         logits.append(model.lm_head(state))
         drafts.append(choose(logits[-1]))
         # the row behind: this draft as its token, this output as its state
@@ -321,7 +321,7 @@ def _draft_chained(
     drafts, logits = [], []
     for depth in range(num_drafts):
         memory[depth].write(rows, known.roll(-depth - 1, dims=1), states)
-        out = memory[depth].outputs(model, model.mtp[depth])
+        out = memory[depth].outputs(model, depth)
         state = _pick(out, last)
         logits.append(model.lm_head(state))
         drafts.append(choose(logits[-1]))

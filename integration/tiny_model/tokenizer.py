@@ -51,5 +51,5 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Encode each text and close it with the document separator."""
-    separator = tokenizer.token_to_id(END_OF_TEXT)
-    return [[*encoding.ids, separator] for encoding in tokenizer.encode_batch(texts)]
+    separator = tokenizer.encode(END_OF_TEXT).ids
+    return [encoding.ids + separator for encoding in tokenizer.encode_batch(texts)]

@@ -15,7 +15,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from .corpus import default_corpus, read_manifest, read_texts
 from .drafting import block_masks, dense_masks, draft_states
@@ -121,12 +122,11 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.main_loss = main_loss
         self.draft_loss = draft_loss
+        self.held_out_masks = dense_masks(recipe.rows, self.depths, device)
+        self.masks: Sequence[BlockMask | Tensor] = self.held_out_masks
         if self.on_gpu:
             self._compile()
             self.masks = block_masks(recipe.rows, self.depths, device)
-        else:
-            self.masks = dense_masks(recipe.rows, self.depths, device)
-        self.held_out_masks = dense_masks(recipe.rows, self.depths, device)
         self.progress = 0.0
         self.expert_shares: list[Tensor] = []
         self.history: list[dict[str, Any]] = []
@@ -205,7 +205,7 @@ class Trainer:
         self.expert_shares = [block.balance(rate) for block in self.model.expert_blocks()]
         return torch.cat([main.detach().unsqueeze(0), drafts[:, 0].detach()])
 
-    def _losses(self, window: Tensor, masks: list[Any]) -> tuple[Tensor, Tensor]:
+    def _losses(self, window: Tensor, masks: Sequence[BlockMask | Tensor]) -> tuple[Tensor, Tensor]:
         """The main loss and `[2 D - 1, 2]` draft losses: chained depths, then reused from 2."""
         model, rows = self.model, self.recipe.rows
         head = model.lm_head.weight
@@ -271,7 +271,8 @@ class Trainer:
         embedding = model.embed(window[:, 1 : rows + 1])
         draft, _ = model.mtp[0](embedding, states, model.rotary(rows))
         target = model.lm_head(states)[:, 1:].argmax(-1)
-        return (model.lm_head(draft)[:, :-1].argmax(-1) == target).float().mean()
+        agrees: Tensor = model.lm_head(draft)[:, :-1].argmax(-1) == target
+        return agrees.float().mean()
 
 
 def training_report(recipe: Recipe, device: torch.device, result: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, MTPPluginError, RequestError
 from mtp_plugin.executor.attention import SDPA_BACKEND, PagedAttentionMetadata
+from mtp_plugin.executor.dispatcher import Dispatcher, News
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
@@ -154,8 +158,10 @@ class LLM:
         )
         self._end_ids = facts.eos_token_ids
         self._next_id = 0
-        self._queues: dict[int, asyncio.Queue[StepEvent | BaseException]] = {}
-        self._driver: asyncio.Task[None] | None = None
+        self._dispatcher = Dispatcher(self.executor)
+        self._drivers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
+            WeakKeyDictionary()
+        )
         report("ready")
 
     # ---- use --------------------------------------------------------------------------------
@@ -183,7 +189,8 @@ class LLM:
         """The events of every executor step; an event carries 0 to K+1 tokens of one request.
 
         Request ids number the prompts in order, counted on over the life of the object. Closing the
-        iterator cancels what is unfinished.
+        iterator cancels what is unfinished and gives its resources back. Other calls may run
+        between two steps; what they make this one's requests gain comes with its next steps.
         """
         return self._run(self._requests(prompts, sampling_params))
 
@@ -195,22 +202,27 @@ class LLM:
         Leaving the iteration early cancels the request.
         """
         (request,) = self._requests([prompt], sampling_params)
-        queue: asyncio.Queue[StepEvent | BaseException] = asyncio.Queue()
-        self.executor.enqueue(request)
-        self._queues[request.request_id] = queue
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[News] = asyncio.Queue()
+
+        def hear(news: News) -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits
+                loop.call_soon_threadsafe(arrived.put_nowait, news)
+
+        self._dispatcher.start([request], hear)
+        driver = self._drivers.get(loop)
+        if driver is None or driver.done():
+            self._drivers[loop] = loop.create_task(self._drive())
         try:
-            while True:
-                event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if event.finish_reason is not None:
-                    return
+            finished = False
+            while not finished:
+                for event in _events(await arrived.get()):
+                    finished = event.finish_reason is not None
+                    yield event
         finally:
-            self._queues.pop(request.request_id, None)
-            self.executor.cancel(request.request_id)
+            self._dispatcher.cancel([request])
+            while self._dispatcher.holds([request]):
+                await asyncio.to_thread(self._dispatcher.advance)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -224,8 +236,8 @@ class LLM:
         return ids, text
 
     def shutdown(self) -> None:
-        """Cancel everything and give every resource back."""
-        self.executor.shutdown()
+        """Cancel everything and give every resource back; who waits for a request gets an error."""
+        self._dispatcher.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -270,6 +282,9 @@ class LLM:
             params = [sampling_params] * len(batch)
         else:
             params = list(sampling_params)
+            odd = [type(p).__name__ for p in params if not isinstance(p, SamplingParams)]
+            if odd:
+                raise RequestError(f"sampling_params: expected SamplingParams, got {odd[0]}")
         if len(params) != len(batch):
             raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
         requests = [self.make_request(p, s) for p, s in zip(batch, params, strict=True)]
@@ -304,6 +319,12 @@ class LLM:
         unsupported = params.unsupported()
         if params.stop and self.tokenizer is None:
             unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
+        elif params.stop:
+            unsupported += [
+                f"stop={word!r} (special tokens are no text, give their ids in stop_token_ids)"
+                for word in params.stop
+                if not self._is_text(word)
+            ]
         vocab = self.model.facts.vocab_size
         unsupported += [
             f"stop_token_ids: {t} is outside the vocabulary of {vocab}"
@@ -313,19 +334,25 @@ class LLM:
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
 
+    def _is_text(self, word: str) -> bool:
+        """Whether a model could write the word in tokens that are decoded."""
+        ids = self._encode_tag(word)
+        return not ids or self.tokenizer.decode(ids, skip_special_tokens=True) != ""
+
     def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
-        for request in requests:
-            self.executor.enqueue(request)
+        arrived: deque[News] = deque()
+        self._dispatcher.start(requests, arrived.append)
         try:
-            while self.executor.has_work:
-                events = self.executor.step()
-                if events:
-                    yield events
+            while self._dispatcher.holds(requests) or arrived:
+                if arrived:
+                    yield _events(arrived.popleft())
+                else:
+                    self._dispatcher.advance()
         finally:
-            for request in requests:
-                self.executor.cancel(request.request_id)
-            while self.executor.has_work and not self._queues:
-                self.executor.step()
+            self._dispatcher.cancel(requests)
+            while self._dispatcher.holds(requests):
+                self._dispatcher.advance()
+            self._dispatcher.drain()
 
     @staticmethod
     def _output(request: LlmRequest) -> RequestOutput:
@@ -341,17 +368,9 @@ class LLM:
         )
 
     async def _drive(self) -> None:
-        """Step while there is work, one step at a time in a thread, and hand events out."""
-        try:
-            while self.executor.has_work:
-                for event in await asyncio.to_thread(self.executor.step):
-                    queue = self._queues.get(event.request_id)
-                    if queue is not None:
-                        queue.put_nowait(event)
-        except Exception as error:
-            # every waiting stream learns of the failure; none may hang
-            for queue in self._queues.values():
-                queue.put_nowait(error)
+        """Step while there is work, each time in a thread, so that the event loop goes on."""
+        while self._dispatcher.has_work:
+            await asyncio.to_thread(self._dispatcher.advance)
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -409,6 +428,12 @@ class LLM:
         return pools.num_bytes() // pools.num_rows
 
 
+def _events(news: News) -> list[StepEvent]:
+    if isinstance(news, Exception):
+        raise news
+    return news
+
+
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
     if isinstance(config, LLMConfig):
         return config
@@ -421,11 +446,15 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several; a sequence of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
+        )
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     for item in items:
-        if isinstance(item, (int, float, bytes)) or item is None:
+        if not isinstance(item, Sequence) or isinstance(item, bytes):
             raise RequestError(
                 f"prompts: expected text or lists of token ids, got {type(item).__name__}"
             )

@@ -77,6 +77,11 @@ class PyExecutor:
         """Whether a request is unfinished or a step is running."""
         return bool(self._requests) or self._launched is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the executor was shut down."""
+        return self._closed
+
     def enqueue(self, request: LlmRequest) -> None:
         """Take a request in.
 
@@ -123,7 +128,8 @@ class PyExecutor:
             raise ExecutorError("the executor was shut down")
         try:
             return self._overlap_step() if self.overlap else self._plain_step()
-        except Exception:
+        except BaseException:
+            # a step that an interrupt cut short cannot be taken up again either
             self._fail_all()
             raise
 

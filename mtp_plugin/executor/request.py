@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,6 +44,10 @@ class SamplingParams:
     guided_decoding: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "stop", "bad_words"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, list):
+                object.__setattr__(self, name, tuple(value or ()))
         problems = self._problems()
         if problems:
             raise RequestError("sampling parameters: " + "; ".join(problems))
@@ -72,30 +79,63 @@ class SamplingParams:
         return [f"{name}={value!r}" for name, value in values if value != defaults[name]]
 
     def _problems(self) -> list[str]:
-        problems = []
-        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens must be an integer >= 1, got {self.max_new_tokens!r}")
-        if not _is_int(self.min_tokens) or self.min_tokens < 0:
-            problems.append(f"min_tokens must be an integer >= 0, got {self.min_tokens!r}")
-        elif _is_int(self.max_new_tokens) and self.min_tokens > self.max_new_tokens >= 1:
-            problems.append(
-                f"min_tokens {self.min_tokens} is above max_new_tokens {self.max_new_tokens}"
-            )
-        if isinstance(self.stop_token_ids, (str, bytes)) or not all(
-            _is_int(t) and t >= 0 for t in self.stop_token_ids
-        ):
-            problems.append(f"stop_token_ids must be token ids >= 0, got {self.stop_token_ids!r}")
-        if isinstance(self.stop, str):
-            problems.append(f"stop must be a sequence of strings, got the string {self.stop!r}")
-        elif not all(isinstance(s, str) and s for s in self.stop):
-            problems.append(f"stop must hold non-empty strings, got {self.stop!r}")
-        if self.temperature is not None and not self.temperature >= 0:
-            problems.append(f"temperature must be >= 0, got {self.temperature!r}")
+        problems = [
+            f"{name} must be {words}, got {value!r}"
+            for name, words, allows in _ALLOWED
+            if not allows(value := getattr(self, name))
+        ]
+        counts = (self.min_tokens, self.max_new_tokens)
+        if all(_is_int(count) for count in counts) and counts[0] > counts[1] >= 1:
+            problems.append(f"min_tokens {counts[0]} is above max_new_tokens {counts[1]}")
         return problems
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: _is_int(value) and least <= value <= most
+
+
+def _number(least: float, most: float = math.inf) -> Callable[[Any], bool]:
+    # NaN is in no range
+    return lambda value: (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    )
+
+
+def _unset_or(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or allows(value)
+
+
+def _each(allows: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and all(allows(item) for item in value)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _words(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_ALLOWED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("max_new_tokens", "an integer >= 1", _integer(1)),
+    ("min_tokens", "an integer >= 0", _integer(0)),
+    ("stop_token_ids", "a sequence of token ids >= 0", _each(_integer(0))),
+    ("stop", "a sequence of strings that are not empty", _each(_words)),
+    ("ignore_eos", "True or False", _flag),
+    ("speculate", "True or False", _flag),
+    ("relaxed_acceptance", "True or False", _flag),
+    ("temperature", "a number >= 0", _unset_or(_number(0, sys.float_info.max))),
+    ("top_k", "an integer >= 0", _unset_or(_integer(0))),
+    ("top_p", "a number from 0 to 1", _unset_or(_number(0, 1))),
+    ("min_p", "a number from 0 to 1", _unset_or(_number(0, 1))),
+    ("seed", "an integer from 0 to 2**64 - 1", _unset_or(_integer(0, 2**64 - 1))),
+    ("n", "an integer >= 1", _integer(1)),
+)
 
 
 class LlmRequest:

@@ -1,0 +1,154 @@
+"""The shipped model end to end: what it is, what the report says, and what the executor makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from integration.tiny_model.hf_patch import load_with_mtp
+from mtp_plugin.config import load_config
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.models import LoadedModel, load_model, preflight
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "integration" / "tiny_model"
+CHECKPOINT = FOLDER / "checkpoint"
+CONFIGS = sorted((ROOT / "configs").glob("tiny_*.yaml"))
+NUM_TOKENS = 48
+
+torch.set_num_threads(1)  # thin layers: a second thread costs more than it gives
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return [item["prompt"] for item in json.loads((FOLDER / "prompts.json").read_text())]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(CHECKPOINT, num_mtp_layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(prompts) -> list[list[int]]:
+    """The target alone, by the plain decoder over transformers' own attention."""
+    target = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    end = (target.generation_config.eos_token_id,)
+    return [
+        greedy_decode(target, tokenizer.encode(p), NUM_TOKENS, eos_token_ids=end) for p in prompts
+    ]
+
+
+def test_the_checkpoint_is_small_and_whole():
+    files = list(CHECKPOINT.iterdir())
+    assert sum(f.stat().st_size for f in files) <= 16 * 2**20
+    checked = preflight(CHECKPOINT, max_draft_len=3, vanilla=True)
+    assert checked.facts.model_type == "glm4_moe"
+    assert checked.facts.num_mtp_layers == 3
+    assert 8 <= checked.facts.num_hidden_layers <= 16
+    assert checked.facts.dtype is torch.bfloat16
+
+
+def test_the_report_reaches_the_figures():
+    evaluation = json.loads((FOLDER / "report.json").read_text())["evaluation"]
+    vanilla = evaluation["teacher_forced"]["drafting"]["vanilla"]["depths"]
+    eagle = evaluation["teacher_forced"]["drafting"]["eagle"]["depths"]
+    assert vanilla[0]["top1_agreement"] >= 0.60
+    assert eagle[0]["top1_agreement"] >= 0.60
+    assert all(0.5 < depth["overlap"] < 1.0 for depth in vanilla + eagle)
+    drafting = evaluation["free_running"]["drafting"]
+    lengths = {name: d["acceptance_length"] for name, d in drafting.items()}
+    assert lengths["eagle"] >= 2.3
+    exact = [v for n, v in lengths.items() if "vanilla" in n and "output" in n and "exact" in n]
+    assert exact
+    assert min(exact) >= 2.3
+    assert 0.0 <= evaluation["free_running"]["share_of_repeated_8_grams"] <= 1.0
+
+
+def test_the_manifest_splits_by_hash_and_the_prompts_are_held_out():
+    import hashlib
+
+    manifest = json.loads((FOLDER / "manifest.json").read_text())
+    split = {row[0]: row[3] for row in manifest["files"]}
+    for path, side in split.items():
+        held_out = int(hashlib.sha256(path.encode()).hexdigest(), 16) % 20 == 0
+        assert (side == "held_out") == held_out
+    for item in json.loads((FOLDER / "prompts.json").read_text()):
+        assert split[item["path"]] == "held_out"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_runs_losslessly(path, model, prompts, plain_texts):
+    config = load_config(path)
+    with LLM(config, model=model) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+    assert [o.token_ids for o in outputs] == plain_texts
+    length = llm.executor.acceptance.acceptance_length
+    if config.speculative_config is None:
+        assert length == 1.0
+    else:
+        assert length >= 2.3  # a broken draft shows here and nowhere else
+
+
+@pytest.mark.parametrize("name", ["tiny_eagle", "tiny_vanilla"])
+@pytest.mark.parametrize("plain", [False, True], ids=["overlap", "plain"])
+def test_chunks_and_preemption_leave_text_and_acceptance_alone(
+    name, plain, model, prompts, plain_texts
+):
+    config = load_config(ROOT / "configs" / f"{name}.yaml").model_dump()
+    config.update(
+        disable_overlap_scheduler=plain,
+        max_num_tokens=48,
+        kv_cache_config={"tokens_per_block": 8, "max_tokens": 360},
+    )
+    with LLM(config, model=model) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+    assert [o.token_ids for o in outputs] == plain_texts
+    assert llm.executor.num_preemptions > 0
+    assert llm.executor.acceptance.acceptance_length >= 2.3
+
+
+def test_relaxed_acceptance_accepts_more_while_thinking(model, prompts):
+    config = load_config(ROOT / "configs" / "tiny_relaxed.yaml")
+    strict = load_config(ROOT / "configs" / "tiny_eagle.yaml")
+    lengths = []
+    for each in (strict, config):
+        with LLM(each, model=model) as llm:
+            llm.generate(
+                [f"<think>{p}" for p in prompts], SamplingParams(max_new_tokens=NUM_TOKENS)
+            )
+        lengths.append(llm.executor.acceptance.acceptance_length)
+    assert lengths[1] > lengths[0]
+
+
+def test_stop_strings_on_real_text(model, prompts):
+    """The text ends before the stop string, and the stream shows nothing of it."""
+    config = load_config(ROOT / "configs" / "tiny_eagle.yaml")
+    with LLM(config, model=model) as llm:
+        free = llm.generate(prompts[:4], SamplingParams(max_new_tokens=NUM_TOKENS))
+        stops = [o.text[12:15] for o in free]
+        params = [SamplingParams(max_new_tokens=NUM_TOKENS, stop=(s,)) for s in stops]
+        requests: dict[int, str] = {}
+        for events in llm.stream(prompts[:4], params):
+            for event in events:
+                requests[event.request_id] = requests.get(event.request_id, "") + event.text
+    for output, stop, text in zip(free, stops, requests.values(), strict=True):
+        assert text == output.text[: output.text.index(stop)]
+
+
+def test_transformers_runs_the_same_files(prompts, plain_texts):
+    """Its own ``use_mtp`` gives the same text, with the patch that names the layer numbers."""
+    target = load_with_mtp(CHECKPOINT)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    for prompt, want in list(zip(prompts, plain_texts, strict=True))[:3]:
+        ids = tokenizer(prompt, return_tensors="pt")
+        output = target.generate(
+            **ids, max_new_tokens=NUM_TOKENS, do_sample=False, use_mtp=True
+        )
+        assert output[0, ids["input_ids"].shape[1] :].tolist() == want

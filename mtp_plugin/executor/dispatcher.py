@@ -1,0 +1,116 @@
+"""One executor, several callers: whoever waits steps it, each hears of its own requests."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
+from mtp_plugin.executor.request import LlmRequest
+
+News = list[StepEvent] | Exception
+"""What a step gave a caller's requests, or why none of them will get anything more."""
+
+Listener = Callable[[News], None]
+"""Called in the thread that steps, once per step that has news for its requests."""
+
+
+class Dispatcher:
+    """Steps an executor on behalf of callers in any thread.
+
+    One step runs at a time. Requests and cancellations wait in line until no step runs, so handing
+    them in never blocks.
+    """
+
+    def __init__(self, executor: PyExecutor) -> None:
+        self._executor = executor
+        self._stepping = threading.Lock()
+        self._line: deque[Callable[[], object]] = deque()
+        self._listeners: dict[int, Listener] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._line) or self._executor.has_work
+
+    def start(self, requests: Sequence[LlmRequest], listener: Listener) -> None:
+        """Hand requests in; ``listener`` hears of them until each has finished.
+
+        Raises:
+            ExecutorError: the executor was shut down.
+        """
+        if self._executor.is_closed:
+            raise ExecutorError("the executor was shut down")
+        self._listeners.update((request.request_id, listener) for request in requests)
+        self._line += [partial(self._executor.enqueue, request) for request in requests]
+
+    def cancel(self, requests: Sequence[LlmRequest]) -> None:
+        """End those requests that have not finished; their listeners hear of it."""
+        self._line += [
+            partial(self._executor.cancel, request.request_id)
+            for request in requests
+            if request.request_id in self._listeners
+        ]
+
+    def holds(self, requests: Sequence[LlmRequest]) -> bool:
+        """Whether one of the requests has resources, or will get some."""
+        return any(request.request_id in self._listeners for request in requests)
+
+    def advance(self) -> None:
+        """Run one step and tell every listener its news. A failure is news to all of them.
+
+        Raises:
+            Exception: the step failed and nobody listens.
+        """
+        with self._stepping:
+            try:
+                while self._line:
+                    self._line.popleft()()
+                events = self._executor.step() if self._executor.has_work else []
+            except Exception as error:
+                if not self._tell_all(error):
+                    raise
+                return
+            except BaseException:
+                self._tell_all(ExecutorError("the executor was interrupted"))
+                raise
+            if self._executor.is_closed:
+                self._tell_all(ExecutorError("the executor was shut down"))
+            self._hand_out(events)
+
+    def drain(self) -> None:
+        """Finish a step that is still running when nobody listens any more."""
+        while not self._listeners and self.has_work:
+            self.advance()
+
+    def shutdown(self) -> None:
+        """Drop every request, and tell whoever waits for one."""
+        with self._stepping:
+            self._line.clear()
+            self._executor.shutdown()
+            self._tell_all(ExecutorError("the executor was shut down"))
+
+    def _hand_out(self, events: list[StepEvent]) -> None:
+        shares: dict[Listener, list[StepEvent]] = {}
+        for event in events:
+            listener = self._listeners.get(event.request_id)
+            if listener is not None:
+                shares.setdefault(listener, []).append(event)
+        for listener, share in shares.items():
+            listener(share)
+        for event in events:
+            # only now: who finds its requests gone has their last news
+            if event.finish_reason is not None:
+                self._listeners.pop(event.request_id, None)
+
+    def _tell_all(self, error: Exception) -> int:
+        """Every listener hears of the failure, and nothing after it; returns how many did."""
+        listeners = dict(self._listeners)
+        for listener in set(listeners.values()):
+            listener(error)
+        for request_id in listeners:
+            self._listeners.pop(request_id, None)
+        return len(listeners)

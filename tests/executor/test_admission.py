@@ -1,0 +1,345 @@
+"""What is refused before it starts: one table of requests and one of executors, exact messages."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, PluginError, RequestError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.models import load_model
+from mtp_plugin.protocols import FinishReason
+from tests.executor.conftest import VOCAB, assert_drained
+
+END = VOCAB - 1
+
+
+class Characters:
+    """One character per token; the last id is a special token that is no text."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens
+        return [END] if text == "<end>" else [ord(c) for c in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return "".join(chr(t) for t in token_ids if t != END)
+
+
+class Case(NamedTuple):
+    note: str
+    prompts: Any
+    message: str
+    params: Any = None
+    options: dict[str, Any] | None = None
+    tokenizer: Any = None
+
+
+REQUESTS = [
+    Case("no token", [[]], "request 0: the prompt is empty"),
+    Case("empty text", "", "request 0: the prompt is empty", tokenizer=Characters()),
+    Case(
+        "text without a tokenizer",
+        "hello",
+        "request 0: a text prompt needs a tokenizer, the checkpoint has none",
+    ),
+    Case(
+        "an id past the vocabulary",
+        [[1, 128]],
+        "request 0: prompt ids must be integers in [0, 128), got [128]",
+    ),
+    Case(
+        "a character past the vocabulary",
+        "é",
+        "request 0: prompt ids must be integers in [0, 128), got [233]",
+        tokenizer=Characters(),
+    ),
+    Case(
+        "negative ids",
+        [[-1, 3, -2, -3, -4]],
+        "request 0: prompt ids must be integers in [0, 128), got [-1, -2, -3]",
+    ),
+    Case(
+        "a float among ids",
+        [[3, 4.0]],
+        "request 0: prompt ids must be integers in [0, 128), got [4.0]",
+    ),
+    Case(
+        "bools are no ids",
+        [True, False],
+        "request 0: prompt ids must be integers in [0, 128), got [True, False]",
+    ),
+    Case("nothing", None, "prompts: expected text or lists of token ids, got NoneType"),
+    Case("one id", 7, "prompts: expected text or lists of token ids, got int"),
+    Case("bytes", b"ab", "prompts: expected text or lists of token ids, got bytes"),
+    Case("bytes in a list", [b"ab"], "prompts: expected text or lists of token ids, got bytes"),
+    Case(
+        "None in a list", [[1], None], "prompts: expected text or lists of token ids, got NoneType"
+    ),
+    Case("an id beside a list", [[1], 2], "prompts: expected text or lists of token ids, got int"),
+    Case(
+        "a tensor",
+        torch.tensor([1, 2]),
+        "prompts: expected text or lists of token ids, got Tensor",
+    ),
+    Case(
+        "a prompt of max_seq_len",
+        [[1] * 16],
+        "request 0: the prompt has 16 tokens, max_seq_len is 16 and one token must fit behind it",
+        options={"max_seq_len": 16},
+    ),
+    Case(
+        "a prompt past max_seq_len",
+        [[1] * 40],
+        "request 0: the prompt has 40 tokens, max_seq_len is 16 and one token must fit behind it",
+        options={"max_seq_len": 16},
+    ),
+    Case(
+        "more than the KV cache ever holds",
+        [[1] * 10],
+        "request 0: 30 tokens (prompt and max_new_tokens) need 8 KV blocks, the cache has 7",
+        params=SamplingParams(max_new_tokens=20),
+        options={"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 31}},
+    ),
+    Case(
+        "a prompt longer than a step, unchunked",
+        [[1] * 33],
+        "request 0: the prompt has 33 tokens, max_num_tokens is 32 and enable_chunked_prefill is "
+        "false",
+        options={"max_num_tokens": 32, "enable_chunked_prefill": False},
+    ),
+    Case(
+        "sampling",
+        [[1]],
+        "request 0: not supported: temperature=0.7",
+        params=SamplingParams(temperature=0.7),
+    ),
+    Case(
+        "an unset temperature beside top_k samples",
+        [[1]],
+        "request 0: not supported: top_k=50",
+        params=SamplingParams(top_k=50),
+    ),
+    Case(
+        "every reason at once (R31)",
+        [[1]],
+        "request 0: not supported: temperature=0.7, min_p=0.1, n=2, repetition_penalty=1.2, "
+        "bad_words=('x',), logprobs=1, guided_decoding='json', "
+        "stop=('END',) (the checkpoint has no tokenizer), "
+        "stop_token_ids: 128 is outside the vocabulary of 128, "
+        "stop_token_ids: 999 is outside the vocabulary of 128",
+        params=SamplingParams(
+            temperature=0.7,
+            min_p=0.1,
+            n=2,
+            repetition_penalty=1.2,
+            bad_words=("x",),
+            logprobs=1,
+            guided_decoding="json",
+            stop=("END",),
+            stop_token_ids=(128, 3, 999),
+        ),
+    ),
+    Case(
+        "a stop string that is never text",
+        "ab",
+        "request 0: not supported: stop='<end>' (special tokens are no text, give their ids in "
+        "stop_token_ids)",
+        params=SamplingParams(stop=("x", "<end>")),
+        tokenizer=Characters(),
+    ),
+    Case(
+        "the second of three",
+        [[1], [500], [2]],
+        "request 1: prompt ids must be integers in [0, 128), got [500]",
+    ),
+    Case(
+        "fewer parameters than prompts",
+        [[1], [2]],
+        "2 prompts, but 1 sampling parameters",
+        params=[SamplingParams()],
+    ),
+    Case(
+        "parameters of another type",
+        [[1]],
+        "sampling_params: expected SamplingParams, got dict",
+        params=[{"max_new_tokens": 3}],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case.note)
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_requests_refused_before_anything_starts(bed, case: Case, call: str) -> None:
+    llm = bed.llm(tokenizer=case.tokenizer, **(case.options or {}))
+    with pytest.raises(RequestError, match=f"^{re.escape(case.message)}$") as caught:
+        getattr(llm, call)(case.prompts, case.params)
+    assert isinstance(caught.value, (MTPPluginError, ValueError))
+    assert not llm.executor.has_work
+    assert llm.executor.num_steps == 0
+    assert_drained(llm)
+
+
+def test_an_executor_goes_on_after_a_refusal(bed, target) -> None:
+    llm = bed.llm()
+    with pytest.raises(RequestError):
+        llm.generate([[1, 2], [500]])
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert output.token_ids == target.greedy([1, 2], 6)
+
+
+def test_no_prompts_give_no_outputs(bed) -> None:
+    assert bed.llm().generate([]) == []
+
+
+# --- the executor's own door ---
+
+
+def test_an_id_in_use_is_refused(bed) -> None:
+    llm = bed.llm()
+    request = llm.make_request([1, 2], SamplingParams())
+    llm.executor.enqueue(request)
+    with pytest.raises(RequestError, match=r"^request 0: the id is in use$"):
+        llm.executor.enqueue(request)
+    llm.shutdown()
+
+
+def test_enqueue_checks_the_size_too(bed) -> None:
+    llm = bed.llm(max_seq_len=8)
+    request = llm.make_request([1] * 8, SamplingParams())
+    with pytest.raises(
+        RequestError, match=r"^request 0: the prompt has 8 tokens, max_seq_len is 8"
+    ):
+        llm.executor.enqueue(request)
+    assert not llm.executor.has_work
+
+
+def test_history_rows_need_budget(bed) -> None:
+    """A host whose plan costs more history than a step has tokens."""
+    llm = bed.llm(vanilla=True, max_num_tokens=32)
+    scheduler = llm.executor.scheduler
+    scheduler.plan = dataclasses.replace(scheduler.plan, history_rows=32)
+    with pytest.raises(
+        RequestError,
+        match=r"^request 0: max_num_tokens 32 cannot hold one prompt token and 32 history rows$",
+    ):
+        llm.generate([[1, 2]])
+
+
+def test_cancel_of_an_unknown_or_finished_id_changes_nothing(bed) -> None:
+    llm = bed.llm()
+    assert not llm.executor.cancel(3)
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    assert not llm.executor.cancel(output.request_id)
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+CALLS: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate([[1]]),
+    "stream": lambda llm: next(llm.stream([[1]])),
+    "stream_async": lambda llm: asyncio.run(llm.generate_async([1])),
+    "step": lambda llm: llm.executor.step(),
+    "enqueue": lambda llm: llm.executor.enqueue(llm.make_request([1], SamplingParams())),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_after_shutdown_every_call_is_refused(bed, call: Callable[[LLM], object]) -> None:
+    llm = bed.llm()
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        call(llm)
+    assert_drained(llm)
+
+
+# --- executors that cannot be built ---
+
+
+class Executor(NamedTuple):
+    note: str
+    options: dict[str, Any]
+    error: type[MTPPluginError]
+    message: str
+
+
+EXECUTORS = [
+    Executor(
+        "max_seq_len past the model's positions",
+        {"max_seq_len": 513},
+        ConfigError,
+        "max_seq_len: 513 is above the model's 512 positions",
+    ),
+    Executor(
+        "a KV cache of no block",
+        {"kv_cache_config": {"tokens_per_block": 32, "max_tokens": 31}},
+        ConfigError,
+        "kv_cache_config.max_tokens: 31 holds no block of 32 tokens",
+    ),
+    Executor(
+        "another plugin's decoding type",
+        {"k": 0, "speculative_config": {"decoding_type": "Medusa", "heads": 3}},
+        PluginError,
+        "decoding_type 'Medusa' has no plugin; known:",
+    ),
+    Executor(
+        "vanilla deeper than the checkpoint",
+        {"k": 4, "vanilla": True},
+        ConfigError,
+        "max_draft_len: 4 is more than the checkpoint's 3 MTP layers, and vanilla needs one per "
+        "draft; expected at most 3, or use_mtp_vanilla: false",
+    ),
+    Executor(
+        "relaxed acceptance without thinking tokens",
+        {"speculative": {"use_relaxed_acceptance_for_thinking": True}},
+        ConfigError,
+        "begin_thinking_phase_token: no id is set and no tokenizer is loaded to look '<think>' up",
+    ),
+    Executor(
+        "a thinking token past the vocabulary",
+        {
+            "speculative": {
+                "use_relaxed_acceptance_for_thinking": True,
+                "begin_thinking_phase_token": 3,
+                "end_thinking_phase_token": 128,
+            }
+        },
+        ConfigError,
+        "end_thinking_phase_token: 128 is outside the vocabulary of 128",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", EXECUTORS, ids=lambda case: case.note)
+def test_executors_refused(bed, case: Executor) -> None:
+    with pytest.raises(case.error, match=f"^{re.escape(case.message)}"):
+        bed.llm(**case.options)
+
+
+def test_a_thinking_tag_of_several_tokens_is_refused(bed) -> None:
+    speculative = {"use_relaxed_acceptance_for_thinking": True}
+    with pytest.raises(ConfigError, match=r"^begin_thinking_phase: '<think>' must be one token"):
+        bed.llm(tokenizer=Characters(), speculative=speculative)
+
+
+def test_a_shared_model_needs_enough_mtp_layers(bed) -> None:
+    model = load_model(bed.path, num_mtp_layers=1)
+    spec = {"decoding_type": "MTP", "max_draft_len": 3, "use_mtp_vanilla": True}
+    with pytest.raises(
+        ConfigError, match=r"^the loaded model has 1 MTP layers, this config needs 3$"
+    ):
+        LLM({"model": bed.path, "speculative_config": spec}, model=model)
+
+
+def test_cuda_without_a_device(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ConfigError, match=r"^device: cuda was asked for, but torch sees no CUDA device$"
+    ):
+        bed.llm(device="cuda")
