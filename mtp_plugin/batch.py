@@ -44,6 +44,38 @@ class DraftInputs:
 
 
 @dataclass(frozen=True)
+class FirstPass:
+    """What the first pass of a draft loop reads, and where the loop goes on."""
+
+    ids: torch.Tensor
+    """[T' + K-1] int32 for vanilla: depth d reads rows [d, d+T'), only the last row of each request
+    is written between depths. [T'] for a reused layer."""
+    positions: torch.Tensor  # [T'] int64; 0 for dead rows
+    states: torch.Tensor  # [T', H]
+    last_rows: torch.Tensor  # [R] int64: the row that proposes each request's first draft
+    next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
+
+
+@dataclass(frozen=True)
+class DraftColumn:
+    """Where the draft of one pass goes: the result, the next inputs, and the state of the loop."""
+
+    drafts: torch.Tensor  # [R, K] int32
+    next_tokens: torch.Tensor  # [R, K+1] int32: column + 1 takes the draft
+    column: int
+    shifted_ids: torch.Tensor | None = None  # FirstPass.ids, where another depth reads them
+    last_rows: torch.Tensor | None = None  # [R] int64, with shifted_ids
+
+    def write(self, drafts: torch.Tensor) -> None:
+        """Put ``drafts`` [R] in place."""
+        self.drafts[:, self.column] = drafts.to(self.drafts.dtype)
+        self.next_tokens[:, self.column + 1] = drafts.to(self.next_tokens.dtype)
+        if self.shifted_ids is not None and self.last_rows is not None:
+            rows = self.last_rows + (self.column + 1)
+            self.shifted_ids[rows] = drafts.to(self.shifted_ids.dtype)
+
+
+@dataclass(frozen=True)
 class RowParameters:
     """Per-request parameters of acceptance, in fixed device buffers that the host fills before a
     step."""

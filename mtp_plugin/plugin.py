@@ -298,8 +298,8 @@ def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
         expect(
             plugin.decoding_type.lower() == key,
             PluginError,
-            f"entry point {offered[key].name!r} of {ENTRY_POINT_GROUP}: expected a plugin with that "
-            f"decoding_type, got {plugin.decoding_type!r}",
+            f"entry point {offered[key].name!r} of {ENTRY_POINT_GROUP}: expected a plugin with "
+            f"that decoding_type, got {plugin.decoding_type!r}",
         )
         register_plugin(plugin)
         return plugin

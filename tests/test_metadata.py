@@ -176,6 +176,14 @@ def single_rows(loop: DraftLoop) -> None:
     loop.advance()
 
 
+def fail_inside(attn: Any, change: Any) -> None:
+    before = snapshot(attn)
+    with draft_loop(attn) as loop:
+        change(loop)
+        assert snapshot(attn) != before
+        raise RuntimeError("broken")
+
+
 @EVERY_HOST
 @pytest.mark.parametrize("change", [windows, single_rows])
 @pytest.mark.parametrize("broken", [False, True])
@@ -184,10 +192,8 @@ def test_everything_is_put_back(make: Any, change: Any, broken: bool) -> None:
     attn = make()
     before = snapshot(attn)
     if broken:
-        with pytest.raises(RuntimeError, match="broken"), draft_loop(attn) as loop:
-            change(loop)
-            assert snapshot(attn) != before
-            raise RuntimeError("broken")
+        with pytest.raises(RuntimeError, match="broken"):
+            fail_inside(attn, change)
     else:
         with draft_loop(attn) as loop:
             change(loop)
@@ -207,8 +213,7 @@ def test_one_loop_at_a_time(make: Any) -> None:
         windows(loop)
         changed = snapshot(attn)
         with pytest.raises(MetadataError, match="already changed for a draft loop"):
-            with draft_loop(attn):
-                pass
+            DraftLoop(attn).open()
         assert snapshot(attn) == changed
     assert snapshot(attn) == before
 

@@ -91,9 +91,7 @@ def make(max_seq_len: int = 64, nextn: int = K, **args: Any) -> MTPSampler:
 
 def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> None:
     """One generation step of one request."""
-    sampler.update_requests(
-        sampler.sample_async(batch([], [request]), outputs(run, **options))
-    )
+    sampler.update_requests(sampler.sample_async(batch([], [request]), outputs(run, **options)))
 
 
 # --- construction ---
@@ -167,7 +165,7 @@ def test_states_are_built_by_keyword() -> None:
 
 
 def test_tokens_go_through_sequence_slots() -> None:
-    """Row order of the batch and slots differ; device holds the next inputs, host what was emitted."""
+    """Rows and slots differ in order; device has the next inputs, host what was emitted."""
     sampler = make()
     for tensor in vars(sampler.store).values():
         tensor.fill_(POISON)
@@ -275,7 +273,7 @@ def test_a_generation() -> None:
 
 
 def test_a_prompt() -> None:
-    """One token; no drafts were verified, and rows for the first ones are to be reserved at once."""
+    """One token; no drafts were verified, rows for the first ones are reserved at once."""
     sampler = make()
     request = Request(1, state=RequestState.CONTEXT_INIT, is_last_context_chunk=True)
     state = sampler.sample_async(batch([request], []), outputs([5]))
@@ -379,9 +377,7 @@ def test_further_end_ids() -> None:
     ],
     ids=["words", "not_in_the_prompt", "first_of_two", "empty", "longer_than_the_output"],
 )
-def test_stop_words(
-    words: list[list[int]], output: list[int], reason: FinishReason | None
-) -> None:
+def test_stop_words(words: list[list[int]], output: list[int], reason: FinishReason | None) -> None:
     request = Request(0, py_stop_words_list=words)
     step(make(), request, [10, 11, 12, 13])
     assert request.output == output

@@ -14,9 +14,7 @@ WORDS = {"<think>": [7], "</think>": [8], "<reason>": [9], "<two>": [1, 2], "<no
 
 
 def config(**options: object) -> MTPDecodingConfig:
-    return MTPDecodingConfig(
-        max_draft_len=1, use_relaxed_acceptance_for_thinking=True, **options
-    )
+    return MTPDecodingConfig(max_draft_len=1, use_relaxed_acceptance_for_thinking=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,14 @@ def test_tags_without_a_tokenizer() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "thinks"),
-    [([], False), ([1], False), ([7, 1], True), ([7, 8, 1], False), ([8, 7], True), ([7, 7, 8], False)],
+    [
+        ([], False),
+        ([1], False),
+        ([7, 1], True),
+        ([7, 8, 1], False),
+        ([8, 7], True),
+        ([7, 7, 8], False),
+    ],
 )
 def test_the_last_of_the_two_counts(tokens: list[int], thinks: bool) -> None:
     assert thinking_after(tokens, 7, 8) is thinks

@@ -33,8 +33,8 @@ class Dispatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._line) or self._executor.has_work
+        """Whether :meth:`advance` has something to do or to tell."""
+        return bool(self._line or self._listeners) or self._executor.has_work
 
     def start(self, requests: Sequence[LlmRequest], listener: Listener) -> None:
         """Hand requests in; ``listener`` hears of them until each has finished.

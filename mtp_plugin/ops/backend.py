@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.ops import acceptance, draft_inputs, draft_step, history, sampling
+from mtp_plugin.ops import acceptance, draft_inputs, draft_step, first_pass, history, sampling
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,13 @@ class StepOps:
     accept_relaxed: Callable[..., Any]
     mask_early_stops: Callable[..., Any]
     advance_history: Callable[..., Any]
+    vanilla_first_pass: Callable[..., Any]
+    eagle_first_pass: Callable[..., Any]
     generation_window: Callable[..., Any]
     context_rows: Callable[..., Any]
-    context_rows_with_history: Callable[..., Any]
     accepted_rows: Callable[..., Any]
     draft_argmax: Callable[..., Any]
-    shift_ids: Callable[..., Any]
+    propose: Callable[..., Any]
     shift_states: Callable[..., Any]
 
 
@@ -34,24 +38,64 @@ REFERENCE_OPS = StepOps(
     accept_relaxed=acceptance.accept_relaxed,
     mask_early_stops=sampling.mask_early_stops,
     advance_history=history.advance_history,
+    vanilla_first_pass=first_pass.vanilla_first_pass,
+    eagle_first_pass=first_pass.eagle_first_pass,
     generation_window=draft_inputs.generation_window,
     context_rows=draft_inputs.context_rows,
-    context_rows_with_history=draft_inputs.context_rows_with_history,
     accepted_rows=draft_inputs.accepted_rows,
     draft_argmax=draft_step.draft_argmax,
-    shift_ids=draft_step.shift_ids,
+    propose=draft_step.propose,
     shift_states=draft_step.shift_states,
 )
 
 
-def select_ops(kernels: str) -> StepOps:
-    """The ops for a ``kernels`` option: ``auto`` or ``reference``.
+def triton_ops() -> StepOps:
+    """The Triton kernels, with the references of the rare steps that have none.
 
     Raises:
-        ConfigError: ``triton``, which is not built, or an unknown name.
+        ConfigError: triton is not installed.
     """
-    if kernels in ("auto", "reference"):
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            "kernels: 'triton' was asked for, but the package triton is not installed"
+        )
+    from mtp_plugin.ops.acceptance import launch as acceptance_launch
+    from mtp_plugin.ops.draft_inputs import launch as draft_inputs_launch
+    from mtp_plugin.ops.draft_step import launch as draft_step_launch
+
+    return StepOps(
+        name="triton",
+        accept_strict=acceptance_launch.accept_strict,
+        accept_relaxed=acceptance_launch.accept_relaxed,
+        mask_early_stops=sampling.mask_early_stops,
+        advance_history=draft_inputs_launch.advance_history,
+        vanilla_first_pass=draft_inputs_launch.vanilla_first_pass,
+        eagle_first_pass=draft_inputs_launch.eagle_first_pass,
+        generation_window=draft_inputs.generation_window,
+        context_rows=draft_inputs.context_rows,
+        accepted_rows=draft_inputs.accepted_rows,
+        draft_argmax=draft_step_launch.draft_argmax,
+        propose=draft_step_launch.propose,
+        shift_states=draft_step.shift_states,
+    )
+
+
+def select_ops(kernels: str, device: torch.device | str | None = None) -> StepOps:
+    """The ops for a ``kernels`` option.
+
+    Args:
+        kernels: ``triton``, ``reference``, or ``auto``: Triton where the device is a CUDA one and
+            triton is installed, else the references.
+        device: that the pieces run on; None: CUDA where present.
+
+    Raises:
+        ConfigError: an unknown name, or ``triton`` without the package.
+    """
+    if kernels == "reference":
         return REFERENCE_OPS
     if kernels == "triton":
-        raise ConfigError("kernels: 'triton' is not built in this version; use auto or reference")
-    raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")
+        return triton_ops()
+    if kernels != "auto":
+        raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")
+    cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    return triton_ops() if cuda and importlib.util.find_spec("triton") else REFERENCE_OPS

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 from typing_extensions import override
 
@@ -43,7 +45,9 @@ class OutputConsole(Console):
         """Write text as it is, unwrapped; a terminal gets control characters spelled out."""
         if self.is_terminal:
             text = text.translate(_VISIBLE)
-        self.out(text, style=style, highlight=False, end="")
+        # a segment, since rich would turn the tabs of a string into spaces
+        segment = Segment(text, Style.parse(style) if style else None)
+        self.print(Segments([segment]), end="", crop=False)
 
     def write_line(self, text: str, style: str | None = None) -> None:
         """Write one line."""

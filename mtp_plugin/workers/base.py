@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtp_plugin.batch import PAD_TOKEN, Accepted, StepOutput
+from mtp_plugin.batch import PAD_TOKEN, Accepted, DraftColumn, StepOutput
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError, expect
 from mtp_plugin.metadata import DraftLoop
 from mtp_plugin.ops.acceptance import RelaxedRule
@@ -152,18 +152,35 @@ class SpecWorker(nn.Module, ABC):
             spec_metadata,
             mtp_layers if mtp_layers is not None else getattr(draft_model, "mtp_layers", None),
         )
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
+        drafts = torch.empty(step.num_seqs, self.max_draft_len, **int32)
+        next_tokens = torch.empty(step.num_seqs, self.max_draft_len + 1, **int32)
         accepted = self._accept(
-            step.input_ids, step.positions, step.logits, spec_metadata, attn_metadata
+            step.input_ids,
+            step.positions,
+            step.logits,
+            spec_metadata,
+            attn_metadata,
+            next_tokens[:, 0],
         )
         before = MetadataFingerprint.take(attn_metadata) if self.check_metadata else None
-        drafts = self._draft(step, accepted)
+        self._draft(step, accepted, drafts, next_tokens)
         if before is not None:
             before.compare(attn_metadata)
-        return self._output(logits, accepted, drafts).as_dict()
+        return StepOutput(
+            logits=logits,
+            new_tokens=accepted.tokens,
+            new_tokens_lens=accepted.num_accepted,
+            next_draft_tokens=drafts,
+            next_new_tokens=next_tokens,
+            status=accepted.status,
+        ).as_dict()
 
     @abstractmethod
-    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
-        """The next drafts [R, K] int32."""
+    def _draft(
+        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        """Fill ``drafts`` [R, K] and columns 1.. of ``next_tokens`` [R, K+1]; column 0 is there."""
 
     def skip_forward(
         self,
@@ -299,6 +316,7 @@ class SpecWorker(nn.Module, ABC):
         logits: torch.Tensor,
         spec_metadata: Any,
         attn_metadata: Any,
+        last_tokens: torch.Tensor | None = None,
     ) -> Accepted:
         num_contexts = attn_metadata.num_contexts
         num_generations = attn_metadata.num_seqs - num_contexts
@@ -312,7 +330,11 @@ class SpecWorker(nn.Module, ABC):
             "num_contexts": num_contexts,
             "max_draft_len": k,
             "draft_lens": None if draft_lens is None else draft_lens[:num_generations],
-            "final_context": None if next_prompt is None else next_prompt[:num_contexts] < 0,
+            # a generation-only batch has no prompt to end
+            "final_context": (
+                None if next_prompt is None or num_contexts == 0 else next_prompt[:num_contexts] < 0
+            ),
+            "last_tokens": last_tokens,
         }
         drafts = drafts.reshape(-1)[: num_generations * k]
         parameters = getattr(spec_metadata, "row_parameters", None)
@@ -335,7 +357,7 @@ class SpecWorker(nn.Module, ABC):
         manager = self._manager(spec_metadata)
         slots = spec_metadata.slot_ids[: attn_metadata.num_seqs]
         thinking = manager.thinking_pool[slots] > 0
-        if shape["final_context"] is None and input_ids is not None:
+        if getattr(spec_metadata, "next_prompt_tokens", None) is None and input_ids is not None:
             # a host that gives no look-ahead tokens gives no prompt phase either
             thinking = self._scan_prompts(input_ids, thinking, attn_metadata)
         parameters = getattr(spec_metadata, "row_parameters", None)
@@ -402,9 +424,12 @@ class SpecWorker(nn.Module, ABC):
         )
         return masked
 
-    def _context_successors(self, step: Step, accepted: Accepted) -> torch.Tensor:
-        """The token behind each context's last row [C]: emitted, or the known next prompt token."""
-        emitted = accepted.last_tokens()[: step.num_contexts]
+    def _context_successors(self, step: Step, last_tokens: torch.Tensor) -> torch.Tensor | None:
+        """The token behind each context's last row [C]: emitted, or the known next prompt token;
+        None without contexts."""
+        if step.num_contexts == 0:
+            return None
+        emitted = last_tokens[: step.num_contexts]
         next_prompt = getattr(step.spec_metadata, "next_prompt_tokens", None)
         if next_prompt is None:
             return emitted
@@ -439,16 +464,9 @@ class SpecWorker(nn.Module, ABC):
         )
         return states
 
-    def _output(self, logits: torch.Tensor, accepted: Accepted, drafts: torch.Tensor) -> StepOutput:
-        last = accepted.last_tokens().unsqueeze(1)
-        return StepOutput(
-            logits=logits,
-            new_tokens=accepted.tokens,
-            new_tokens_lens=accepted.num_accepted,
-            next_draft_tokens=drafts,
-            next_new_tokens=torch.cat([last, drafts], dim=1),
-            status=accepted.status,
-        )
+    def _propose(self, logits: torch.Tensor, place: DraftColumn) -> None:
+        """Draft from ``logits`` [R, V] into every place that reads the draft."""
+        self.ops.propose(logits, place)
 
     @staticmethod
     def _manager(spec_metadata: Any) -> Any:

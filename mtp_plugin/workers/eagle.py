@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.batch import Accepted, DraftInputs
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.batch import Accepted, DraftColumn, DraftInputs, FirstPass
+from mtp_plugin.errors import ConfigError, MetadataError, expect
 from mtp_plugin.metadata import draft_loop
 from mtp_plugin.ops.draft_inputs import concatenate
 from mtp_plugin.workers.base import SpecWorker, Step
@@ -22,41 +22,49 @@ class MTPEagleWorker(SpecWorker):
     ``z``. Rows written from guessed states are rewritten by the next step's first pass.
     """
 
-    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
+    def _draft(
+        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
         layers = step.mtp_layers
         expect(
             layers is not None and len(layers) >= 1,
             ConfigError,
             "eagle MTP drafts with one layer, got none",
         )
-        num_contexts, num_seqs = step.num_contexts, step.num_seqs
-        context_ends = step.context_lens.to(torch.int64).cumsum(0) - 1
-        inputs = self._first_inputs(step, accepted)
-        last_rows = self._last_rows(step, accepted, context_ends)
-        drafts: list[torch.Tensor] = []
+        layer = layers[0]
+        max_position = getattr(step.spec_metadata, "max_position", None)
+        first: FirstPass = self.ops.eagle_first_pass(
+            step.input_ids,
+            step.positions,
+            step.hidden_states,
+            accepted.tokens,
+            accepted.num_accepted,
+            self._context_successors(step, next_tokens[:, 0]),
+            step.context_lens,
+            num_contexts=step.num_contexts,
+            num_ctx_tokens=step.num_ctx_tokens,
+            max_position=max_position,
+        )
+        positions = first.next_positions
+        if positions is None:
+            raise MetadataError("eagle: the first pass gave no positions for the second")
         with draft_loop(step.attn_metadata) as loop:
-            outputs = self._run_layer(
-                layers[0], step, inputs.input_ids, inputs.position_ids, inputs.hidden_states
-            )
-            states = outputs[last_rows]
-            positions = inputs.position_ids[last_rows]
-            for draft_pass in range(self.max_draft_len):
-                if draft_pass == 1:
+            outputs = self._run_layer(layer, step, first.ids, first.positions, first.states)
+            states = outputs[first.last_rows]
+            for column in range(self.max_draft_len):
+                if column == 1:
                     loop.feed_single_rows(
-                        accepted.num_accepted,
-                        self.max_draft_len,
-                        self._real_contexts(step, num_contexts),
+                        accepted.num_accepted, self.max_draft_len, self._real_contexts(step)
                     )
-                elif draft_pass > 1:
+                elif column > 1:
                     loop.advance()
-                if draft_pass > 0:
-                    positions = self._clamp(positions + 1, step)
+                    positions = self._clamp(positions + 1, max_position)
+                if column > 0:
                     states = self._run_layer(
-                        layers[0], step, drafts[-1], positions, states, single_rows=True
+                        layer, step, drafts[:, column - 1], positions, states, single_rows=True
                     )
-                logits = layers[0].shared_head(states, step.lm_head, step.attn_metadata, True)
-                drafts.append(self.draft_sampler(logits))
-        return torch.stack(drafts, dim=1)[:num_seqs]
+                logits = layer.shared_head(states, step.lm_head, step.attn_metadata, True)
+                self._propose(logits, DraftColumn(drafts, next_tokens, column))
 
     def prepare_drafter_inputs(
         self,
@@ -95,17 +103,6 @@ class MTPEagleWorker(SpecWorker):
             "attn_metadata": attn_metadata,
         }
 
-    def _first_inputs(self, step: Step, accepted: Accepted) -> DraftInputs:
-        return self._rows(
-            step.input_ids,
-            step.positions,
-            step.hidden_states,
-            step.context_lens,
-            self._context_successors(step, accepted),
-            accepted.tokens[step.num_contexts :],
-            step.num_ctx_tokens,
-        )
-
     def _rows(
         self,
         input_ids: torch.Tensor,
@@ -137,21 +134,15 @@ class MTPEagleWorker(SpecWorker):
             )
         return parts[0] if len(parts) == 1 else concatenate(*parts)
 
-    def _last_rows(
-        self, step: Step, accepted: Accepted, context_ends: torch.Tensor
-    ) -> torch.Tensor:
-        """The flat row of each request's last accepted token [R] int64."""
-        num_contexts, width = step.num_contexts, self.max_draft_len + 1
-        counts = accepted.num_accepted[num_contexts:].to(torch.int64).clamp_min(1)
-        generation = torch.arange(step.num_seqs - num_contexts, device=counts.device)
-        return torch.cat([context_ends, step.num_ctx_tokens + generation * width + counts - 1])
-
     @staticmethod
-    def _real_contexts(step: Step, num_contexts: int) -> torch.Tensor | None:
+    def _real_contexts(step: Step) -> torch.Tensor | None:
+        """[C] bool: contexts whose prompt ends; None where all do."""
         next_prompt = getattr(step.spec_metadata, "next_prompt_tokens", None)
-        return None if next_prompt is None else next_prompt[:num_contexts] < 0
+        if next_prompt is None or step.num_contexts == 0:
+            return None
+        real: torch.Tensor = next_prompt[: step.num_contexts] < 0
+        return real
 
     @staticmethod
-    def _clamp(positions: torch.Tensor, step: Step) -> torch.Tensor:
-        highest = getattr(step.spec_metadata, "max_position", None)
+    def _clamp(positions: torch.Tensor, highest: int | None) -> torch.Tensor:
         return positions if highest is None else positions.clamp_max(highest)

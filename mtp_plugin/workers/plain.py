@@ -13,7 +13,7 @@ class PlainWorker(SpecWorker):
 
     min_draft_len = 0
 
-    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
-        return torch.zeros(
-            step.num_seqs, self.max_draft_len, dtype=torch.int32, device=accepted.tokens.device
-        )
+    def _draft(
+        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        """Nothing to draft."""

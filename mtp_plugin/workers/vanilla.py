@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.batch import Accepted, DraftInputs
+from mtp_plugin.batch import Accepted, DraftColumn, DraftInputs, FirstPass
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.metadata import draft_loop
 from mtp_plugin.ops.draft_inputs import concatenate
@@ -23,7 +23,9 @@ class MTPWorker(SpecWorker):
     accepted position, so every draft-KV row is rewritten from verified inputs before it counts.
     """
 
-    def _draft(self, step: Step, accepted: Accepted) -> torch.Tensor:
+    def _draft(
+        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
         layers = step.mtp_layers
         expect(
             layers is not None and len(layers) >= self.max_draft_len,
@@ -31,20 +33,28 @@ class MTPWorker(SpecWorker):
             f"vanilla MTP drafts K = {self.max_draft_len} tokens with one layer each, got "
             f"{0 if layers is None else len(layers)} layers",
         )
-        inputs, history_lens = self._first_inputs(step, accepted)
-        # the window above was read from the history before this step advances it
-        self.update_mtp_hidden_states(
+        manager = self._manager(step.spec_metadata)
+        history_lens = self._history_lens(step)
+        first: FirstPass = self.ops.vanilla_first_pass(
+            manager.mtp_past_tokens_pool,
+            manager.mtp_past_hidden_states_pool,
+            step.spec_metadata.slot_ids[: step.num_seqs],
             step.input_ids,
+            step.positions,
             step.hidden_states,
             accepted.num_accepted,
-            step.spec_metadata,
-            step.attn_metadata,
+            next_tokens[:, 0],
+            self._context_successors(step, next_tokens[:, 0]),
+            step.context_lens,
+            chunk_lens=step.attn_metadata._seq_lens[: step.num_contexts].tolist(),
+            history_lens=history_lens,
+            window=self._window,
         )
         with draft_loop(step.attn_metadata) as loop:
             loop.feed_window(
                 accepted.num_accepted, self.max_draft_len + 1, self._window, history_lens
             )
-            return self._run_depths(step, inputs)
+            self._run_depths(step, first, drafts, next_tokens)
 
     def prepare_drafter_inputs(
         self,
@@ -105,87 +115,32 @@ class MTPWorker(SpecWorker):
     def _window(self) -> int:
         return self.max_draft_len + (1 if self.draft_window == "exact" else 0)
 
-    def _first_inputs(self, step: Step, accepted: Accepted) -> tuple[DraftInputs, list[int] | None]:
-        """The rows of depth 1, and how many history rows stand before each context's chunk."""
-        parts: list[DraftInputs] = []
-        history_lens = None
-        if step.num_contexts > 0:
-            rows, history_lens = self._context_inputs(step, accepted)
-            parts.append(rows)
-        if step.num_seqs > step.num_contexts:
-            parts.append(self._generation_inputs(step, accepted))
-        return (parts[0] if len(parts) == 1 else concatenate(*parts)), history_lens
-
-    def _context_inputs(
-        self, step: Step, accepted: Accepted
-    ) -> tuple[DraftInputs, list[int] | None]:
-        num_contexts, num_rows = step.num_contexts, step.num_ctx_tokens
-        rows: DraftInputs = self.ops.context_rows(
-            step.input_ids[:num_rows],
-            step.positions[:num_rows],
-            step.hidden_states[:num_rows],
-            step.context_lens,
-            self._context_successors(step, accepted),
-        )
-        history_lens = self._history_lens(step)
-        if history_lens is None or not any(history_lens):
-            return rows, None
-        manager = self._manager(step.spec_metadata)
-        slots = step.spec_metadata.slot_ids[:num_contexts]
-        with_history: DraftInputs = self.ops.context_rows_with_history(
-            rows,
-            step.input_ids[:num_rows],
-            manager.mtp_past_tokens_pool[slots],
-            manager.mtp_past_hidden_states_pool[slots],
-            step.attn_metadata._seq_lens[:num_contexts].tolist(),
-            history_lens,
-        )
-        return with_history, history_lens
-
-    def _history_lens(self, step: Step) -> list[int] | None:
-        """History rows per context: K, cut at the prompt's start; None for hosts without
+    def _history_lens(self, step: Step) -> list[int]:
+        """History rows per context: K, cut at the prompt's start; none for hosts without
         look-ahead."""
         if getattr(step.spec_metadata, "next_prompt_tokens", None) is None:
-            return None
+            return [0] * step.num_contexts
+        if step.num_contexts == 0:
+            return []
         cached = step.attn_metadata.kv_cache_params.num_cached_tokens_per_seq
         return [min(self.max_draft_len, count) for count in cached[: step.num_contexts]]
 
-    def _generation_inputs(self, step: Step, accepted: Accepted) -> DraftInputs:
-        manager = self._manager(step.spec_metadata)
-        num_contexts, first_row = step.num_contexts, step.num_ctx_tokens
-        k, window = self.max_draft_len, self._window
-        num_generations = step.num_seqs - num_contexts
-        slots = step.spec_metadata.slot_ids[num_contexts : step.num_seqs]
-        past_tokens = manager.mtp_past_tokens_pool[slots]
-        past_states = manager.mtp_past_hidden_states_pool[slots]
-        step_tokens = step.input_ids[first_row:].view(num_generations, k + 1)
-        step_states = step.hidden_states[first_row:].view(num_generations, k + 1, -1)
-        num_accepted = accepted.num_accepted[num_contexts:].to(torch.int64)
-        inputs: DraftInputs = self.ops.generation_window(
-            torch.cat([past_tokens, step_tokens.to(past_tokens.dtype)], dim=1),
-            torch.cat([past_states, step_states.to(past_states.dtype)], dim=1),
-            (num_accepted + k - window).clamp_min(0),
-            accepted.last_tokens()[num_contexts:],
-            step.positions[first_row :: k + 1] + num_accepted - window,
-            window,
-        )
-        return inputs
-
-    def _run_depths(self, step: Step, inputs: DraftInputs) -> torch.Tensor:
-        num_seqs = step.num_seqs
-        last_rows = step.attn_metadata.seq_lens_cuda[:num_seqs].to(torch.int64).cumsum(0) - 1
-        ids, states = inputs.input_ids, inputs.hidden_states
-        drafts: list[torch.Tensor] = []
+    def _run_depths(
+        self, step: Step, first: FirstPass, drafts: torch.Tensor, next_tokens: torch.Tensor
+    ) -> None:
+        states, num_rows = first.states, first.positions.shape[0]
         for depth in range(self.max_draft_len):
             layer = step.mtp_layers[depth]
-            outputs = self._run_layer(layer, step, ids, inputs.position_ids, states)
+            # only ids move between depths, and only by an offset
+            ids = first.ids[depth : depth + num_rows]
+            outputs = self._run_layer(layer, step, ids, first.positions, states)
             logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata)
-            drafts.append(self.draft_sampler(logits))
             if depth + 1 == self.max_draft_len:
-                break
-            ids = self.ops.shift_ids(ids, last_rows, drafts[-1])
+                self._propose(logits, DraftColumn(drafts, next_tokens, depth))
+                return
+            place = DraftColumn(drafts, next_tokens, depth, first.ids, first.last_rows)
+            self._propose(logits, place)
             if self.chain == "output":
                 states = outputs
             elif self.chain == "target_shift":
-                states = self.ops.shift_states(states, outputs, last_rows)
-        return torch.stack(drafts, dim=1)
+                states = self.ops.shift_states(states, outputs, first.last_rows)

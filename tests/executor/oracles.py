@@ -168,23 +168,23 @@ class ScriptedDrafts(nn.Module):
         self._own: list[torch.Tensor] = []
         self._scripts: dict[int, list[int]] = {}
         self._step: dict = {}
-        accept_step, sample = worker._accept, worker.draft_sampler
+        accept_step = worker._accept
 
         def accept_and_plan(*args, **kwargs):
             accepted = accept_step(*args, **kwargs)
             self._plan(accepted.num_accepted)
             return accepted
 
-        def scripted_sampler(logits):
-            own = sample(logits)
+        def propose(logits, place):
+            own = worker.draft_sampler(logits)
             self._own.append(own)
             drafts = own.clone()
             for row, script in self._scripts.items():
-                drafts[row] = script[len(self._own) - 1]
-            return drafts
+                drafts[row] = script[place.column]
+            place.write(drafts)
 
         worker._accept = accept_and_plan
-        worker.draft_sampler = scripted_sampler
+        worker._propose = propose
 
     @property
     def max_draft_len(self) -> int:

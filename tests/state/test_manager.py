@@ -28,9 +28,7 @@ class Request(SimpleNamespace):
     """A request on its first chunk unless told otherwise."""
 
     def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
-        super().__init__(
-            **{"request_id": request_id, "is_first_context_chunk": True, **options}
-        )
+        super().__init__(**{"request_id": request_id, "is_first_context_chunk": True, **options})
         self.tokens = tokens or [1]
 
     def get_tokens(self, beam: int) -> list[int]:
@@ -82,7 +80,7 @@ def test_pools_and_names() -> None:
 @pytest.mark.parametrize("max_num_requests", [1, 2, 5, 64])
 @pytest.mark.parametrize("num_seq_slots", [None, 3, 200])
 def test_slots_cover_all_who_may_need_one(max_num_requests: int, num_seq_slots: int | None) -> None:
-    """A full batch, its replacement under overlap, warm-up and idle-rank dummies; then the sentinel."""
+    """A full batch, its replacement under overlap, dummies; then the sentinel."""
     manager = make(max_num_requests=max_num_requests, num_seq_slots=num_seq_slots)
     sequences = max(num_seq_slots or 2 * max_num_requests, max_num_requests)
     manager.prepare_resources(batch(*(Request(i) for i in range(sequences))))

@@ -71,7 +71,7 @@ def test_shutdown_makes_the_pool_whole() -> None:
 
 
 def test_churn() -> None:
-    """10,000 times some end, some are aborted (twice), and as many start; no slot is lost or shared."""
+    """10,000 times some end, some twice, and others start; no slot is lost or shared."""
     dice = random.Random(8)
     slots = SlotManager(17)
     live: list[int] = []

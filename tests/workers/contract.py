@@ -140,7 +140,7 @@ class WorkerContract:
         layers = self.layers(step.k) if layers is None else layers
         return self.make(step.k, **options)(**step.inputs(), mtp_layers=layers)
 
-    # ---- results ------------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------
 
     def test_keys_shapes_and_types(self, k: int) -> None:
         step = self.step(k, 0)
@@ -215,7 +215,7 @@ class WorkerContract:
         result = self.make(k)(**inputs, draft_model=model, resource_manager=None)
         assert torch.equal(result["next_new_tokens"], self.run(same)["next_new_tokens"])
 
-    # ---- requests that are special ---------------------------------------------------------------
+    # ---- requests that are special -------------------------------------------------------------
 
     def test_absent_drafts_never_stand(self, k: int) -> None:
         """Every draft is right; only those before draft_len stand, then the row's own choice."""
@@ -271,7 +271,7 @@ class WorkerContract:
         seen = layers[0].seen if layers else []
         assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
 
-    # ---- what must not change ----------------------------------------------------------------------
+    # ---- what must not change ------------------------------------------------------------------
 
     @pytest.mark.parametrize("kind", [ScriptedLayer, ReturningLayer])
     @pytest.mark.parametrize("options", [{}, {"chain": "target_shift"}, {"chain": "none"}])
@@ -290,7 +290,9 @@ class WorkerContract:
             assert same_bits(tensor, before[name]), name
         emitted = [request.run for request in step.requests]
         assert result["new_tokens_lens"].tolist() == [len(run) for run in emitted]
-        assert result["new_tokens"].tolist() == [r + [PAD_TOKEN] * (k + 1 - len(r)) for r in emitted]
+        assert result["new_tokens"].tolist() == [
+            r + [PAD_TOKEN] * (k + 1 - len(r)) for r in emitted
+        ]
 
     @pytest.mark.parametrize(
         "attention", [LimitedAttention, KVAttention, Attention, PlainAttributes]
@@ -356,16 +358,16 @@ class WorkerContract:
         for pool, same in zip(self.pools(step), self.pools(other), strict=True):
             assert same_bits(pool, same)
 
-    # ---- the door -----------------------------------------------------------------------------------
+    # ---- the door ------------------------------------------------------------------------------
 
     def test_rows_that_do_not_fit(self, k: int) -> None:
         step = self.step(k, 5)
         step.position_ids = step.position_ids[:, :-1]
-        with pytest.raises(TensorContractError, match="forward: expected T = .* positions"):
+        with pytest.raises(TensorContractError, match=r"forward: expected T = .* positions"):
             self.run(step)
         step = self.step(k, 5)
         step.hidden_states = step.hidden_states[:-1]
-        with pytest.raises(TensorContractError, match="forward: expected T = .* states"):
+        with pytest.raises(TensorContractError, match=r"forward: expected T = .* states"):
             self.run(step)
 
     def test_skip_forward(self, k: int) -> None:
@@ -404,17 +406,21 @@ class DraftingContract(WorkerContract):
     def test_a_layer_that_leaves_a_change_behind(self, k: int) -> None:
         """check_metadata names the field; without it nobody looks."""
         options = SimpleNamespace(check_metadata=True)
-        fields = {
-            "kv_capacity": lambda attn: attn.kv_capacity.add_(1),
-            "request_ids": lambda attn: attn.request_ids.append(9),
-            "is_cuda_graph": lambda attn: setattr(attn, "is_cuda_graph", True),
-            "kv_cache_params.num_cached_tokens_per_seq": lambda attn: setattr(
-                attn.kv_cache_params,
-                "num_cached_tokens_per_seq",
-                list(attn.kv_cache_params.num_cached_tokens_per_seq),
+        changes = [
+            ("kv_capacity", lambda attn: attn.kv_capacity.add_(1)),
+            ("kv_capacity", lambda attn: setattr(attn, "kv_capacity", attn.kv_capacity.clone())),
+            ("request_ids", lambda attn: attn.request_ids.append(9)),
+            ("is_cuda_graph", lambda attn: setattr(attn, "is_cuda_graph", True)),
+            (
+                "kv_cache_params.num_cached_tokens_per_seq",
+                lambda attn: setattr(
+                    attn.kv_cache_params,
+                    "num_cached_tokens_per_seq",
+                    list(attn.kv_cache_params.num_cached_tokens_per_seq),
+                ),
             ),
-        }
-        for name, change in fields.items():
+        ]
+        for name, change in changes:
 
             class Careless(ScriptedLayer):
                 def __call__(self, *, attn_metadata: Any, **inputs: Any) -> torch.Tensor:

@@ -104,7 +104,7 @@ class KVAttention(Attention):
 
 
 class LimitedAttention(KVAttention):
-    """With write limits, as the embedded executor has them; rows at negative positions are legal."""
+    """With write limits, as the embedded executor has them; rows before the start are legal."""
 
     supports_dead_rows = True
 
@@ -154,7 +154,7 @@ class Prompt:
 
 @dataclass
 class Turn:
-    """A generation: its text so far (the newest token has no state yet), drafts, target's choices."""
+    """A generation: its text (the newest token has no state yet), drafts, target's choices."""
 
     tokens: list[int]
     drafts: list[int]

@@ -1,7 +1,7 @@
 """The draft loop told over one request's tokens and numbers.
 
-A layer here is arithmetic on one row, so that every input of every pass can be worked out: states are
-whole numbers, the target's by token and position, a layer's by what the row reads.
+A layer here is arithmetic on one row, so that every input of every pass can be worked out: states
+are whole numbers, the target's by token and position, a layer's by what the row reads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pass(NamedTuple):
 
 
 def run_of(drafts: list[int], target: list[int | None]) -> list[int]:
-    """The emitted run: what matches, then the target's own; it ends before a row without a value."""
+    """The emitted run: what matches, then the target's own; a row without a value ends it."""
     run: list[int] = []
     for draft, choice in zip(drafts, target, strict=False):
         if draft != choice:
@@ -107,11 +107,10 @@ def _eagle(
 ) -> list[Pass]:
     row = rows[last]
     passes = []
-    for draft_pass in range(k):
-        if draft_pass > 0:
-            row = Row(draft, min(newest + draft_pass - 1, highest), state)
-            rows, kv_len = [row], newest + draft_pass
+    for position in range(newest, newest + k):
         state = layer_state(0, *row)
         draft = proposal(state)
         passes.append(Pass(rows, kv_len, draft))
+        row = Row(draft, min(position, highest), state)
+        rows, kv_len = [row], position + 1
     return passes

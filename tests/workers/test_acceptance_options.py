@@ -60,6 +60,12 @@ def test_every_request_has_its_own_least() -> None:
     assert result["new_tokens"].tolist() == [[SECOND, -1], [EOS, -1], [SECOND, -1], [EOS, 30]]
 
 
+@pytest.mark.parametrize(("first", "emitted"), [(2, EOS), (3, SECOND)])
+def test_a_prompt_draws_the_token_behind_it(first: int, emitted: int) -> None:
+    step = with_second_choice(Step(1, [Prompt([1, 2], choice=EOS)]))
+    assert run(step, [[EOS]], [first])["new_tokens"].tolist() == [[emitted, -1]]
+
+
 def test_positions_at_the_limit_do_not_mislead() -> None:
     """Positions of absent drafts are clamped; the index of a row counts on."""
     text = [1 + i % 40 for i in range(200)]

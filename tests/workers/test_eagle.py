@@ -56,7 +56,9 @@ class TestEagle(DraftingContract):
     def test_the_end_of_the_longest_sequence(self, k: int) -> None:
         """Positions stop at the highest that the model has."""
         text = [1 + i % 50 for i in range(HIGHEST + 1)]
-        turns = [Turn(text[:n], [9] * k, [8] * (k + 1), draft_len=0) for n in (HIGHEST, HIGHEST - 1)]
+        turns = [
+            Turn(text[:n], [9] * k, [8] * (k + 1), draft_len=0) for n in (HIGHEST, HIGHEST - 1)
+        ]
         step = Step(k, [Prompt(text[:HIGHEST], HIGHEST - 2)], turns, mode=MODE)
         layers = self.layers(k)
         self.assert_results(step, self.run(step, layers))
@@ -76,7 +78,7 @@ class TestEagle(DraftingContract):
 
 
 def test_a_run_of_three() -> None:
-    """`t u v w` was read and `u v x` emitted: pass 1 reads `u v x x`, pass 2 the draft, and so on."""
+    """`t u v w` emitted `u v x`: pass 1 reads `u v x x`, pass 2 the draft, and so on."""
     t, u, v, w, x = 20, 21, 22, 23, 24
     step = Step(3, turns=[Turn([5, 6, t], [u, v, w], [u, v, x, 0])], mode=MODE)
     layer = ScriptedLayer()
@@ -86,7 +88,9 @@ def test_a_run_of_three() -> None:
     assert [call.ids for call in layer.seen] == [[u, v, x, x], drafts[:1], drafts[1:2]]
     assert [call.positions for call in layer.seen] == [[2, 3, 4, 5], [5], [6]]
     assert [call.kv_lens for call in layer.seen] == [[6], [6], [7]]
-    assert layer.seen[0].states[:3] == [story.target_state(*row) for row in ((t, 2), (u, 3), (v, 4))]
+    assert layer.seen[0].states[:3] == [
+        story.target_state(*row) for row in ((t, 2), (u, 3), (v, 4))
+    ]
 
 
 def test_no_layer() -> None:

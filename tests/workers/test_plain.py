@@ -16,7 +16,9 @@ class TestPlain(WorkerContract):
     mode = SpeculativeDecodingMode.NONE
 
     def make(self, k: int, **options: Any) -> PlainWorker:
-        return PlainWorker(SimpleNamespace(max_draft_len=k, mtp=options.pop("mtp", None)), **options)
+        return PlainWorker(
+            SimpleNamespace(max_draft_len=k, mtp=options.pop("mtp", None)), **options
+        )
 
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - none, whatever K
         return 0

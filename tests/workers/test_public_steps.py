@@ -444,7 +444,7 @@ BEGIN, END = ids("yz")
 
 
 class RelaxedBed:
-    """Two prompts and a generation over a manager; every row ranks `b` first and `c` close behind."""
+    """Requests over a manager; every row ranks `b` first and `c` close behind."""
 
     def __init__(self, upper_case: bool = False) -> None:
         names = ("begin_thinking_phase_token", "end_thinking_phase_token")
@@ -466,7 +466,11 @@ class RelaxedBed:
         return row
 
     def accept(
-        self, prompts: list[str], drafts: list[str], logits: torch.Tensor | None = None, **given: Any
+        self,
+        prompts: list[str],
+        drafts: list[str],
+        logits: torch.Tensor | None = None,
+        **given: Any,
     ) -> list[list[int]]:
         count = len(prompts) + len(drafts)
         for request_id in range(count):

@@ -100,9 +100,7 @@ def test_a_prompt_of_four() -> None:
     assert [call.positions for call in seen] == [[0, 1, 2, 3]] * 3
     first = [story.target_state(token, i) for i, token in enumerate((p, q, r, s))]
     assert seen[0].states == first
-    second = [
-        story.layer_state(0, *row) for row in zip((q, r, s, t), range(4), first, strict=True)
-    ]
+    second = [story.layer_state(0, *row) for row in zip((q, r, s, t), range(4), first, strict=True)]
     assert seen[1].states == second
     assert story.proposal(second[-1]) == u
     assert result["next_new_tokens"].tolist() == [[t, u, v, w]]

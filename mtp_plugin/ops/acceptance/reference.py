@@ -16,6 +16,7 @@ def accept_strict(
     max_draft_len: int,
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
 ) -> Accepted:
     """Greedy acceptance: a draft stands while it is the target's argmax; then one bonus token.
 
@@ -29,6 +30,7 @@ def accept_strict(
         max_draft_len: K.
         draft_lens: [G] integer; drafts at or past it are absent. None: K everywhere.
         final_context: [C] bool; a context that does not end its prompt emits nothing. None: all do.
+        last_tokens: [R] int32, any stride: takes each request's last emitted token, 0 without one.
 
     Raises:
         TensorContractError: a shape that does not fit.
@@ -42,7 +44,7 @@ def accept_strict(
     matches = present & (
         drafts == _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
     )
-    return _emit(top1, alive, drafts, matches, num_contexts, final_context)
+    return _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
 
 
 def accept_relaxed(
@@ -54,6 +56,7 @@ def accept_relaxed(
     max_draft_len: int,
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
 ) -> RelaxedAccepted:
     """Relaxed acceptance while a request thinks, strict acceptance elsewhere.
 
@@ -91,7 +94,7 @@ def accept_relaxed(
         matches[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
 
-    accepted = _emit(top1, alive, drafts, matches, num_contexts, final_context)
+    accepted = _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
     before = torch.cat([rule.thinking[:num_contexts], thinking])
     emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
     after = _next_phase(before, accepted.last_tokens(), emitted_bonus, rule)
@@ -108,7 +111,8 @@ def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _generation_rows(rows: torch.Tensor, num_contexts: int, max_draft_len: int) -> torch.Tensor:
     """[C + G*(K+1), ...] -> [G, K+1, ...]."""
-    return rows[num_contexts:].unflatten(0, (-1, max_draft_len + 1))
+    per_generation: torch.Tensor = rows[num_contexts:].unflatten(0, (-1, max_draft_len + 1))
+    return per_generation
 
 
 def _drafts(draft_tokens: torch.Tensor, num_generations: int, max_draft_len: int) -> torch.Tensor:
@@ -129,6 +133,7 @@ def _emit(
     matches: torch.Tensor,
     num_contexts: int,
     final_context: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
 ) -> Accepted:
     """Emit the longest prefix of matching drafts and the argmax of the row behind it."""
     num_generations, max_draft_len = drafts.shape
@@ -156,7 +161,10 @@ def _emit(
     ok = torch.cat([context_ok, has_bonus])
     tokens = tokens.masked_fill(columns >= counts.unsqueeze(1), PAD_TOKEN)
     status = torch.where(ok, STATUS_OK, STATUS_NO_FINITE_LOGIT)
-    return Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
+    accepted = Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
+    if last_tokens is not None:
+        last_tokens.copy_(accepted.last_tokens())
+    return accepted
 
 
 def _distances(

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.batch import DraftColumn
+
+
+def propose(logits: torch.Tensor, place: DraftColumn) -> None:
+    """The draft of each row of ``logits`` [R, V], written to every place that reads it."""
+    place.write(draft_argmax(logits))
+
 
 def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     """The draft of each row [N] int32: highest value, lowest id on ties, NaN as -inf."""

@@ -23,9 +23,7 @@ DEAD = Row(token=0, position=0, state=None)
 def window(tokens: list[int], size: int) -> list[Row]:
     """The last `size` pairs before the newest token, which no state belongs to yet."""
     newest = len(tokens) - 1
-    return [
-        Row(tokens[p + 1], p, p) if p >= 0 else DEAD for p in range(newest - size, newest)
-    ]
+    return [Row(tokens[p + 1], p, p) if p >= 0 else DEAD for p in range(newest - size, newest)]
 
 
 def chunk(tokens: list[int], start: int, end: int, history: int) -> list[Row]:

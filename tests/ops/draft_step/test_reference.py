@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ from tests.ops.draft_step import story
 from tests.ops.letters import ids
 
 VALUES = [-math.inf, math.nan, math.inf, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0]
+
+
+def flat(sequences: list[list[Any]]) -> list[Any]:
+    return [item for items in sequences for item in items]
 
 
 @given(vocab=st.integers(1, 9), rows=st.integers(0, 6), seed=st.integers(0, 2**32))
@@ -59,17 +64,20 @@ def test_shifts(lens: list[int], seed: int) -> None:
     last_rows = torch.tensor(lens).cumsum(0) - 1
 
     moved = shift_ids(
-        torch.tensor(sum(tokens, []), dtype=torch.int32),
+        torch.tensor(flat(tokens), dtype=torch.int32),
         last_rows,
         torch.tensor(drafts, dtype=torch.int32),
     )
-    assert moved.tolist() == sum(story.move_on(tokens, drafts), [])
+    assert moved.tolist() == flat(story.move_on(tokens, drafts))
 
-    states = torch.tensor(sum(names, [])).unsqueeze(1).expand(-1, 3).contiguous()
-    returned = torch.tensor(sum(outputs, [])).unsqueeze(1).expand(-1, 3).to(torch.bfloat16)
-    for given_back, last in ((returned, [o[-1] for o in outputs]), (states, [n[-1] for n in names])):
+    states = torch.tensor(flat(names)).unsqueeze(1).expand(-1, 3).contiguous()
+    returned = torch.tensor(flat(outputs)).unsqueeze(1).expand(-1, 3).to(torch.bfloat16)
+    for given_back, last in (
+        (returned, [o[-1] for o in outputs]),
+        (states, [n[-1] for n in names]),
+    ):
         before = states.clone()
         shifted = shift_states(states, given_back, last_rows)
         assert shifted.dtype == states.dtype
-        assert shifted[:, 2].tolist() == sum(story.move_on(names, last), [])
+        assert shifted[:, 2].tolist() == flat(story.move_on(names, last))
         assert same_bits(states, before)

@@ -18,6 +18,6 @@ def after_prompt(pool: list[Pair], chunk: list[Pair]) -> list[Pair]:
 
 
 def after_generation(pool: list[Pair], step: list[Pair], num_accepted: int) -> list[Pair]:
-    """K+1 rows were read and n tokens emitted: the pairs of the tokens before the last one emitted."""
+    """K+1 rows were read, n tokens emitted: the pairs of the tokens before the last one."""
     window = pool + step
     return window[num_accepted : num_accepted + len(pool)]

@@ -81,7 +81,7 @@ class Pools:
 
 
 def test_letters() -> None:
-    """K = 3: prompt `p q r s`, emitted `t`; `t u v w` emits `u v x`; `x` and wrong drafts emit `y`."""
+    """K = 3: `p q r s` emits `t`; `t u v w` emits `u v x`; `x` and wrong drafts emit `y`."""
     pools = Pools({1: [Pair(0, 0.0)] * 3}, num_slots=3, k=3, dtype=torch.float32)
     pools.advance([1], [pairs("pqrs")], [], [])
     pools.assert_slot(1, pairs("qrs"))

@@ -1,0 +1,40 @@
+"""Megatron's ``mtp_utils_triton``: the bookkeeping ops as Triton kernels, one launch each.
+
+There is no silent fallback. Without the package triton the import fails with an ``ImportError``;
+tensors on the CPU are refused with a ``TensorContractError``, unless ``TRITON_INTERPRET=1`` was set
+before the first import of this module. ``mtp_utils_pytorch`` has the same functions for both cases.
+"""
+
+try:
+    import triton  # noqa: F401  for an error that names the way out
+except ImportError as error:
+    raise ImportError(
+        "mtp_utils_triton: expected the package triton, which cannot be imported; "
+        "mtp_utils_pytorch has the same functions without it"
+    ) from error
+
+from mtp_plugin.ops.bookkeeping import AdvancedBatch, KVBlockState, NextForwardBuffers
+from mtp_plugin.ops.bookkeeping.launch import advance_decode_batch
+from mtp_plugin.ops.kv_rewind import RewoundBlocks
+from mtp_plugin.ops.kv_rewind.launch import rewind_kv_cache
+from mtp_plugin.ops.next_forward.launch import prepare_next_forward_pass
+from mtp_plugin.ops.state_rollback.launch import mamba_state_selective_copy
+from mtp_plugin.ops.token_verify import VerifiedTokens
+from mtp_plugin.ops.token_verify.launch import (
+    required_logit_indices,
+    verify_speculative_tokens,
+)
+
+__all__ = [
+    "AdvancedBatch",
+    "KVBlockState",
+    "NextForwardBuffers",
+    "RewoundBlocks",
+    "VerifiedTokens",
+    "advance_decode_batch",
+    "mamba_state_selective_copy",
+    "prepare_next_forward_pass",
+    "required_logit_indices",
+    "rewind_kv_cache",
+    "verify_speculative_tokens",
+]

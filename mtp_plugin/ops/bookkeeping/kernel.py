@@ -1,0 +1,109 @@
+"""Device code of a batch's bookkeeping."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_active", "num_decode", "num_requests", "num_tokens"])
+def _advance_decode_batch_kernel(
+    # the step
+    input_tokens_ptr,  # [T]
+    output_tokens_ptr,  # [T]
+    required_logit_indices_ptr,  # [T]
+    # the verification's results
+    last_one_indices_ptr,  # [N] int64
+    accepted_mask_ptr,  # [T] bool
+    # the next forward's buffers
+    sampled_tokens_ptr,  # [N]
+    last_accepted_seq_ptr,  # [N]
+    accepted_tokens_ptr,  # [D, NUM_DRAFTS]
+    accepted_counts_ptr,  # [D]
+    # the KV state, changed
+    last_offset_ptr,  # [N]
+    kv_length_ptr,  # [N]
+    block_count_ptr,  # [N]
+    last_block_ptr,  # [N]
+    block_ids_ptr,  # [N, max_blocks]
+    # the rewind's results
+    blocks_to_release_ptr,  # [N, WIDTH]
+    remove_mask_ptr,  # [N, WIDTH] bool
+    # sizes
+    accepted_tokens_stride,
+    block_ids_stride,
+    max_blocks,
+    num_active,  # a number, or with ACTIVE_ON_DEVICE a pointer to one
+    num_decode,
+    num_requests,
+    num_tokens,
+    NUM_DRAFTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,  # blocks that a rewind can cross
+    ACTIVE_ON_DEVICE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    # one lane per request; lanes behind the requests clear one padding token each
+    request = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    row = request.to(tl.int64)
+    is_request = request < num_requests
+    decode = request < num_decode
+    if ACTIVE_ON_DEVICE:
+        active = is_request & (request < tl.load(num_active))
+    else:
+        active = is_request & (request < num_active)
+    rewinds = active & decode
+
+    # the KV state is asked for first: it arrives while the drafts are compared
+    offset = tl.load(last_offset_ptr + request, mask=rewinds, other=0).to(tl.int64)
+    length = tl.load(kv_length_ptr + request, mask=rewinds, other=0).to(tl.int64)
+    old_count = tl.load(block_count_ptr + request, mask=rewinds, other=0).to(tl.int64)
+    old_last = tl.load(last_block_ptr + request, mask=active, other=0)
+
+    # verify
+    base = tl.where(decode, row * (NUM_DRAFTS + 1), row + num_decode * NUM_DRAFTS)
+    standing = decode
+    matches = tl.full([LANES], 0, tl.int64)
+    for j in tl.static_range(NUM_DRAFTS):
+        draft = tl.load(input_tokens_ptr + base + 1 + j, mask=decode, other=0)
+        emitted = tl.load(output_tokens_ptr + base + j, mask=decode, other=0)
+        standing = standing & (draft == emitted)
+        matches += standing.to(tl.int64)
+    last = base + matches
+
+    # everything else that is read
+    sampled = tl.load(output_tokens_ptr + last, mask=is_request, other=0)
+    sequence = tl.load(required_logit_indices_ptr + last, mask=is_request, other=0)
+    rejected = NUM_DRAFTS - matches
+    behind = offset - rejected
+    # division truncates: only the distance is divided, which is positive
+    blocks_back = tl.where(behind < 0, (BLOCK_TOKENS - 1 - behind) // BLOCK_TOKENS, 0)
+    new_offset = tl.where(behind < 0, behind + blocks_back * BLOCK_TOKENS, behind % BLOCK_TOKENS)
+    crossed = tl.where(rewinds, tl.minimum(blocks_back, WIDTH), 0)
+    new_count = old_count - crossed
+    block_ids_row = block_ids_ptr + row * block_ids_stride
+    new_entry = tl.minimum(tl.maximum(new_count - 1, 0), max_blocks - 1)
+    new_last = tl.load(block_ids_row + new_entry, mask=crossed > 0, other=0)
+
+    tl.store(last_one_indices_ptr + request, last, mask=is_request)
+    tl.store(accepted_mask_ptr + base, is_request, mask=base < num_tokens)
+    tl.store(sampled_tokens_ptr + request, sampled, mask=is_request)
+    tl.store(last_accepted_seq_ptr + request, sequence, mask=is_request)
+    tl.store(accepted_counts_ptr + request, matches, mask=decode)
+    tl.store(last_offset_ptr + request, new_offset, mask=rewinds)
+    tl.store(kv_length_ptr + request, length - rejected, mask=rewinds)
+    tl.store(block_count_ptr + request, new_count, mask=rewinds)
+    tl.store(last_block_ptr + request, new_last, mask=crossed > 0)
+    for j in tl.static_range(NUM_DRAFTS):
+        tl.store(accepted_mask_ptr + base + 1 + j, j < matches, mask=decode)
+        # a second read of the draft: the cache still has it
+        draft = tl.load(input_tokens_ptr + base + 1 + j, mask=decode, other=0)
+        target = accepted_tokens_ptr + row * accepted_tokens_stride + j
+        tl.store(target, tl.where(j < matches, draft, -1), mask=decode)
+    for j in tl.static_range(WIDTH):
+        entry = old_count - 1 - j
+        inside = (j < crossed) & (entry >= 0) & (entry < max_blocks)
+        released = old_last
+        if j > 0:
+            released = tl.load(block_ids_row + entry, mask=inside, other=0)
+        tl.store(blocks_to_release_ptr + row * WIDTH + j, released, mask=is_request)
+        tl.store(remove_mask_ptr + row * WIDTH + j, j < crossed, mask=is_request)
+        tl.store(block_ids_row + entry, -1, mask=inside)

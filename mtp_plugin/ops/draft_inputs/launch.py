@@ -1,0 +1,284 @@
+"""Outputs and grids of the history and draft-input kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.batch import FirstPass
+from mtp_plugin.ops.draft_inputs.kernel import (
+    accepted_rows_kernel,
+    context_history_kernel,
+    context_rows_kernel,
+    generation_kernel,
+)
+
+UNBOUNDED = 2**62
+
+
+def advance_history(
+    tokens_pool: torch.Tensor,
+    states_pool: torch.Tensor,
+    slot_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    num_accepted: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    num_contexts: int,
+    num_ctx_tokens: int,
+    step_rows: int,
+) -> None:
+    """As the reference of ``history``: one launch for contexts, one for generations."""
+    k = tokens_pool.shape[1]
+    num_generations = slot_ids.shape[0] - num_contexts
+    _advance_contexts(
+        tokens_pool, states_pool, slot_ids, input_ids, hidden_states, context_lens, num_contexts
+    )
+    if num_generations > 0:
+        unused = num_accepted
+        _generations(
+            tokens_pool,
+            states_pool,
+            slot_ids,
+            input_ids,
+            hidden_states,
+            unused,
+            num_accepted,
+            unused,
+            None,
+            num_contexts,
+            num_ctx_tokens,
+            num_ctx_tokens,
+            num_generations,
+            k,
+            step_rows,
+        )
+
+
+def vanilla_first_pass(
+    tokens_pool: torch.Tensor,
+    states_pool: torch.Tensor,
+    slot_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    num_accepted: torch.Tensor,
+    last_tokens: torch.Tensor,
+    successors: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    *,
+    chunk_lens: list[int],
+    history_lens: list[int],
+    window: int,
+) -> FirstPass:
+    """The rows of depth 1, and the pools moved on: one launch per kind of request, and one for the
+    pools of contexts.
+
+    Args:
+        last_tokens: [R] int32, any stride. successors: [C] int32, the token behind each chunk.
+        chunk_lens, history_lens: per context, on the host: prompt rows, and history rows in front.
+    """
+    k = tokens_pool.shape[1]
+    num_contexts, num_ctx_tokens = len(chunk_lens), sum(chunk_lens)
+    requests = slot_ids.shape[0]
+    num_generations = requests - num_contexts
+    hidden = hidden_states.shape[1]
+    num_ctx_rows = num_ctx_tokens + sum(history_lens)
+    num_rows = num_ctx_rows + num_generations * window
+    device = hidden_states.device
+    first = FirstPass(
+        ids=torch.empty(num_rows + k - 1, dtype=torch.int32, device=device),
+        positions=torch.empty(num_rows, dtype=torch.int64, device=device),
+        states=torch.empty(num_rows, hidden, dtype=hidden_states.dtype, device=device),
+        last_rows=torch.empty(requests, dtype=torch.int64, device=device),
+    )
+    if num_contexts > 0 and successors is not None:
+        ends = context_lens.cumsum(0, dtype=torch.int32)
+        history_ends = torch.zeros_like(ends)
+        if num_ctx_rows > num_ctx_tokens:
+            host = torch.tensor(history_lens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            history_ends = host.to(device, non_blocking=True)
+        context_rows_kernel[(num_ctx_rows,)](
+            tokens_pool,
+            states_pool,
+            slot_ids,
+            input_ids,
+            hidden_states,
+            positions,
+            successors,
+            ends + history_ends,
+            history_ends,
+            first.ids,
+            first.positions,
+            first.states,
+            first.last_rows,
+            num_contexts,
+            hidden,
+            hidden_states.stride(0),
+            K=k,
+            BLOCK=min(2048, _power_of_two(hidden)),
+            COPY_STATES=True,
+            SEARCH_STEPS=max(num_contexts, 1).bit_length(),
+            num_warps=4,
+        )
+        _advance_contexts(
+            tokens_pool, states_pool, slot_ids, input_ids, hidden_states, context_lens, num_contexts
+        )
+    if num_generations > 0:
+        _generations(
+            tokens_pool,
+            states_pool,
+            slot_ids,
+            input_ids,
+            hidden_states,
+            positions,
+            num_accepted,
+            last_tokens,
+            first,
+            num_contexts,
+            num_ctx_tokens,
+            num_ctx_rows,
+            num_generations,
+            window,
+            k + 1,
+        )
+    return first
+
+
+def eagle_first_pass(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    accepted_tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    successors: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    *,
+    num_contexts: int,
+    num_ctx_tokens: int,
+    max_position: int | None,
+) -> FirstPass:
+    """The ids of pass 1 and where pass 2 starts; states and positions are the step's own."""
+    requests, width = accepted_tokens.shape
+    num_generations = requests - num_contexts
+    device = hidden_states.device
+    ids = torch.empty(input_ids.shape[0], dtype=torch.int32, device=device)
+    last_rows = torch.empty(requests, dtype=torch.int64, device=device)
+    next_positions = torch.empty(requests, dtype=torch.int64, device=device)
+    if num_contexts > 0 and successors is not None:
+        ends = context_lens.to(torch.int64).cumsum(0) - 1
+        ids[:num_ctx_tokens] = input_ids[:num_ctx_tokens].roll(-1)
+        ids[ends] = successors
+        last_rows[:num_contexts] = ends
+        after = positions[ends] + 1
+        next_positions[:num_contexts] = (
+            after if max_position is None else after.clamp_max(max_position)
+        )
+    if num_generations > 0:
+        accepted_rows_kernel[(num_generations,)](
+            accepted_tokens,
+            num_accepted,
+            positions,
+            ids,
+            last_rows,
+            next_positions,
+            num_contexts,
+            num_ctx_tokens,
+            UNBOUNDED if max_position is None else max_position,
+            WIDTH=width,
+            COLUMNS=_power_of_two(width),
+            num_warps=1,
+        )
+    return FirstPass(ids, positions, hidden_states, last_rows, next_positions)
+
+
+def _advance_contexts(
+    tokens_pool: torch.Tensor,
+    states_pool: torch.Tensor,
+    slot_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_contexts: int,
+) -> None:
+    if num_contexts == 0:
+        return
+    k = tokens_pool.shape[1]
+    hidden = hidden_states.shape[1]
+    block = _column_block(hidden, k)
+    context_history_kernel[(num_contexts, -(-hidden // block))](
+        tokens_pool,
+        states_pool,
+        slot_ids,
+        input_ids,
+        hidden_states,
+        context_lens.cumsum(0, dtype=torch.int32),
+        hidden,
+        hidden_states.stride(0),
+        K=k,
+        ROWS=_power_of_two(k),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _generations(
+    tokens_pool: torch.Tensor,
+    states_pool: torch.Tensor,
+    slot_ids: torch.Tensor,
+    input_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor,
+    num_accepted: torch.Tensor,
+    last_tokens: torch.Tensor,
+    first: FirstPass | None,
+    num_contexts: int,
+    num_ctx_tokens: int,
+    num_ctx_rows: int,
+    num_generations: int,
+    window: int,
+    step_rows: int,
+) -> None:
+    hidden = hidden_states.shape[1]
+    block = _column_block(hidden, window)
+    unused = num_accepted
+    generation_kernel[(num_generations, -(-hidden // block))](
+        # pools and step
+        tokens_pool,
+        states_pool,
+        slot_ids,
+        input_ids,
+        hidden_states,
+        positions,
+        num_accepted,
+        last_tokens,
+        # outputs
+        first.ids if first is not None else unused,
+        first.positions if first is not None else unused,
+        first.states if first is not None else hidden_states,
+        first.last_rows if first is not None else unused,
+        # sizes
+        num_contexts,
+        num_ctx_tokens,
+        num_ctx_rows,
+        hidden,
+        hidden_states.stride(0),
+        last_tokens.stride(0),
+        # constants
+        K=step_rows - 1,
+        WINDOW=window,
+        ROWS=_power_of_two(window),
+        BLOCK=block,
+        WRITE_WINDOW=first is not None,
+        num_warps=4,
+    )
+
+
+def _column_block(hidden: int, rows: int) -> int:
+    """Columns per program: enough for wide loads, few enough that a tile stays in registers."""
+    widest = max(128, 4096 // _power_of_two(rows))
+    return min(widest, max(16, _power_of_two(hidden)))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

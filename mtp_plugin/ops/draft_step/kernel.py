@@ -1,0 +1,35 @@
+"""Triton kernels between two passes of the draft loop."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_kernel(
+    value_ptr,
+    id_ptr,
+    draft_ptr,
+    next_ptr,
+    shifted_ptr,
+    row_ptr,
+    num_pieces,
+    draft_stride,
+    next_stride,
+    column,
+    PIECES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """One request: the draft of its row, written wherever the next pass and the sampler read it."""
+    request = tl.program_id(0).to(tl.int64)
+    pieces = tl.arange(0, PIECES)
+    inside = pieces < num_pieces
+    values = tl.load(value_ptr + request * num_pieces + pieces, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + request * num_pieces + pieces, mask=inside, other=2147483647)
+    top = tl.max(values, axis=0)
+    draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
+    tl.store(draft_ptr + request * draft_stride + column, draft)
+    tl.store(next_ptr + request * next_stride + column + 1, draft)
+    if SHIFT:
+        # the window moves by an offset into the ids: only the entry behind it is new
+        row = tl.load(row_ptr + request)
+        tl.store(shifted_ptr + row + column + 1, draft)

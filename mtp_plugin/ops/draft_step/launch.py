@@ -1,0 +1,42 @@
+"""Grids of the draft-step kernels: two launches per draft."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.batch import DraftColumn
+from mtp_plugin.ops.draft_step.kernel import place_kernel
+from mtp_plugin.vocab_reduce import top1_partials
+
+
+def propose(logits: torch.Tensor, place: DraftColumn) -> None:
+    """The draft of each row of ``logits`` [R, V], written to every place that reads it."""
+    partials = top1_partials(logits)
+    requests = logits.shape[0]
+    if requests == 0:
+        return
+    unused = partials.ids
+    place_kernel[(requests,)](
+        partials.values,
+        partials.ids,
+        place.drafts,
+        place.next_tokens,
+        place.shifted_ids if place.shifted_ids is not None else unused,
+        place.last_rows if place.last_rows is not None else unused,
+        partials.num_pieces,
+        place.drafts.stride(0),
+        place.next_tokens.stride(0),
+        place.column,
+        PIECES=1 << max(partials.num_pieces - 1, 0).bit_length(),
+        SHIFT=place.shifted_ids is not None,
+        num_warps=1,
+    )
+
+
+def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """As the reference: [N] int32."""
+    requests = logits.shape[0]
+    drafts = torch.empty(requests, 1, dtype=torch.int32, device=logits.device)
+    spare = torch.empty(requests, 2, dtype=torch.int32, device=logits.device)
+    propose(logits, DraftColumn(drafts, spare, 0))
+    return drafts.squeeze(1)

@@ -1,0 +1,14 @@
+"""Rows of logits -> partial reductions over pieces of the vocabulary.
+
+One program per (row, piece), so that few rows still keep the whole device busy and many rows are read
+once. The kernels that follow merge the pieces of a row.
+"""
+
+from mtp_plugin.vocab_reduce.launch import (
+    RelaxedPartials,
+    Top1Partials,
+    relaxed_partials,
+    top1_partials,
+)
+
+__all__ = ["RelaxedPartials", "Top1Partials", "relaxed_partials", "top1_partials"]

@@ -1,0 +1,523 @@
+"""The Python API: generate, stream, async streams; closing early, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
+from mtp_plugin.protocols import FinishReason
+from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
+
+LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+
+
+def greedy(count: int = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": count, "ignore_eos": True, **options})
+
+
+class Pieces:
+    """A tokenizer with bytes, words and halves of characters; text is read letter by letter."""
+
+    def __init__(self) -> None:
+        words = [b" the", b"er", b"\n", b"\xe2\x82", b"\xac", b"ab", b"abc", b"\xf0\x9f\x98"]
+        self.pieces = [bytes([i]) for i in range(32, 127)] + words
+        self.pieces += [b"%d" % i for i in range(VOCAB - len(self.pieces))]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens
+        return [self.pieces.index(bytes([b])) for b in text.encode()]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return b"".join(self.pieces[t] for t in token_ids).decode("utf-8", errors="replace")
+
+
+class Failing(torch.nn.Module):
+    """Raises in the n-th step."""
+
+    def __init__(self, worker: torch.nn.Module, step: int, error: BaseException) -> None:
+        super().__init__()
+        self.worker = worker
+        self.left = step
+        self.error = error
+
+    def forward(self, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.worker(**kwargs)
+
+
+def fail_in_step(llm: LLM, step: int, error: BaseException | None = None) -> None:
+    error = error or RuntimeError("broken kernel")
+    wrap_worker(llm, lambda worker: Failing(worker, step, error))
+
+
+def by_request(steps: Iterator[list[StepEvent]] | list[list[StepEvent]]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for events in steps:
+        for event in events:
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+    return tokens
+
+
+# --- generate ---
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_outputs_come_in_the_prompts_order(bed, target, prompts, vanilla) -> None:
+    llm = bed.llm(vanilla=vanilla, max_batch_size=3)
+    lengths = [9, 1, 12, 4, 12, 2, 7, 3]
+    outputs = llm.generate(prompts, [greedy(n) for n in lengths])
+    assert [o.request_id for o in outputs] == list(range(8))
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    truth = [target.greedy(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert [o.token_ids for o in outputs] == truth
+    assert {o.finish_reason for o in outputs} == {FinishReason.LENGTH}
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ([5, 6, 7], [[5, 6, 7]]),
+        ((5, 6), [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+        ("&'", [[6, 7]]),
+    ],
+)
+def test_one_prompt_or_several(bed, target, prompt, ids) -> None:
+    outputs = bed.llm(tokenizer=Pieces()).generate(prompt, greedy(4))
+    assert [o.prompt_token_ids for o in outputs] == ids
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 4) for p in ids]
+
+
+def test_ids_count_on_over_calls(bed) -> None:
+    llm = bed.llm()
+    assert [o.request_id for o in llm.generate([[1], [2]], greedy(2))] == [0, 1]
+    assert [o.request_id for o in llm.generate([[1]], greedy(2))] == [2]
+
+
+def test_output_of_a_request(bed) -> None:
+    (output,) = bed.llm(tokenizer=Pieces()).generate([[1, 2]], greedy(9))
+    assert isinstance(output, RequestOutput)
+    # the first token is the prompt step's
+    assert output.acceptance.emitted == len(output.token_ids) - 1
+    assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_no_tokenizer_no_text(bed) -> None:
+    assert bed.llm().generate([[1, 2]], greedy(3))[0].text == ""
+
+
+def test_the_models_end_token_ends_the_text(bed, target) -> None:
+    llm = bed.llm()
+    tokens = target.greedy([3, 4], 20)
+    stop = tokens[7]
+    end = tokens.index(stop)
+    (output,) = llm.generate([[3, 4]], greedy(20, stop_token_ids=[stop]))
+    assert output.token_ids == tokens[: end + 1]
+    assert output.finish_reason is FinishReason.END_ID
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_stream_gives_every_token_once(bed, target, prompts, plain) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    steps = list(llm.stream(prompts, greedy()))
+    assert by_request(steps) == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}
+    endings = [e.finish_reason for events in steps for e in events if e.finish_reason is not None]
+    assert endings == [FinishReason.LENGTH] * len(prompts)
+    runs = [len(e.token_ids) for events in steps for e in events]
+    assert 1 < max(runs) <= 4
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_stop_strings_across_runs_as_without_drafts(bed, prompts, plain, vanilla) -> None:
+    """R26: the same text and tokens as decoding without drafts; the stream is the full text."""
+    dice = random.Random(3)
+    tokenizer = Pieces()
+    options = {"tokenizer": tokenizer, "disable_overlap_scheduler": plain}
+    texts = [o.text for o in bed.llm(k=0, **options).generate(prompts, greedy(24))]
+    params = []
+    for text in texts:
+        start = dice.randrange(max(1, len(text) - 6))
+        params.append(greedy(24, stop=(text[start : start + dice.randint(2, 5)] or "x", "never")))
+    plainly = bed.llm(k=0, **options).generate(prompts, params)
+    llm = bed.llm(vanilla=vanilla, **options)
+    shown: dict[int, str] = {}
+    for events in llm.stream(prompts, params):
+        for event in events:
+            shown[event.request_id] = shown.get(event.request_id, "") + event.text
+    assert [shown[i] for i in range(len(prompts))] == [o.text for o in plainly]
+    again = llm.generate(prompts, params)
+    assert [(o.text, o.token_ids, o.finish_reason) for o in again] == [
+        (o.text, o.token_ids, o.finish_reason) for o in plainly
+    ]
+    assert {o.finish_reason for o in plainly} == {FinishReason.STOP_WORDS}
+    for output, param in zip(plainly, params, strict=True):
+        assert not any(stop in output.text for stop in param.stop)
+
+
+def test_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> None:
+    """R24: whichever comes first in the run names the reason."""
+    tokenizer = Pieces()
+    (output,) = bed.llm(tokenizer=tokenizer).generate([[7, 8, 9]], greedy(16))
+    words = [tokenizer.decode([t], skip_special_tokens=True) for t in output.token_ids]
+    first = {word: words.index(word) for word in words}
+    word, at = max(first.items(), key=lambda item: item[1])
+    assert at >= 3
+    llm = bed.llm(tokenizer=tokenizer)
+    (capped,) = llm.generate([[7, 8, 9]], greedy(at, stop=(word,)))
+    assert (capped.finish_reason, len(capped.token_ids)) == (FinishReason.LENGTH, at)
+    (stopped,) = llm.generate([[7, 8, 9]], greedy(at + 1, stop=(word,)))
+    assert (stopped.finish_reason, len(stopped.token_ids)) == (FinishReason.STOP_WORDS, at + 1)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("after", [1, 2, 3, 6])
+def test_closing_a_stream_cancels_and_frees(bed, target, prompts, plain, after) -> None:
+    """R14: nothing is held once the iterator is closed, and the executor goes on."""
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    stream = llm.stream(prompts, greedy(40))
+    for _ in range(after):
+        next(stream)
+    stream.close()
+    assert not llm.executor.has_work
+    assert_drained(llm)
+    assert llm.generate([[4, 5]], greedy())[0].token_ids == target.greedy([4, 5], 12)
+
+
+def test_a_stream_never_read_holds_nothing(bed) -> None:
+    llm = bed.llm()
+    stream = llm.stream([[1]], greedy())
+    stream.close()
+    assert not llm.executor.has_work
+
+
+def test_leaving_a_loop_closes_the_stream(bed) -> None:
+    llm = bed.llm()
+    for _ in llm.stream([[1], [2]], greedy(40)):
+        break
+    assert not llm.executor.has_work
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_generate_inside_a_running_stream(bed, target, prompts, plain) -> None:
+    """Both get all of their own tokens, though the inner call runs steps of the outer one."""
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    steps, inner = [], []
+    for number, events in enumerate(llm.stream(prompts[:3], greedy(20))):
+        steps.append(events)
+        if number in (0, 3):
+            inner += llm.generate([prompts[4 + number]], greedy(9))
+    assert by_request(steps) == {i: target.greedy(prompts[i], 20) for i in range(3)}
+    assert [o.token_ids for o in inner] == [target.greedy(prompts[i], 9) for i in (4, 7)]
+    assert_drained(llm)
+
+
+def test_two_streams_side_by_side(bed, target, prompts) -> None:
+    llm = bed.llm()
+    one, two = (llm.stream(prompts[i : i + 2], greedy(15)) for i in (0, 2))
+    steps = [next(one), next(two), next(two), next(one), *one, *two]
+    assert by_request(steps) == {i: target.greedy(prompts[i], 15) for i in range(4)}
+    assert_drained(llm)
+
+
+def test_closing_one_stream_leaves_the_other(bed, target, prompts) -> None:
+    llm = bed.llm()
+    one, two = llm.stream([prompts[0]], greedy(30)), llm.stream([prompts[1]], greedy(15))
+    steps = [next(two)]
+    next(one)
+    one.close()
+    assert llm.executor.has_work
+    steps += list(two)
+    assert by_request(steps) == {1: target.greedy(prompts[1], 15)}
+    assert_drained(llm)
+
+
+def test_calls_from_several_threads(bed, target, prompts) -> None:
+    llm = bed.llm()
+    found: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            (output,) = llm.generate([prompts[index]], greedy(10))
+            found[index] = output.token_ids
+            assert found[index] == target.greedy(prompts[index], 10)
+
+    for prompt in prompts[:4]:
+        target.greedy(prompt, 10)  # the oracle is no part of the race
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: target.greedy(prompts[i], 10) for i in range(4)}
+    assert_drained(llm)
+
+
+# --- async ---
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_async_streams_share_batches(bed, target, prompts, plain) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    sizes = []
+    schedule = llm.executor.scheduler.schedule
+
+    def watched(in_flight: set[int]) -> Any:
+        batch = schedule(in_flight)
+        sizes.append(batch.batch_size)
+        return batch
+
+    llm.executor.scheduler.schedule = watched  # type: ignore[method-assign]
+
+    async def main() -> list[tuple[list[int], str]]:
+        return await asyncio.gather(*(llm.generate_async(p, greedy()) for p in prompts))
+
+    outputs = asyncio.run(main())
+    assert [ids for ids, _ in outputs] == [target.greedy(p, 12) for p in prompts]
+    assert max(sizes) == len(prompts)
+    assert_drained(llm)
+
+
+def test_async_text_is_the_full_text(bed) -> None:
+    llm = bed.llm(tokenizer=Pieces())
+    (output,) = llm.generate([[4, 5]], greedy(20))
+    assert asyncio.run(llm.generate_async([4, 5], greedy(20))) == (output.token_ids, output.text)
+
+
+def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
+    llm = bed.llm()
+
+    async def main() -> tuple[list[int], list[int]]:
+        first: list[int] = []
+        second = None
+        async for event in llm.stream_async(prompts[3], greedy(20)):
+            first += event.token_ids
+            if second is None:
+                second = asyncio.create_task(llm.generate_async(prompts[4], greedy(8)))
+        assert second is not None
+        return first, (await second)[0]
+
+    first, second = asyncio.run(main())
+    assert first == target.greedy(prompts[3], 20)
+    assert second == target.greedy(prompts[4], 8)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, plain) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
+
+    async def leave() -> None:
+        async with aclosing(llm.stream_async(prompts[3], greedy(60))) as stream:
+            async for _ in stream:
+                break
+
+    async def main() -> list[int]:
+        _, (ids, _) = await asyncio.gather(leave(), llm.generate_async(prompts[4], greedy()))
+        return ids
+
+    assert asyncio.run(main()) == target.greedy(prompts[4], 12)
+    assert_drained(llm)
+
+
+def test_a_cancelled_task_frees_its_request(bed, prompts) -> None:
+    llm = bed.llm()
+
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in llm.stream_async(prompts[3], greedy(90)):
+                started.set()
+
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert_drained(llm)
+
+
+def test_the_end_of_an_event_loop_frees_what_runs(bed, target, prompts) -> None:
+    """A stream that nobody waits for any more, and a second loop after the first."""
+    llm = bed.llm()
+
+    async def abandon() -> None:
+        task = asyncio.create_task(llm.generate_async(prompts[3], greedy(90)))
+        stream = llm.stream_async(prompts[4], greedy(90))
+        await anext(stream)
+        assert not task.done()
+
+    asyncio.run(abandon())
+    assert_drained(llm)
+    assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+
+
+def test_generate_while_async_streams_run(bed, target, prompts) -> None:
+    llm = bed.llm()
+
+    async def main() -> tuple[list[int], list[int], list[int]]:
+        other = asyncio.create_task(llm.generate_async(prompts[3], greedy(30)))
+        await asyncio.sleep(0)
+        here = llm.generate([prompts[4]], greedy())[0].token_ids
+        outputs = await asyncio.to_thread(llm.generate, [prompts[5]], greedy())
+        return (await other)[0], here, outputs[0].token_ids
+
+    assert asyncio.run(main()) == (
+        target.greedy(prompts[3], 30),
+        target.greedy(prompts[4], 12),
+        target.greedy(prompts[5], 12),
+    )
+    assert_drained(llm)
+
+
+def test_the_event_loop_goes_on_while_steps_run(bed, prompts) -> None:
+    llm = bed.llm()
+    inside, seen = threading.Event(), threading.Event()
+
+    class Waiting(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            inside.set()
+            assert seen.wait(20), "the event loop stood still during a step"
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Waiting)
+
+    async def main() -> None:
+        task = asyncio.create_task(llm.generate_async(prompts[3], greedy(3)))
+        while not inside.is_set():
+            await asyncio.sleep(0.001)
+        # neither a new request nor an early leave waits for the step
+        async with aclosing(llm.stream_async(prompts[4], greedy(50))) as stream:
+            reader = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.01)
+            seen.set()
+            await reader
+        await task
+
+    asyncio.run(main())
+    assert_drained(llm)
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, plain, step) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    worker = llm.executor.engine.pieces.worker
+    fail_in_step(llm, step)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate(prompts, greedy(30))
+    assert not llm.executor.has_work
+    assert_drained(llm)
+    wrap_worker(llm, lambda _: worker)
+    outputs = llm.generate(prompts, greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
+
+
+def test_a_failing_step_reaches_a_stream_that_another_call_steps(bed, prompts) -> None:
+    llm = bed.llm()
+    stream = llm.stream([prompts[3]], greedy(40))
+    next(stream)
+    fail_in_step(llm, 2)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate([prompts[4]], greedy(20))
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        list(stream)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_failing_step_reaches_every_async_stream(bed, target, prompts, step) -> None:
+    llm = bed.llm()
+    worker = llm.executor.engine.pieces.worker
+    fail_in_step(llm, step)
+
+    async def main() -> list[Any]:
+        calls = (llm.generate_async(p, greedy(30)) for p in prompts[:4])
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+
+    results = asyncio.run(main())
+    assert [type(result) for result in results] == [RuntimeError] * 4
+    assert_drained(llm)
+    wrap_worker(llm, lambda _: worker)
+    assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+
+
+def test_an_interrupt_frees_everything(bed, target, prompts) -> None:
+    llm = bed.llm()
+    worker = llm.executor.engine.pieces.worker
+    other = llm.stream([prompts[0]], greedy(40))
+    next(other)
+    fail_in_step(llm, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(30))
+    assert_drained(llm)
+    with pytest.raises(ExecutorError, match=r"^the executor was interrupted$"):
+        list(other)
+    wrap_worker(llm, lambda _: worker)
+    assert llm.generate([[1, 2]], greedy())[0].token_ids == target.greedy([1, 2], 12)
+
+
+# --- shutdown ---
+
+
+def test_leaving_the_context_gives_everything_back(bed, prompts) -> None:
+    with bed.llm() as llm:
+        stream = llm.stream(prompts, greedy(40))
+        next(stream)
+    assert_drained(llm)
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        next(stream)
+
+
+def test_shutdown_reaches_async_streams(bed, prompts) -> None:
+    llm = bed.llm()
+
+    async def main() -> None:
+        events = []
+        async for event in llm.stream_async(prompts[3], greedy(90)):
+            events.append(event)
+            if len(events) == 2:
+                llm.shutdown()
+
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        asyncio.run(asyncio.wait_for(main(), timeout=30))
+    assert_drained(llm)
+
+
+def test_shutdown_of_a_paused_stream_by_the_executors_own_door(bed, prompts) -> None:
+    llm = bed.llm()
+    stream = llm.stream(prompts, greedy(40))
+    next(stream)
+    llm.executor.shutdown()
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        list(stream)
+    assert_drained(llm)

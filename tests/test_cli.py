@@ -1,0 +1,871 @@
+"""The command line, from arguments to exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from mtp_plugin import cli
+from mtp_plugin.config import json_schema, load_config
+from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
+from mtp_plugin.executor.text import Segment
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.models import load_model, write_random_checkpoint
+from mtp_plugin.protocols import FinishReason
+from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.terminal import decoding, prompts
+from mtp_plugin.terminal.console import OutputConsole
+from mtp_plugin.terminal.decoding import Decoded, compare_with_plain_decoding
+from mtp_plugin.terminal.stream_view import StreamView
+
+SPECIALS = ["<eos>", "<think>", "</think>", "<pad>"]
+VOCAB = 256 + len(SPECIALS)
+EAGLE = {"decoding_type": "MTP", "max_draft_len": 3}
+VANILLA = {**EAGLE, "use_mtp_vanilla": True}
+RELAXED = {
+    **EAGLE,
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": VOCAB,
+    "relaxed_delta": 1.0,
+}
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and the special tokens."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(text, special=text == "<eos>") for text in SPECIALS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer, in a folder of its own."""
+    path = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    write_random_checkpoint(
+        path,
+        "glm4_moe",
+        num_mtp_layers=3,
+        seed=3,
+        echo_draft=True,
+        residual_scale=0.4,
+        vocab_size=VOCAB,
+        eos_token_id=256,
+    )
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def config(checkpoint: Path, tmp_path: Path) -> Callable[..., str]:
+    """Writes a YAML file; returns its path."""
+
+    def write(speculative: dict[str, Any] | None = None, **options: Any) -> str:
+        content = {
+            "model": str(checkpoint),
+            "max_num_tokens": 128,
+            "kv_cache_config": {"tokens_per_block": 8, "max_tokens": 2048},
+            "speculative_config": speculative,
+            **options,
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls the console script in this process, without colours."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mtp-plugin", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return Result(code if isinstance(code, int) else int(code is not None), out, err)
+
+    return call
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Puts a file descriptor in the place of standard input."""
+    opened = []
+
+    def put(descriptor: int) -> None:
+        opened.append(os.fdopen(descriptor, "r"))
+        monkeypatch.setattr(sys, "stdin", opened[-1])
+
+    yield put
+    for file in opened:
+        file.close()
+
+
+def texts_shown(out: str) -> list[str]:
+    """What stands between the titles of each text, marks included."""
+    return re.findall(r"── text\n(.*?)\n── \d+ tokens?, ended by", out, re.DOTALL)
+
+
+def bare(text: str) -> str:
+    return text.replace("«", "").replace("»", "")
+
+
+# --- generate ---
+
+
+@pytest.mark.parametrize("speculative", [EAGLE, VANILLA], ids=["eagle", "vanilla"])
+def test_generate_shows_text_table_and_verdict(
+    run: Run, config: Callable[..., str], speculative: dict[str, Any]
+) -> None:
+    file = config(speculative)
+    result = run("generate", "-c", file, "-p", "def f(", "-p", "import", "-n", "20")
+    assert result.code == 0
+    with LLM(file) as llm:
+        outputs = llm.generate(["def f(", "import"], SamplingParams(max_new_tokens=20))
+    assert [bare(text) for text in texts_shown(result.out)] == [
+        output.text.rstrip("\n") for output in outputs
+    ]
+    assert "── prompt 1 of 2\ndef f(\n── text" in result.out
+    assert "── prompt 2 of 2\nimport\n── text" in result.out
+    for row in ("tokens per step (acceptance length)", "accepted up to draft 1..3", "speed-up"):
+        assert row in result.out
+    assert re.search(r"tokens +40 +40", result.out)
+    last = result.out.splitlines()[-1]
+    assert last == "identical to decoding without MTP: yes (40 tokens)"
+    assert "loading weights" in result.err
+
+
+def test_marks_stand_around_accepted_drafts(run: Run, config: Callable[..., str]) -> None:
+    file = config(EAGLE)
+    result = run("generate", "-c", file, "-p", "def f(", "-n", "30", "--no-compare")
+    drafted, own, in_draft = "", "", False
+    with LLM(file) as llm:
+        for events in llm.stream("def f(", SamplingParams(max_new_tokens=30)):
+            for segment in events[0].segments:
+                drafted += segment.text if segment.from_draft else ""
+                own += "" if segment.from_draft else segment.text
+    shown_drafted = shown_own = ""
+    for char in texts_shown(result.out)[0]:
+        if char in "«»":
+            assert in_draft is (char == "»")
+            in_draft = char == "«"
+        elif in_draft:
+            shown_drafted += char
+        else:
+            shown_own += char
+    assert not in_draft
+    assert len(drafted) > 5
+    assert (shown_drafted, shown_own.rstrip()) == (drafted, own.rstrip())
+
+
+def test_marks_can_be_left_out(run: Run, config: Callable[..., str]) -> None:
+    result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "12", "--no-marks")
+    assert not set("«»") & set(result.out)
+    assert result.code == 0
+
+
+def test_colours_in_place_of_marks(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config(EAGLE)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run("generate", "-c", file, "-p", "ab", "-n", "16", "--no-compare").out
+    assert "\x1b[32m" in coloured
+    assert "«" not in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "«" in run("generate", "-c", file, "-p", "ab", "-n", "16", "--no-compare").out
+
+
+def test_no_compare_leaves_the_other_runs_out(run: Run, config: Callable[..., str]) -> None:
+    result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "8", "--no-compare")
+    assert result.code == 0
+    assert "without MTP" not in result.out
+    assert "identical" not in result.out
+
+
+def test_without_mtp_there_is_no_acceptance(run: Run, config: Callable[..., str]) -> None:
+    result = run("generate", "-c", config(None), "-p", "ab", "-n", "8")
+    assert result.code == 0
+    assert "acceptance" not in result.out
+    assert "drafts" not in result.out.split("── 8 tokens")[1]
+    assert result.out.splitlines()[-1] == "identical to plain decoding: yes (8 tokens)"
+
+
+def test_relaxed_acceptance_says_what_it_does_not_promise(
+    run: Run, config: Callable[..., str]
+) -> None:
+    result = run("generate", "-c", config(RELAXED), "-p", "<think>so", "-n", "40")
+    found = re.search(
+        r"^identical to decoding without MTP: not promised by relaxed acceptance; (\d+) of 40 "
+        r"tokens agree up to the first difference of each prompt$",
+        result.out,
+        re.MULTILINE,
+    )
+    assert found
+    assert int(found[1]) < 40
+    assert result.code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--stop", "a", "--stop", "\n"),
+        ("--min-tokens", "12"),
+        ("--ignore-eos",),
+        ("--stop", "b", "--min-tokens", "9"),
+    ],
+    ids=" ".join,
+)
+def test_stops_and_least_lengths_compare_too(
+    run: Run, config: Callable[..., str], arguments: tuple[str, ...]
+) -> None:
+    options = ("-p", "def f(", "-p", "x", "-p", "import", "-n", "40")
+    result = run("generate", "-c", config(EAGLE), *options, *arguments)
+    assert result.code == 0, result.out
+    assert "identical to decoding without MTP: yes" in result.out
+
+
+def test_a_difference_is_told_and_fails(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def altered(model: Any, prompt: list[int], *arguments: Any, **options: Any) -> list[int]:
+        tokens = greedy_decode(model, prompt, *arguments, **options)
+        if len(prompt) == 6:
+            tokens[4] = ord("!") - 33  # the byte-level alphabet starts there
+        return tokens
+
+    file = config(EAGLE)
+    (ours,) = LLM(file).generate(["def f("], SamplingParams(max_new_tokens=12))
+    monkeypatch.setattr(decoding, "greedy_decode", altered)
+    result = run("generate", "-c", file, "-p", "x", "-p", "def f(", "-n", "12")
+    assert result.code == 1
+    token = ours.token_ids[4]
+    spelled = byte_tokenizer().decode([token])
+    verdict = result.out.splitlines()[-2:]
+    assert verdict[0] == "identical to decoding without MTP: NO"
+    assert verdict[1] == (f"  prompt 2, token 5: {token} {spelled!r}, plain decoding has 0 {'!'!r}")
+
+
+def test_a_text_that_ends_too_early_is_a_difference(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def longer(*arguments: Any, **options: Any) -> list[int]:
+        return [*greedy_decode(*arguments, **options), 0]
+
+    monkeypatch.setattr(decoding, "greedy_decode", longer)
+    result = run("generate", "-c", config(EAGLE), "-p", "x", "-n", "6")
+    assert result.code == 1
+    assert "  prompt 1, token 7: the end, plain decoding has 0 '!'" in result.out
+
+
+def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
+    file = config(VANILLA)
+    result = run("generate", "-c", file, "-p", "def f(", "-p", "é", "-n", "16", "--json")
+    assert result.code == 0
+    document = json.loads(result.out)
+    with LLM(file) as llm:
+        outputs = llm.generate(["def f(", "é"], SamplingParams(max_new_tokens=16))
+    for found, output, prompt in zip(document["results"], outputs, ["def f(", "é"], strict=True):
+        assert found["prompt"] == prompt
+        assert found["prompt_token_ids"] == output.prompt_token_ids
+        assert found["token_ids"] == output.token_ids
+        assert found["text"] == output.text
+        assert found["finish_reason"] == output.finish_reason.value
+        acceptance = found["acceptance"]
+        assert acceptance["steps_by_emitted_tokens"] == output.acceptance.histogram
+        assert acceptance["acceptance_length"] == output.acceptance.acceptance_length
+        assert acceptance["per_position"] == output.acceptance.per_position
+    emitted = sum(len(output.token_ids) for output in outputs)
+    for name in ("run", "run_without_mtp"):
+        assert document[name]["num_tokens"] == emitted
+        assert document[name]["seconds"] > 0
+        assert document[name]["tokens_per_second"] > 0
+    assert document["run"]["acceptance"]["emitted"] == emitted - 2
+    assert document["run_without_mtp"]["num_steps"] > document["run"]["num_steps"]
+    assert document["comparison"] == {
+        "identical": True,
+        "expected_identical": True,
+        "num_tokens": emitted,
+        "num_equal": emitted,
+        "num_ties": 0,
+        "differences": [],
+    }
+    assert document["max_draft_len"] == 3
+    assert document["config"]["speculative_config"]["max_draft_len"] == 3
+    assert set(document["versions"]) == {"mtp_plugin", "python", "torch", "transformers"}
+
+
+def test_json_of_a_difference(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "greedy_decode", lambda *_, **__: [])
+    result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "4", "--json")
+    assert result.code == 1
+    (difference,) = json.loads(result.out)["comparison"]["differences"]
+    assert (difference["prompt"], difference["position"], difference["expected"]) == (1, 1, None)
+
+
+def test_json_without_compare(run: Run, config: Callable[..., str]) -> None:
+    result = run("generate", "-c", config(None), "-p", "ab", "-n", "4", "--json", "--no-compare")
+    document = json.loads(result.out)
+    assert document["comparison"] is None
+    assert document["run_without_mtp"] is None
+    assert document["run"]["acceptance"] is None
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_ends_cleanly(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    steps, closed = [], []
+    step, shutdown = PyExecutor.step, PyExecutor.shutdown
+
+    def interrupted(self: PyExecutor) -> list[StepEvent]:
+        steps.append(1)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        return step(self)
+
+    def watched(self: PyExecutor) -> None:
+        shutdown(self)
+        closed.append(self.engine.blocks.num_free_blocks == self.engine.blocks.num_blocks)
+
+    monkeypatch.setattr(PyExecutor, "step", interrupted)
+    monkeypatch.setattr(PyExecutor, "shutdown", watched)
+    extra = ["--json"] if as_json else []
+    result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "60", *extra)
+    assert result.code == 130
+    assert result.err.endswith("interrupted\n")
+    assert closed == [True]
+    assert not as_json or result.out == ""
+    assert as_json or result.out.endswith("\n")
+
+
+def test_a_failed_request_is_an_error(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in checkpoint.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"].fill_(float("nan"))
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    result = run("generate", "-c", config(EAGLE, model=str(broken)), "-p", "ab", "--no-marks")
+    assert result.code == 2
+    assert "failed after 0 tokens: the target gave a row of logits" in result.err
+    assert "Traceback" not in result.err
+
+
+# --- where prompts come from ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("one.txt", b"def f(\n", ["def f(\n"]),
+        ("one.txt", b"a\r\nb", ["a\r\nb"]),
+        ("many.json", b'["a", "b\\n"]', ["a", "b\n"]),
+        ("many.json", b'[{"prompt": "a", "path": "x.py"}, "b"]', ["a", "b"]),
+    ],
+)
+def test_prompt_files(
+    run: Run,
+    config: Callable[..., str],
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    expected: list[str],
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    arguments = ("--prompt-file", str(tmp_path / name), "-p", "first", "-n", "2", "--no-compare")
+    result = run("generate", "-c", config(EAGLE), *arguments, "--json")
+    assert [r["prompt"] for r in json.loads(result.out)["results"]] == ["first", *expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.txt", None, "no such file"),
+        ("a.md", b"x", "expected .txt (one prompt), .json (a list) or - (standard input)"),
+        ("a.txt", b"\xff", "expected UTF-8 text"),
+        ("a.json", b"[", "expected JSON"),
+        ("a.json", b"[]", "expected a list of prompts that is not empty"),
+        ("a.json", b'{"prompt": "x"}', "expected a list of prompts that is not empty"),
+        ("a.json", b'["x", 3]', "item 2: expected text or an object with the text under 'prompt'"),
+        ("a.json", b'[{"text": "x"}]', "item 1: expected text or an object with the text under"),
+    ],
+)
+def test_prompt_files_refused(
+    run: Run,
+    config: Callable[..., str],
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    result = run("generate", "-c", config(EAGLE), "--prompt-file", str(file))
+    assert result.code == 2
+    assert result.err.startswith(f"error: prompt file {file}: ")
+    assert message in result.err
+    assert result.err.count("\n") == 1
+
+
+def prompt_taken(result: Result) -> list[str]:
+    return [r["prompt"] for r in json.loads(result.out)["results"]]
+
+
+FEW = ("-n", "2", "--no-compare", "--json")
+
+
+def test_piped_text_is_a_prompt(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, "def é\n".encode())
+    os.close(writer)
+    stdin(reader)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *FEW)) == ["def é\n"]
+
+
+def test_a_redirected_file_is_a_prompt(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None], tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("abc")
+    stdin(os.open(tmp_path / "text", os.O_RDONLY))
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *FEW)) == ["abc"]
+
+
+def test_a_given_prompt_leaves_standard_input_alone(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"later")
+    os.close(writer)
+    stdin(reader)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), "-p", "x", *FEW)) == ["x"]
+    assert sys.stdin.read() == "later"
+
+
+def test_standard_input_by_name(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"piped")
+    os.close(writer)
+    stdin(reader)
+    arguments = ("-p", "x", "--prompt-file", "-", *FEW)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *arguments)) == ["x", "piped"]
+
+
+def open_terminal() -> int:
+    return os.openpty()[1]
+
+
+def open_silent_pipe() -> int:
+    return os.pipe()[0]
+
+
+def open_empty_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader
+
+
+NOTHING = [
+    pytest.param(open_terminal, id="a terminal"),
+    pytest.param(open_silent_pipe, id="a pipe that nobody writes to"),
+    pytest.param(open_empty_pipe, id="an empty pipe"),
+    pytest.param(lambda: os.open(os.devnull, os.O_RDONLY), id="the null device"),
+    pytest.param(None, id="closed"),
+]
+
+
+@pytest.mark.parametrize("opening", NOTHING)
+def test_without_any_prompt_there_is_a_clear_error(
+    run: Run,
+    config: Callable[..., str],
+    stdin: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+    opening: Callable[[], int] | None,
+) -> None:
+    monkeypatch.setattr(prompts, "STDIN_WAIT_SECONDS", 0.05)
+    if opening is None:
+        monkeypatch.setattr(sys, "stdin", None)
+    else:
+        stdin(opening())
+    result = run("generate", "-c", config(EAGLE))
+    assert result.code == 2
+    assert result.err.splitlines()[-1] == (
+        "error: no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
+        f"(and there is no {checkpoint.parent / 'prompts.json'})"
+    )
+
+
+def test_bundled_prompts_lie_around_the_checkpoint(
+    run: Run,
+    config: Callable[..., str],
+    stdin: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+) -> None:
+    monkeypatch.setattr(prompts, "STDIN_WAIT_SECONDS", 0.05)
+    stdin(open_silent_pipe())
+    bundled = checkpoint.parent / "prompts.json"
+    bundled.write_text('[{"prompt": "one"}, {"prompt": "two"}]')
+    try:
+        result = run("generate", "-c", config(EAGLE), *FEW)
+    finally:
+        bundled.unlink()
+    assert prompt_taken(result) == ["one", "two"]
+    told = result.err.splitlines()
+    assert told[0].startswith("nothing came on standard input within 0.05 s")
+    assert told[1] == f"no prompt was given: taking those of {bundled}"
+
+
+# --- errors ---
+
+
+def test_named_errors_are_one_line_each(run: Run, config: Callable[..., str]) -> None:
+    file = config({"decoding_type": "MTP", "max_draft_len": 99}, max_batch_sizes=3)
+    result = run("generate", "-c", file, "-p", "x")
+    assert result.code == 2
+    lines = result.err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"error: {file}: ") for line in lines)
+    assert "speculative_config.max_draft_len: expected an integer from 1 to 16" in result.err
+    assert "max_batch_sizes: unknown key; did you mean max_batch_size?" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "x", "-n", "0"), "sampling parameters: max_new_tokens must be an integer >= 1"),
+        (("-p", ""), "request 0: the prompt is empty"),
+        (("-p", "x" * 600), "request 0: the prompt has 600 tokens, max_seq_len is 512"),
+        (("-p", "x", "--stop", ""), "sampling parameters: stop must be a sequence of strings"),
+        (("-p", "x", "--stop", "<eos>"), "request 0: not supported: stop='<eos>' (special tokens"),
+    ],
+)
+def test_requests_refused(
+    run: Run, config: Callable[..., str], arguments: tuple[str, ...], message: str
+) -> None:
+    result = run("generate", "-c", config(EAGLE), *arguments, "--no-marks")
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith(f"error: {message}")
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["generate", "config"])
+def test_a_missing_file(run: Run, command: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "none.yaml")
+    result = run(command, *(["-c"] if command == "generate" else []), file)
+    assert (result.code, result.err) == (2, f"error: {file}: no such file; expected a YAML file\n")
+
+
+def test_a_missing_checkpoint(run: Run, config: Callable[..., str], tmp_path: Path) -> None:
+    result = run("generate", "-c", config(EAGLE, model=str(tmp_path / "none")), "-p", "x")
+    assert result.code == 2
+    assert "none: expected a directory, it does not exist" in result.err
+
+
+def test_wrong_usage(run: Run) -> None:
+    assert run("generate").code == 2
+    assert run("nonsense").code == 2
+
+
+# --- config, doctor, version ---
+
+
+def test_config_prints_what_loads_again(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    file = config({"decoding_type": "MTP", "use_mtp_vanilla": True})
+    result = run("config", file)
+    assert result.code == 0
+    again = tmp_path / "again.yaml"
+    again.write_text(result.out)
+    loaded = load_config(again)
+    assert loaded == load_config(file).resolve(3)
+    assert loaded.speculative_config.draft_len == 3
+    assert loaded.model == str(checkpoint)
+
+
+def test_config_of_a_checkpoint_elsewhere(
+    run: Run, config: Callable[..., str], tmp_path: Path
+) -> None:
+    result = run("config", config(EAGLE, model=str(tmp_path / "elsewhere")))
+    assert result.code == 0
+    assert yaml.safe_load(result.out)["speculative_config"]["max_draft_len"] == 3
+    assert result.err.startswith("warning: draft length not looked up in the checkpoint: ")
+
+
+def test_config_with_an_older_name_warns(run: Run, config: Callable[..., str]) -> None:
+    result = run("config", config({"decoding_type": "MTP", "num_nextn_predict_layers": 2}))
+    assert result.code == 0
+    assert yaml.safe_load(result.out)["speculative_config"]["max_draft_len"] == 2
+    assert re.fullmatch(r"warning: .*num_nextn_predict_layers is the older name .*\n", result.err)
+
+
+def test_config_schema(run: Run) -> None:
+    assert json.loads(run("config", "--schema").out) == json_schema()
+
+
+def test_config_takes_a_file_or_the_schema(run: Run, config: Callable[..., str]) -> None:
+    assert run("config").code == 2
+    assert run("config", config(None), "--schema").code == 2
+
+
+def test_doctor_finds_no_problem(run: Run, config: Callable[..., str]) -> None:
+    result = run("doctor", "-c", config(VANILLA))
+    assert result.code == 0
+    found = dict(re.findall(r"^(\S+(?: \S+)*) {2,}(.*)$", result.out, re.MULTILINE))
+    assert found["family"] == "glm4_moe (Glm4MoeForCausalLM)"
+    assert found["layers"] == "2 and 3 MTP"
+    assert found["drafts per step"] == "K = 3 by 3 MTP layers"
+    assert found["KV rows per request"].startswith("its tokens and up to 8 for the next step")
+    assert found["KV blocks"] == "256 of 8 tokens"
+    assert found["slots"] == "26 and the sentinel"
+    assert found["tokenizer"] == f"{VOCAB} tokens"
+    assert found["draft head"].startswith("concat embed_hidden, target state post_norm")
+    assert result.out.splitlines()[-1] == "no problems found"
+
+
+def test_doctor_loads_no_weight(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("mtp_plugin.models.loader.read_tensors", refuse)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
+    assert run("doctor", "-c", config(EAGLE)).code == 0
+    assert run("doctor", "-c", config(None)).code == 0
+
+
+def test_doctor_lists_every_problem(run: Run, config: Callable[..., str]) -> None:
+    file = config(
+        {**VANILLA, "max_draft_len": 4},
+        max_seq_len=9999,
+        kv_cache_config={"tokens_per_block": 64, "max_tokens": 63},
+    )
+    result = run("doctor", "-c", file)
+    assert result.code == 1
+    problems = [p for p in result.out.splitlines() if p.startswith("problem: ")]
+    assert [p.split(": ")[1] for p in problems] == [
+        "kv_cache_config.max_tokens",
+        "max_draft_len",
+        "max_seq_len",
+    ]
+    assert "no problems found" not in result.out
+
+
+def test_doctor_on_a_damaged_checkpoint(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    """R43: a missing MTP tensor is found before any weight is loaded."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.3.eh_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    result = run("doctor", "-c", config(EAGLE, model=str(broken)))
+    assert result.code == 1
+    assert "1 are missing: model.layers.3.eh_proj.weight" in result.out
+    assert re.search(r"^tokenizer +none: prompts must be token ids$", result.out, re.MULTILINE)
+
+
+def test_doctor_without_a_checkpoint_or_a_readable_config(
+    run: Run, config: Callable[..., str], tmp_path: Path
+) -> None:
+    result = run("doctor", "-c", config(EAGLE, model=str(tmp_path / "none")))
+    assert result.code == 1
+    assert "problem: checkpoint" in result.out
+    result = run("doctor", "-c", config(EAGLE, max_batch_size=0, nonsense=1))
+    assert result.code == 1
+    assert result.out.count("problem: ") == 2
+
+
+def test_version_and_help(run: Run) -> None:
+    assert re.fullmatch(r"mtp-plugin \d+\.\d+\.\d+\n", run("--version").out)
+    result = run("--help")
+    assert result.code == 0
+    assert all(command in result.out for command in ("generate", "config", "doctor"))
+
+
+# --- the view ---
+
+
+def event(*segments: tuple[str, bool], end: FinishReason | None = None) -> StepEvent:
+    shown = [Segment(text, from_draft) for text, from_draft in segments]
+    return StepEvent(0, list(range(len(segments))), shown, end)
+
+
+def plain_console(encoding: str = "utf-8", **options: Any) -> OutputConsole:
+    return OutputConsole(
+        file=io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline=""), **options
+    )
+
+
+def written(console: OutputConsole) -> str:
+    console.file.flush()
+    return console.file.buffer.getvalue().decode(console.file.encoding)
+
+
+def test_the_first_unfinished_text_is_live_and_the_others_wait() -> None:
+    console = plain_console()
+    view = StreamView(console, ["p", "q", "r"], marks=True)
+    length = FinishReason.LENGTH
+    view.show([(0, event(("a", False))), (1, event(("x", False))), (2, event(("1", False)))])
+    assert written(console).endswith("── prompt 1 of 3\np\n── text\na")
+    view.show([(1, event(("y", True), ("z", False), end=length)), (2, event(("2", True)))])
+    assert written(console).endswith("── text\na")
+    view.show([(0, event(("b", True), end=FinishReason.END_ID))])
+    assert written(console).split("── text\n", 1)[1] == (
+        "a«b»\n── 2 tokens, ended by stop\n"
+        "\n── prompt 2 of 3\nq\n── text\nx«y»z\n── 3 tokens, ended by length\n"
+        "\n── prompt 3 of 3\nr\n── text\n1«2"
+    )
+    view.show([(2, event(("3", True), ("4", False)))])
+    view.close()
+    assert written(console).endswith("1«23»4\n")
+
+
+def test_drafts_of_neighbouring_runs_share_a_mark() -> None:
+    console = plain_console()
+    view = StreamView(console, ["p"], marks=True)
+    view.show([(0, event(("a", True)))])
+    view.show([(0, event(("b", True)))])
+    view.show([(0, event(end=FinishReason.LENGTH))])
+    assert "\n«ab»\n" in written(console)
+
+
+def test_marks_fit_the_encoding() -> None:
+    console = plain_console("ascii")
+    view = StreamView(console, ["p"], marks=True)
+    view.show([(0, event(("a", True), end=FinishReason.LENGTH))])
+    assert "-- text\n<<a>>\n-- 1 token, ended by length\n" in written(console)
+
+
+def test_a_long_prompt_is_shown_by_its_end() -> None:
+    console = plain_console()
+    view = StreamView(console, ["x" * 5000 + "END"], marks=False)
+    view.show([(0, event(("a", False)))])
+    assert "\n..." in written(console)
+    assert "xEND\n── text\na" in written(console)
+    assert len(written(console)) < 1000
+
+
+def test_a_terminal_gets_no_control_characters_of_the_model() -> None:
+    console = plain_console(force_terminal=True, color_system=None)
+    console.write("a\x1b[31mb\x07\tc\n\x9b")
+    assert written(console) == "a\\x1b[31mb\\x07\tc\n\\x9b"
+
+
+def test_a_pipe_gets_the_text_as_it_is() -> None:
+    console = plain_console(force_terminal=False)
+    console.write("a\x1b[31mb" + "x" * 300 + "[bold]")
+    assert written(console) == "a\x1b[31mb" + "x" * 300 + "[bold]"
+
+
+# --- the oracle ---
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ties", "equal"), [(torch.bfloat16, 1, 10), (torch.float32, 0, 4)]
+)
+def test_half_precision_ties_are_no_difference(
+    checkpoint: Path, dtype: torch.dtype, ties: int, equal: int
+) -> None:
+    """Two words with the same row in the head: either may be chosen, and decoding goes on."""
+    model = load_model(checkpoint, dtype=dtype)
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=10, ignore_eos=True)
+    truth = greedy_decode(model.target, prompt, 10)
+    twin = VOCAB - 1
+    head: Any = model.lm_head
+    with torch.no_grad():
+        head.weight[twin] = head.weight[truth[4]]
+    emitted = [*truth[:4], twin]
+    emitted += greedy_decode(model.target, prompt + emitted, 5)
+    result = Decoded(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
+    found = compare_with_plain_decoding(model, [result], params, max_seq_len=512, tokenizer=None)
+    assert (found.num_ties, found.num_equal) == (ties, equal)
+    assert [(d.position, d.token, d.expected) for d in found.differences] == (
+        [] if ties else [(5, twin, truth[4])]
+    )
+
+
+# --- the process ---
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mtp_plugin.cli", *arguments]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str]) -> None:
+    process = start("generate", "-c", config(EAGLE), "-p", "ab", "-n", "400", "--no-compare")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "BrokenPipe" not in told
+
+
+def test_ctrl_c_ends_the_process_cleanly(config: Callable[..., str]) -> None:
+    process = start("generate", "-c", config(EAGLE), "-p", "ab", "-n", "450", "--ignore-eos")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.decode().endswith("interrupted\n")
+    assert "Traceback" not in told.decode()
+    assert b"identical" not in out
