@@ -158,7 +158,9 @@ class MTPPlugin:
             settings.end_thinking_phase_token = end
         vanilla = config.use_mtp_vanilla
         worker_class = MTPWorker if vanilla else MTPEagleWorker
-        worker = worker_class(settings, chain=config.mtp.chain or host.chain)
+        worker = worker_class(
+            settings, chain=config.mtp.chain or host.chain, device=host.device
+        )
         manager = MTPHiddenStatesManager(
             settings,
             host.dtype,
@@ -206,7 +208,6 @@ class MTPPlugin:
             for name, built in (
                 ("verification", ("coupled",)),
                 ("draft_sampling", ("coupled", "greedy")),
-                ("kernels", ("auto", "reference")),
                 ("keep_warm", (True,)),
             )
             if getattr(config.mtp, name) not in built
@@ -237,7 +238,7 @@ class PlainPlugin:
                 device=host.device,
             )
 
-        worker = PlainWorker(SimpleNamespace(max_draft_len=0))
+        worker = PlainWorker(SimpleNamespace(max_draft_len=0), device=host.device)
         return SpeculativePieces(None, worker, _sampler(host, 0), make_metadata, plan)
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 from hypothesis import settings
+
+# without a GPU the kernels run under Triton's interpreter; triton reads this when it is imported
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # the tensors of a test are small: a second thread costs more than it gives
 torch.set_num_threads(1)
@@ -12,3 +19,12 @@ torch.set_num_threads(1)
 settings.register_profile("repository", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repository")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need a CUDA device; elsewhere the summary names them as skipped."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

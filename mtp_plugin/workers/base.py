@@ -77,6 +77,8 @@ class SpecWorker(nn.Module, ABC):
         chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what
             the config says, else ``output``.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
+        device: that the step runs on; decides what ``kernels: auto`` means. Default: CUDA where
+            present.
     """
 
     min_draft_len = 1
@@ -88,6 +90,7 @@ class SpecWorker(nn.Module, ABC):
         *_: Any,
         chain: str | None = None,
         thinking_tokens: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
         **__: Any,
     ) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class SpecWorker(nn.Module, ABC):
         self.chain = chain or getattr(options, "chain", None) or "output"
         self.draft_window = getattr(options, "draft_window", "exact")
         self.check_metadata = bool(getattr(options, "check_metadata", False))
-        self.ops = select_ops(getattr(options, "kernels", "auto"))
+        self.ops = select_ops(getattr(options, "kernels", "auto"), device)
         self._public_loop: DraftLoop | None = None
 
     # ---- the step -------------------------------------------------------------------------

@@ -137,12 +137,13 @@ def _rewind(
     release[:, 1:] = blocks[:, 1:]
 
     earlier = table.gather(1, (new_count - 1).clamp(0, last_column).unsqueeze(1)).squeeze(1)
+    columns = torch.arange(table.shape[1], device=table.device)
+    # the old values are views of the buffers
+    gone = (columns >= new_count.unsqueeze(1)) & (columns < old_count.unsqueeze(1))
+    table.masked_fill_(gone, -1)
     kept = kv.last_kv_block_id[:num_decode]
     kv.last_kv_block_id[:num_decode] = torch.where(crossed > 0, earlier, kept)
     offset = torch.where(active[:num_decode], behind - block * block_size_tokens, behind)
     kv.last_kv_block_offset[:num_decode] = offset
     kv.kv_length_offsets[:num_decode] -= rejected
     kv.kv_block_counts[:num_decode] = new_count
-    columns = torch.arange(table.shape[1], device=table.device)
-    gone = (columns >= new_count.unsqueeze(1)) & (columns < old_count.unsqueeze(1))
-    table.masked_fill_(gone, -1)

@@ -94,10 +94,11 @@ def rewind_kv_cache(
     rewound.blocks_to_release.copy_(released.view_as(rewound.blocks_to_release))
     rewound.remove_mask.copy_(marked.view_as(rewound.remove_mask))
 
+    # the old values are views of the buffers
+    gone = (columns >= new_count.unsqueeze(1)) & (columns < old_count.unsqueeze(1))
+    table.masked_fill_(gone, -1)
     last_kv_block_offset[:n] = torch.where(decode, behind - block * block_size_tokens, offset)
     kv_length_offsets[:n] -= rejected
     kv_block_counts[:n] = new_count
     last_kv_block_id[:n] = torch.where(crossed > 0, earlier.squeeze(1), old_last)
-    gone = (columns >= new_count.unsqueeze(1)) & (columns < old_count.unsqueeze(1))
-    table.masked_fill_(gone, -1)
     return rewound

@@ -1,0 +1,298 @@
+"""Whole steps on the Triton kernels equal whole steps on the references, bit for bit.
+
+Runs under Triton's interpreter without a GPU, on the device with one; in a CUDA graph there too.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.metadata import MTPSpecMetadata
+from mtp_plugin.ops.backend import REFERENCE_OPS, triton_ops
+from mtp_plugin.state import MTPHiddenStatesManager
+from mtp_plugin.workers import MTPEagleWorker, MTPWorker
+from tests.workers.host import LimitedAttention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BEGIN, END = 3, 5
+
+
+class DeviceAttention(LimitedAttention):
+    """The embedded executor's fields, on the device of the run."""
+
+    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
+        super().__init__(seq_lens, num_contexts, kv_lens)
+        for name in ("_seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "kv_capacity"):
+            setattr(self, name, getattr(self, name).to(DEVICE))
+
+
+class MixingLayer:
+    """A draft layer whose states depend on ids, states and positions; its head is a projection."""
+
+    def __init__(self, embedding: torch.Tensor, head: torch.Tensor, returns_input: bool) -> None:
+        self.embedding = embedding
+        self.head = head
+        self.returns_input = returns_input
+
+    def __call__(self, *, input_ids, position_ids, hidden_states, **_: Any) -> torch.Tensor:
+        if self.returns_input:
+            return hidden_states
+        places = (position_ids.reshape(-1, 1) % 7).to(hidden_states.dtype) / 16
+        return hidden_states / 2 + self.embedding[input_ids.long()] + places
+
+    def shared_head(self, hidden, _lm_head, attn_metadata, return_all=False) -> torch.Tensor:
+        if not return_all:
+            ends = attn_metadata.seq_lens_cuda[: attn_metadata.num_seqs].long().cumsum(0) - 1
+            hidden = hidden[ends]
+        return hidden @ self.head
+
+
+class Case:
+    """One random step, and everything that a worker needs for it."""
+
+    def __init__(
+        self,
+        *,
+        k: int,
+        chunks: list[tuple[int, int, bool]],
+        num_generations: int,
+        vocab: int,
+        hidden: int,
+        seed: int,
+        relaxed: bool = False,
+        draft_lens: bool = False,
+        vanilla: bool = True,
+        window: str = "exact",
+        chain: str = "output",
+        returns_input: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        dice = torch.Generator().manual_seed(seed)
+
+        def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=dice, dtype=torch.int32)
+
+        self.k, self.vanilla = k, vanilla
+        config = SimpleNamespace(
+            max_draft_len=k,
+            use_relaxed_acceptance_for_thinking=relaxed,
+            relaxed_topk=4,
+            relaxed_delta=0.3,
+            begin_thinking_phase_token=BEGIN,
+            end_thinking_phase_token=END,
+            mtp=SimpleNamespace(draft_window=window, kernels="reference", chain=chain),
+        )
+        self.config = config
+        num_contexts = len(chunks)
+        seq_lens = [length for _, length, _ in chunks] + [k + 1] * num_generations
+        lengths = integers(1, 3 * k + 4, num_generations).tolist()
+        kv_lens = [start + length for start, length, _ in chunks]
+        kv_lens += [length + k + 1 for length in lengths]
+        requests = len(seq_lens)
+        self.manager = MTPHiddenStatesManager(
+            config, dtype, hidden, max(requests, 1), device=DEVICE
+        )
+        for request in range(requests):
+            self.manager.slot_manager.add_slot(request)
+        states = self.manager.mtp_past_hidden_states_pool
+        states.copy_(torch.randn(states.shape, generator=dice))
+        tokens = self.manager.mtp_past_tokens_pool
+        tokens.copy_(integers(0, vocab, *tokens.shape))
+        if relaxed:
+            pool = self.manager.thinking_pool
+            pool.copy_(integers(0, 2, *pool.shape))
+        self.attention = DeviceAttention(seq_lens, num_contexts, kv_lens)
+        starts = [start for start, _, _ in chunks] + lengths
+        self.attention.kv_cache_params.num_cached_tokens_per_seq = starts
+        positions = [s + i for s, n in zip(starts, seq_lens, strict=True) for i in range(n)]
+        rows = num_contexts + num_generations * (k + 1)
+        logits = torch.randn(rows, vocab, generator=dice) * 3
+        best = logits[num_contexts:].argmax(-1).view(num_generations, k + 1)[:, :k]
+        drafts = torch.where(
+            torch.rand(best.shape, generator=dice) < 0.7, best, integers(0, vocab, *best.shape)
+        )
+        ids = integers(0, vocab, sum(seq_lens))
+        self.inputs = {
+            "input_ids": ids.to(DEVICE),
+            "position_ids": torch.tensor([positions]).to(DEVICE),
+            "hidden_states": torch.randn(len(positions), hidden, generator=dice).to(DEVICE, dtype),
+            "logits": logits.to(DEVICE),
+        }
+        following = [-1 if last else int(integers(0, vocab, 1)) for _, _, last in chunks]
+        mode = SpeculativeDecodingMode
+        self.spec = MTPSpecMetadata(
+            max_num_requests=max(requests, 1),
+            max_draft_len=k,
+            spec_dec_mode=mode.MTP if vanilla else mode.MTP_EAGLE_ONE_MODEL,
+            mtp_hidden_states_manager=self.manager,
+            max_position=4 * k + 6,
+            device=DEVICE,
+        )
+        self.spec.request_ids = range(requests)
+        self.spec.draft_tokens = drafts.reshape(-1).to(DEVICE, torch.int32)
+        if draft_lens:
+            self.spec.draft_lens = integers(0, k + 1, num_generations).to(DEVICE)
+        self.spec.next_prompt_tokens = torch.tensor(following, dtype=torch.int32, device=DEVICE)
+        self.spec.prepare()
+        embedding = torch.randn(vocab, hidden, generator=dice).to(DEVICE, dtype)
+        head = torch.randn(hidden, vocab, generator=dice).to(DEVICE, dtype)
+        self.layers = [MixingLayer(embedding, head * (1 + d), returns_input) for d in range(k)]
+
+    def run(self, ops) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """The step on its own copy of all state: outputs, and pools afterwards."""
+        case = copy.deepcopy(self)
+        worker = (MTPWorker if self.vanilla else MTPEagleWorker)(case.config)
+        worker.ops = ops
+        outputs = worker(
+            **case.inputs,
+            lm_head=None,
+            embed_tokens=None,
+            attn_metadata=case.attention,
+            spec_metadata=case.spec,
+            mtp_layers=case.layers,
+        )
+        manager = case.manager
+        pools = [manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool]
+        if manager.use_relaxed_acceptance_for_thinking:
+            pools += [manager.thinking_pool, manager.mtp_relaxed_delta_pool]
+        for before, after in zip(self.inputs.values(), case.inputs.values(), strict=True):
+            assert torch.equal(before, after)
+        return outputs, pools
+
+    def check(self) -> None:
+        outputs, pools = self.run(triton_ops())
+        expected, expected_pools = self.run(REFERENCE_OPS)
+        for key, value in expected.items():
+            assert torch.equal(outputs[key], value), key
+            assert outputs[key].dtype == value.dtype
+        for pool, value in zip(pools, expected_pools, strict=True):
+            assert torch.equal(pool, value)
+
+
+chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
+
+
+@settings(max_examples=40)
+@given(
+    k=st.integers(1, 5),
+    chunks=st.lists(chunk, max_size=3),
+    num_generations=st.integers(0, 4),
+    vocab=st.sampled_from([7, 130, 1500]),
+    hidden=st.sampled_from([8, 24, 130]),
+    seed=st.integers(0, 10**6),
+    relaxed=st.booleans(),
+    draft_lens=st.booleans(),
+    vanilla=st.booleans(),
+    window=st.sampled_from(["exact", "trtllm"]),
+    chain=st.sampled_from(["output", "target_shift", "none"]),
+    returns_input=st.booleans(),
+)
+def test_random_steps(**options: Any) -> None:
+    if not options["chunks"] and not options["num_generations"]:
+        options["num_generations"] = 1
+    Case(**options).check()
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+def test_padding_rows_may_share_a_slot(vanilla: bool) -> None:
+    case = Case(
+        k=3, chunks=[], num_generations=4, vocab=64, hidden=16, seed=1, vanilla=vanilla
+    )
+    case.spec.slot_ids[2:] = case.manager.sentinel_slot
+    outputs, pools = case.run(triton_ops())
+    expected, expected_pools = case.run(REFERENCE_OPS)
+    for key, value in expected.items():
+        assert torch.equal(outputs[key][:2], value[:2])
+    sentinel = case.manager.sentinel_slot
+    for pool, value in zip(pools, expected_pools, strict=True):
+        assert torch.equal(pool[:sentinel], value[:sentinel])
+
+
+GRAPH_SHAPES = [
+    pytest.param(1, 4096, 129280, id="1x4096"),
+    pytest.param(8, 7168, 129280, id="8x7168"),
+    pytest.param(33, 7168, 32003, id="33x7168-odd-vocabulary"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "hidden", "vocab"), GRAPH_SHAPES)
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("relaxed", [False, True], ids=["strict", "relaxed"])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, relaxed, k) -> None:
+    """Captured once, replayed with changed inputs; nothing reads the device back."""
+
+    def case(seed: int) -> Case:
+        made = Case(
+            k=k, chunks=[], num_generations=batch, vocab=vocab, hidden=hidden, seed=seed,
+            vanilla=vanilla, relaxed=relaxed, draft_lens=True, returns_input=True,
+            dtype=torch.bfloat16,
+        )
+        # heads that return ready logits: what is compared is the step, not a projection
+        ready = [layer_logits(vocab, batch, seed, d) for d in range(k)]
+        for layer, logits in zip(made.layers, ready, strict=True):
+            layer.ready = logits
+            layer.shared_head = lambda *_, layer=layer: layer.ready
+        if not vanilla:
+            turn = iter(range(10**6))
+            made.layers[0].shared_head = lambda *_: ready[next(turn) % k]
+        made.ready = ready
+        return made
+
+    captured = case(0)
+    worker = (MTPWorker if vanilla else MTPEagleWorker)(captured.config)
+    worker.ops = triton_ops()
+
+    def step():
+        return worker(
+            **captured.inputs, lm_head=None, embed_tokens=None, attn_metadata=captured.attention,
+            spec_metadata=captured.spec, mtp_layers=captured.layers,
+        )
+
+    captured.attention.is_cuda_graph = True
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outputs = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed in (1, 2):
+        fresh = case(seed)
+        expected, pools = fresh.run(REFERENCE_OPS)
+        for name, value in captured.inputs.items():
+            value.copy_(fresh.inputs[name])
+        for mine, theirs in zip(captured.ready, fresh.ready, strict=True):
+            mine.copy_(theirs)
+        for name in ("draft_tokens", "draft_lens", "slot_ids"):
+            getattr(captured.spec, name).copy_(getattr(fresh.spec, name))
+        for name in ("kv_lens_cuda", "kv_write_limit", "kv_capacity"):
+            getattr(captured.attention, name).copy_(getattr(fresh.attention, name))
+        names = ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool"]
+        names += ["thinking_pool", "mtp_relaxed_delta_pool"] if relaxed else []
+        for name in names:
+            getattr(captured.manager, name).copy_(getattr(fresh.manager, name))
+        graph.replay()
+        torch.cuda.synchronize()
+        for key, value in expected.items():
+            assert torch.equal(outputs[key], value), key
+        for name, value in zip(names, pools, strict=True):
+            assert torch.equal(getattr(captured.manager, name), value), name
+
+
+def layer_logits(vocab: int, batch: int, seed: int, depth: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(1000 * seed + depth)
+    return torch.randn(batch, vocab, generator=dice).to(DEVICE)
