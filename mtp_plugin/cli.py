@@ -186,12 +186,12 @@ def _decode(
     del llm
     plain_run = comparison = None
     if compare and draft_len:
-        with progress(log) as tell:
-            tell("decoding without MTP, for the speed")
-            plain = settings.model_copy(update={"speculative_config": None})
-            with LLM(plain, model=model, tokenizer=tokenizer) as llm:
-                plain_run = run_batch(llm, prompts, params)
-            del llm
+        # no spinner, which would take its share of the time that is measured
+        log.write_line("decoding without MTP, for the speed")
+        plain = settings.model_copy(update={"speculative_config": None})
+        with LLM(plain, model=model, tokenizer=tokenizer) as llm:
+            plain_run = run_batch(llm, prompts, params)
+        del llm
     if compare:
         with progress(log) as tell:
             tell("decoding without the executor, for the text")

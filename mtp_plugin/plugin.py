@@ -158,9 +158,7 @@ class MTPPlugin:
             settings.end_thinking_phase_token = end
         vanilla = config.use_mtp_vanilla
         worker_class = MTPWorker if vanilla else MTPEagleWorker
-        worker = worker_class(
-            settings, chain=config.mtp.chain or host.chain, device=host.device
-        )
+        worker = worker_class(settings, chain=config.mtp.chain or host.chain, device=host.device)
         manager = MTPHiddenStatesManager(
             settings,
             host.dtype,

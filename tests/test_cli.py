@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -834,6 +835,74 @@ def test_half_precision_ties_are_no_difference(
     assert [(d.position, d.token, d.expected) for d in found.differences] == (
         [] if ties else [(5, twin, truth[4])]
     )
+
+
+class Faithful(NamedTuple):
+    note: str
+    params: dict[str, Any]
+    reason: FinishReason
+
+
+FAITHFUL = [
+    Faithful("the cap", {}, FinishReason.LENGTH),
+    Faithful("a stop id", {"stop_token_ids": "5"}, FinishReason.END_ID),
+    Faithful("a masked stop id", {"stop_token_ids": "5", "min_tokens": 8}, FinishReason.LENGTH),
+    Faithful("a stop string", {"stop": "5"}, FinishReason.STOP_WORDS),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> LLM:
+    config = {"model": str(checkpoint), "speculative_config": EAGLE, "max_seq_len": 64}
+    return LLM(config)
+
+
+def decode(engine: LLM, params: SamplingParams) -> Decoded:
+    (output,) = engine.generate([[5, 6, 7]], params)
+    return Decoded(
+        output.prompt_token_ids,
+        output.token_ids,
+        output.text,
+        output.finish_reason,
+        output.acceptance,
+    )
+
+
+@pytest.mark.parametrize("case", FAITHFUL, ids=lambda case: case.note)
+def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None:
+    """A run is confirmed, and one token more, less or other is found, however it ended."""
+    plain = decode(engine, SamplingParams(max_new_tokens=12, ignore_eos=True)).token_ids
+    fifth = plain[5]
+    options = dict(case.params)
+    if "stop_token_ids" in options:
+        options["stop_token_ids"] = (fifth,)
+    if "stop" in options:
+        options["stop"] = (byte_tokenizer().decode([fifth]),)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, **options)
+    result = decode(engine, params)
+    assert result.finish_reason is case.reason
+    tokens = result.token_ids
+
+    def differences(token_ids: list[int]) -> list[int]:
+        engine.model.set_attn_implementation("sdpa")
+        try:
+            return [
+                difference.position
+                for difference in compare_with_plain_decoding(
+                    engine.model,
+                    [dataclasses.replace(result, token_ids=token_ids)],
+                    params,
+                    max_seq_len=64,
+                    tokenizer=engine.tokenizer,
+                ).differences
+            ]
+        finally:
+            engine.model.set_attn_implementation("mtp_paged_sdpa")
+
+    assert differences(tokens) == []
+    assert differences(tokens[:-1]) == [len(tokens)]
+    assert differences([*tokens, 3]) == [len(tokens) + 1]
+    assert differences([*tokens[:2], tokens[2] ^ 1, *tokens[3:]]) == [3]
 
 
 # --- the process ---

@@ -210,29 +210,33 @@ class _Oracle:
 
     def _continue(self, emitted: list[int]) -> list[int]:
         """``emitted`` and what plain decoding adds, up to where the text has to end."""
-        if emitted and emitted[-1] in self._end_ids and len(emitted) > self._params.min_tokens:
-            return emitted
-        limit = self._limit
         if self._result.finish_reason is FinishReason.STOP_WORDS:
-            limit = len(self._result.token_ids)  # a stop string that comes later does not matter
-        added = greedy_decode(
+            # behind a stop string nothing counts: no need to decode on, if it is there
+            tokens, stopped = self._decode(emitted, len(self._result.token_ids))
+            if stopped:
+                return tokens
+        return self._decode(emitted, self._limit)[0]
+
+    def _decode(self, emitted: list[int], limit: int) -> tuple[list[int], bool]:
+        """(Tokens up to the limit or a stop, whether a stop string is there)."""
+        params = self._params
+        if emitted and emitted[-1] in self._end_ids and len(emitted) > params.min_tokens:
+            return emitted, False
+        tokens = emitted + greedy_decode(
             self._model.target,
             self._result.prompt_token_ids + emitted,
             limit - len(emitted),
             eos_token_ids=self._end_ids,
-            min_tokens=max(0, self._params.min_tokens - len(emitted)),
+            min_tokens=max(0, params.min_tokens - len(emitted)),
         )
-        return self._cut_at_stop(emitted + added)
-
-    def _cut_at_stop(self, tokens: list[int]) -> list[int]:
-        if self._tokenizer is None or not self._params.stop:
-            return tokens
-        text = RequestText(self._tokenizer, self._params.stop, self._params.min_tokens)
+        if self._tokenizer is None or not params.stop:
+            return tokens, False
+        text = RequestText(self._tokenizer, params.stop, params.min_tokens)
         for count, token in enumerate(tokens, 1):
             text.push(token, from_draft=False)
             if text.stopped:
-                return tokens[:count]
-        return tokens
+                return tokens[:count], True
+        return tokens, False
 
     @torch.inference_mode()
     def _is_tie(self, position: int) -> bool:

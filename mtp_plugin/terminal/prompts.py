@@ -94,9 +94,7 @@ def _piped_text(report: Callable[[str], None]) -> str:
         mode = os.fstat(descriptor).st_mode
     except (OSError, ValueError):
         return ""
-    if stat.S_ISCHR(mode):
-        return ""  # the null device
-    if not stat.S_ISREG(mode) and os.name == "posix":
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
         # a parent may hand down a pipe that nobody writes to or closes
         ready, _, _ = select.select([descriptor], [], [], STDIN_WAIT_SECONDS)
         if not ready:

@@ -1,7 +1,7 @@
 """Rows of logits -> partial reductions over pieces of the vocabulary.
 
-One program per (row, piece), so that few rows still keep the whole device busy and many rows are read
-once. The kernels that follow merge the pieces of a row.
+One program per (row, piece), so that few rows still keep the whole device busy and many rows are
+read once. The kernels that follow merge the pieces of a row.
 """
 
 from mtp_plugin.vocab_reduce.launch import (

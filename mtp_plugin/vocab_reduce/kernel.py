@@ -66,8 +66,8 @@ def relaxed_kernel(
 ):
     """As top1_kernel; for drafted rows of requests that think also the sum of weights and a rank.
 
-    ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before the
-    row's draft in order of falling value, then rising id.
+    ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
+    the row's draft in order of falling value, then rising id.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -95,31 +95,32 @@ def relaxed_kernel(
         ).to(tl.float32)
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
         lanes = tl.arange(0, BLOCK)
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        best_id = first + lanes
-        weight = tl.zeros([BLOCK], tl.float32)
+        top = tl.full([], float("-inf"), tl.float32)
+        top_id = first
+        weight = tl.full([], 0.0, tl.float32)
         ahead = tl.zeros([BLOCK], tl.int32)
         for start in range(first, end, BLOCK):
             ids = start + lanes
             value = tl.load(logits_ptr + row_start + ids, mask=ids < end, other=float("-inf"))
             value = value.to(tl.float32)
             value = tl.where(value == value, value, float("-inf"))
-            better = value > best
-            highest = tl.where(better, value, best)
-            # equal values differ by zero also where both are infinite
-            kept = tl.where(best == highest, weight, weight * tl.exp(best - highest))
-            added = tl.where(value == highest, 1.0, tl.exp(value - highest))
-            weight = kept + tl.where(value == float("-inf"), 0.0, added)
-            best_id = tl.where(better, ids, best_id)
-            best = highest
+            block_top = tl.max(value, axis=0)
+            block_id = tl.min(tl.where(value == block_top, ids, 2147483647), axis=0)
+            top_id = tl.where(block_top > top, block_id, top_id)
+            highest = tl.maximum(top, block_top)
+            # one exponential per value; equal values differ by zero also where both are infinite
+            finite = tl.where(highest == float("-inf"), 0.0, highest)
+            scale = tl.where(top == highest, 1.0, tl.exp(top - finite))
+            added = tl.where(value == highest, 1.0, tl.exp(value - finite))
+            added = tl.where(value == float("-inf"), 0.0, added)
+            weight = weight * scale + tl.sum(added, axis=0)
+            top = highest
             first_of_equals = (value == draft_value) & (ids < draft)
-            ahead += ((ids < end) & ((value > draft_value) | first_of_equals)).to(tl.int32)
-        top = tl.max(best, axis=0)
-        scale = tl.where(best == top, 1.0, tl.exp(best - top))
-        tl.store(weight_ptr + out, tl.sum(tl.where(weight > 0, weight * scale, 0.0), axis=0))
+            ahead += ((value > draft_value) | (first_of_equals & (ids < end))).to(tl.int32)
+        tl.store(weight_ptr + out, weight)
         tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
         tl.store(value_ptr + out, top)
-        tl.store(id_ptr + out, tl.min(tl.where(best == top, best_id, 2147483647), axis=0))
+        tl.store(id_ptr + out, top_id)
     else:
         best, best_id = _lane_top1(logits_ptr, row_start, first, end, BLOCK)
         top = tl.max(best, axis=0)

@@ -9,10 +9,10 @@ import torch
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.vocab_reduce.kernel import relaxed_kernel, top1_kernel
 
-MAX_PIECES = 128
-TARGET_PROGRAMS = 1024
-"""Programs that fill a large GPU; more rows are cut into fewer pieces."""
-LARGEST_PIECE = 16384
+BLOCK = 1024
+"""Values that a program reads at a time; small enough that many programs share a multiprocessor."""
+FEW_ROWS, SOME_ROWS = 16, 64
+MAX_PIECES = 256
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,20 @@ class RelaxedPartials(Top1Partials):
     ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of the draft
 
 
-def split(rows: int, vocab: int) -> tuple[int, int, int]:
-    """(piece length, number of pieces, block) for ``rows`` rows; a function of shapes alone."""
-    wanted = max(1, -(-TARGET_PROGRAMS // max(rows, 1)))
-    pieces = min(MAX_PIECES, max(wanted, -(-vocab // LARGEST_PIECE)))
-    piece = -(-vocab // pieces)
-    block = 1024 if piece <= 1024 else 2048 if piece <= 2048 else 4096
-    if piece > block:
-        piece = -(-piece // block) * block
-    return piece, -(-vocab // piece), min(block, 1 << max(piece - 1, 1).bit_length())
+def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]:
+    """(piece length, number of pieces, block) for ``rows`` rows; a function of shapes alone.
+
+    Few rows are cut finely, so that every multiprocessor has work; many rows coarsely, so that
+    less is left to merge. ``heavy``: the reduction computes more per value and wants longer pieces.
+    """
+    if rows <= FEW_ROWS:
+        blocks = 1 if heavy else 2
+    elif rows <= SOME_ROWS:
+        blocks = 2 if heavy else 4
+    else:
+        blocks = 8 if heavy else 4
+    piece = max(blocks * BLOCK, -(-vocab // (MAX_PIECES * BLOCK)) * BLOCK)
+    return piece, -(-vocab // piece), min(BLOCK, 1 << max(vocab - 1, 1).bit_length())
 
 
 def top1_partials(logits: torch.Tensor) -> Top1Partials:
@@ -67,7 +72,7 @@ def top1_partials(logits: torch.Tensor) -> Top1Partials:
             piece,
             pieces,
             BLOCK=block,
-            num_warps=4,
+            num_warps=8,
         )
     return Top1Partials(values, ids)
 
@@ -80,14 +85,15 @@ def relaxed_partials(
     width: int,
     begin_token: int,
 ) -> RelaxedPartials:
-    """As :func:`top1_partials`, and what relaxed acceptance needs of drafted rows, in the same pass.
+    """As :func:`top1_partials`, and what relaxed acceptance needs of drafted rows, in the same
+    pass.
 
     Args:
         draft_tokens: [G * (width - 1)]. thinking: [R] bool. num_contexts: C. width: K+1.
         begin_token: a draft with this id may start the phase within its run.
     """
     rows, vocab = _check(logits)
-    piece, pieces, block = split(rows, vocab)
+    piece, pieces, block = split(rows, vocab, heavy=True)
     values = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
     weights = torch.empty_like(values)
     ids = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)

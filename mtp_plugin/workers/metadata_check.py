@@ -12,25 +12,25 @@ from mtp_plugin.errors import MetadataError
 class MetadataFingerprint:
     """Values and identities of every public field of an attention metadata object."""
 
-    def __init__(self, fields: dict[str, Any], identities: dict[str, int]) -> None:
+    def __init__(self, fields: dict[str, Any], originals: dict[str, Any]) -> None:
         self._fields = fields
-        self._identities = identities
+        self._originals = originals  # held, so that no other object takes the place of one
 
     @classmethod
     def take(cls, attn_metadata: Any) -> MetadataFingerprint:
         """Copy every field: tensors, numbers, lists, and the lists of ``kv_cache_params``."""
         fields: dict[str, Any] = {}
-        identities: dict[str, int] = {}
+        originals: dict[str, Any] = {}
         for name, value in cls._walk(attn_metadata):
             if isinstance(value, torch.Tensor):
                 fields[name] = value.clone()
-                identities[name] = id(value)
+                originals[name] = value
             elif isinstance(value, list):
                 fields[name] = list(value)
-                identities[name] = id(value)
+                originals[name] = value
             elif isinstance(value, (int, float, str, bool)) or value is None:
                 fields[name] = value
-        return cls(fields, identities)
+        return cls(fields, originals)
 
     def compare(self, attn_metadata: Any) -> None:
         """Check that every field is what it was.
@@ -48,10 +48,10 @@ class MetadataFingerprint:
         if isinstance(before, torch.Tensor):
             return (
                 isinstance(value, torch.Tensor)
-                and self._identities[name] == id(value)
+                and self._originals[name] is value
                 and torch.equal(before, value)
             )
-        if isinstance(before, list) and self._identities[name] != id(value):
+        if isinstance(before, list) and self._originals[name] is not value:
             return False
         return bool(before == value)
 

@@ -120,14 +120,18 @@ def test_no_tokenizer_no_text(bed) -> None:
     assert bed.llm().generate([[1, 2]], greedy(3))[0].text == ""
 
 
-def test_the_models_end_token_ends_the_text(bed, target) -> None:
-    llm = bed.llm()
+@pytest.mark.parametrize("plain", LOOPS)
+def test_an_end_token_ends_the_text_and_the_work(bed, target, plain) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
     tokens = target.greedy([3, 4], 20)
     stop = tokens[7]
     end = tokens.index(stop)
     (output,) = llm.generate([[3, 4]], greedy(20, stop_token_ids=[stop]))
     assert output.token_ids == tokens[: end + 1]
     assert output.finish_reason is FinishReason.END_ID
+    # under overlap one more step was on its way
+    assert not llm.executor.has_work
+    assert_drained(llm)
 
 
 # --- streams ---
@@ -477,8 +481,10 @@ def test_an_interrupt_frees_everything(bed, target, prompts) -> None:
     other = llm.stream([prompts[0]], greedy(40))
     next(other)
     fail_in_step(llm, 3, KeyboardInterrupt())
+    before = llm.executor.num_steps
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy(30))
+    assert llm.executor.num_steps == before + 3  # nothing ran on behind the interrupt
     assert_drained(llm)
     with pytest.raises(ExecutorError, match=r"^the executor was interrupted$"):
         list(other)

@@ -112,6 +112,11 @@ def test_min_tokens_lets_an_early_stop_pass() -> None:
     assert read(pieces, ("STOP",), min_tokens=4)[::2] == ("aSTOPbSTOPc", 5)
 
 
+def test_an_early_stop_is_not_found_later_beside_a_longer_one() -> None:
+    pieces = ["a", "STOP", "b", "c"]
+    assert read(pieces, ("STOP", "a longer one"), min_tokens=2)[::2] == ("aSTOPbc", 4)
+
+
 def test_stop_that_completes_after_min_tokens_counts_from_its_early_start() -> None:
     full, shown, taken, stopped = read(["a", "ST", "OP", "b"], ("STOP",), min_tokens=2)
     assert (full, taken, stopped) == ("a", 3, True)

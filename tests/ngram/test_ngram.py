@@ -41,8 +41,9 @@ class Bed:
             vocab_size=VOCAB,
             residual_scale=residual_scale,
         )
-        self.model: LoadedModel = load_model(path)
-        self.plain = load_model(path).target
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: LoadedModel = load_model(path, device=device)
+        self.plain = load_model(path, device=device).target
 
     def llm(self, **options: Any) -> LLM:
         given = {

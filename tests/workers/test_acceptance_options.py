@@ -27,7 +27,7 @@ def run(step: Step, stop_ids: list[list[int]], first: list[int] | None) -> dict[
     step.spec.row_parameters = RowParameters(
         int32(stop_ids), None if first is None else int32(first)
     )
-    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k))
+    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k), device="cpu")
     return worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
 
 
@@ -95,7 +95,7 @@ def test_stops_without_a_least_are_left_to_the_sampler() -> None:
 def test_the_bare_step_cannot_count() -> None:
     step = Step(1, [Prompt([1, 2])])
     step.spec.row_parameters = RowParameters(int32([[EOS]]), int32([9]))
-    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1))
+    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
     with pytest.raises(MetadataError, match="min_stop_index: acceptance needs position_ids"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
@@ -126,7 +126,7 @@ def relaxed_step(prompts: list[Prompt], turns: list[Turn], padding: int = 0) -> 
 
 
 def relaxed(step: Step) -> dict[str, torch.Tensor]:
-    return MTPEagleWorker(CONFIG)(**step.inputs(), mtp_layers=[ScriptedLayer()])
+    return MTPEagleWorker(CONFIG, device="cpu")(**step.inputs(), mtp_layers=[ScriptedLayer()])
 
 
 def test_only_who_thinks_is_relaxed() -> None:
@@ -186,14 +186,14 @@ def test_a_dead_row_ends_no_phase() -> None:
     step = relaxed_step([], [Turn([1, 2], [0, 0], [None, None, None])])
     step.logits.fill_(-torch.inf)
     step.manager.thinking_pool[0] = 1
-    worker = MTPEagleWorker(config)
+    worker = MTPEagleWorker(config, device="cpu")
     result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert result["new_tokens_lens"].tolist() == [0]
     assert step.manager.thinking_pool[0] == 1
 
 
 def test_thinking_tokens_given_to_the_worker_win() -> None:
-    worker = MTPEagleWorker(CONFIG, thinking_tokens=(7, 8))
+    worker = MTPEagleWorker(CONFIG, thinking_tokens=(7, 8), device="cpu")
     assert (worker.begin_token, worker.end_token) == (7, 8)
 
 

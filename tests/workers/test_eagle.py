@@ -23,7 +23,7 @@ class TestEagle(DraftingContract):
 
     def make(self, k: int, **options: Any) -> MTPEagleWorker:
         mtp = options.pop("mtp", None)
-        return MTPEagleWorker(SimpleNamespace(max_draft_len=k, mtp=mtp), **options)
+        return MTPEagleWorker(SimpleNamespace(max_draft_len=k, mtp=mtp), device="cpu", **options)
 
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - one, whatever K
         return 1
@@ -57,7 +57,8 @@ class TestEagle(DraftingContract):
         """Positions stop at the highest that the model has."""
         text = [1 + i % 50 for i in range(HIGHEST + 1)]
         turns = [
-            Turn(text[:n], [9] * k, [8] * (k + 1), draft_len=0) for n in (HIGHEST, HIGHEST - 1)
+            Turn(text[:n], [9] * k, [8] * (k + 1), draft_len=0)
+            for n in range(HIGHEST - 1, HIGHEST + 2)
         ]
         step = Step(k, [Prompt(text[:HIGHEST], HIGHEST - 2)], turns, mode=MODE)
         layers = self.layers(k)
@@ -82,7 +83,9 @@ def test_a_run_of_three() -> None:
     t, u, v, w, x = 20, 21, 22, 23, 24
     step = Step(3, turns=[Turn([5, 6, t], [u, v, w], [u, v, x, 0])], mode=MODE)
     layer = ScriptedLayer()
-    result = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3))(**step.inputs(), mtp_layers=[layer])
+    result = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")(
+        **step.inputs(), mtp_layers=[layer]
+    )
     assert result["new_tokens"].tolist() == [[u, v, x, -1]]
     drafts = result["next_draft_tokens"][0].tolist()
     assert [call.ids for call in layer.seen] == [[u, v, x, x], drafts[:1], drafts[1:2]]
@@ -95,7 +98,7 @@ def test_a_run_of_three() -> None:
 
 def test_no_layer() -> None:
     step = Step(1, [Prompt([1, 2])], mode=MODE)
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=1))
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=1), device="cpu")
     for layers in (None, []):
         with pytest.raises(ConfigError, match="eagle MTP drafts with one layer, got none"):
             worker(**step.inputs(), mtp_layers=layers)
@@ -104,7 +107,7 @@ def test_no_layer() -> None:
 def test_no_manager_is_needed() -> None:
     step = Step(2, [Prompt([1, 2], choice=3)], [Turn([4, 5], [6, 7], [6, 8, 9])], mode=MODE)
     step.spec.mtp_hidden_states_manager = step.spec.slot_ids = None
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=2))
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=2), device="cpu")
     result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert result["new_tokens"].tolist() == [[3, -1, -1], [6, 8, -1]]
 
@@ -116,7 +119,7 @@ def test_token_counts_of_other_ranks_reach_the_layer() -> None:
     step.spec.all_rank_max_num_tokens = 9
     step.spec.all_rank_num_seqs = [1, 3]
     layer = ScriptedLayer()
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3))
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")
     worker(**step.inputs(), mtp_layers=[layer])
     first = {"all_rank_num_tokens": [2, 9], "all_rank_max_num_tokens": 9}
     later = {"all_rank_num_tokens": [1, 3], "all_rank_max_num_tokens": 3}
@@ -126,14 +129,14 @@ def test_token_counts_of_other_ranks_reach_the_layer() -> None:
 def test_every_pass_refreshes_the_host() -> None:
     """Before pass 2, before pass 3, and when everything is put back."""
     step = Step(3, [Prompt([1, 2])], attention=KVAttention, look_ahead=False, mode=MODE)
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3))
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")
     worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert step.attn.refreshed == {"kv_lens": 3, "spec_dec": 3}
 
 
 def test_tensors_in_inference_mode() -> None:
     step = Step(2, turns=[Turn([4, 5], [6, 7], [6, 8, 9])], mode=MODE)
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=2))
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=2), device="cpu")
     with torch.inference_mode():
         result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert result["new_tokens"].tolist() == [[6, 8, -1]]

@@ -203,9 +203,7 @@ def test_random_steps(**options: Any) -> None:
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 def test_padding_rows_may_share_a_slot(vanilla: bool) -> None:
-    case = Case(
-        k=3, chunks=[], num_generations=4, vocab=64, hidden=16, seed=1, vanilla=vanilla
-    )
+    case = Case(k=3, chunks=[], num_generations=4, vocab=64, hidden=16, seed=1, vanilla=vanilla)
     case.spec.slot_ids[2:] = case.manager.sentinel_slot
     outputs, pools = case.run(triton_ops())
     expected, expected_pools = case.run(REFERENCE_OPS)
@@ -233,8 +231,16 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, relaxed, k) -> No
 
     def case(seed: int) -> Case:
         made = Case(
-            k=k, chunks=[], num_generations=batch, vocab=vocab, hidden=hidden, seed=seed,
-            vanilla=vanilla, relaxed=relaxed, draft_lens=True, returns_input=True,
+            k=k,
+            chunks=[],
+            num_generations=batch,
+            vocab=vocab,
+            hidden=hidden,
+            seed=seed,
+            vanilla=vanilla,
+            relaxed=relaxed,
+            draft_lens=True,
+            returns_input=True,
             dtype=torch.bfloat16,
         )
         # heads that return ready logits: what is compared is the step, not a projection
@@ -254,8 +260,12 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, relaxed, k) -> No
 
     def step():
         return worker(
-            **captured.inputs, lm_head=None, embed_tokens=None, attn_metadata=captured.attention,
-            spec_metadata=captured.spec, mtp_layers=captured.layers,
+            **captured.inputs,
+            lm_head=None,
+            embed_tokens=None,
+            attn_metadata=captured.attention,
+            spec_metadata=captured.spec,
+            mtp_layers=captured.layers,
         )
 
     captured.attention.is_cuda_graph = True

@@ -17,7 +17,7 @@ class TestPlain(WorkerContract):
 
     def make(self, k: int, **options: Any) -> PlainWorker:
         return PlainWorker(
-            SimpleNamespace(max_draft_len=k, mtp=options.pop("mtp", None)), **options
+            SimpleNamespace(max_draft_len=k, mtp=options.pop("mtp", None)), device="cpu", **options
         )
 
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - none, whatever K

@@ -35,6 +35,10 @@ HOSTS = pytest.mark.parametrize(
 )
 
 
+def make_worker(worker_class: type, k: int) -> Any:
+    return worker_class(make_config(k), device="cpu")
+
+
 def make_config(k: int) -> MTPDecodingConfig:
     return MTPDecodingConfig(num_nextn_predict_layers=k)
 
@@ -51,6 +55,7 @@ def spec_of(k: int, manager: Any = None, request_ids: Sequence[int] | None = Non
         max_total_draft_tokens=k,
         mtp_num_modules=k,
         mtp_hidden_states_manager=manager,
+        device=torch.device("cpu"),
     )
     if request_ids is not None:
         spec.request_ids = request_ids
@@ -66,7 +71,11 @@ def with_pools(k: int, past: list[str]) -> tuple[Any, torch.Tensor, torch.Tensor
     """Metadata over a manager whose pools were replaced by [batch, K, H] tensors."""
     batch = len(past)
     manager = MTPHiddenStatesManager(
-        config=make_config(k), dtype=torch.float32, hidden_size=H, max_num_requests=batch
+        config=make_config(k),
+        dtype=torch.float32,
+        hidden_size=H,
+        max_num_requests=batch,
+        device="cpu",
     )
     for request_id in range(batch):
         manager.slot_manager.add_slot(request_id)
@@ -113,7 +122,7 @@ def test_acceptance_without_manager_and_prepare(
     spec = spec_of(case.k)
     spec.draft_tokens = int32(ids(case.drafts))
     spec.runtime_draft_len = case.k
-    worker = worker_class(make_config(case.k))
+    worker = make_worker(worker_class, case.k)
     worker.is_thop = is_thop
     # lengths play no part: the host here calls every one 1
     attn = attention([1] * batch, case.num_contexts)
@@ -126,7 +135,7 @@ def test_acceptance_without_manager_and_prepare(
 
 
 def test_acceptance_of_a_single_flat_row() -> None:
-    worker = MTPWorker(make_config(2))
+    worker = make_worker(MTPWorker, 2)
     accepted, counts = worker.sample_and_accept_draft_tokens(
         None, rows_with_top("f")[0], spec_of(2), Attention([4], 1)
     )
@@ -137,7 +146,7 @@ def test_more_drafts_than_generations_are_cut() -> None:
     """Buffers of a graph are as long as its largest batch."""
     spec = spec_of(2)
     spec.draft_tokens = int32(ids("bczzzz"))
-    accepted, _ = MTPWorker(make_config(2)).sample_and_accept_draft_tokens(
+    accepted, _ = make_worker(MTPWorker, 2).sample_and_accept_draft_tokens(
         None, rows_with_top("bcd"), spec, Attention([3], 0)
     )
     assert accepted.tolist() == [ids("bcd")]
@@ -177,7 +186,7 @@ def test_history(attention: Any, case: HistoryCase) -> None:
     spec, tokens, pool = with_pools(case.k, case.past)
     flat = "".join(case.chunks + case.steps)
     seq_lens = [len(rows) for rows in case.chunks + case.steps]
-    result = MTPWorker(make_config(case.k)).update_mtp_hidden_states(
+    result = make_worker(MTPWorker, case.k).update_mtp_hidden_states(
         input_ids=int32(ids(flat)),
         hidden_states=states(flat),
         num_accepted_tokens=int32(case.num_accepted),
@@ -194,7 +203,7 @@ def test_history_of_a_host_that_replaced_the_states_only() -> None:
     spec, _, pool = with_pools(2, ["aa"])
     manager = spec.mtp_hidden_states_manager
     manager.mtp_past_tokens_pool = torch.zeros(9, 2, dtype=torch.int32)
-    MTPWorker(make_config(2)).update_mtp_hidden_states(
+    make_worker(MTPWorker, 2).update_mtp_hidden_states(
         int32(ids("tuv")), states("tuv"), int32([2]), spec, Attention([3], 0)
     )
     assert manager.mtp_past_tokens_pool[0].tolist() == ids("tu")
@@ -204,7 +213,7 @@ def test_history_of_a_host_that_replaced_the_states_only() -> None:
 def test_history_needs_slots() -> None:
     spec = spec_of(2)
     with pytest.raises(MetadataError, match="mtp_hidden_states_manager, got None"):
-        MTPWorker(make_config(2)).update_mtp_hidden_states(
+        make_worker(MTPWorker, 2).update_mtp_hidden_states(
             int32([1]), states("b"), int32([1]), spec, Attention([1], 1)
         )
 
@@ -218,7 +227,7 @@ def test_vanilla_inputs_of_generations(attention: Any, one_dim: bool) -> None:
     """From the advanced pools: K rows each, the newest token last. The step's ids are not read."""
     spec, _, _ = with_pools(3, ["tuv", "def", "nop"])
     positions = int32([10, 11, 12, 13, 21, 22, 23, 24, 32, 33, 34, 35])
-    inputs = MTPWorker(make_config(3)).prepare_drafter_inputs(
+    inputs = make_worker(MTPWorker, 3).prepare_drafter_inputs(
         input_ids=int32([-1] * 12),
         position_ids=positions if one_dim else positions.unsqueeze(0),
         hidden_states=torch.full((12, H), torch.nan),
@@ -241,7 +250,7 @@ def test_vanilla_inputs_of_generations(attention: Any, one_dim: bool) -> None:
 def test_vanilla_inputs_of_prompts(attention: Any) -> None:
     """Prompts moved on by one, the emitted token last, their own states."""
     spec, _, _ = with_pools(2, ["rs", "mn"])
-    inputs = MTPWorker(make_config(2)).prepare_drafter_inputs(
+    inputs = make_worker(MTPWorker, 2).prepare_drafter_inputs(
         input_ids=int32(ids("pqrs" + "klmn")),
         position_ids=int32([0, 1, 2, 3, 0, 1, 2, 3]),
         hidden_states=states("pqrs" + "klmn"),
@@ -259,7 +268,7 @@ def test_vanilla_inputs_of_prompts(attention: Any) -> None:
 def test_vanilla_inputs_of_a_mixed_batch(attention: Any) -> None:
     """The very order of the steps: history first, then the inputs from it."""
     spec, _, _ = with_pools(2, ["aa", "hi"])
-    worker = MTPWorker(make_config(2))
+    worker = make_worker(MTPWorker, 2)
     attn = attention([3, 3], 1)
     flat = "pqr" + "jkl"
     counts = int32([1, 2])
@@ -281,7 +290,7 @@ def test_vanilla_inputs_of_a_mixed_batch(attention: Any) -> None:
 def test_vanilla_inputs_near_the_start() -> None:
     """One prompt token, K = 3: the rows before the start are dead, not negative."""
     spec, _, _ = with_pools(3, ["aap"])
-    inputs = MTPWorker(make_config(3)).prepare_drafter_inputs(
+    inputs = make_worker(MTPWorker, 3).prepare_drafter_inputs(
         int32([-1] * 4),
         int32([1, 2, 3, 4]),
         states("qaaa"),
@@ -300,7 +309,7 @@ def test_eagle_inputs(attention: Any, one_dim: bool) -> None:
     """A prompt moved on by one, then every accepted column; columns past a run repeat its last."""
     flat = "pqrs" + "tuv" + "wxy"
     positions = torch.tensor([0, 1, 2, 3, 7, 8, 9, 4, 5, 6])
-    inputs = MTPEagleWorker(make_config(2)).prepare_drafter_inputs(
+    inputs = make_worker(MTPEagleWorker, 2).prepare_drafter_inputs(
         input_ids=int32(ids(flat)),
         position_ids=positions if one_dim else positions.unsqueeze(0),
         last_tokens_idx=torch.tensor([3, 6, 9]),
@@ -328,7 +337,7 @@ def test_eagle_inputs_of_one_kind(
     num_contexts: int, seq_lens: list[int], flat: str, accepted: list[str], expected: str
 ) -> None:
     rows = torch.arange(len(flat))
-    inputs = MTPEagleWorker(make_config(2)).prepare_drafter_inputs(
+    inputs = make_worker(MTPEagleWorker, 2).prepare_drafter_inputs(
         int32(ids(flat)),
         rows,
         torch.tensor(seq_lens).cumsum(0) - 1,
@@ -350,7 +359,7 @@ def test_lengths_change_and_come_back(attention: Any, worker_class: Any) -> None
     """K = 3, one prompt of five and two generations: n = 1 and n = 4."""
     attn = attention([5, 4, 4], 1)
     originals = attn._seq_lens, attn._seq_lens_cuda, getattr(attn, "kv_lens_cuda", None)
-    worker = worker_class(make_config(3))
+    worker = make_worker(worker_class, 3)
     worker.change_attn_metadata(int32([1, 1, 4]), attn)
     assert attn._seq_lens.tolist() == attn._seq_lens_cuda.tolist() == [5, 3, 3]
     assert attn.seq_lens_cuda.tolist() == [5, 3, 3]
@@ -368,7 +377,7 @@ def test_lengths_change_and_come_back(attention: Any, worker_class: Any) -> None
 def test_lengths_never_fall_below_the_rows() -> None:
     """A host without dead rows: K = 3 and a sequence of two."""
     attn = KVAttention([4], 0, [6])
-    worker = MTPWorker(make_config(3))
+    worker = make_worker(MTPWorker, 3)
     worker.change_attn_metadata(int32([0]), attn)
     assert attn.kv_lens_cuda.tolist() == [3]
     worker.restore_attn_metadata(attn)
@@ -376,7 +385,7 @@ def test_lengths_never_fall_below_the_rows() -> None:
 
 
 def test_changes_come_in_pairs() -> None:
-    worker, attn = MTPWorker(make_config(1)), Attention([2], 0)
+    worker, attn = make_worker(MTPWorker, 1), Attention([2], 0)
     with pytest.raises(MetadataError, match="restore_attn_metadata: nothing was changed"):
         worker.restore_attn_metadata(attn)
     worker.change_attn_metadata(int32([1]), attn)
@@ -393,7 +402,7 @@ def test_changes_come_in_pairs() -> None:
 
 @pytest.mark.parametrize("worker_class", WORKERS)
 def test_the_draft_sampler(worker_class: Any) -> None:
-    drafts = worker_class(make_config(1)).draft_sampler(rows_with_top("dzb"))
+    drafts = make_worker(worker_class, 1).draft_sampler(rows_with_top("dzb"))
     assert drafts.dtype == torch.int32
     assert drafts.tolist() == ids("dzb")
 
@@ -402,7 +411,7 @@ def test_the_draft_sampler(worker_class: Any) -> None:
 @HOSTS
 def test_skip_forward(worker_class: Any, attention: Any) -> None:
     logits = rows_with_top("abcd")
-    result = worker_class(make_config(2)).skip_forward(
+    result = make_worker(worker_class, 2).skip_forward(
         int32([1, 2, 3, 4]),
         torch.arange(4).unsqueeze(0),
         states("bcde"),
@@ -458,7 +467,7 @@ class RelaxedBed:
             **{name.upper() if upper_case else name: token for name, token in tokens.items()},
         )
         self.manager = MTPHiddenStatesManager(self.config, torch.float32, H, 4, device="cpu")
-        self.worker = MTPWorker(self.config)
+        self.worker = MTPWorker(self.config, device="cpu")
 
     def row(self) -> torch.Tensor:
         row = torch.full((26,), -9.0)

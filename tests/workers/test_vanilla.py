@@ -28,7 +28,7 @@ class TestVanilla(DraftingContract):
         mtp = options.pop("mtp", SimpleNamespace())
         mtp.draft_window = self.window_mode
         options.setdefault("chain", self.chain)
-        return MTPWorker(SimpleNamespace(max_draft_len=k, mtp=mtp), **options)
+        return MTPWorker(SimpleNamespace(max_draft_len=k, mtp=mtp), device="cpu", **options)
 
     def num_layers(self, k: int) -> int:
         return k
@@ -94,7 +94,9 @@ def test_a_prompt_of_four() -> None:
     step = Step(3, [Prompt(prompt[:4], choice=t)])
     seen: list[Any] = []
     layers = [ScriptedLayer(depth, seen) for depth in range(3)]
-    result = MTPWorker(MTPDecodingConfig(max_draft_len=3))(**step.inputs(), mtp_layers=layers)
+    result = MTPWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")(
+        **step.inputs(), mtp_layers=layers
+    )
     u, v, w = result["next_draft_tokens"][0].tolist()
     assert [call.ids for call in seen] == [[q, r, s, t], [r, s, t, u], [s, t, u, v]]
     assert [call.positions for call in seen] == [[0, 1, 2, 3]] * 3
@@ -135,7 +137,7 @@ def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int) -> None:
 
 def test_too_few_layers() -> None:
     step = Step(3, [Prompt([1, 2])])
-    worker = MTPWorker(MTPDecodingConfig(max_draft_len=3))
+    worker = MTPWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")
     with pytest.raises(ConfigError, match="drafts K = 3 tokens with one layer each, got 2 layers"):
         worker(**step.inputs(), mtp_layers=[ScriptedLayer(), ScriptedLayer()])
     with pytest.raises(ConfigError, match="got 0 layers"):
@@ -146,13 +148,13 @@ def test_more_layers_than_drafts_are_left_alone() -> None:
     step = Step(2, [Prompt([1, 2])])
     spare = ScriptedLayer(9)
     layers = [ScriptedLayer(0), ScriptedLayer(1), spare]
-    MTPWorker(MTPDecodingConfig(max_draft_len=2))(**step.inputs(), mtp_layers=layers)
+    MTPWorker(MTPDecodingConfig(max_draft_len=2), device="cpu")(**step.inputs(), mtp_layers=layers)
     assert spare.seen == []
 
 
 def test_a_manager_is_needed() -> None:
     step = Step(1, [Prompt([1, 2])])
-    worker = MTPWorker(MTPDecodingConfig(max_draft_len=1))
+    worker = MTPWorker(MTPDecodingConfig(max_draft_len=1), device="cpu")
     step.spec.slot_ids = None
     with pytest.raises(MetadataError, match=r"slot_ids: call prepare\(\) first"):
         worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
@@ -166,7 +168,7 @@ def test_token_counts_of_other_ranks_reach_the_layers() -> None:
     step.spec.all_rank_num_tokens = [2, 5]
     step.spec.all_rank_max_num_tokens = 5
     seen: list[Any] = []
-    worker = MTPWorker(MTPDecodingConfig(max_draft_len=2))
+    worker = MTPWorker(MTPDecodingConfig(max_draft_len=2), device="cpu")
     worker(**step.inputs(), mtp_layers=[ScriptedLayer(0, seen), ScriptedLayer(1, seen)])
     expected = {"all_rank_num_tokens": [2, 5], "all_rank_max_num_tokens": 5}
     assert [call.extra for call in seen] == [expected] * 2
@@ -189,9 +191,9 @@ def test_token_counts_of_other_ranks_reach_the_layers() -> None:
     ],
 )
 def test_options_come_from_the_config(config: Any, chain: str, window: str) -> None:
-    worker = MTPWorker(config)
+    worker = MTPWorker(config, device="cpu")
     assert (worker.max_draft_len, worker.chain, worker.draft_window) == (2, chain, window)
-    assert MTPWorker(config, chain="target_shift").chain == "target_shift"
+    assert MTPWorker(config, chain="target_shift", device="cpu").chain == "target_shift"
 
 
 @pytest.mark.parametrize(
@@ -208,4 +210,4 @@ def test_options_come_from_the_config(config: Any, chain: str, window: str) -> N
 )
 def test_configs_that_cannot_serve(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MTPWorker(config)
+        MTPWorker(config, device="cpu")

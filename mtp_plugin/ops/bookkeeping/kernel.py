@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_active", "num_decode", "num_requests", "num_tokens"])
+@triton.jit(
+    do_not_specialize=[
+        "accepted_tokens_stride",
+        "block_ids_stride",
+        "max_blocks",
+        "num_active",
+        "num_decode",
+        "num_requests",
+        "num_tokens",
+    ]
+)
 def _advance_decode_batch_kernel(
     # the step
     input_tokens_ptr,  # [T]

@@ -49,6 +49,8 @@ def advance_decode_batch(
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device.
+
+    Source: the composition of three functions of Megatron-LM's ``mtp_utils_pytorch``.
     """
     advanced = unwritten_result(
         input_tokens,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_active", "num_requests"])
+@triton.jit(do_not_specialize=["block_ids_stride", "max_blocks", "num_active", "num_requests"])
 def _rewind_kv_cache_kernel(
     accepted_counts_ptr,  # [N]
     prefill_status_ptr,  # [N]

@@ -50,6 +50,8 @@ def rewind_kv_cache(
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device.
+
+    Source: Megatron-LM, ``mtp_utils_pytorch``; rewinds over several blocks are an addition.
     """
     rewound = unwritten_result(
         accepted_counts,

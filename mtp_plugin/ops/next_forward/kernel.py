@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_decode", "num_requests"])
+@triton.jit(do_not_specialize=["accepted_tokens_stride", "num_decode", "num_requests"])
 def _prepare_next_forward_pass_kernel(
     output_tokens_ptr,  # [T]
     required_logit_indices_ptr,  # [T]

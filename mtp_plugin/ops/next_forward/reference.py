@@ -43,6 +43,8 @@ def prepare_next_forward_pass(
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device.
+
+    Source: Megatron-LM, ``mtp_utils_pytorch``.
     """
     num_requests = check_buffers(
         num_decode_requests,

@@ -34,14 +34,14 @@ def mamba_state_selective_copy(
         accepted_counts,
         num_layers,
     )
-    item = current_states.element_size()
-    state_bytes = math.prod(current_states.shape[2:]) * item
-    if num_requests == 0 or num_layers == 0 or state_bytes == 0:
+    if num_requests == 0 or num_layers == 0 or current_states.numel() == 0:
         return
     _expect_dense("intermediate_states", intermediate_states, 3)
     _expect_dense("current_states", current_states, 2)
     _expect_reachable("current_states", current_states)
 
+    item = current_states.element_size()
+    state_bytes = math.prod(current_states.shape[2:]) * item
     intermediate_strides = [stride * item for stride in intermediate_states.stride()[:3]]
     current_strides = [stride * item for stride in current_states.stride()[:2]]
     bounds = (

@@ -35,6 +35,8 @@ def mamba_state_selective_copy(
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device.
+
+    Source: Megatron-LM, ``mtp_utils_pytorch``.
     """
     num_requests = check_states(
         intermediate_states,

@@ -41,6 +41,8 @@ def verify_speculative_tokens(
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device.
+
+    Source: Megatron-LM, ``mtp_utils_pytorch``; ``out`` and unmarked padding are additions.
     """
     verified = unwritten_result(
         input_tokens,
@@ -99,6 +101,8 @@ def required_logit_indices(
     Raises:
         TensorContractError: a tensor of another shape, dtype, layout or device; or a CUDA graph
             without ``num_speculative_tokens`` and ``out``.
+
+    Source: the row selection in Megatron-LM's dynamic context, as a function of its own.
     """
     indices = unwritten_indices(
         prefill_status, query_lengths, num_decode, num_prefill, num_speculative_tokens, out

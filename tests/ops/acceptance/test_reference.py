@@ -20,6 +20,7 @@ from tests.ops.bits import same_bits
 from tests.ops.letters import ids, rows_with_top
 
 NAN, INF = math.nan, math.inf
+POISON = -777
 CLOSE = 1e-5
 """Nearer than this to a threshold, float32 and the story may decide differently."""
 
@@ -298,6 +299,19 @@ def batches(draw: st.DrawFn) -> Batch:
     return batch
 
 
+class NextInputs:
+    """The next step's inputs, poisoned; acceptance writes their first column."""
+
+    def __init__(self, requests: int, k: int) -> None:
+        self.tokens = torch.full((requests, k + 1), POISON, dtype=torch.int32)
+        self.column = self.tokens[:, 0]
+
+    def assert_run(self, request: int, run: story.Run) -> None:
+        first, *others = self.tokens[request].tolist()
+        assert first == (run.tokens[-1] if run.tokens else 0)
+        assert others == [POISON] * len(others)
+
+
 def assert_run(accepted: Accepted, request: int, run: story.Run, k: int) -> None:
     row = run.tokens + [PAD_TOKEN] * (k + 1 - len(run.tokens))
     assert torch.equal(accepted.tokens[request], torch.tensor(row, dtype=torch.int32))
@@ -309,23 +323,32 @@ def assert_run(accepted: Accepted, request: int, run: story.Run, k: int) -> None
 def test_strict_is_the_story(batch: Batch) -> None:
     logits, drafts = batch.logits(), batch.draft_tensor()
     before = logits.clone(), drafts.clone()
-    accepted = accept_strict(logits, drafts, **batch.shape())
     runs = batch.prompts() + [
         story.strict(rows, batch.present(g)) for g, rows in enumerate(batch.generations)
     ]
+    following = NextInputs(len(runs), batch.k)
+    accepted = accept_strict(logits, drafts, **batch.shape(), last_tokens=following.column)
     assert accepted.tokens.shape == (len(runs), batch.k + 1)
     for tensor in (accepted.tokens, accepted.num_accepted, accepted.status):
         assert tensor.dtype == torch.int32
     for request, run in enumerate(runs):
         assert_run(accepted, request, run, batch.k)
+        following.assert_run(request, run)
     assert same_bits(logits, before[0])
     assert same_bits(drafts, before[1])
 
 
 @given(batches())
 def test_relaxed_is_the_story(batch: Batch) -> None:
-    result = accept_relaxed(batch.logits(), batch.draft_tensor(), batch.rule(), **batch.shape())
     num_contexts = len(batch.contexts)
+    following = NextInputs(len(batch.rules), batch.k)
+    result = accept_relaxed(
+        batch.logits(),
+        batch.draft_tensor(),
+        batch.rule(),
+        **batch.shape(),
+        last_tokens=following.column,
+    )
     for request, run in enumerate(batch.prompts()):
         assert_run(result.accepted, request, run, batch.k)
         thinking = batch.rules[request].thinking
@@ -338,6 +361,7 @@ def test_relaxed_is_the_story(batch: Batch) -> None:
         if any(0 < margin < CLOSE for margin in run.margins.values()):
             continue
         assert_run(result.accepted, request, run, batch.k)
+        following.assert_run(request, run)
         assert result.thinking[request] == run.thinking
         expected = [run.margins.get(i, INF) for i in range(batch.k)]
         torch.testing.assert_close(

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_plugin.ops.draft_step import draft_argmax, shift_ids, shift_states
+from mtp_plugin.batch import DraftColumn
+from mtp_plugin.ops.draft_step import draft_argmax, propose, shift_ids, shift_states
 from tests.ops.bits import same_bits
 from tests.ops.draft_step import story
 from tests.ops.letters import ids
@@ -43,6 +44,49 @@ def test_proposals(vocab: int, rows: int, seed: int) -> None:
 def test_odd_rows(row: list[float], draft: int) -> None:
     assert story.proposal(row) == draft
     assert draft_argmax(torch.tensor([row])).tolist() == [draft]
+
+
+POISON = -777
+
+
+@given(
+    k=st.integers(1, 5),
+    lens=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_proposals_go_to_every_reader(k: int, lens: list[int], seed: int) -> None:
+    """The result, the next inputs, and the tokens that the next depth reads one place on."""
+    dice = random.Random(seed)
+    vocab, count = 9, len(lens)
+    sequences = [[dice.randrange(vocab) for _ in range(n)] for n in lens]
+    # behind the rows there is room for one token per further depth
+    ids_read = torch.tensor(flat(sequences) + [POISON] * (k - 1), dtype=torch.int32)
+    num_rows = sum(lens)
+    last_rows = torch.tensor(lens).cumsum(0) - 1
+    drafts = torch.full((count, k), POISON, dtype=torch.int32)
+    following = torch.full((count, k + 1), POISON, dtype=torch.int32)
+    told: list[list[int]] = []
+    for column in range(k):
+        read = ids_read[column : column + num_rows].tolist()
+        assert read == flat(sequences)
+        table = [[dice.choice(VALUES) for _ in range(vocab)] for _ in lens]
+        told.append([story.proposal(row) for row in table])
+        goes_on = column + 1 < k
+        propose(
+            torch.tensor(table),
+            DraftColumn(
+                drafts,
+                following,
+                column,
+                ids_read if goes_on else None,
+                last_rows if goes_on else None,
+            ),
+        )
+        sequences = story.move_on(sequences, told[-1])
+        written = [list(row) for row in zip(*told, strict=True)]
+        unwritten = [POISON] * (k - 1 - column)
+        assert drafts.tolist() == [row + unwritten for row in written]
+        assert following.tolist() == [[POISON, *row, *unwritten] for row in written]
 
 
 def test_letters() -> None:

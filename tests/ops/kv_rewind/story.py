@@ -31,7 +31,7 @@ class Request:
 def random_requests(
     dice: random.Random, kinds: list[bool], num_drafts: int, block_size: int
 ) -> list[Request]:
-    """Requests (True: decode) whose drafts all have KV; often few tokens stand in the last block."""
+    """Requests (True: decode) whose drafts all have KV; often the last block is nearly empty."""
 
     def request(is_decode: bool) -> Request:
         in_last = dice.choice([1, 1, 2, dice.randint(1, block_size), block_size])
@@ -47,7 +47,7 @@ def random_requests(
 def rewind(
     requests: list[Request], num_drafts: int, block_size: int, num_active: int
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Move the active decode requests back; what each row releases, in as many columns as needed."""
+    """Move the active decode requests back; what each row releases, and whether it does."""
     columns = max(-(-num_drafts // block_size), 1)
     blocks, marks = [], []
     for row, request in enumerate(requests):

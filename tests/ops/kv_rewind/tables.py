@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.ops.kv_rewind.story import Request
-from tests.ops.triton_cpu import POISON, poisoned, vector
+from tests.ops.on_device import POISON, poisoned, vector
 
 SPARE = 2
 """Rows behind the batch, which nobody may touch."""

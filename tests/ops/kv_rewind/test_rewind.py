@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from inspect import signature
 from types import ModuleType
 
 import pytest
@@ -16,11 +17,10 @@ from mtp_plugin.ops.kv_rewind import RewoundBlocks, launch, reference
 from tests.ops.kv_rewind import story
 from tests.ops.kv_rewind.story import Request
 from tests.ops.kv_rewind.tables import Tables
-from tests.ops.triton_cpu import (
+from tests.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
     forbid_launches,
-    needs_gpu,
     poisoned,
     replay_in_graph,
     vector,
@@ -108,8 +108,7 @@ def test_one_request(
 @given(
     kinds=st.lists(st.booleans(), min_size=1, max_size=6) | st.just([True, False, True] * 12),
     num_padding=st.integers(0, 3),
-    num_drafts=st.sampled_from([0, 1, 3, 5]),
-    block_size=st.sampled_from([1, 2, 4, 16]),
+    sizes=st.sampled_from([(0, 4), (1, 1), (1, 16), (3, 4), (4, 4), (5, 2), (5, 4)]),
     dtype=st.sampled_from(INDEX_DTYPES),
     on_device=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -118,13 +117,13 @@ def test_any_batch(
     ops: ModuleType,
     kinds: list[bool],
     num_padding: int,
-    num_drafts: int,
-    block_size: int,
+    sizes: tuple[int, int],
     dtype: torch.dtype,
     on_device: bool,
     seed: int,
 ) -> None:
     """Decode and prefill requests in any order, then padding, which is not to be touched."""
+    num_drafts, block_size = sizes
     dice = random.Random(seed)
     requests = story.random_requests(dice, kinds + [True] * num_padding, num_drafts, block_size)
     width = max(len(request.blocks) for request in requests)
@@ -214,12 +213,6 @@ def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         tables.assert_equal(before)
 
 
-NAMES = (
-    "accepted_counts prefill_status last_kv_block_offset kv_length_offsets kv_block_counts "
-    "last_kv_block_id kv_block_ids num_speculative_tokens block_size_tokens num_active_requests out"
-).split()
-
-
 @both
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -246,12 +239,12 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> N
     requests = [Request(True, [7, 9], 0, 10, 0)] * 2
     tables = Tables.of(requests, width=4, dtype=torch.int64)
     values = [vector([0, 0]), vector([0, 0]), *tables.tensors(), 3, 4, None, None]
-    arguments = dict(zip(NAMES, values, strict=True)) | change
+    arguments = dict(zip(signature(ops.rewind_kv_cache).parameters, values, strict=True)) | change
     with pytest.raises(TensorContractError, match=message):
         ops.rewind_kv_cache(**arguments)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_drafts", "block_size"), [(3, 64), (7, 256), (9, 4)])
 def test_graph_replays_with_changed_counts_and_batch(num_drafts: int, block_size: int) -> None:
     """256 rows; between replays the counts, the tables and the number of requests change."""

@@ -16,18 +16,17 @@ from mtp_plugin.ops.next_forward import launch, reference
 from tests.ops.letters import ids
 from tests.ops.next_forward import story
 from tests.ops.next_forward.story import Left
-from tests.ops.token_verify import story as verification
-from tests.ops.token_verify.batches import flat_tokens, random_decodes
-from tests.ops.token_verify.story import Decode
-from tests.ops.triton_cpu import (
+from tests.ops.on_device import (
     INDEX_DTYPES,
     POISON,
     forbid_launches,
-    needs_gpu,
     poisoned,
     replay_in_graph,
     vector,
 )
+from tests.ops.token_verify import story as verification
+from tests.ops.token_verify.batches import flat_tokens, random_decodes
+from tests.ops.token_verify.story import Decode
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 
@@ -170,7 +169,7 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> N
         ops.prepare_next_forward_pass(**(call.arguments() | change))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 @pytest.mark.parametrize("num_decodes", [1, 256, 2048])
 def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) -> None:

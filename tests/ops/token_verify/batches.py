@@ -6,8 +6,8 @@ import random
 
 import torch
 
+from tests.ops.on_device import vector
 from tests.ops.token_verify.story import Decode
-from tests.ops.triton_cpu import vector
 
 
 def random_decodes(dice: random.Random, count: int, num_drafts: int) -> list[Decode]:

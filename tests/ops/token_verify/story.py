@@ -36,7 +36,7 @@ def verify(
 
 
 def rows_with_logits(requests: list[tuple[bool, int]], num_entries: int | None = None) -> list[int]:
-    """All rows of a decode request (True, rows), the last one of a prefill request (False, rows)."""
+    """All rows of a decode request (True, rows), the last of a prefill request (False, rows)."""
     rows: list[int] = []
     start = 0
     for is_decode, length in requests:

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.token_verify import launch, reference
-from tests.ops.token_verify import story
-from tests.ops.triton_cpu import (
+from tests.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
     forbid_launches,
-    needs_gpu,
     poisoned,
     replay_in_graph,
     vector,
 )
+from tests.ops.token_verify import story
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 
@@ -132,7 +131,7 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> N
         ops.required_logit_indices(**(arguments | change))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_graph_replays_with_changed_lengths() -> None:
     num_decodes, num_prefills, num_drafts = 300, 60, 3
     status = vector([0] * num_decodes + [1] * num_prefills, torch.int32)
@@ -156,7 +155,7 @@ def test_graph_replays_with_changed_lengths() -> None:
     assert not out[-9:].any()
 
 
-@needs_gpu
+@pytest.mark.gpu
 @both
 def test_a_graph_cannot_read_lengths_back(ops: ModuleType) -> None:
     status, lengths = vector([0, 1]), vector([2, 5])

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.token_verify import launch, reference
 from tests.ops.letters import ids
-from tests.ops.token_verify import story
-from tests.ops.token_verify.batches import flat_tokens, random_decodes
-from tests.ops.token_verify.story import Decode
-from tests.ops.triton_cpu import (
+from tests.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
     forbid_launches,
-    needs_gpu,
     poisoned,
     replay_in_graph,
     vector,
 )
+from tests.ops.token_verify import story
+from tests.ops.token_verify.batches import flat_tokens, random_decodes
+from tests.ops.token_verify.story import Decode
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 
@@ -157,7 +156,7 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> N
         ops.verify_speculative_tokens(**(arguments() | change))
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 @pytest.mark.parametrize("num_decodes", [1, 64, 256, 4096])
 def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) -> None:

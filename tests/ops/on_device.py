@@ -1,30 +1,21 @@
-"""Where kernels run in the tests: on a GPU, or in Triton's interpreter where there is none.
+"""What the tests of kernels share: the device they run on, poisoned outputs, and graph replays.
 
-Triton reads TRITON_INTERPRET when it decorates a kernel. The `__init__` of a test package imports
-this module, which is before any module of that package can import a kernel.
+Without a GPU the kernels run in Triton's interpreter, which `tests/conftest.py` switches on.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 POISON = -777
 INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-def needs_gpu(test: Callable) -> Callable:
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")(test),
-    )
 
 
 def vector(values: Iterable, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -43,6 +34,18 @@ def forbid_launches(monkeypatch: pytest.MonkeyPatch, launch: object) -> None:
         monkeypatch.setattr(launch, name, None)
 
 
+@contextmanager
+def read_back_forbidden() -> Iterator[None]:
+    """On a GPU, let whatever waits for the device fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def replay_in_graph(step: Callable[[], object], change: Callable[[], object]) -> None:
     """Capture `step`, call `change`, replay; the step may neither allocate nor read back."""
     stream = torch.cuda.Stream()
@@ -50,13 +53,10 @@ def replay_in_graph(step: Callable[[], object], change: Callable[[], object]) ->
     with torch.cuda.stream(stream):
         step()  # compiles
         stream.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with read_back_forbidden():
             step()
-            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
