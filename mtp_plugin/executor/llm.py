@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +34,10 @@ from mtp_plugin.statistics import AcceptanceStats
 CPU_KV_BYTES = 2 * 2**30
 """Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says
 otherwise."""
+
+THIN_MODEL_WIDTH = 512
+"""Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
+than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
 Prompt = str | Sequence[int]
 Progress = Callable[[str], None]
@@ -101,6 +107,9 @@ class LLM:
             )
         model.set_attn_implementation(SDPA_BACKEND)
         self.model = model
+        thin = self.device.type == "cpu" and facts.hidden_size <= THIN_MODEL_WIDTH
+        if thin and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
         if tokenizer is None and (Path(self.config.model) / "tokenizer.json").is_file():
             report("loading the tokenizer")
             tokenizer = _load_tokenizer(self.config.model)
@@ -157,7 +166,7 @@ class LLM:
             overlap=not self.config.disable_overlap_scheduler,
         )
         self._end_ids = facts.eos_token_ids
-        self._next_id = 0
+        self._ids = itertools.count()  # its next() is one step for any number of threads
         self._dispatcher = Dispatcher(self.executor)
         self._drivers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
             WeakKeyDictionary()
@@ -253,10 +262,9 @@ class LLM:
         Raises:
             RequestError: naming every reason.
         """
-        request_id = self._next_id
+        request_id = next(self._ids)
         ids = self._prompt_ids(prompt, request_id)
         self._admit(params, request_id)
-        self._next_id += 1
         text = None
         if self.tokenizer is not None:
             text = RequestText(self.tokenizer, params.stop, params.min_tokens)
