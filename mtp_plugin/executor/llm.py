@@ -88,9 +88,9 @@ class LLM:
         speculative = self.config.speculative_config
         plugin = find_plugin(None if speculative is None else speculative.decoding_type)
         plan = plugin.plan(speculative, facts.num_mtp_layers)
-        self.device = _device(self.config.device)
-        _check_graphs(self.config, self.device, report)
-        self.max_seq_len = _max_seq_len(self.config, facts.max_position_embeddings)
+        self.device = resolve_device(self.config.device)
+        check_graphs(self.config, self.device, report)
+        self.max_seq_len = resolve_max_seq_len(self.config, facts.max_position_embeddings)
         if model is None:
             report("loading weights")
             model = load_model(
@@ -112,7 +112,7 @@ class LLM:
             torch.set_num_threads(1)
         if tokenizer is None and (Path(self.config.model) / "tokenizer.json").is_file():
             report("loading the tokenizer")
-            tokenizer = _load_tokenizer(self.config.model)
+            tokenizer = load_tokenizer(self.config.model)
         self.tokenizer = tokenizer
         batch_size = self.config.max_batch_size
         host = HostFacts(
@@ -469,7 +469,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -477,7 +477,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> None:
+def check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> None:
     if config.cuda_graph_config is None:
         return
     if device.type == "cuda":
@@ -493,7 +493,7 @@ def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _max_seq_len(config: LLMConfig, positions: int) -> int:
+def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
     if config.max_seq_len is None:
         return positions
     if config.max_seq_len > positions:
@@ -515,7 +515,7 @@ def _padded_sizes(config: LLMConfig) -> list[int]:
     return [size for size in sizes if size <= config.max_batch_size]
 
 
-def _load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:

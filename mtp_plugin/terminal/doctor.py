@@ -12,7 +12,12 @@ import torch
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, MTPPluginError
-from mtp_plugin.executor.llm import _check_graphs, _device, _load_tokenizer, _max_seq_len
+from mtp_plugin.executor.llm import (
+    check_graphs,
+    load_tokenizer,
+    resolve_device,
+    resolve_max_seq_len,
+)
 from mtp_plugin.models import ModelFacts, Preflight, family_of, preflight, read_facts
 from mtp_plugin.plugin import (
     DraftPlan,
@@ -73,7 +78,7 @@ def examine(config: LLMConfig) -> Diagnosis:
     if plugin is not None:
         plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
     found.attempt(lambda: _examine_tensors(found, config, plan))
-    limit = found.attempt(lambda: _max_seq_len(config, facts.max_position_embeddings))
+    limit = found.attempt(lambda: resolve_max_seq_len(config, facts.max_position_embeddings))
     if plugin is None or plan is None or limit is None:
         return found
     _add_costs(found, config, plan, limit)
@@ -125,16 +130,16 @@ def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
 
 
 def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
-    device = _device(config.device)
+    device = resolve_device(config.device)
     found.add("device", device)
-    _check_graphs(config, device, lambda note: found.add("CUDA graphs", note))
+    check_graphs(config, device, lambda note: found.add("CUDA graphs", note))
 
 
 def _examine_tokenizer(found: Diagnosis, model: str) -> Any:
     if not (Path(model) / "tokenizer.json").is_file():
         found.add("tokenizer", "none: prompts must be token ids")
         return None
-    tokenizer = _load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     found.add("tokenizer", f"{len(tokenizer)} tokens")
     return tokenizer
 
