@@ -54,6 +54,7 @@ class FirstPass:
     states: torch.Tensor  # [T', H]
     last_rows: torch.Tensor  # [R] int64: the row that proposes each request's first draft
     next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
+    kv_lens: torch.Tensor | None = None  # [R] the loop's KV lengths, where they came on the way
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class DraftColumn:
     column: int
     shifted_ids: torch.Tensor | None = None  # FirstPass.ids, where another depth reads them
     last_rows: torch.Tensor | None = None  # [R] int64, with shifted_ids
+    positions: torch.Tensor | None = None  # [R] int64: moved on by one, where given
+    kv_lens: torch.Tensor | None = None  # [R] int32: moved on by one, with positions
+    max_position: int | None = None  # positions stop here
 
     def write(self, drafts: torch.Tensor) -> None:
         """Put ``drafts`` [R] in place."""
@@ -73,6 +77,12 @@ class DraftColumn:
         if self.shifted_ids is not None and self.last_rows is not None:
             rows = self.last_rows + (self.column + 1)
             self.shifted_ids[rows] = drafts.to(self.shifted_ids.dtype)
+        if self.positions is not None:
+            self.positions.add_(1)
+            if self.max_position is not None:
+                self.positions.clamp_(max=self.max_position)
+            if self.kv_lens is not None:
+                self.kv_lens[: drafts.shape[0]].add_(1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: ``mtp-plugin generate``, ``config`` and ``doctor``."""
+"""The command line: ``mtp-plugin generate``, ``config``, ``doctor`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from mtp_plugin.bench.cli import app as bench
 from mtp_plugin.config import LLMConfig, json_schema, load_config
 from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
 from mtp_plugin.terminal.console import (
@@ -36,6 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 
 
 def main() -> None:

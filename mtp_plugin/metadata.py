@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -142,6 +142,12 @@ class MTPSpecMetadata:
         buffer[: len(values)].copy_(host, non_blocking=True)
 
 
+def kv_floor(attn_metadata: Any, rows: int) -> int | None:
+    """The least KV length of a generation that feeds ``rows`` rows: as many, except where the host
+    takes rows at negative positions; None then."""
+    return None if getattr(attn_metadata, "supports_dead_rows", False) else rows
+
+
 @contextmanager
 def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
     """Change attention metadata for the draft loop; every field is put back on exit.
@@ -158,25 +164,23 @@ def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
 
 
 class DraftLoop:
-    """The changes that the draft loop makes, over copies of the fields that it touches."""
+    """The changes that the draft loop makes: fields are rebound to tensors of its own, not edited.
 
-    _TENSORS = (
-        "_seq_lens",
-        "_seq_lens_cuda",
-        "kv_lens_cuda",
-        "kv_write_limit",
-        "host_request_types",
-    )
+    KV lengths may be handed in ready made, by kernels that computed them on the way; otherwise they
+    are computed here.
+    """
+
+    _ones: ClassVar[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = {}
 
     def __init__(self, attn_metadata: Any) -> None:
         self._metadata = attn_metadata
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._originals: dict[str, Any] = {}
         self._num_contexts = 0
         self._num_cached_tokens: list[int] | None = None
-        self._kv_lens: list[torch.Tensor] = []  # on the device; and on the host where it is read
+        self._host_kv_lens: torch.Tensor | None = None  # for backends that read counts on the host
 
     def open(self) -> None:
-        """Rebind every field that the loop may touch to a copy of its own."""
+        """Start changing; nothing is copied before it changes."""
         metadata = self._metadata
         expect(
             not getattr(metadata, "_draft_loop_open", False),
@@ -185,27 +189,17 @@ class DraftLoop:
         )
         metadata._draft_loop_open = True
         self._num_contexts = metadata.num_contexts
-        for name in self._TENSORS:
-            original = getattr(metadata, name, None)
-            if isinstance(original, torch.Tensor):
-                self._rebind(name, original.clone())
-        for name in ("seq_lens", "seq_lens_cuda"):
-            # a property on most hosts; a plain attribute would keep showing the original
-            if name in getattr(metadata, "__dict__", {}):
-                self._rebind(name, getattr(metadata, f"_{name}"))
-        if "kv_lens_cuda" in self._tensors:
-            self._kv_lens.append(metadata.kv_lens_cuda)
         params = getattr(metadata, "kv_cache_params", None)
         reads_counts = getattr(metadata, "reads_cached_token_counts", False)
         if params is not None and reads_counts and not metadata.is_cuda_graph:
             self._num_cached_tokens = params.num_cached_tokens_per_seq
             params.num_cached_tokens_per_seq = list(self._num_cached_tokens)
-            self._kv_lens.append(torch.tensor(self._num_cached_tokens) + metadata._seq_lens)
+            self._host_kv_lens = torch.tensor(self._num_cached_tokens) + metadata._seq_lens
 
     def close(self) -> None:
         """Put the originals back."""
         metadata = self._metadata
-        for name, original in self._tensors.items():
+        for name, original in self._originals.items():
             setattr(metadata, name, original)
         if self._num_cached_tokens is not None:
             metadata.kv_cache_params.num_cached_tokens_per_seq = self._num_cached_tokens
@@ -214,12 +208,20 @@ class DraftLoop:
         del metadata._draft_loop_open
         self._changed()
 
+    @property
+    def kv_lens(self) -> torch.Tensor | None:
+        """The loop's own KV lengths on the device, free to be moved on in place; None where the
+        host has none."""
+        lens: torch.Tensor | None = getattr(self._metadata, "kv_lens_cuda", None)
+        return lens if "kv_lens_cuda" in self._originals else None
+
     def feed_window(
         self,
         num_accepted: torch.Tensor,
         step_rows: int,
         window: int,
         history_lens: list[int] | None = None,
+        kv_lens: torch.Tensor | None = None,
     ) -> None:
         """Vanilla: a generation feeds ``window`` rows that end at its last accepted position.
 
@@ -228,20 +230,22 @@ class DraftLoop:
 
         Args:
             num_accepted: [R] int32. step_rows: K+1. history_lens: per context, on the host.
+            kv_lens: [>= R] the lengths that result, where they are known; the loop owns them now.
         """
         metadata = self._metadata
-        generations = slice(metadata.num_contexts, metadata.num_seqs)
-        if history_lens is not None and any(history_lens):
-            contexts = slice(0, metadata.num_contexts)
-            history = torch.tensor(history_lens, dtype=metadata._seq_lens.dtype)
-            metadata._seq_lens[contexts] += history
-            metadata._seq_lens_cuda[contexts] += history.to(
-                metadata._seq_lens_cuda.device, non_blocking=True
-            )
-        metadata._seq_lens[generations] -= step_rows - window
-        metadata._seq_lens_cuda[generations] -= step_rows - window
-        rejected = step_rows - num_accepted[generations]
-        self._rewind(rejected, generations, at_least=window)
+        has_history = history_lens is not None and any(history_lens)
+        if has_history or window != step_rows:
+            host, device = metadata._seq_lens.clone(), metadata._seq_lens_cuda.clone()
+            if has_history:
+                contexts = slice(0, metadata.num_contexts)
+                history = torch.tensor(history_lens, dtype=host.dtype)
+                host[contexts] += history
+                device[contexts] += history.to(device.device, non_blocking=True)
+            generations = slice(metadata.num_contexts, metadata.num_seqs)
+            host[generations] -= step_rows - window
+            device[generations] -= step_rows - window
+            self._rebind_seq_lens(host, device)
+        self._rewind(num_accepted, step_rows, window, 0, kv_lens)
         self._changed()
 
     def feed_single_rows(
@@ -249,54 +253,101 @@ class DraftLoop:
         num_accepted: torch.Tensor,
         max_draft_len: int,
         real_contexts: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
     ) -> None:
         """Eagle, before pass 2: one row per request, right behind its last accepted position.
 
         Args:
             num_accepted: [R] int32. max_draft_len: K.
             real_contexts: [C] bool; the others are padding rows from here on. None: all are real.
+            kv_lens: as :meth:`feed_window`.
         """
         metadata = self._metadata
         num_contexts = metadata.num_contexts
-        contexts = slice(0, num_contexts)
-        generations = slice(num_contexts, metadata.num_seqs)
-        metadata._seq_lens.fill_(1)
-        metadata._seq_lens_cuda.fill_(1)
-        for lens in self._kv_lens:
-            lens[contexts] += 1
-        rejected = max_draft_len - num_accepted[generations]
-        self._rewind(rejected, generations, at_least=1)
-        if "host_request_types" in self._tensors:
-            metadata.host_request_types[contexts] = 1
-        if "kv_write_limit" in self._tensors:
-            metadata.kv_write_limit.copy_(metadata.kv_capacity)
+        self._rewind(num_accepted, max_draft_len, 1, 1, kv_lens)
+        self._rebind_seq_lens(
+            torch.ones_like(metadata._seq_lens), self._ones_like(metadata._seq_lens_cuda)
+        )
+        if isinstance(getattr(metadata, "host_request_types", None), torch.Tensor):
+            types = metadata.host_request_types.clone()
+            types[:num_contexts] = 1
+            self._rebind("host_request_types", types)
+        if isinstance(getattr(metadata, "kv_write_limit", None), torch.Tensor):
+            limit = metadata.kv_capacity
             if real_contexts is not None:
-                metadata.kv_write_limit[contexts] *= real_contexts.to(torch.int32)
+                limit = limit.clone()
+                limit[:num_contexts] *= real_contexts.to(limit.dtype)
+            self._rebind("kv_write_limit", limit)
         metadata.num_contexts = 0
         self._changed()
 
-    def advance(self) -> None:
-        """Eagle, between later passes: every request one row further."""
-        for lens in self._kv_lens:
-            lens[: self._metadata.num_seqs] += 1
+    def advance(self, *, moved: bool = False) -> None:
+        """Eagle, between later passes: every request one row further.
+
+        Args:
+            moved: :attr:`kv_lens` were moved on already.
+        """
+        if not moved and self.kv_lens is not None:
+            self.kv_lens[: self._metadata.num_seqs] += 1
+        if self._host_kv_lens is not None:
+            self._host_kv_lens += 1
         self._changed()
 
     def _rebind(self, name: str, value: torch.Tensor) -> None:
-        self._tensors[name] = getattr(self._metadata, name)
+        self._originals.setdefault(name, getattr(self._metadata, name))
         setattr(self._metadata, name, value)
 
-    def _rewind(self, rows: torch.Tensor, generations: slice, at_least: int) -> None:
-        clamped = not getattr(self._metadata, "supports_dead_rows", False)
-        for lens in self._kv_lens:
+    def _rebind_seq_lens(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        for name, value in (("seq_lens", host), ("seq_lens_cuda", device)):
+            self._rebind(f"_{name}", value)
+            # a property on most hosts; a plain attribute would keep showing the original
+            if name in getattr(self._metadata, "__dict__", {}):
+                self._rebind(name, value)
+
+    def _rewind(
+        self,
+        num_accepted: torch.Tensor,
+        step_rows: int,
+        fed_rows: int,
+        context_rows: int,
+        kv_lens: torch.Tensor | None,
+    ) -> None:
+        """KV lengths: contexts + context_rows, generations - (step_rows - n)."""
+        metadata = self._metadata
+        contexts = slice(0, metadata.num_contexts)
+        generations = slice(metadata.num_contexts, metadata.num_seqs)
+        original = getattr(metadata, "kv_lens_cuda", None)
+        own = kv_lens
+        if own is None and isinstance(original, torch.Tensor):
+            own = original.clone()
+        for lens in (None if own is kv_lens else own, self._host_kv_lens):
+            if lens is None:
+                continue
+            if context_rows:
+                lens[contexts] += context_rows
             # only backends that declare to read the host list pay for this read-back
-            lens[generations] -= rows.to(lens)
-            if clamped:
-                lens[generations].clamp_(min=at_least)
+            lens[generations] -= (step_rows - num_accepted[generations]).to(lens)
+            floor = kv_floor(metadata, fed_rows)
+            if floor is not None:
+                lens[generations].clamp_(min=floor)
+        if own is not None:
+            self._rebind("kv_lens_cuda", own)
+
+    @classmethod
+    def _ones_like(cls, lens: torch.Tensor) -> torch.Tensor:
+        """Ones that nobody writes to; kept, so that a captured loop launches nothing for them."""
+        key = (lens.device, lens.dtype)
+        kept = cls._ones.get(key)
+        if kept is None or kept.shape[0] < lens.shape[0]:
+            kept = torch.ones_like(lens)
+            if not (lens.is_cuda and torch.cuda.is_current_stream_capturing()):
+                cls._ones[key] = kept
+        return kept[: lens.shape[0]]
 
     def _changed(self) -> None:
         metadata = self._metadata
-        if self._num_cached_tokens is not None:
-            cached = self._kv_lens[-1] - metadata._seq_lens
+        if self._num_cached_tokens is not None and self._host_kv_lens is not None:
+            cached = self._host_kv_lens - metadata._seq_lens
             metadata.kv_cache_params.num_cached_tokens_per_seq[:] = cached.tolist()
         metadata.on_update()
         for hook in ("on_update_kv_lens", "update_for_spec_dec"):

@@ -23,6 +23,8 @@ def vanilla_first_pass(
     chunk_lens: list[int],
     history_lens: list[int],
     window: int,
+    kv_lens: torch.Tensor | None = None,  # noqa: ARG001 - the draft loop computes them in torch
+    kv_floor: int | None = None,  # noqa: ARG001
 ) -> FirstPass:
     """The rows of depth 1; then the pools are moved on by this step.
 
@@ -34,6 +36,7 @@ def vanilla_first_pass(
         context_lens: [C] chunk lengths on the device. chunk_lens: the same on the host.
         history_lens: history rows in front of each chunk, on the host.
         window: rows per generation.
+        kv_lens, kv_floor: for implementations that give the loop's KV lengths on the way.
     """
     k = tokens_pool.shape[1]
     num_contexts, num_ctx_tokens = len(chunk_lens), sum(chunk_lens)
@@ -110,6 +113,8 @@ def eagle_first_pass(
     num_contexts: int,
     num_ctx_tokens: int,
     max_position: int | None,
+    kv_lens: torch.Tensor | None = None,  # noqa: ARG001
+    kv_floor: int | None = None,  # noqa: ARG001
 ) -> FirstPass:
     """The rows of pass 1 of a reused layer, and where pass 2 starts.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mtp_plugin.batch import Accepted, DraftColumn, DraftInputs, FirstPass
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.metadata import draft_loop
+from mtp_plugin.metadata import draft_loop, kv_floor
 from mtp_plugin.ops.draft_inputs import concatenate
 from mtp_plugin.workers.base import SpecWorker, Step
 
@@ -44,6 +45,8 @@ class MTPEagleWorker(SpecWorker):
             num_contexts=step.num_contexts,
             num_ctx_tokens=step.num_ctx_tokens,
             max_position=max_position,
+            kv_lens=getattr(step.attn_metadata, "kv_lens_cuda", None),
+            kv_floor=kv_floor(step.attn_metadata, 1),
         )
         positions = first.next_positions
         if positions is None:
@@ -54,17 +57,28 @@ class MTPEagleWorker(SpecWorker):
             for column in range(self.max_draft_len):
                 if column == 1:
                     loop.feed_single_rows(
-                        accepted.num_accepted, self.max_draft_len, self._real_contexts(step)
+                        accepted.num_accepted,
+                        self.max_draft_len,
+                        self._real_contexts(step),
+                        first.kv_lens,
                     )
                 elif column > 1:
-                    loop.advance()
-                    positions = self._clamp(positions + 1, max_position)
+                    loop.advance(moved=True)
                 if column > 0:
                     states = self._run_layer(
                         layer, step, drafts[:, column - 1], positions, states, single_rows=True
                     )
                 logits = layer.shared_head(states, step.lm_head, step.attn_metadata, True)
-                self._propose(logits, DraftColumn(drafts, next_tokens, column))
+                place = DraftColumn(drafts, next_tokens, column)
+                if 0 < column < self.max_draft_len - 1:
+                    # the next pass is one row further
+                    place = replace(
+                        place,
+                        positions=positions,
+                        kv_lens=loop.kv_lens,
+                        max_position=max_position,
+                    )
+                self._propose(logits, place)
 
     def prepare_drafter_inputs(
         self,
@@ -142,7 +156,3 @@ class MTPEagleWorker(SpecWorker):
             return None
         real: torch.Tensor = next_prompt[: step.num_contexts] < 0
         return real
-
-    @staticmethod
-    def _clamp(positions: torch.Tensor, highest: int | None) -> torch.Tensor:
-        return positions if highest is None else positions.clamp_max(highest)

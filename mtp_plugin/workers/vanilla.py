@@ -8,7 +8,7 @@ import torch
 
 from mtp_plugin.batch import Accepted, DraftColumn, DraftInputs, FirstPass
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.metadata import draft_loop
+from mtp_plugin.metadata import draft_loop, kv_floor
 from mtp_plugin.ops.draft_inputs import concatenate
 from mtp_plugin.workers.base import SpecWorker, Step
 
@@ -35,6 +35,7 @@ class MTPWorker(SpecWorker):
         )
         manager = self._manager(step.spec_metadata)
         history_lens = self._history_lens(step)
+        attention = step.attn_metadata
         first: FirstPass = self.ops.vanilla_first_pass(
             manager.mtp_past_tokens_pool,
             manager.mtp_past_hidden_states_pool,
@@ -49,10 +50,16 @@ class MTPWorker(SpecWorker):
             chunk_lens=step.attn_metadata._seq_lens[: step.num_contexts].tolist(),
             history_lens=history_lens,
             window=self._window,
+            kv_lens=getattr(attention, "kv_lens_cuda", None),
+            kv_floor=kv_floor(attention, self._window),
         )
-        with draft_loop(step.attn_metadata) as loop:
+        with draft_loop(attention) as loop:
             loop.feed_window(
-                accepted.num_accepted, self.max_draft_len + 1, self._window, history_lens
+                accepted.num_accepted,
+                self.max_draft_len + 1,
+                self._window,
+                history_lens,
+                first.kv_lens,
             )
             self._run_depths(step, first, drafts, next_tokens)
 

@@ -15,11 +15,13 @@ def generation_kernel(
     position_ptr,
     count_ptr,
     last_ptr,
+    kv_len_ptr,
     # outputs
     id_out_ptr,
     position_out_ptr,
     state_out_ptr,
     row_out_ptr,
+    kv_out_ptr,
     # sizes
     num_contexts,
     num_ctx_tokens,
@@ -27,12 +29,14 @@ def generation_kernel(
     hidden,
     state_stride,
     last_stride,
+    kv_floor,
     # constants
     K: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE_WINDOW: tl.constexpr,
+    HAS_KV: tl.constexpr,
 ):
     """One (generation, slice of H): its window of pairs, and its pool row moved on.
 
@@ -106,6 +110,9 @@ def generation_kernel(
         tl.store(position_out_ptr + out_row, tl.where(dead, 0, position), mask=used & first)
         if first:
             tl.store(row_out_ptr + request, num_ctx_rows + (generation + 1) * WINDOW - 1)
+            if HAS_KV:
+                kv_len = tl.load(kv_len_ptr + request) - (K + 1) + count
+                tl.store(kv_out_ptr + request, tl.maximum(kv_len, kv_floor))
 
 
 @triton.jit
@@ -251,20 +258,29 @@ def accepted_rows_kernel(
     token_ptr,
     count_ptr,
     position_ptr,
+    kv_len_ptr,
     id_out_ptr,
     row_out_ptr,
     position_out_ptr,
+    kv_out_ptr,
     num_contexts,
     num_ctx_tokens,
     max_position,
+    kv_floor,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HAS_KV: tl.constexpr,
 ):
     """One generation of a reused layer: its accepted tokens, its last row, its next position."""
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
     columns = tl.arange(0, COLUMNS)
-    count = tl.maximum(tl.load(count_ptr + request).to(tl.int32), 1)
+    emitted = tl.load(count_ptr + request).to(tl.int32)
+    if HAS_KV:
+        # one row, right behind the last accepted position
+        kv_len = tl.load(kv_len_ptr + request) - (WIDTH - 1) + emitted
+        tl.store(kv_out_ptr + request, tl.maximum(kv_len, kv_floor))
+    count = tl.maximum(emitted, 1)
     column = tl.minimum(columns, count - 1)
     tokens = tl.load(token_ptr + request * WIDTH + column, mask=columns < WIDTH, other=0)
     first_row = num_ctx_tokens + generation * WIDTH

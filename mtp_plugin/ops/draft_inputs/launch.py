@@ -13,6 +13,7 @@ from mtp_plugin.ops.draft_inputs.kernel import (
 )
 
 UNBOUNDED = 2**62
+LOWEST = -(2**31)
 
 
 def advance_history(
@@ -70,6 +71,8 @@ def vanilla_first_pass(
     chunk_lens: list[int],
     history_lens: list[int],
     window: int,
+    kv_lens: torch.Tensor | None = None,
+    kv_floor: int | None = None,
 ) -> FirstPass:
     """The rows of depth 1, and the pools moved on: one launch per kind of request, and one for the
     pools of contexts.
@@ -91,6 +94,7 @@ def vanilla_first_pass(
         positions=torch.empty(num_rows, dtype=torch.int64, device=device),
         states=torch.empty(num_rows, hidden, dtype=hidden_states.dtype, device=device),
         last_rows=torch.empty(requests, dtype=torch.int64, device=device),
+        kv_lens=_own_kv_lens(kv_lens, num_contexts, 0),
     )
     if num_contexts > 0 and successors is not None:
         ends = context_lens.cumsum(0, dtype=torch.int32)
@@ -141,6 +145,8 @@ def vanilla_first_pass(
             num_generations,
             window,
             k + 1,
+            kv_lens,
+            kv_floor,
         )
     return first
 
@@ -157,6 +163,8 @@ def eagle_first_pass(
     num_contexts: int,
     num_ctx_tokens: int,
     max_position: int | None,
+    kv_lens: torch.Tensor | None = None,
+    kv_floor: int | None = None,
 ) -> FirstPass:
     """The ids of pass 1 and where pass 2 starts; states and positions are the step's own."""
     requests, width = accepted_tokens.shape
@@ -165,6 +173,7 @@ def eagle_first_pass(
     ids = torch.empty(input_ids.shape[0], dtype=torch.int32, device=device)
     last_rows = torch.empty(requests, dtype=torch.int64, device=device)
     next_positions = torch.empty(requests, dtype=torch.int64, device=device)
+    own = _own_kv_lens(kv_lens, num_contexts, 1)
     if num_contexts > 0 and successors is not None:
         ends = context_lens.to(torch.int64).cumsum(0) - 1
         ids[:num_ctx_tokens] = input_ids[:num_ctx_tokens].roll(-1)
@@ -179,17 +188,33 @@ def eagle_first_pass(
             accepted_tokens,
             num_accepted,
             positions,
+            kv_lens if kv_lens is not None else num_accepted,
             ids,
             last_rows,
             next_positions,
+            own if own is not None else num_accepted,
             num_contexts,
             num_ctx_tokens,
             UNBOUNDED if max_position is None else max_position,
+            LOWEST if kv_floor is None else kv_floor,
             WIDTH=width,
             COLUMNS=_power_of_two(width),
+            HAS_KV=own is not None,
             num_warps=1,
         )
-    return FirstPass(ids, positions, hidden_states, last_rows, next_positions)
+    return FirstPass(ids, positions, hidden_states, last_rows, next_positions, own)
+
+
+def _own_kv_lens(
+    kv_lens: torch.Tensor | None, num_contexts: int, context_rows: int
+) -> torch.Tensor | None:
+    """A tensor for the loop's KV lengths, its contexts filled in."""
+    if kv_lens is None:
+        return None
+    own = torch.empty_like(kv_lens)
+    if num_contexts > 0:
+        own[:num_contexts] = kv_lens[:num_contexts] + context_rows
+    return own
 
 
 def _advance_contexts(
@@ -238,10 +263,13 @@ def _generations(
     num_generations: int,
     window: int,
     step_rows: int,
+    kv_lens: torch.Tensor | None = None,
+    kv_floor: int | None = None,
 ) -> None:
     hidden = hidden_states.shape[1]
     block = _column_block(hidden, window)
     unused = num_accepted
+    own = None if first is None else first.kv_lens
     generation_kernel[(num_generations, -(-hidden // block))](
         # pools and step
         tokens_pool,
@@ -252,11 +280,13 @@ def _generations(
         positions,
         num_accepted,
         last_tokens,
+        kv_lens if kv_lens is not None else unused,
         # outputs
         first.ids if first is not None else unused,
         first.positions if first is not None else unused,
         first.states if first is not None else hidden_states,
         first.last_rows if first is not None else unused,
+        own if own is not None else unused,
         # sizes
         num_contexts,
         num_ctx_tokens,
@@ -264,12 +294,14 @@ def _generations(
         hidden,
         hidden_states.stride(0),
         last_tokens.stride(0),
+        LOWEST if kv_floor is None else kv_floor,
         # constants
         K=step_rows - 1,
         WINDOW=window,
         ROWS=_power_of_two(window),
         BLOCK=block,
         WRITE_WINDOW=first is not None,
+        HAS_KV=own is not None,
         num_warps=4,
     )
 

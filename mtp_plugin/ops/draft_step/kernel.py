@@ -12,12 +12,17 @@ def place_kernel(
     next_ptr,
     shifted_ptr,
     row_ptr,
+    position_ptr,
+    kv_len_ptr,
     num_pieces,
     draft_stride,
     next_stride,
     column,
+    max_position,
     PIECES: tl.constexpr,
     SHIFT: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    HAS_KV: tl.constexpr,
 ):
     """One request: the draft of its row, written wherever the next pass and the sampler read it."""
     request = tl.program_id(0).to(tl.int64)
@@ -33,3 +38,8 @@ def place_kernel(
         # the window moves by an offset into the ids: only the entry behind it is new
         row = tl.load(row_ptr + request)
         tl.store(shifted_ptr + row + column + 1, draft)
+    if ADVANCE:
+        position = tl.load(position_ptr + request) + 1
+        tl.store(position_ptr + request, tl.minimum(position, max_position))
+        if HAS_KV:
+            tl.store(kv_len_ptr + request, tl.load(kv_len_ptr + request) + 1)

@@ -8,6 +8,8 @@ from mtp_plugin.batch import DraftColumn
 from mtp_plugin.ops.draft_step.kernel import place_kernel
 from mtp_plugin.vocab_reduce import top1_partials
 
+UNBOUNDED = 2**62
+
 
 def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     """The draft of each row of ``logits`` [R, V], written to every place that reads it."""
@@ -23,12 +25,17 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
         place.next_tokens,
         place.shifted_ids if place.shifted_ids is not None else unused,
         place.last_rows if place.last_rows is not None else unused,
+        place.positions if place.positions is not None else unused,
+        place.kv_lens if place.kv_lens is not None else unused,
         partials.num_pieces,
         place.drafts.stride(0),
         place.next_tokens.stride(0),
         place.column,
+        UNBOUNDED if place.max_position is None else place.max_position,
         PIECES=1 << max(partials.num_pieces - 1, 0).bit_length(),
         SHIFT=place.shifted_ids is not None,
+        ADVANCE=place.positions is not None,
+        HAS_KV=place.kv_lens is not None,
         num_warps=1,
     )
 

@@ -1,0 +1,1 @@
+"""Benchmarks that give no figure for a result that differs from the reference."""
