@@ -15,7 +15,8 @@ from mtp_plugin.ops.bookkeeping import AdvancedBatch, KVBlockState, NextForwardB
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 64
-LONG = 8
+INT, LONG = 4, 8
+"""Bytes."""
 
 STATE = (64, 64, 128)
 TINY_STATE = (2, 4, 8)
@@ -47,9 +48,6 @@ def bookkeeping_cases(shape: Shape, device: torch.device) -> list[Case]:
             prepare=lambda seed: _bookkeeping(shape, Dice(seed, device), fused=False),
         ),
     ]
-
-
-INT = 4
 
 
 def state_copy_case(shape: Shape, device: torch.device, state: tuple[int, ...]) -> Case:

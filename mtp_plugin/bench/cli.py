@@ -51,14 +51,11 @@ Cpu = Annotated[
 
 def main() -> None:
     """Run on its own; named errors become one line each and exit code 2."""
-    from mtp_plugin.terminal.console import REFUSED, show_error, tolerate_odd_characters
-
-    tolerate_odd_characters()
     try:
         app()
     except MTPPluginError as error:
-        show_error(error)
-        sys.exit(REFUSED)
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
 
 
 @app.command()

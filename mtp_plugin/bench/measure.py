@@ -22,8 +22,10 @@ from mtp_plugin.bench.timing import (
     time_on_host,
 )
 
-MAX_SETS = 64
-"""Of inputs; enough sets to fill the cache twice are made where fewer do."""
+MIN_SETS, MAX_SETS = 4, 64
+"""Of inputs: enough to fill the cache twice, within these bounds. A replay takes all of them one
+after the other, which spreads what it costs to begin one."""
+_SETS_ON_CPU = 2
 _CALLS_PER_HOST_SAMPLE = 16
 
 
@@ -51,6 +53,13 @@ class Outcome:
     def matched(self) -> bool:
         """Whether the results of every call were those of the reference."""
         return self.figures is not None
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no figure."""
+        if self.matched:
+            return None
+        return self.error or f"differs from the reference: {', '.join(self.mismatches)}"
 
     @property
     def main_us(self) -> float | None:
@@ -204,9 +213,9 @@ class Bench:
 
     def _num_sets(self, case: Case) -> int:
         if self._scrubber is None:
-            return 2
+            return _SETS_ON_CPU
         wanted = -(-2 * self._scrubber.cache_bytes // max(case.bytes_moved, 1))
-        return min(max(wanted, 2), MAX_SETS)
+        return min(max(wanted, MIN_SETS), MAX_SETS)
 
 
 def _nothing() -> None:

@@ -22,7 +22,9 @@ from mtp_plugin.bench.targets import (
 from mtp_plugin.ops.acceptance import RelaxedRule
 
 TOPK, DELTA = 10, 0.6
+HIGHEST_POSITION = 131071
 INT = 4
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _eagle(shape: Shape, dice: Dice) -> Trial:
             context_lens,
             num_contexts=0,
             num_ctx_tokens=0,
-            max_position=131071,
+            max_position=HIGHEST_POSITION,
         )
         # states and positions are the step's own
         return {

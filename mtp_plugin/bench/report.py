@@ -18,16 +18,23 @@ from mtp_plugin.bench.timing import Times
 NOT_A_BENCHMARK = "not a benchmark: measured without a GPU"
 
 
-def results_table(outcomes: list[Outcome], ceilings: Ceilings | None, *, plain_box: bool) -> Table:
+def heading(machine: dict[str, Any], kernels: str, ceilings: Ceilings | None) -> list[str]:
+    """What was measured on what."""
+    named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
+    lines = [", ".join(named), f"kernels: {kernels}"]
+    if ceilings is not None:
+        lines.append(f"ceilings: read {ceilings.read:.0f} GB/s, copy {ceilings.copy:.0f} GB/s")
+    return lines
+
+
+def results_table(outcomes: list[Outcome], ceilings: Ceilings | None) -> Table:
     """One row per case; a case that did not match has no figure in it."""
-    table = Table(box=box.ASCII if plain_box else box.SIMPLE_HEAD)
-    if ceilings is None:
-        table.title = NOT_A_BENCHMARK
+    table = Table(box=box.SIMPLE_HEAD, title=None if ceilings is not None else NOT_A_BENCHMARK)
     table.add_column("case", no_wrap=True)
     for title in ("graph us", "p20-p80", "target", "met", "eager us", "launches", "MB"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("floor us", justify="right", no_wrap=True)
-    table.add_column("of ceiling", justify="right", no_wrap=True)
+    for title in ("floor us", "of ceiling"):
+        table.add_column(title, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(*_row(outcome, ceilings))
     return table
@@ -36,8 +43,7 @@ def results_table(outcomes: list[Outcome], ceilings: Ceilings | None, *, plain_b
 def _row(outcome: Outcome, ceilings: Ceilings | None) -> list[str]:
     case, figures = outcome.case, outcome.figures
     if figures is None:
-        reason = f"differs: {', '.join(outcome.mismatches)}" if outcome.mismatches else "failed"
-        return [case.label, reason]
+        return [case.label, "differs" if outcome.mismatches else "failed"]
     graph, launches = figures.graph, figures.launches
     floor = share = ""
     if ceilings is not None and outcome.gb_per_s is not None:
@@ -146,7 +152,6 @@ def _lines(outcomes: list[Outcome], ceilings: Ceilings) -> dict[str, list[Point]
         case, figures = outcome.case, outcome.figures
         if figures is None or figures.graph is None:
             continue
-        sizes = case.shape.label.split("-", 1)[1]
         graph, target = figures.graph, case.target
         point = (
             case.shape.batch,
@@ -156,5 +161,5 @@ def _lines(outcomes: list[Outcome], ceilings: Ceilings) -> dict[str, list[Point]
             floor_us(case, ceilings),
             None if target is None else target.graph_us,
         )
-        lines.setdefault(f"{case.name}\n{sizes}", []).append(point)
+        lines.setdefault(f"{case.name} {case.shape.sizes}".rstrip(), []).append(point)
     return {name: sorted(points) for name, points in lines.items() if len(points) > 1}

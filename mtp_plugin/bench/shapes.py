@@ -45,9 +45,22 @@ class Shape:
         return self.hidden * 2
 
     @property
+    def sizes(self) -> str:
+        """What differs from the reference sizes, whatever the batch."""
+        named = {
+            "hidden": f"h{self.hidden}",
+            "vocab": f"v{self.vocab}",
+            "k": f"k{self.k}",
+            "dtype": self.dtype,
+        }
+        return "-".join(
+            text for name, text in named.items() if getattr(self, name) != getattr(REFERENCE, name)
+        )
+
+    @property
     def label(self) -> str:
         """A short name, part of the case's."""
-        return f"b{self.batch}-h{self.hidden}-v{self.vocab}-k{self.k}-{self.dtype}"
+        return f"b{self.batch}-{self.sizes}".rstrip("-")
 
 
 REFERENCE = Shape(batch=1)

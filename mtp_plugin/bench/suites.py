@@ -28,6 +28,8 @@ from mtp_plugin.bench.step_cases import step_cases, target_shift_case
 from mtp_plugin.errors import expect
 
 MIXED_BATCH = 64
+LEAST_VOCAB = 16
+"""The top-k of relaxed acceptance, and the two thinking tokens besides."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,27 @@ class Options:
             BenchmarkError: a size below its minimum, or an unknown dtype.
         """
         base = TINY if self.tiny else REFERENCE
-        given = {"hidden": self.hidden, "vocab": self.vocab, "k": self.k, "dtype": self.dtype}
-        sizes = {name: value for name, value in given.items() if value is not None}
-        for name, least in (("hidden", 1), ("vocab", 3), ("k", 1)):
-            value = sizes.get(name, least)
+        shape = Shape(
+            batch=1,
+            hidden=base.hidden if self.hidden is None else self.hidden,
+            vocab=base.vocab if self.vocab is None else self.vocab,
+            k=base.k if self.k is None else self.k,
+            dtype=self.dtype or base.dtype,
+        )
+        for name, size, least in (
+            ("hidden", shape.hidden, 1),
+            ("vocab", shape.vocab, LEAST_VOCAB),
+            ("k", shape.k, 1),
+        ):
             expect(
-                isinstance(value, int) and value >= least,
+                size >= least,
                 BenchmarkError,
-                f"--{name}: expected at least {least}, got {value}",
+                f"--{name}: expected at least {least}, got {size}",
             )
         expect(
-            sizes.get("dtype", DTYPES[0]) in DTYPES,
+            shape.dtype in DTYPES,
             BenchmarkError,
-            f"--dtype: expected one of {', '.join(DTYPES)}, got {self.dtype}",
+            f"--dtype: expected one of {', '.join(DTYPES)}, got {shape.dtype}",
         )
         batches = self.batches or (
             TINY_BATCHES if self.tiny else QUICK_BATCHES if self.quick else BATCHES
@@ -72,7 +82,6 @@ class Options:
             BenchmarkError,
             f"--batch: expected sizes of at least 1, got {min(batches)}",
         )
-        shape = replace(base, **sizes)
         return [replace(shape, batch=batch) for batch in batches]
 
     @property
@@ -89,11 +98,8 @@ def cases_of(kind: str, options: Options, device: torch.device) -> list[Case]:
         BenchmarkError: options that no case fits.
     """
     shapes = options.base_shapes()
-    cases = (
-        _step_suite(shapes, options, device)
-        if kind == "step"
-        else _op_suite(shapes, options, device)
-    )
+    suite = _step_suite if kind == "step" else _op_suite
+    cases = suite(shapes, options, device)
     if options.only:
         cases = [case for case in cases if options.only in case.label]
     expect(bool(cases), BenchmarkError, f"--filter: no case has {options.only!r} in its name")

@@ -6,7 +6,7 @@ import ctypes
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ def time_on_device(
 
 
 def time_on_host(
-    calls: list[Callable[[], object]],
+    calls: Sequence[Callable[[], object]],
     samples: int,
     before: Callable[[], object],
     synchronize: Callable[[], object],
@@ -146,7 +146,7 @@ def _profile(call: Callable[[], object]) -> Counter[str]:
         torch.cuda.synchronize()
     counts: Counter[str] = Counter()
     for event in profile.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kinds = {"Memcpy": "copies", "Memset": "memsets"}
             counts[kinds.get(event.name[:6], "kernels")] += 1
     return counts
