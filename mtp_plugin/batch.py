@@ -51,7 +51,7 @@ class FirstPass:
     """[T' + K-1] int32 for vanilla: depth d reads rows [d, d+T'), only the last row of each request
     is written between depths. [T'] for a reused layer."""
     positions: torch.Tensor  # [T'] int64; 0 for dead rows
-    states: torch.Tensor  # [T', H]
+    states: torch.Tensor  # [T', H], with K-1 spare rows behind where the window moves by an offset
     last_rows: torch.Tensor  # [R] int64: the row that proposes each request's first draft
     next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
     kv_lens: torch.Tensor | None = None  # [R] the loop's KV lengths, where they came on the way

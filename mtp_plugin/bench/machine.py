@@ -88,10 +88,13 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that holds this file; marked where tracked files differ from it."""
+    """Of the checkout that holds this file; marked where tracked files differ from it.
+
+    Where the files stand without a checkout, the environment variable ``MTP_PLUGIN_COMMIT`` names it.
+    """
     commit = _git("rev-parse", "HEAD")
     if not commit:
-        return "unknown"
+        return os.environ.get("MTP_PLUGIN_COMMIT", "unknown")
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return f"{commit} with changes" if changed else commit
 

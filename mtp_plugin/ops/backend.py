@@ -29,7 +29,9 @@ class StepOps:
     accepted_rows: Callable[..., Any]
     draft_argmax: Callable[..., Any]
     propose: Callable[..., Any]
-    shift_states: Callable[..., Any]
+    place_last_states: Callable[..., Any]
+    local_top1: Callable[..., Any]
+    merge_top1: Callable[..., Any]
 
 
 REFERENCE_OPS = StepOps(
@@ -45,7 +47,9 @@ REFERENCE_OPS = StepOps(
     accepted_rows=draft_inputs.accepted_rows,
     draft_argmax=draft_step.draft_argmax,
     propose=draft_step.propose,
-    shift_states=draft_step.shift_states,
+    place_last_states=draft_step.place_last_states,
+    local_top1=draft_step.local_top1,
+    merge_top1=draft_step.merge_top1,
 )
 
 
@@ -76,7 +80,9 @@ def triton_ops() -> StepOps:
         accepted_rows=draft_inputs.accepted_rows,
         draft_argmax=draft_step_launch.draft_argmax,
         propose=draft_step_launch.propose,
-        shift_states=draft_step.shift_states,
+        place_last_states=draft_step.place_last_states,
+        local_top1=draft_step_launch.local_top1,
+        merge_top1=draft_step_launch.merge_top1,
     )
 
 

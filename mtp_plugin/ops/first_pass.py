@@ -25,6 +25,7 @@ def vanilla_first_pass(
     window: int,
     kv_lens: torch.Tensor | None = None,  # noqa: ARG001 - the draft loop computes them in torch
     kv_floor: int | None = None,  # noqa: ARG001
+    spare_rows: int = 0,
 ) -> FirstPass:
     """The rows of depth 1; then the pools are moved on by this step.
 
@@ -37,6 +38,7 @@ def vanilla_first_pass(
         history_lens: history rows in front of each chunk, on the host.
         window: rows per generation.
         kv_lens, kv_floor: for implementations that give the loop's KV lengths on the way.
+        spare_rows: rows of states behind the last one, for windows that move by an offset.
     """
     k = tokens_pool.shape[1]
     num_contexts, num_ctx_tokens = len(chunk_lens), sum(chunk_lens)
@@ -93,10 +95,13 @@ def vanilla_first_pass(
     )
     lens = torch.cat([row_lens, row_lens.new_full((num_generations,), window)])
     spare = inputs.input_ids.new_zeros(k - 1)
+    states = inputs.hidden_states
+    if spare_rows:
+        states = torch.cat([states, states.new_zeros(spare_rows, states.shape[1])])
     return FirstPass(
         ids=torch.cat([inputs.input_ids, spare]),
         positions=inputs.position_ids,
-        states=inputs.hidden_states,
+        states=states,
         last_rows=lens.cumsum(0) - 1,
     )
 

@@ -52,6 +52,7 @@ class MTPWorker(SpecWorker):
             window=self._window,
             kv_lens=getattr(attention, "kv_lens_cuda", None),
             kv_floor=kv_floor(attention, self._window),
+            spare_rows=self.max_draft_len - 1 if self.chain == "target_shift" else 0,
         )
         with draft_loop(attention) as loop:
             loop.feed_window(
@@ -135,7 +136,8 @@ class MTPWorker(SpecWorker):
     def _run_depths(
         self, step: Step, first: FirstPass, drafts: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
-        states, num_rows = first.states, first.positions.shape[0]
+        num_rows = first.positions.shape[0]
+        states = first.states[:num_rows]
         for depth in range(self.max_draft_len):
             layer = step.mtp_layers[depth]
             # only ids move between depths, and only by an offset
@@ -150,4 +152,5 @@ class MTPWorker(SpecWorker):
             if self.chain == "output":
                 states = outputs
             elif self.chain == "target_shift":
-                states = self.ops.shift_states(states, outputs, first.last_rows)
+                self.ops.place_last_states(first.states, outputs, first.last_rows, depth + 1)
+                states = first.states[depth + 1 : depth + 1 + num_rows]

@@ -73,6 +73,7 @@ def vanilla_first_pass(
     window: int,
     kv_lens: torch.Tensor | None = None,
     kv_floor: int | None = None,
+    spare_rows: int = 0,
 ) -> FirstPass:
     """The rows of depth 1, and the pools moved on: one launch per kind of request, and one for the
     pools of contexts.
@@ -92,7 +93,7 @@ def vanilla_first_pass(
     first = FirstPass(
         ids=torch.empty(num_rows + k - 1, dtype=torch.int32, device=device),
         positions=torch.empty(num_rows, dtype=torch.int64, device=device),
-        states=torch.empty(num_rows, hidden, dtype=hidden_states.dtype, device=device),
+        states=torch.empty(num_rows + spare_rows, hidden, dtype=hidden_states.dtype, device=device),
         last_rows=torch.empty(requests, dtype=torch.int64, device=device),
         kv_lens=_own_kv_lens(kv_lens, num_contexts, 0),
     )

@@ -2,9 +2,10 @@
 
 from mtp_plugin.ops.draft_step.reference import (
     draft_argmax,
+    local_top1,
+    merge_top1,
+    place_last_states,
     propose,
-    shift_ids,
-    shift_states,
 )
 
-__all__ = ["draft_argmax", "propose", "shift_ids", "shift_states"]
+__all__ = ["draft_argmax", "local_top1", "merge_top1", "place_last_states", "propose"]

@@ -43,3 +43,35 @@ def place_kernel(
         tl.store(position_ptr + request, tl.minimum(position, max_position))
         if HAS_KV:
             tl.store(kv_len_ptr + request, tl.load(kv_len_ptr + request) + 1)
+
+
+@triton.jit
+def local_kernel(
+    value_ptr,
+    id_ptr,
+    value_out_ptr,
+    id_out_ptr,
+    num_pieces,
+    first_id,
+    PIECES: tl.constexpr,
+):
+    """One row: the best value of a rank's pieces and its global id."""
+    row = tl.program_id(0).to(tl.int64)
+    pieces = tl.arange(0, PIECES)
+    inside = pieces < num_pieces
+    values = tl.load(value_ptr + row * num_pieces + pieces, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_pieces + pieces, mask=inside, other=2147483647)
+    top = tl.max(values, axis=0)
+    tl.store(value_out_ptr + row, top)
+    tl.store(id_out_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0) + first_id)
+
+
+@triton.jit
+def merge_kernel(value_ptr, id_ptr, draft_ptr, rows, ranks, RANKS: tl.constexpr):
+    """One row: the best of every rank's pair, the lowest id on ties."""
+    row = tl.program_id(0).to(tl.int64)
+    rank = tl.arange(0, RANKS)
+    values = tl.load(value_ptr + rank * rows + row, mask=rank < ranks, other=float("-inf"))
+    ids = tl.load(id_ptr + rank * rows + row, mask=rank < ranks, other=2147483647)
+    top = tl.max(values, axis=0)
+    tl.store(draft_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0))

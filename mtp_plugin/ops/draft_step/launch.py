@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.batch import DraftColumn
-from mtp_plugin.ops.draft_step.kernel import place_kernel
+from mtp_plugin.ops.draft_step.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.vocab_reduce import top1_partials
 
 UNBOUNDED = 2**62
@@ -47,3 +47,44 @@ def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     spare = torch.empty(requests, 2, dtype=torch.int32, device=logits.device)
     propose(logits, DraftColumn(drafts, spare, 0))
     return drafts.squeeze(1)
+
+
+def local_top1(
+    logits: torch.Tensor, first_id: int, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; padding columns are never read."""
+    rows = logits.shape[0]
+    values = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if num_ids == 0:
+        return values.fill_(-torch.inf), ids.fill_(first_id)
+    partials = top1_partials(logits[:, :num_ids])
+    if rows:
+        local_kernel[(rows,)](
+            partials.values,
+            partials.ids,
+            values,
+            ids,
+            partials.num_pieces,
+            first_id,
+            PIECES=1 << max(partials.num_pieces - 1, 0).bit_length(),
+            num_warps=1,
+        )
+    return values, ids
+
+
+def merge_top1(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As the reference, one launch after the ranks' pairs were gathered."""
+    ranks, rows = values.shape
+    drafts = torch.empty(rows, dtype=torch.int32, device=values.device)
+    if rows:
+        merge_kernel[(rows,)](
+            values,
+            ids,
+            drafts,
+            rows,
+            ranks,
+            RANKS=1 << max(ranks - 1, 0).bit_length(),
+            num_warps=1,
+        )
+    return drafts

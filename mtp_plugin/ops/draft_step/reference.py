@@ -17,33 +17,52 @@ def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(torch.isnan(logits), -torch.inf).argmax(dim=-1).to(torch.int32)
 
 
-def shift_ids(
-    input_ids: torch.Tensor, last_rows: torch.Tensor, drafts: torch.Tensor
-) -> torch.Tensor:
-    """Move every sequence's token window on by one, its draft last.
-
-    ``q r s t`` with draft ``u`` becomes ``r s t u``.
+def local_top1(
+    logits: torch.Tensor, first_id: int, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's best (value, global id) of each row, for a vocabulary split over ranks.
 
     Args:
-        input_ids: [T] int32. last_rows: [R] int64, the last row of each sequence. drafts: [R]
-            int32.
+        logits: [R, V_local] this rank's columns; those at or past ``num_ids`` are padding.
+        first_id: global id of the first column. num_ids: real columns of this rank.
+
+    Returns:
+        values [R] float32 and ids [R] int32; ties go to the lowest id, a rank without columns gives
+        -inf.
     """
-    moved = input_ids.roll(-1)  # what crosses into the next sequence is overwritten here
-    moved[last_rows] = drafts.to(moved.dtype)
-    return moved
+    rows = logits.shape[0]
+    if num_ids == 0:
+        values = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
+        return values, torch.full_like(values, first_id, dtype=torch.int32)
+    real = logits[:, :num_ids]
+    ids = draft_argmax(real)
+    values = real.gather(1, ids.to(torch.int64).unsqueeze(1)).squeeze(1).to(torch.float32)
+    return values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), ids + first_id
 
 
-def shift_states(
-    states: torch.Tensor, outputs: torch.Tensor, last_rows: torch.Tensor
-) -> torch.Tensor:
-    """Move every sequence's state window on by one, its last row filled with the pass's last
-    output.
+def merge_top1(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The drafts of a split vocabulary [R] int32: highest value over ranks, lowest id on ties.
 
     Args:
-        states: [T, H] what the pass read. outputs: [T, H] what it returned, possibly the same
-            tensor.
-        last_rows: [R] int64.
+        values: [ranks, R] float32, ids: [ranks, R] int32, of every rank's :func:`local_top1`.
     """
-    moved = states.roll(-1, dims=0)
-    moved[last_rows] = outputs[last_rows].to(moved.dtype)
-    return moved
+    best = values.amax(dim=0, keepdim=True)
+    candidates = ids.masked_fill(values != best, torch.iinfo(torch.int32).max)
+    return candidates.amin(dim=0)
+
+
+def place_last_states(
+    states: torch.Tensor, outputs: torch.Tensor, last_rows: torch.Tensor, offset: int
+) -> None:
+    """Move every sequence's state window on by one: an offset into a buffer with spare rows.
+
+    The pass before read rows [offset - 1, ...); the next one reads rows [offset, ...), in which
+    only the last row of each sequence is new: the pass's last output. All of them are read before
+    any is written, since a layer may return its input.
+
+    Args:
+        states: [T' + K-1, H], written in place. outputs: [T', H], possibly a view of ``states``.
+        last_rows: [R] int64. offset: passes done.
+    """
+    last = outputs[last_rows]
+    states[last_rows + offset] = last.to(states.dtype)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.batch import DraftColumn
-from mtp_plugin.ops.draft_step import draft_argmax, propose, shift_ids, shift_states
+from mtp_plugin.ops.backend import REFERENCE_OPS, triton_ops
+from mtp_plugin.ops.draft_step import draft_argmax, place_last_states, propose
 from tests.ops.bits import same_bits
 from tests.ops.draft_step import story
-from tests.ops.letters import ids
 
 VALUES = [-math.inf, math.nan, math.inf, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0]
 
@@ -47,6 +47,7 @@ def test_odd_rows(row: list[float], draft: int) -> None:
 
 
 POISON = -777
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @given(
@@ -89,39 +90,49 @@ def test_proposals_go_to_every_reader(k: int, lens: list[int], seed: int) -> Non
         assert following.tolist() == [[POISON, *row, *unwritten] for row in written]
 
 
-def test_letters() -> None:
-    """`q r s t` with draft `u`, beside `k` with draft `l`."""
-    flat = torch.tensor(ids("qrst" + "k"), dtype=torch.int32)
-    moved = shift_ids(flat, torch.tensor([3, 4]), torch.tensor(ids("ul"), dtype=torch.int32))
-    assert moved.tolist() == ids("rstu" + "l")
-    assert flat.tolist() == ids("qrst" + "k")
-
-
 @given(lens=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=st.integers(0, 2**32))
-def test_shifts(lens: list[int], seed: int) -> None:
-    """Sequences of any length; a layer that returns its input gives the same as one that copies."""
+@pytest.mark.parametrize("returns_input", [False, True])
+def test_states_move_by_an_offset(returns_input: bool, lens: list[int], seed: int) -> None:
+    """Every depth reads one row on; a layer may return the very rows that it read."""
     dice = random.Random(seed)
-    tokens = [[dice.randrange(99) for _ in range(n)] for n in lens]
-    names = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
-    outputs = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
-    drafts = [dice.randrange(99) for _ in lens]
+    depths, num_rows = 4, sum(lens)
+    sequences = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
     last_rows = torch.tensor(lens).cumsum(0) - 1
+    buffer = torch.full((num_rows + depths - 1, 3), math.nan)
+    buffer[:num_rows] = torch.tensor(flat(sequences)).unsqueeze(1)
+    for depth in range(depths - 1):
+        read = buffer[depth : depth + num_rows]
+        given_back = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
+        if returns_input:
+            outputs, given_back = read, sequences
+        else:
+            outputs = torch.tensor(flat(given_back)).unsqueeze(1).expand(-1, 3).to(torch.bfloat16)
+        place_last_states(buffer, outputs, last_rows, depth + 1)
+        sequences = story.move_on(sequences, [items[-1] for items in given_back])
+        told = torch.tensor(flat(sequences)).unsqueeze(1).expand(-1, 3)
+        assert torch.equal(buffer[depth + 1 : depth + 1 + num_rows], told)
 
-    moved = shift_ids(
-        torch.tensor(flat(tokens), dtype=torch.int32),
-        last_rows,
-        torch.tensor(drafts, dtype=torch.int32),
-    )
-    assert moved.tolist() == flat(story.move_on(tokens, drafts))
 
-    states = torch.tensor(flat(names)).unsqueeze(1).expand(-1, 3).contiguous()
-    returned = torch.tensor(flat(outputs)).unsqueeze(1).expand(-1, 3).to(torch.bfloat16)
-    for given_back, last in (
-        (returned, [o[-1] for o in outputs]),
-        (states, [n[-1] for n in names]),
-    ):
-        before = states.clone()
-        shifted = shift_states(states, given_back, last_rows)
-        assert shifted.dtype == states.dtype
-        assert shifted[:, 2].tolist() == flat(story.move_on(names, last))
-        assert same_bits(states, before)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@given(vocab=st.integers(1, 12), rows=st.integers(1, 4), seed=st.integers(0, 2**32))
+def test_r37_a_split_vocabulary_drafts_as_a_whole_one(
+    ranks: int, vocab: int, rows: int, seed: int
+) -> None:
+    """R37: equal maxima on two ranks go to the lowest global id, padding columns to nobody."""
+    dice = random.Random(seed)
+    table = [[dice.choice(VALUES) for _ in range(vocab)] for _ in range(rows)]
+    share = -(-vocab // ranks)
+    whole = torch.tensor(table)
+    for ops in (REFERENCE_OPS, triton_ops()):
+        pairs = []
+        for rank in range(ranks):
+            first = min(rank * share, vocab)
+            real = min(share, vocab - first)
+            columns = torch.full((rows, share), 1e9)  # padding that would win if it counted
+            columns[:, :real] = whole[:, first : first + real]
+            pairs.append(ops.local_top1(columns.to(DEVICE), first, real))
+        values = torch.stack([value for value, _ in pairs])
+        ids = torch.stack([token for _, token in pairs])
+        drafts = ops.merge_top1(values, ids)
+        assert drafts.dtype == torch.int32
+        assert drafts.tolist() == [story.proposal(row) for row in table]
