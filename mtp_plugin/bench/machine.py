@@ -90,7 +90,7 @@ def _version(package: str) -> str:
 def _commit() -> str:
     """Of the checkout that holds this file; marked where tracked files differ from it.
 
-    Where the files stand without a checkout, the environment variable ``MTP_PLUGIN_COMMIT`` names it.
+    Where the files stand without a checkout, ``MTP_PLUGIN_COMMIT`` in the environment names it.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:

@@ -14,7 +14,7 @@ from mtp_plugin.ops.state_rollback.kernel import _mamba_state_selective_copy_ker
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
-_CHUNK_BYTES = 16 * 1024
+_CHUNK_BYTES = 4 * 1024
 
 
 def mamba_state_selective_copy(
