@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +96,16 @@ def select_ops(kernels: str, device: torch.device | str | None = None) -> StepOp
         device: that the pieces run on; None: CUDA where present.
 
     Raises:
-        ConfigError: an unknown name, or ``triton`` without the package.
+        ConfigError: an unknown name, or ``triton`` without the package or without a device.
     """
     if kernels == "reference":
         return REFERENCE_OPS
     if kernels == "triton":
+        on_cpu = device is not None and torch.device(device).type == "cpu"
+        if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError(
+                "kernels: 'triton' needs a CUDA device (a CPU runs them only with TRITON_INTERPRET=1)"
+            )
         return triton_ops()
     if kernels != "auto":
         raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")

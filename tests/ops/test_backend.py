@@ -50,3 +50,10 @@ def test_triton_on_request_must_be_there() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="expected auto, triton or reference, got 'cuda'"):
         select_ops("cuda")
+
+
+def test_triton_is_refused_on_a_cpu_without_the_interpreter(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"'triton' needs a CUDA device"):
+        select_ops("triton", "cpu")
+    assert select_ops("auto", "cpu").name == "reference"
