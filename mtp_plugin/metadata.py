@@ -187,14 +187,20 @@ class DraftLoop:
             MetadataError,
             "draft loop: this attention metadata is already changed for a draft loop",
         )
-        metadata._draft_loop_open = True
         self._num_contexts = metadata.num_contexts
         params = getattr(metadata, "kv_cache_params", None)
         reads_counts = getattr(metadata, "reads_cached_token_counts", False)
         if params is not None and reads_counts and not metadata.is_cuda_graph:
-            self._num_cached_tokens = params.num_cached_tokens_per_seq
-            params.num_cached_tokens_per_seq = list(self._num_cached_tokens)
-            self._host_kv_lens = torch.tensor(self._num_cached_tokens) + metadata._seq_lens
+            counts = params.num_cached_tokens_per_seq
+            expect(
+                len(counts) == metadata.num_seqs,
+                MetadataError,
+                f"num_cached_tokens_per_seq: expected {metadata.num_seqs}, got {len(counts)}",
+            )
+            self._host_kv_lens = torch.tensor(counts) + metadata._seq_lens
+            self._num_cached_tokens = counts
+            params.num_cached_tokens_per_seq = list(counts)
+        metadata._draft_loop_open = True
 
     def close(self) -> None:
         """Put the originals back."""

@@ -220,7 +220,17 @@ class PlainPlugin:
     decoding_type = NO_SPECULATION
 
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:  # noqa: ARG002
-        """One token per step, nothing drafted."""
+        """One token per step, nothing drafted.
+
+        Raises:
+            ConfigError: options beside the decoding type, which nothing would read.
+        """
+        options = dict(getattr(config, "options", None) or {})
+        if options:
+            raise ConfigError(
+                f"speculative_config: decoding_type {NO_SPECULATION!r} takes no options, got "
+                f"{', '.join(sorted(options))}"
+            )
         return DraftPlan(max_draft_len=0)
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:  # noqa: ARG002

@@ -228,11 +228,15 @@ class MTPSampler:
     def _apply(self, row: PendingRow, tokens: list[int], drafts: list[int], status: int) -> None:
         request = row.request
         # the rewind counts the uncut run, the statistics what was emitted
-        accepted_drafts = max(len(tokens) - 1, 0)
+        has_bonus = status == STATUS_OK or row.is_context
+        accepted_drafts = max(len(tokens) - (1 if has_bonus else 0), 0)
         request.py_num_accepted_draft_tokens = accepted_drafts
         request.py_rewind_len = 0 if row.is_context else self.draft_len - accepted_drafts
         request.py_decoding_iter += 1
         num_emitted = 0
+        # drafts behind the request's full length were absent
+        full_length = getattr(request, "max_length", self.max_seq_len)
+        room = max(full_length - request.get_num_tokens(BEAM), 0)
         for token in tokens:
             request.add_new_token(token, BEAM)
             num_emitted += 1
@@ -244,7 +248,7 @@ class MTPSampler:
         request.py_draft_tokens = drafts
         stats = getattr(request, "py_acceptance", None)
         if stats is not None and not row.is_context:
-            stats.record(num_emitted, row.num_drafted)
+            stats.record(num_emitted, min(row.num_drafted, room))
 
     def _handle_stop_criteria(self, request: Any, token: int) -> bool:
         """Finish the request if ``token``, the last one appended, ends it: a stop before a
@@ -273,7 +277,7 @@ class MTPSampler:
 
     @staticmethod
     def _ends_with_stop_words(request: Any) -> bool:
-        words = getattr(request, "py_stop_words_list", None)
+        words = _stop_words(getattr(request, "py_stop_words_list", None))
         if not words:
             return False
         tokens = request.get_tokens(BEAM)
@@ -358,6 +362,19 @@ class MTPSampler:
 def _phase(request: Any) -> str:
     """The name of a request's state, whichever host's enum it is."""
     return getattr(request.state, "name", str(request.state))
+
+
+def _stop_words(listed: Any) -> list[list[int]]:
+    """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
+    ends (-1 behind the last), or a plain list of words."""
+    if not listed:
+        return []
+    if len(listed) == 2:
+        flat, ends = list(listed[0]), [end for end in listed[1] if end != -1]
+        rising = all(a < b for a, b in zip([0, *ends], ends, strict=False))
+        if ends and rising and ends[-1] <= len(flat):
+            return [flat[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return [list(word) for word in listed]
 
 
 def _optional_list(tensor: torch.Tensor | None) -> Any:

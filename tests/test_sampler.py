@@ -384,6 +384,18 @@ def test_stop_words(words: list[list[int]], output: list[int], reason: FinishRea
     assert request.finish_reason == reason
 
 
+@pytest.mark.parametrize(
+    ("output", "stopped"),
+    [([5, 11], [5, 11]), ([5, 12, 1], [5, 12]), ([5, 1, 2], [5, 1, 2])],
+    ids=["first", "second", "neither"],
+)
+def test_stop_words_as_flat_tokens_and_ends(output: list[int], stopped: list[int]) -> None:
+    """TensorRT-LLM's form: all words in one list, and where each ends; -1 behind the last end."""
+    request = Request(0, py_stop_words_list=[[11, 12], [1, 2, -1]])
+    step(make(), request, output)
+    assert request.output == stopped
+
+
 def test_stop_words_over_two_runs() -> None:
     sampler, request = make(), Request(0, py_stop_words_list=[[11, 12]])
     step(sampler, request, [10, 11])

@@ -27,7 +27,7 @@ from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.executor.text import RequestText
 from mtp_plugin.models import LoadedModel, load_model, read_facts
-from mtp_plugin.plugin import HostFacts, find_plugin
+from mtp_plugin.plugin import DraftPlan, HostFacts, find_plugin
 from mtp_plugin.protocols import FinishReason, ResourceManager
 from mtp_plugin.statistics import AcceptanceStats
 
@@ -67,7 +67,10 @@ class LLM:
         kv_fill: initial value of the KV pools (tests fill them with NaN).
 
     Raises:
-        ConfigError, CheckpointError, PluginError: before any weight is loaded.
+        ConfigError: an option that cannot be, or not on this checkpoint or device; of a YAML file
+            with its path in front.
+        CheckpointError, PluginError: before any weight is loaded.
+        MTPPluginError: a tokenizer that does not load.
     """
 
     def __init__(
@@ -81,6 +84,21 @@ class LLM:
         kv_fill: float = 0.0,
     ) -> None:
         self.config = _as_config(config)
+        try:
+            self._set_up(model, tokenizer, on_progress, chunk_policy, kv_fill)
+        except ConfigError as error:
+            if isinstance(config, (str, Path)):
+                raise ConfigError(f"{config}: {error}") from error
+            raise
+
+    def _set_up(
+        self,
+        model: LoadedModel | None,
+        tokenizer: Any,
+        on_progress: Progress | None,
+        chunk_policy: ChunkPolicy,
+        kv_fill: float,
+    ) -> None:
         report = on_progress or (lambda _: None)
         report("reading the checkpoint's config")
         facts = read_facts(self.config.model) if model is None else model.facts
@@ -88,6 +106,9 @@ class LLM:
         speculative = self.config.speculative_config
         plugin = find_plugin(None if speculative is None else speculative.decoding_type)
         plan = plugin.plan(speculative, facts.num_mtp_layers)
+        check_budget(self.config, plan)
+        if chunk_policy is not whole_budget and not self.config.enable_chunked_prefill:
+            raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
         self.device = resolve_device(self.config.device)
         check_graphs(self.config, self.device, report)
         self.max_seq_len = resolve_max_seq_len(self.config, facts.max_position_embeddings)
@@ -105,6 +126,7 @@ class LLM:
                 f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
                 f"{plan.num_draft_layers}"
             )
+        _check_model(self.config, model, self.device)
         model.set_attn_implementation(SDPA_BACKEND)
         self.model = model
         thin = self.device.type == "cpu" and facts.hidden_size <= THIN_MODEL_WIDTH
@@ -288,6 +310,10 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(batch)
+        elif isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sequence):
+            raise RequestError(
+                f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}"
+            )
         else:
             params = list(sampling_params)
             odd = [type(p).__name__ for p in params if not isinstance(p, SamplingParams)]
@@ -343,9 +369,10 @@ class LLM:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
 
     def _is_text(self, word: str) -> bool:
-        """Whether a model could write the word in tokens that are decoded."""
+        """Whether a model could write the word in tokens that are all decoded."""
         ids = self._encode_tag(word)
-        return not ids or self.tokenizer.decode(ids, skip_special_tokens=True) != ""
+        shown = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return not ids or shown == self.tokenizer.decode(ids, skip_special_tokens=False) != ""
 
     def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
         arrived: deque[News] = deque()
@@ -491,6 +518,31 @@ def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else stored
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def check_budget(config: LLMConfig, plan: DraftPlan) -> None:
+    """Refuse a token budget that cannot hold a full batch of generations, whatever the plugin.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    least = config.max_batch_size * plan.step_rows
+    if config.max_num_tokens < least:
+        raise ConfigError(
+            f"max_num_tokens: expected at least max_batch_size ({config.max_batch_size}) times the "
+            f"{plan.step_rows} rows of a generation, which is {least}, got {config.max_num_tokens}"
+        )
+
+
+def _check_model(config: LLMConfig, model: LoadedModel, device: torch.device) -> None:
+    """A model that is shared must be what the config asks for."""
+    weight = next(model.lm_head.parameters())
+    if config.dtype != "auto" and weight.dtype is not getattr(torch, config.dtype):
+        raise ConfigError(
+            f"dtype: {config.dtype} was asked for, the loaded model is {weight.dtype}"
+        )
+    if weight.device.type != device.type:
+        raise ConfigError(f"device: {device} was asked for, the loaded model is on {weight.device}")
 
 
 def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:

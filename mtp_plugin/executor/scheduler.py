@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor.kv_cache import BlockManager
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.plugin import DraftPlan
 
 ChunkPolicy = Callable[[LlmRequest, int], int]
-"""(request, most tokens that fit) -> chunk length, 1 .. that number."""
+"""(request, most tokens that fit) -> chunk length; held to 1 .. that number."""
 
 
 @dataclass
@@ -124,8 +125,10 @@ class Scheduler:
         room = budget - self.plan.chunk_tokens(start, 0)
         if room < 1:
             return budget
-        chunk = max(1, min(self.chunk_policy(request, room), room))
-        chunk = min(chunk, request.context_remaining_length)
+        chunk = self.chunk_policy(request, room)
+        if not isinstance(chunk, int):
+            raise ExecutorError(f"chunk_policy: expected a length from 1 to {room}, got {chunk!r}")
+        chunk = min(max(chunk, 1), room, request.context_remaining_length)
         whole = chunk == request.context_remaining_length
         if not (self.chunking or whole or request.num_preemptions):
             return budget

@@ -104,7 +104,8 @@ def select_ops(kernels: str, device: torch.device | str | None = None) -> StepOp
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(
-                "kernels: 'triton' needs a CUDA device (a CPU runs them only with TRITON_INTERPRET=1)"
+                "kernels: 'triton' needs a CUDA device (a CPU runs them only with "
+                "TRITON_INTERPRET=1)"
             )
         return triton_ops()
     if kernels != "auto":

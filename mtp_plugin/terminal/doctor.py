@@ -13,6 +13,7 @@ import torch
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, MTPPluginError
 from mtp_plugin.executor.llm import (
+    check_budget,
     check_graphs,
     load_tokenizer,
     resolve_device,
@@ -71,12 +72,16 @@ def examine(config: LLMConfig) -> Diagnosis:
     if facts is None:
         return found
     _add_facts(found, facts)
+    # K comes from the checkpoint where the file does not say it; some checks need it
+    config = found.attempt(lambda: config.resolve(facts.num_mtp_layers)) or config
     speculative: Any = config.speculative_config
     decoding_type = None if speculative is None else speculative.decoding_type
     plugin = found.attempt(lambda: find_plugin(decoding_type))
     plan = None
     if plugin is not None:
         plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
+    if plan is not None:
+        found.attempt(lambda: check_budget(config, plan))
     found.attempt(lambda: _examine_tensors(found, config, plan))
     limit = found.attempt(lambda: resolve_max_seq_len(config, facts.max_position_embeddings))
     if plugin is None or plan is None or limit is None:

@@ -84,12 +84,14 @@ def relaxed_kernel(
     drafts_start = generation * (WIDTH - 1)
     columns = tl.arange(0, COLUMNS)
     in_run = (columns < WIDTH - 1) & (row >= num_contexts)
-    drafts = tl.load(draft_ptr + drafts_start + columns, mask=in_run, other=-1).to(tl.int32)
+    drafts = tl.load(draft_ptr + drafts_start + columns, mask=in_run, other=-1)
     # a phase that begins within the run needs its later rows judged too
     begins = tl.max((in_run & (drafts == begin_token)).to(tl.int32), axis=0) == 1
     if drafted & (thinking | begins):
-        draft = tl.load(draft_ptr + drafts_start + column).to(tl.int32)
+        draft = tl.load(draft_ptr + drafts_start + column)
         known = (draft >= 0) & (draft < vocab)
+        # wide ids are judged before they are narrowed
+        draft = tl.minimum(tl.maximum(draft, -1), vocab).to(tl.int32)
         draft_value = tl.load(
             logits_ptr + row_start + tl.where(known, draft, 0), mask=known, other=float("-inf")
         ).to(tl.float32)

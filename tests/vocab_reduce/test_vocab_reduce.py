@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -37,7 +39,7 @@ def test_pieces_cover_the_vocabulary_once(rows: int, vocab: int, heavy: bool) ->
     assert bounds[0][0] == 0
     assert bounds[-1][1] == vocab
     assert all(first < end for first, end in bounds)  # no program without work
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     assert 1 <= pieces <= MAX_PIECES
     # a block is a power of two that wastes less than half of a small vocabulary
     assert block & (block - 1) == 0
@@ -116,23 +118,24 @@ def test_weights_and_ranks_of_every_piece(
             logits, drafts.reshape(-1).to(DEVICE), thinking.to(DEVICE), num_contexts, k + 1, begin
         )
     judged = thinking[num_contexts:] | (drafts == begin).any(dim=1)
-    usable, best = without_nan(logits).float().cpu(), best_ids
+    usable = without_nan(logits).float().cpu()
     all_ids = torch.arange(vocab)
     for part, piece in enumerate(bounds_of(rows, vocab, heavy=True)):
         values = usable[:, piece]
         assert torch.equal(partials.values[:, part].cpu(), values.amax(dim=1))
-        assert torch.equal(partials.ids[:, part].cpu(), (best(values) + piece.start).int())
+        assert torch.equal(partials.ids[:, part].cpu(), (best_ids(values) + piece.start).int())
         for g in range(num_generations):
             for i in range(k if judged[g] else 0):
                 row, draft = num_contexts + g * (k + 1) + i, int(drafts[g, i])
                 value = usable[row, draft] if 0 <= draft < vocab else torch.tensor(-torch.inf)
-                ahead = (values[row] > value) | (
-                    (values[row] == value) & (all_ids[piece] < draft)
-                )
+                ahead = (values[row] > value) | ((values[row] == value) & (all_ids[piece] < draft))
                 assert int(partials.ahead[row, part]) == int(ahead.sum())
                 alive = values[row][values[row] > -torch.inf].double()
-                relative = torch.where(alive == alive.max(), 0.0, alive - alive.max()).exp() \
-                    if len(alive) else alive
+                relative = (
+                    torch.where(alive == alive.max(), 0.0, alive - alive.max()).exp()
+                    if len(alive)
+                    else alive
+                )
                 torch.testing.assert_close(
                     float(partials.weights[row, part]), float(relative.sum()), rtol=1e-5, atol=0
                 )
@@ -154,7 +157,7 @@ def test_rows_must_be_contiguous() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_rows(rows: int, vocab: int, dtype: torch.dtype) -> None:
     logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
-    for seam in seams(rows, vocab)[:: 7]:
+    for seam in seams(rows, vocab)[::7]:
         logits[seam % rows, seam] = torch.inf
     with poisoned_outputs(launch):
         partials = top1_partials(logits)

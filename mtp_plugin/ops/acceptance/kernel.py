@@ -38,6 +38,7 @@ def emit_kernel(
     row_stride,
     vocab,
     num_stops,
+    stop_stride,
     last_stride,
     begin_token,
     end_token,
@@ -69,7 +70,9 @@ def emit_kernel(
     alive = top > float("-inf")
 
     drafted = (columns < K) & (request >= num_contexts)
-    drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1).to(tl.int32)
+    drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
+    # an id outside the vocabulary is no draft; wide ids are judged before they are narrowed
+    drafts = tl.where((drafts >= 0) & (drafts < vocab), drafts, -1).to(tl.int32)
     present = drafted
     if HAS_DRAFT_LENS:
         draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
@@ -101,7 +104,7 @@ def emit_kernel(
             if HAS_STOPS:
                 stop_columns = tl.arange(0, STOPS)
                 stops = tl.load(
-                    stop_ptr + request * num_stops + stop_columns,
+                    stop_ptr + request * stop_stride + stop_columns,
                     mask=stop_columns < num_stops,
                     other=-1,
                 )

@@ -99,6 +99,8 @@ def _emit(
     thinking = torch.empty(requests if relaxed else 0, dtype=torch.int8, device=device)
     margin = torch.empty((num_generations if relaxed else 0, k), dtype=torch.float32, device=device)
     stops = None if rule is None else rule.stop_ids
+    if stops is not None and stops.stride(1) != 1:
+        stops = stops.contiguous()
     unused = counts  # a pointer that the kernel never reads
     if requests:
         weights = partials.weights if isinstance(partials, RelaxedPartials) else unused
@@ -130,6 +132,7 @@ def _emit(
             logits.stride(0),
             logits.shape[1],
             0 if stops is None else stops.shape[1],
+            0 if stops is None else stops.stride(0),
             last_tokens.stride(0),
             rule.begin_token if rule is not None else -1,
             rule.end_token if rule is not None else -1,

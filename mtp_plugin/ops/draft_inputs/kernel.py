@@ -65,6 +65,8 @@ def generation_kernel(
         state_ptr + step_offset, mask=(used & ~from_pool)[:, None] & inside[None, :], other=0.0
     )
     states = tl.where(from_pool[:, None], kept.to(fresh.dtype), fresh)
+    # what stays in the pool keeps its own precision
+    pool_states = tl.where(from_pool[:, None], kept, fresh.to(kept.dtype))
 
     first = tl.program_id(1) == 0
     step_used = used & ~from_pool & first
@@ -94,7 +96,7 @@ def generation_kernel(
     to_pool = used & (place >= 0) & (place < K)
     tl.store(
         pool_state_ptr + (slot * K + place)[:, None] * hidden + lanes[None, :],
-        states.to(pool_state_ptr.dtype.element_ty),
+        pool_states,
         mask=to_pool[:, None] & inside[None, :],
     )
     tl.store(pool_token_ptr + slot * K + place, tokens, mask=to_pool & first)
@@ -239,7 +241,7 @@ def context_history_kernel(
         mask=(used & ~from_pool)[:, None] & inside[None, :],
         other=0.0,
     )
-    states = tl.where(from_pool[:, None], kept.to(fresh.dtype), fresh)
+    states = tl.where(from_pool[:, None], kept, fresh.to(kept.dtype))
     first = tl.program_id(1) == 0
     kept_tokens = tl.load(pool_token_ptr + slot * K + entry, mask=used & from_pool & first, other=0)
     tokens = tl.load(input_ptr + chunk_row, mask=used & ~from_pool & first, other=0).to(tl.int32)
@@ -247,7 +249,7 @@ def context_history_kernel(
     tl.debug_barrier()
     tl.store(
         pool_state_ptr + (slot * K + rows)[:, None] * hidden + lanes[None, :],
-        states.to(pool_state_ptr.dtype.element_ty),
+        states,
         mask=used[:, None] & inside[None, :],
     )
     tl.store(pool_token_ptr + slot * K + rows, tokens, mask=used & first)

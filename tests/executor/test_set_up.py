@@ -1,0 +1,94 @@
+"""What an executor refuses when it is built, and that the message says where and why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError, MetadataError, RequestError
+from mtp_plugin.executor import LLM
+from mtp_plugin.metadata import draft_loop
+from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
+from tests.workers.host import KVAttention
+
+
+class Renamed(MTPPlugin):
+    """MTP under another name, whose K the config does not know."""
+
+    decoding_type = "RENAMED"
+
+    def plan(self, config, num_mtp_layers):
+        from mtp_plugin.config import MTPDecodingConfig
+
+        return super().plan(MTPDecodingConfig(max_draft_len=3), num_mtp_layers)
+
+
+def test_the_budget_holds_a_full_batch_of_any_plugin(bed):
+    register_plugin(Renamed())
+    try:
+        with pytest.raises(ConfigError, match=r"times the 4 rows of a generation, which is 16"):
+            LLM(
+                {
+                    "model": bed.path,
+                    "max_batch_size": 4,
+                    "max_num_tokens": 4,
+                    "speculative_config": {"decoding_type": "RENAMED"},
+                },
+                model=bed.model,
+            )
+    finally:
+        unregister_plugin("RENAMED")
+
+
+def test_decoding_without_speculation_takes_no_options(bed):
+    config = {"model": bed.path, "speculative_config": {"decoding_type": "none", "bogus": True}}
+    with pytest.raises(ConfigError, match=r"'none' takes no options, got bogus"):
+        LLM(config, model=bed.model)
+
+
+def test_a_shared_model_must_have_the_dtype_that_is_asked_for(bed):
+    with pytest.raises(ConfigError, match=r"dtype: bfloat16 was asked for, the model is torch\.fl"):
+        LLM({"model": bed.path, "dtype": "bfloat16"}, model=bed.model)
+
+
+def test_errors_of_a_file_name_it(bed, tmp_path):
+    path = tmp_path / "long.yaml"
+    path.write_text(f"model: {bed.path}\nmax_seq_len: 640000\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: max_seq_len: 640000 is above")):
+        LLM(path, model=bed.model)
+
+
+@pytest.mark.parametrize("odd", [3, {"max_new_tokens": 3}])
+def test_odd_sampling_parameters(bed, odd):
+    with pytest.raises(RequestError, match=f"got {type(odd).__name__}"):
+        bed.llm().generate([[1]], odd)
+
+
+def test_a_chunk_policy_without_chunks_is_refused(bed):
+    with pytest.raises(ConfigError, match="enable_chunked_prefill is false"):
+        bed.llm(enable_chunked_prefill=False, chunk_policy=lambda *_: 1)
+
+
+def test_a_draft_loop_that_cannot_open_leaves_no_trace():
+    attention = KVAttention([4, 4], 0, [9, 9])
+    attention.reads_cached_token_counts = True
+    attention.kv_cache_params.num_cached_tokens_per_seq = [5, 5, 5]
+    with pytest.raises(MetadataError, match="expected 2, got 3"), draft_loop(attention):
+        pass
+    attention.kv_cache_params.num_cached_tokens_per_seq = [5, 5]
+    with draft_loop(attention) as loop:
+        loop.feed_window(torch.tensor([1, 2], dtype=torch.int32), 4, 4)
+    assert attention.kv_lens_cuda.tolist() == [9, 9]
+
+
+def test_absent_drafts_are_not_counted_as_drafted(bed):
+    """Two new tokens leave room for no draft behind the second one."""
+    from mtp_plugin.executor import SamplingParams
+
+    for plain in (True, False):
+        llm = bed.llm(k=3, disable_overlap_scheduler=plain)
+        output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]
+        assert output.acceptance.steps == 1
+        assert output.acceptance.num_drafted <= 1
