@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
+from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError, RequestError
-from mtp_plugin.executor import LLM
+from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.metadata import draft_loop
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
 from tests.workers.host import KVAttention
@@ -19,9 +20,7 @@ class Renamed(MTPPlugin):
 
     decoding_type = "RENAMED"
 
-    def plan(self, config, num_mtp_layers):
-        from mtp_plugin.config import MTPDecodingConfig
-
+    def plan(self, config, num_mtp_layers):  # noqa: ARG002
         return super().plan(MTPDecodingConfig(max_draft_len=3), num_mtp_layers)
 
 
@@ -49,7 +48,9 @@ def test_decoding_without_speculation_takes_no_options(bed):
 
 
 def test_a_shared_model_must_have_the_dtype_that_is_asked_for(bed):
-    with pytest.raises(ConfigError, match=r"dtype: bfloat16 was asked for, the model is torch\.fl"):
+    with pytest.raises(
+        ConfigError, match=r"dtype: bfloat16 was asked for, the loaded model is torch\.fl"
+    ):
         LLM({"model": bed.path, "dtype": "bfloat16"}, model=bed.model)
 
 
@@ -85,8 +86,6 @@ def test_a_draft_loop_that_cannot_open_leaves_no_trace():
 
 def test_absent_drafts_are_not_counted_as_drafted(bed):
     """Two new tokens leave room for no draft behind the second one."""
-    from mtp_plugin.executor import SamplingParams
-
     for plain in (True, False):
         llm = bed.llm(k=3, disable_overlap_scheduler=plain)
         output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]
