@@ -188,7 +188,7 @@ def fail_inside(attn: Any, change: Any) -> None:
 @pytest.mark.parametrize("change", [windows, single_rows])
 @pytest.mark.parametrize("broken", [False, True])
 def test_everything_is_put_back(make: Any, change: Any, broken: bool) -> None:
-    """Values, identities, host lists, number of contexts; also when the body raises."""
+    """R04: values, identities, host lists, number of contexts; also when the body raises."""
     attn = make()
     before = snapshot(attn)
     if broken:

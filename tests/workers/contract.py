@@ -311,7 +311,7 @@ class WorkerContract:
         "attention", [LimitedAttention, KVAttention, Attention, PlainAttributes]
     )
     def test_attention_metadata_is_as_before(self, k: int, attention: type) -> None:
-        """Every field, host lists and identities included, and no field more."""
+        """R04: every field, host lists and identities included, and no field more."""
         step = self.step(k, 4, attention=attention, look_ahead=False)
         before = snapshot(step.attn)
         self.run(step)
@@ -404,7 +404,7 @@ class DraftingContract(WorkerContract):
 
     @pytest.mark.parametrize("attention", [LimitedAttention, Attention])
     def test_attention_metadata_is_as_before_a_failure(self, k: int, attention: type) -> None:
-        """At whichever call a layer breaks; the next step then runs as if nothing had been."""
+        """R04: at whichever call a layer breaks; the next step then runs as if nothing had been."""
         for at_call in range(1, self.num_calls(k) + 1):
             step = self.step(k, 4, attention=attention, look_ahead=False)
             before = snapshot(step.attn)
