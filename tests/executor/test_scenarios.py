@@ -43,6 +43,23 @@ def record(llm, look) -> None:
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("plain", LOOPS)
+def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, plain):
+    """R02: mixed lengths together or one by one: every step accepts the same drafts."""
+    alone = []
+    for prompt in prompts:
+        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+        alone.append(llm.generate([prompt], greedy(max_new_tokens=32))[0])
+    together = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain).generate(
+        prompts, greedy(max_new_tokens=32)
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.acceptance.histogram == other.acceptance.histogram
+    assert sum(o.acceptance.emitted - o.acceptance.steps for o in together) > 8
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
 def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, plain):
     """R06: five live rows padded to eight: five updates, counters equal emitted tokens."""
     llm = bed.llm(
