@@ -1,9 +1,9 @@
 """Per-step speculative metadata, and the changes that the draft loop makes to attention metadata.
 
 ``MTPSpecMetadata`` keeps TensorRT-LLM's fields. ``draft_loop`` is the only place that changes a
-host's
-attention metadata: it rebinds every field it touches to a copy and puts the originals back on exit,
-also when the body raises, so that the loop leaves no trace on host or device.
+host's attention metadata: it rebinds every field it touches to a tensor of its own and puts the
+originals back on exit, also when the body raises, so that the loop leaves no trace on host or
+device.
 """
 
 from __future__ import annotations

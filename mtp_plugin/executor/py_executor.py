@@ -268,6 +268,5 @@ class PyExecutor:
         if budget < plan.chunk_tokens(plan.history_rows, 1):
             raise RequestError(
                 f"request {request.request_id}: max_num_tokens {budget} cannot hold one prompt "
-                f"token "
-                f"and {plan.history_rows} history rows"
+                f"token and {plan.history_rows} history rows"
             )

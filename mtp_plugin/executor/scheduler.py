@@ -49,8 +49,7 @@ class Scheduler:
     A generation counts K+1 tokens of the budget whatever its drafts, a prompt chunk its tokens and
     the history rows that the draft layers read again. KV blocks are reserved here, by the plan's
     one rule, so that no step can run out of them. Where blocks are short the youngest running
-    request
-    is paused: its blocks are freed and it starts over, output included, when there is room.
+    request is paused: its blocks are freed and it starts over, output included, when there is room.
 
     Args:
         plan: the plugin's costs. blocks: the KV blocks.

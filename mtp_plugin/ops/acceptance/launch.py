@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from mtp_plugin.batch import Accepted
 from mtp_plugin.ops.acceptance.contract import RelaxedAccepted, RelaxedRule, check_rows
@@ -138,9 +139,9 @@ def _emit(
             rule.end_token if rule is not None else -1,
             # constants
             K=k,
-            COLUMNS=_power_of_two(k + 1),
-            PIECES=_power_of_two(partials.num_pieces),
-            STOPS=1 if stops is None else _power_of_two(stops.shape[1]),
+            COLUMNS=triton.next_power_of_2(k + 1),
+            PIECES=triton.next_power_of_2(partials.num_pieces),
+            STOPS=1 if stops is None else triton.next_power_of_2(max(stops.shape[1], 1)),
             RELAXED=relaxed,
             HAS_DRAFT_LENS=draft_lens is not None,
             HAS_FINAL=final_context is not None,
@@ -148,7 +149,3 @@ def _emit(
             num_warps=1 if k < 8 else 4,
         )
     return Accepted(tokens, counts, status), thinking, margin
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()

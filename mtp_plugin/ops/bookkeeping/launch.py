@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.bookkeeping.contract import (
     AdvancedBatch,
     KVBlockState,
@@ -13,6 +12,7 @@ from mtp_plugin.ops.bookkeeping.contract import (
     unwritten_result,
 )
 from mtp_plugin.ops.bookkeeping.kernel import _advance_decode_batch_kernel
+from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 
@@ -49,7 +49,7 @@ def advance_decode_batch(
     if num_requests == 0:
         advanced.accepted_tokens_mask.zero_()
         return advanced
-    _expect_reachable("input_tokens", input_tokens)
+    expect_reachable(_advance_decode_batch_kernel, "input_tokens", input_tokens)
     num_tokens = input_tokens.shape[0]
     lanes = num_tokens - num_decode_requests * num_speculative_tokens
     _advance_decode_batch_kernel[(triton.cdiv(lanes, _LANES),)](
@@ -84,13 +84,3 @@ def advance_decode_batch(
         num_warps=1,
     )
     return advanced
-
-
-def _expect_reachable(name: str, tensor: torch.Tensor) -> None:
-    interpreted = not isinstance(_advance_decode_batch_kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from mtp_plugin.batch import FirstPass
 from mtp_plugin.ops.draft_inputs.kernel import (
@@ -32,9 +33,9 @@ def advance_history(
     """As the reference of ``history``: one launch for contexts, one for generations."""
     k = tokens_pool.shape[1]
     num_generations = slot_ids.shape[0] - num_contexts
-    _advance_contexts(
-        tokens_pool, states_pool, slot_ids, input_ids, hidden_states, context_lens, num_contexts
-    )
+    if num_contexts > 0:
+        ends = context_lens.cumsum(0, dtype=torch.int32)
+        _advance_contexts(tokens_pool, states_pool, slot_ids, input_ids, hidden_states, ends)
     if num_generations > 0:
         unused = num_accepted
         _generations(
@@ -121,14 +122,12 @@ def vanilla_first_pass(
             hidden,
             hidden_states.stride(0),
             K=k,
-            BLOCK=min(2048, _power_of_two(hidden)),
+            BLOCK=min(2048, triton.next_power_of_2(hidden)),
             COPY_STATES=True,
             SEARCH_STEPS=max(num_contexts, 1).bit_length(),
             num_warps=4,
         )
-        _advance_contexts(
-            tokens_pool, states_pool, slot_ids, input_ids, hidden_states, context_lens, num_contexts
-        )
+        _advance_contexts(tokens_pool, states_pool, slot_ids, input_ids, hidden_states, ends)
     if num_generations > 0:
         _generations(
             tokens_pool,
@@ -199,7 +198,7 @@ def eagle_first_pass(
             UNBOUNDED if max_position is None else max_position,
             LOWEST if kv_floor is None else kv_floor,
             WIDTH=width,
-            COLUMNS=_power_of_two(width),
+            COLUMNS=triton.next_power_of_2(width),
             HAS_KV=own is not None,
             num_warps=1,
         )
@@ -224,25 +223,23 @@ def _advance_contexts(
     slot_ids: torch.Tensor,
     input_ids: torch.Tensor,
     hidden_states: torch.Tensor,
-    context_lens: torch.Tensor,
-    num_contexts: int,
+    ends: torch.Tensor,
 ) -> None:
-    if num_contexts == 0:
-        return
+    """Move the pools of contexts on; ``ends`` [C] int32: each chunk's end in the step's rows."""
     k = tokens_pool.shape[1]
     hidden = hidden_states.shape[1]
     block = _column_block(hidden, k)
-    context_history_kernel[(num_contexts, -(-hidden // block))](
+    context_history_kernel[(ends.shape[0], -(-hidden // block))](
         tokens_pool,
         states_pool,
         slot_ids,
         input_ids,
         hidden_states,
-        context_lens.cumsum(0, dtype=torch.int32),
+        ends,
         hidden,
         hidden_states.stride(0),
         K=k,
-        ROWS=_power_of_two(k),
+        ROWS=triton.next_power_of_2(k),
         BLOCK=block,
         num_warps=4,
     )
@@ -299,7 +296,7 @@ def _generations(
         # constants
         K=step_rows - 1,
         WINDOW=window,
-        ROWS=_power_of_two(window),
+        ROWS=triton.next_power_of_2(window),
         BLOCK=block,
         WRITE_WINDOW=first is not None,
         HAS_KV=own is not None,
@@ -309,9 +306,5 @@ def _generations(
 
 def _column_block(hidden: int, rows: int) -> int:
     """Columns per program: enough for wide loads, few enough that a tile stays in registers."""
-    widest = max(128, 4096 // _power_of_two(rows))
-    return min(widest, max(16, _power_of_two(hidden)))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
+    widest = max(128, 4096 // triton.next_power_of_2(rows))
+    return int(min(widest, max(16, triton.next_power_of_2(hidden))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from mtp_plugin.batch import DraftColumn
 from mtp_plugin.ops.draft_step.kernel import local_kernel, merge_kernel, place_kernel
@@ -32,7 +33,7 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
         place.next_tokens.stride(0),
         place.column,
         UNBOUNDED if place.max_position is None else place.max_position,
-        PIECES=1 << max(partials.num_pieces - 1, 0).bit_length(),
+        PIECES=triton.next_power_of_2(partials.num_pieces),
         SHIFT=place.shifted_ids is not None,
         ADVANCE=place.positions is not None,
         HAS_KV=place.kv_lens is not None,
@@ -67,7 +68,7 @@ def local_top1(
             ids,
             partials.num_pieces,
             first_id,
-            PIECES=1 << max(partials.num_pieces - 1, 0).bit_length(),
+            PIECES=triton.next_power_of_2(partials.num_pieces),
             num_warps=1,
         )
     return values, ids
@@ -84,7 +85,7 @@ def merge_top1(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             drafts,
             rows,
             ranks,
-            RANKS=1 << max(ranks - 1, 0).bit_length(),
+            RANKS=triton.next_power_of_2(ranks),
             num_warps=1,
         )
     return drafts

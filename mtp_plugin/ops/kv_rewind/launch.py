@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.kv_rewind.contract import RewoundBlocks, unwritten_result
 from mtp_plugin.ops.kv_rewind.kernel import _rewind_kv_cache_kernel
+from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 
@@ -43,7 +43,7 @@ def rewind_kv_cache(
     num_requests = accepted_counts.shape[0]
     if num_requests == 0:
         return rewound
-    _expect_reachable("accepted_counts", accepted_counts)
+    expect_reachable(_rewind_kv_cache_kernel, "accepted_counts", accepted_counts)
     _rewind_kv_cache_kernel[(triton.cdiv(num_requests, _LANES),)](
         accepted_counts_ptr=accepted_counts,
         prefill_status_ptr=prefill_status,
@@ -66,13 +66,3 @@ def rewind_kv_cache(
         num_warps=1,
     )
     return rewound
-
-
-def _expect_reachable(name: str, tensor: torch.Tensor) -> None:
-    interpreted = not isinstance(_rewind_kv_cache_kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
-    )

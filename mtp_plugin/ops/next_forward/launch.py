@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.next_forward.contract import check_buffers
 from mtp_plugin.ops.next_forward.kernel import _prepare_next_forward_pass_kernel
+from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 
@@ -41,7 +41,7 @@ def prepare_next_forward_pass(
     )
     if num_requests == 0:
         return
-    _expect_reachable("output_tokens", output_tokens)
+    expect_reachable(_prepare_next_forward_pass_kernel, "output_tokens", output_tokens)
     _prepare_next_forward_pass_kernel[(triton.cdiv(num_requests, _LANES),)](
         output_tokens_ptr=output_tokens,
         required_logit_indices_ptr=required_logit_indices,
@@ -59,14 +59,4 @@ def prepare_next_forward_pass(
         COLUMNS=triton.next_power_of_2(max(num_speculative_tokens, 1)),
         LANES=_LANES,
         num_warps=1,
-    )
-
-
-def _expect_reachable(name: str, tensor: torch.Tensor) -> None:
-    interpreted = not isinstance(_prepare_next_forward_pass_kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
     )

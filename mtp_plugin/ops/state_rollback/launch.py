@@ -11,6 +11,7 @@ import triton.language as tl
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.state_rollback.contract import check_states
 from mtp_plugin.ops.state_rollback.kernel import _mamba_state_selective_copy_kernel
+from mtp_plugin.triton_device import expect_reachable
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -38,7 +39,7 @@ def mamba_state_selective_copy(
         return
     _expect_dense("intermediate_states", intermediate_states, 3)
     _expect_dense("current_states", current_states, 2)
-    _expect_reachable("current_states", current_states)
+    expect_reachable(_mamba_state_selective_copy_kernel, "current_states", current_states)
 
     item = current_states.element_size()
     state_bytes = math.prod(current_states.shape[2:]) * item
@@ -87,13 +88,3 @@ def _expect_dense(name: str, states: torch.Tensor, leading: int) -> None:
             f"strides {list(states.stride()[leading:])}",
         )
         stride *= size
-
-
-def _expect_reachable(name: str, tensor: torch.Tensor) -> None:
-    interpreted = not isinstance(_mamba_state_selective_copy_kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
-    )

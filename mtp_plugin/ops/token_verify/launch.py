@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.token_verify.contract import (
     VerifiedTokens,
     unwritten_indices,
@@ -15,6 +14,7 @@ from mtp_plugin.ops.token_verify.kernel import (
     _required_logit_indices_kernel,
     _verify_speculative_tokens_kernel,
 )
+from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 _MAX_REQUESTS_AT_ONCE = 1024
@@ -43,7 +43,7 @@ def verify_speculative_tokens(
     if num_requests == 0:
         mask.zero_()
         return verified
-    _expect_reachable("input_tokens", tokens)
+    expect_reachable(_verify_speculative_tokens_kernel, "input_tokens", tokens)
     lanes = tokens.shape[0] - num_decode_requests * num_speculative_tokens
     _verify_speculative_tokens_kernel[(triton.cdiv(lanes, _LANES),)](
         input_tokens_ptr=tokens,
@@ -76,7 +76,7 @@ def required_logit_indices(
     num_requests = num_decode + num_prefill
     if num_requests == 0:
         return indices.zero_()
-    _expect_reachable("query_lengths", query_lengths)
+    expect_reachable(_verify_speculative_tokens_kernel, "query_lengths", query_lengths)
     _required_logit_indices_kernel[(num_requests,)](
         prefill_status_ptr=prefill_status,
         query_lengths_ptr=query_lengths,
@@ -88,13 +88,3 @@ def required_logit_indices(
         num_warps=1,
     )
     return indices
-
-
-def _expect_reachable(name: str, tensor: torch.Tensor) -> None:
-    interpreted = not isinstance(_verify_speculative_tokens_kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
-    )
