@@ -8,9 +8,11 @@ the flat tokens, a generation request K+1 rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from mtp_plugin.errors import TensorContractError
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -20,6 +22,62 @@ STATUS_NO_FINITE_LOGIT = 1
 """The run met a row of logits without any usable value; the request fails alone."""
 
 
+def expect_output(
+    name: str,
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check a tensor that was handed in to be written.
+
+    Raises:
+        TensorContractError: another shape, type or device, or gaps between the elements.
+    """
+    if tensor is None:
+        came = "None"
+    elif (
+        tensor.shape == shape
+        and tensor.dtype == dtype
+        and tensor.device == device
+        and tensor.is_contiguous()
+    ):
+        return
+    else:
+        came = (
+            f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
+            f"{tensor.device}"
+        )
+    raise TensorContractError(
+        f"{name}: expected contiguous {dtype} {list(shape)} on {device} to write to, got {came}"
+    )
+
+
+def expect_vocab(logits: torch.Tensor, vocab_ids: torch.Tensor) -> None:
+    """Check that the columns of ``logits`` [R, V'] are those of a cut vocabulary ``vocab_ids``.
+
+    Raises:
+        TensorContractError: ids that are not a vector on the logits' device, or logits with another
+            number of columns.
+    """
+    if not (
+        vocab_ids.dim() == 1
+        and vocab_ids.dtype == torch.int32
+        and vocab_ids.device == logits.device
+        and vocab_ids.is_contiguous()
+    ):
+        raise TensorContractError(
+            f"vocab_ids: expected a contiguous vector of torch.int32 on {logits.device}, got "
+            f"{vocab_ids.dtype} {list(vocab_ids.shape)} with strides {list(vocab_ids.stride())} on "
+            f"{vocab_ids.device}"
+        )
+    if logits.dim() != 2 or logits.shape[1] != vocab_ids.shape[0]:
+        raise TensorContractError(
+            f"logits: expected [R, {vocab_ids.shape[0]}], a column per id of the cut draft "
+            f"vocabulary, got {list(logits.shape)}"
+        )
+
+
 @dataclass(frozen=True)
 class Accepted:
     """What the target emitted for every request of a step."""
@@ -27,6 +85,35 @@ class Accepted:
     tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN behind the run
     num_accepted: torch.Tensor  # [R] int32: emitted tokens, matching drafts plus the bonus
     status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
+
+    @classmethod
+    def unwritten(cls, requests: int, max_draft_len: int, device: torch.device | str) -> Accepted:
+        """Tensors to write to, for R ``requests`` and K = ``max_draft_len``."""
+        return cls(
+            tokens=torch.empty(requests, max_draft_len + 1, dtype=torch.int32, device=device),
+            num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
+            status=torch.empty(requests, dtype=torch.int32, device=device),
+        )
+
+    def check(self, requests: int, max_draft_len: int, device: torch.device) -> None:
+        """Check that these tensors take the result of R ``requests`` and K = ``max_draft_len``.
+
+        Raises:
+            TensorContractError: naming the tensor, what was expected and what came.
+        """
+        vector = ((requests,), torch.int32, device)
+        expect_output(
+            "accepted, tokens", self.tokens, (requests, max_draft_len + 1), torch.int32, device
+        )
+        expect_output("accepted, num_accepted", self.num_accepted, *vector)
+        expect_output("accepted, status", self.status, *vector)
+
+    def fill(self, result: Accepted) -> Accepted:
+        """Copy ``result`` into these tensors, and give them."""
+        self.tokens.copy_(result.tokens)
+        self.num_accepted.copy_(result.num_accepted)
+        self.status.copy_(result.status)
+        return self
 
     def last_tokens(self) -> torch.Tensor:
         """The last emitted token of every request [R] int32; 0 where nothing was emitted."""
@@ -56,6 +143,56 @@ class FirstPass:
     next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
     kv_lens: torch.Tensor | None = None  # [R] the loop's KV lengths, where they came on the way
 
+    @classmethod
+    def unwritten(
+        cls,
+        num_ids: int,
+        num_rows: int,
+        requests: int,
+        states: torch.Tensor,
+        kv_lens: torch.Tensor | None = None,
+    ) -> FirstPass:
+        """Tensors to write to, beside ``states``; KV lengths where ``kv_lens`` are given."""
+        device = states.device
+        return cls(
+            ids=torch.empty(num_ids, dtype=torch.int32, device=device),
+            positions=torch.empty(num_rows, dtype=torch.int64, device=device),
+            states=states,
+            last_rows=torch.empty(requests, dtype=torch.int64, device=device),
+            kv_lens=None if kv_lens is None else torch.empty_like(kv_lens),
+        )
+
+    @classmethod
+    def beside_step(
+        cls,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        requests: int,
+        kv_lens: torch.Tensor | None = None,
+    ) -> FirstPass:
+        """Tensors to write to for a reused layer, whose rows are the step's own ``positions`` and
+        ``states``; KV lengths where ``kv_lens`` are given."""
+        device = states.device
+        return cls(
+            ids=torch.empty(states.shape[0], dtype=torch.int32, device=device),
+            positions=positions,
+            states=states,
+            last_rows=torch.empty(requests, dtype=torch.int64, device=device),
+            next_positions=torch.empty(requests, dtype=torch.int64, device=device),
+            kv_lens=None if kv_lens is None else torch.empty_like(kv_lens),
+        )
+
+    def fill(self, result: FirstPass) -> FirstPass:
+        """Copy ``result`` into these tensors, and give them; KV lengths as ``result`` has them.
+
+        What lies in its place already is not written.
+        """
+        for name in ("ids", "positions", "states", "last_rows", "next_positions"):
+            source, target = getattr(result, name), getattr(self, name)
+            if source is not None and source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+        return replace(self, kv_lens=result.kv_lens)
+
 
 @dataclass(frozen=True)
 class DraftColumn:
@@ -69,9 +206,11 @@ class DraftColumn:
     positions: torch.Tensor | None = None  # [R] int64: moved on by one, where given
     kv_lens: torch.Tensor | None = None  # [R] int32: moved on by one, with positions
     max_position: int | None = None  # positions stop here
+    vocab_ids: torch.Tensor | None = None
+    """[V'] int32: what the columns of the logits stand for, ascending; None: each for itself."""
 
     def write(self, drafts: torch.Tensor) -> None:
-        """Put ``drafts`` [R] in place."""
+        """Put ``drafts`` [R], ids of the whole vocabulary, in place."""
         self.drafts[:, self.column] = drafts.to(self.drafts.dtype)
         self.next_tokens[:, self.column + 1] = drafts.to(self.next_tokens.dtype)
         if self.shifted_ids is not None and self.last_rows is not None:

@@ -110,7 +110,7 @@ class MTPSpecMetadata:
         if self.spec_dec_mode.is_mtp_vanilla() and self.draft_window == "trtllm":
             self.num_tokens -= self.num_generations
         if self.mtp_hidden_states_manager is not None:
-            slots = [self._slot(request_id) for request_id in request_ids or ()]
+            slots = [self.slot_of(request_id) for request_id in request_ids or ()]
             self._upload(self.slot_ids, slots, torch.int64)
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
@@ -123,13 +123,18 @@ class MTPSpecMetadata:
         view.__post_init__()
         return view
 
-    def _slot(self, request_id: int) -> int:
+    def slot_of(self, request_id: int) -> int:
+        """The request's row in the manager's pools; padding rows have the sentinel slot.
+
+        Raises:
+            MetadataError: the manager gave it none.
+        """
         manager = self.mtp_hidden_states_manager
         slot = manager.slot_manager.get_slot(request_id) if manager is not None else None
         if slot is None and manager is not None and is_graph_dummy_id(request_id):
             slot = manager.sentinel_slot
         if slot is None:
-            raise MetadataError(f"prepare(): request {request_id} has no slot in the MTP manager")
+            raise MetadataError(f"request {request_id} has no slot in the MTP manager")
         return int(slot)
 
     @staticmethod

@@ -15,6 +15,9 @@ class AcceptanceStats:
     max_draft_len: int
     histogram: list[int] = field(default_factory=list)  # index: emitted tokens of a step, 0..K+1
     num_drafted: int = 0
+    is_synthetic: bool = False
+    """A coin accepted the drafts: the figures are those asked for, and the text is not the
+    model's."""
 
     def __post_init__(self) -> None:
         if not self.histogram:
@@ -30,6 +33,7 @@ class AcceptanceStats:
         for emitted, count in enumerate(other.histogram):
             self.histogram[emitted] += count
         self.num_drafted += other.num_drafted
+        self.is_synthetic |= other.is_synthetic
 
     @property
     def steps(self) -> int:

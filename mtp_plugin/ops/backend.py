@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.ops import acceptance, draft_inputs, draft_step, first_pass, history, sampling
+from mtp_plugin.ops import (
+    acceptance,
+    draft_inputs,
+    draft_step,
+    first_pass,
+    history,
+    sampling,
+    synthetic_acceptance,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,8 @@ class StepOps:
     name: str
     accept_strict: Callable[..., Any]
     accept_relaxed: Callable[..., Any]
-    mask_early_stops: Callable[..., Any]
+    forced_matches: Callable[..., Any]
+    early_stops_masked: Callable[..., Any]
     advance_history: Callable[..., Any]
     vanilla_first_pass: Callable[..., Any]
     eagle_first_pass: Callable[..., Any]
@@ -39,7 +48,8 @@ REFERENCE_OPS = StepOps(
     name="reference",
     accept_strict=acceptance.accept_strict,
     accept_relaxed=acceptance.accept_relaxed,
-    mask_early_stops=sampling.mask_early_stops,
+    forced_matches=synthetic_acceptance.forced_matches,
+    early_stops_masked=sampling.early_stops_masked,
     advance_history=history.advance_history,
     vanilla_first_pass=first_pass.vanilla_first_pass,
     eagle_first_pass=first_pass.eagle_first_pass,
@@ -67,12 +77,16 @@ def triton_ops() -> StepOps:
     from mtp_plugin.ops.acceptance import launch as acceptance_launch
     from mtp_plugin.ops.draft_inputs import launch as draft_inputs_launch
     from mtp_plugin.ops.draft_step import launch as draft_step_launch
+    from mtp_plugin.ops.draft_step import states_launch
+    from mtp_plugin.ops.sampling import launch as sampling_launch
+    from mtp_plugin.ops.synthetic_acceptance import launch as synthetic_acceptance_launch
 
     return StepOps(
         name="triton",
         accept_strict=acceptance_launch.accept_strict,
         accept_relaxed=acceptance_launch.accept_relaxed,
-        mask_early_stops=sampling.mask_early_stops,
+        forced_matches=synthetic_acceptance_launch.forced_matches,
+        early_stops_masked=sampling_launch.early_stops_masked,
         advance_history=draft_inputs_launch.advance_history,
         vanilla_first_pass=draft_inputs_launch.vanilla_first_pass,
         eagle_first_pass=draft_inputs_launch.eagle_first_pass,
@@ -81,7 +95,7 @@ def triton_ops() -> StepOps:
         accepted_rows=draft_inputs.accepted_rows,
         draft_argmax=draft_step_launch.draft_argmax,
         propose=draft_step_launch.propose,
-        place_last_states=draft_step.place_last_states,
+        place_last_states=states_launch.place_last_states,
         local_top1=draft_step_launch.local_top1,
         merge_top1=draft_step_launch.merge_top1,
     )

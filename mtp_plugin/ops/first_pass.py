@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mtp_plugin.batch import DraftInputs, FirstPass
 from mtp_plugin.ops import draft_inputs, history
+from mtp_plugin.ops.draft_inputs.contract import check_eagle_output, check_vanilla_output
 
 
 def vanilla_first_pass(
@@ -23,9 +26,11 @@ def vanilla_first_pass(
     chunk_lens: list[int],
     history_lens: list[int],
     window: int,
-    kv_lens: torch.Tensor | None = None,  # noqa: ARG001 - the draft loop computes them in torch
+    kv_lens: torch.Tensor | None = None,  # the draft loop computes them in torch
     kv_floor: int | None = None,  # noqa: ARG001
     spare_rows: int = 0,
+    step_rows: int | None = None,
+    out: FirstPass | None = None,
 ) -> FirstPass:
     """The rows of depth 1; then the pools are moved on by this step.
 
@@ -38,12 +43,34 @@ def vanilla_first_pass(
         history_lens: history rows in front of each chunk, on the host.
         window: rows per generation.
         kv_lens, kv_floor: for implementations that give the loop's KV lengths on the way.
+        step_rows: rows per generation in the step; None: one more than the pools keep.
         spare_rows: rows of states behind the last one, for windows that move by an offset.
+        out: takes the result, all but the room behind the ids. Its ``states`` may be the step's
+            own from their first row on, where the result's rows lie where theirs do: no history
+            rows, windows of ``step_rows`` rows. None: new tensors.
+
+    Raises:
+        TensorContractError: ``out`` does not have the sizes of the result.
     """
     k = tokens_pool.shape[1]
+    step_rows = k + 1 if step_rows is None else step_rows
     num_contexts, num_ctx_tokens = len(chunk_lens), sum(chunk_lens)
     slots = slot_ids.to(torch.int64)
     num_generations = slots.shape[0] - num_contexts
+    if out is not None:
+        check_vanilla_output(
+            out,
+            hidden_states,
+            kv_lens,
+            requests=slots.shape[0],
+            num_contexts=num_contexts,
+            num_ctx_tokens=num_ctx_tokens,
+            num_history_rows=sum(history_lens),
+            max_draft_len=k,
+            window=window,
+            step_rows=step_rows,
+            spare_rows=spare_rows,
+        )
     parts: list[DraftInputs] = []
     row_lens = context_lens.to(torch.int64)
     if num_contexts > 0 and successors is not None:
@@ -65,8 +92,8 @@ def vanilla_first_pass(
         parts.append(rows)
     if num_generations > 0:
         generations = slots[num_contexts:]
-        step_tokens = input_ids[num_ctx_tokens:].view(num_generations, k + 1)
-        step_states = hidden_states[num_ctx_tokens:].view(num_generations, k + 1, -1)
+        step_tokens = input_ids[num_ctx_tokens:].view(num_generations, step_rows)
+        step_states = hidden_states[num_ctx_tokens:].view(num_generations, step_rows, -1)
         past_tokens, past_states = tokens_pool[generations], states_pool[generations]
         counts = num_accepted[num_contexts:].to(torch.int64)
         parts.append(
@@ -75,7 +102,7 @@ def vanilla_first_pass(
                 torch.cat([past_states.to(step_states.dtype), step_states], dim=1),
                 (counts + k - window).clamp_min(0),
                 last_tokens[num_contexts:],
-                positions[num_ctx_tokens :: k + 1] + counts - window,
+                positions[num_ctx_tokens::step_rows] + counts - window,
                 window,
             )
         )
@@ -91,19 +118,20 @@ def vanilla_first_pass(
         context_lens,
         num_contexts=num_contexts,
         num_ctx_tokens=num_ctx_tokens,
-        step_rows=k + 1,
+        step_rows=step_rows,
     )
     lens = torch.cat([row_lens, row_lens.new_full((num_generations,), window)])
     spare = inputs.input_ids.new_zeros(k - 1)
     states = inputs.hidden_states
     if spare_rows:
         states = torch.cat([states, states.new_zeros(spare_rows, states.shape[1])])
-    return FirstPass(
+    result = FirstPass(
         ids=torch.cat([inputs.input_ids, spare]),
         positions=inputs.position_ids,
         states=states,
         last_rows=lens.cumsum(0) - 1,
     )
+    return result if out is None else out.fill(result)
 
 
 def eagle_first_pass(
@@ -118,15 +146,24 @@ def eagle_first_pass(
     num_contexts: int,
     num_ctx_tokens: int,
     max_position: int | None,
-    kv_lens: torch.Tensor | None = None,  # noqa: ARG001
+    kv_lens: torch.Tensor | None = None,
     kv_floor: int | None = None,  # noqa: ARG001
+    out: FirstPass | None = None,
 ) -> FirstPass:
     """The rows of pass 1 of a reused layer, and where pass 2 starts.
 
     Args:
         accepted_tokens: [R, K+1] int32, negative behind the run. The others: as
             :func:`vanilla_first_pass`. max_position: positions stop here.
+        out: takes ids, last rows, next positions and KV lengths; its positions and states are the
+            step's own, as :meth:`FirstPass.beside_step` makes it. None: new tensors.
+
+    Raises:
+        TensorContractError: ``out`` does not have the sizes of the result.
     """
+    if out is not None:
+        requests = accepted_tokens.shape[0]
+        check_eagle_output(out, positions, hidden_states, kv_lens, requests)
     num_generations, width = accepted_tokens.shape[0] - num_contexts, accepted_tokens.shape[1]
     parts: list[DraftInputs] = []
     ends = context_lens.to(torch.int64).cumsum(0) - 1
@@ -155,6 +192,9 @@ def eagle_first_pass(
     next_positions = inputs.position_ids[last_rows] + 1
     if max_position is not None:
         next_positions = next_positions.clamp_max(max_position)
-    return FirstPass(
+    result = FirstPass(
         inputs.input_ids, inputs.position_ids, inputs.hidden_states, last_rows, next_positions
     )
+    if out is None:
+        return result
+    return out.fill(replace(result, positions=out.positions, states=out.states))

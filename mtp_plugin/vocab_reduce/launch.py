@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
+from mtp_plugin.batch import expect_output
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.triton_device import early_launch
 from mtp_plugin.vocab_reduce.kernel import relaxed_kernel, top1_kernel
 
 BLOCK = 1024
@@ -17,10 +20,32 @@ MAX_PIECES = 256
 
 @dataclass(frozen=True)
 class Top1Partials:
-    """Per row and piece: the highest value and the lowest id that has it."""
+    """Per row and piece: the highest value and the lowest id that has it.
+
+    Made beforehand by :meth:`unwritten` it is the scratch of an op: what calls of the same sizes
+    share, one after the other, so that they allocate nothing.
+    """
 
     values: torch.Tensor  # [rows, pieces] float32
     ids: torch.Tensor  # [rows, pieces] int32
+
+    @classmethod
+    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> Top1Partials:
+        """Tensors to write to, for ``rows`` rows of ``vocab`` values."""
+        _, pieces, _ = split(rows, vocab)
+        return cls(
+            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+        )
+
+    def check(self, rows: int, pieces: int, device: torch.device) -> None:
+        """Check that these tensors take ``pieces`` partials of each of ``rows`` rows.
+
+        Raises:
+            TensorContractError: naming the tensor, what was expected and what came.
+        """
+        expect_output("scratch, values", self.values, (rows, pieces), torch.float32, device)
+        expect_output("scratch, ids", self.ids, (rows, pieces), torch.int32, device)
 
     @property
     def num_pieces(self) -> int:
@@ -34,6 +59,23 @@ class RelaxedPartials(Top1Partials):
 
     weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
     ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of the draft
+
+    @classmethod
+    @override
+    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
+        _, pieces, _ = split(rows, vocab, heavy=True)
+        return cls(
+            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+            weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+        )
+
+    @override
+    def check(self, rows: int, pieces: int, device: torch.device) -> None:
+        super().check(rows, pieces, device)
+        expect_output("scratch, weights", self.weights, (rows, pieces), torch.float32, device)
+        expect_output("scratch, ahead", self.ahead, (rows, pieces), torch.int32, device)
 
 
 def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]:
@@ -52,29 +94,36 @@ def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]
     return piece, -(-vocab // piece), min(BLOCK, 1 << max(vocab - 1, 1).bit_length())
 
 
-def top1_partials(logits: torch.Tensor) -> Top1Partials:
+def top1_partials(logits: torch.Tensor, scratch: Top1Partials | None = None) -> Top1Partials:
     """Launch one program per (row, piece) of ``logits`` [rows, V], any row stride.
 
+    Args:
+        scratch: takes the partials. None: new tensors.
+
     Raises:
-        TensorContractError: logits that are not a matrix of contiguous rows.
+        TensorContractError: logits that are not a matrix of contiguous rows, or scratch of other
+            sizes than :meth:`Top1Partials.unwritten` gives for them.
     """
     rows, vocab = _check(logits)
     piece, pieces, block = split(rows, vocab)
-    values = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
+    if scratch is None:
+        scratch = Top1Partials.unwritten(rows, vocab, logits.device)
+    else:
+        scratch.check(rows, pieces, logits.device)
     if rows:
         top1_kernel[(rows, pieces)](
             logits,
-            values,
-            ids,
+            scratch.values,
+            scratch.ids,
             logits.stride(0),
             vocab,
             piece,
             pieces,
             BLOCK=block,
             num_warps=8,
+            **early_launch(logits.device),
         )
-    return Top1Partials(values, ids)
+    return scratch
 
 
 def relaxed_partials(
@@ -84,6 +133,7 @@ def relaxed_partials(
     num_contexts: int,
     width: int,
     begin_token: int,
+    scratch: RelaxedPartials | None = None,
 ) -> RelaxedPartials:
     """As :func:`top1_partials`, and what relaxed acceptance needs of drafted rows, in the same
     pass.
@@ -94,19 +144,19 @@ def relaxed_partials(
     """
     rows, vocab = _check(logits)
     piece, pieces, block = split(rows, vocab, heavy=True)
-    values = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
-    weights = torch.empty_like(values)
-    ids = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
-    ahead = torch.empty_like(ids)
+    if scratch is None:
+        scratch = RelaxedPartials.unwritten(rows, vocab, logits.device)
+    else:
+        scratch.check(rows, pieces, logits.device)
     if rows:
         relaxed_kernel[(rows, pieces)](
             logits,
             draft_tokens,
             thinking,
-            values,
-            ids,
-            weights,
-            ahead,
+            scratch.values,
+            scratch.ids,
+            scratch.weights,
+            scratch.ahead,
             logits.stride(0),
             vocab,
             piece,
@@ -117,8 +167,9 @@ def relaxed_partials(
             COLUMNS=1 << max(width - 2, 0).bit_length(),
             BLOCK=block,
             num_warps=4,
+            **early_launch(logits.device),
         )
-    return RelaxedPartials(values, ids, weights, ahead)
+    return scratch
 
 
 def _check(logits: torch.Tensor) -> tuple[int, int]:

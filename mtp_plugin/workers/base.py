@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from mtp_plugin.batch import PAD_TOKEN, Accepted, DraftColumn, StepOutput
+from mtp_plugin.batch import PAD_TOKEN, Accepted, DraftColumn, StepOutput, expect_vocab
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError, expect
 from mtp_plugin.metadata import DraftLoop
 from mtp_plugin.ops.acceptance import RelaxedRule
 from mtp_plugin.ops.backend import select_ops
+from mtp_plugin.ops.sampling import StepRows
+from mtp_plugin.ops.synthetic_acceptance import SyntheticRule, synthetic_rule
 from mtp_plugin.thinking import read_thinking_token
 from mtp_plugin.workers.metadata_check import MetadataFingerprint
 
@@ -79,9 +82,16 @@ class SpecWorker(nn.Module, ABC):
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
         device: that the step runs on; decides what ``kernels: auto`` means. Default: CUDA where
             present.
+        step_draft_len: drafts that a step verifies and makes, for turned-down steps; default: K of
+            the config. What :mod:`mtp_plugin.turn_down` asks of such steps holds.
+        draft_vocab_ids: [V'] int32, ascending: ids that may be drafted; the ``lm_head`` of a step
+            is then one over these rows. Needed where the config has a ``draft_vocab``.
     """
 
     min_draft_len = 1
+    synthetic_thresholds: torch.Tensor
+    synthetic_seed: torch.Tensor
+    draft_vocab_ids: torch.Tensor | None
 
     def __init__(
         self,
@@ -91,12 +101,21 @@ class SpecWorker(nn.Module, ABC):
         chain: str | None = None,
         thinking_tokens: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
+        step_draft_len: int | None = None,
+        draft_vocab_ids: torch.Tensor | None = None,
         **__: Any,
     ) -> None:
         super().__init__()
         options = getattr(spec_config, "mtp", None)
         self.spec_config = spec_config
-        self.max_draft_len = read_draft_len(spec_config, self.min_draft_len)
+        self.full_draft_len = read_draft_len(spec_config, self.min_draft_len)
+        self.max_draft_len = self.full_draft_len if step_draft_len is None else step_draft_len
+        expect(
+            0 <= self.max_draft_len <= self.full_draft_len,
+            ConfigError,
+            f"step_draft_len: expected 0 to {self.full_draft_len}, got {step_draft_len}",
+        )
+        self.keeps_warm = bool(getattr(options, "keep_warm", True))
         self.use_relaxed_acceptance = bool(
             getattr(spec_config, "use_relaxed_acceptance_for_thinking", False)
         )
@@ -107,8 +126,51 @@ class SpecWorker(nn.Module, ABC):
         self.chain = chain or getattr(options, "chain", None) or "output"
         self.draft_window = getattr(options, "draft_window", "exact")
         self.check_metadata = bool(getattr(options, "check_metadata", False))
+        self.may_overwrite_states = False
+        """Set by a host that does not read a step's ``hidden_states`` after :meth:`forward`: prompt
+        rows then need no copy beside generations."""
         self.ops = select_ops(getattr(options, "kernels", "auto"), device)
+        self.is_synthetic = getattr(options, "verification", None) == "synthetic"
+        if self.is_synthetic:
+            self._take_synthetic_rule(options, device)
+        self._take_draft_vocab(options, draft_vocab_ids, device)
         self._public_loop: DraftLoop | None = None
+
+    def _take_synthetic_rule(self, options: Any, device: torch.device | str | None) -> None:
+        expect(
+            not self.use_relaxed_acceptance,
+            ConfigError,
+            "synthetic acceptance cannot be relaxed; expected "
+            "use_relaxed_acceptance_for_thinking: false",
+        )
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        shares = options.acceptance_shares(self.full_draft_len)[: self.max_draft_len]
+        rule = synthetic_rule(shares, options.synthetic_seed, device)
+        # captured graphs read the rates where they lie
+        self.register_buffer("synthetic_thresholds", rule.thresholds, persistent=False)
+        self.register_buffer("synthetic_seed", rule.seed, persistent=False)
+
+    def _take_draft_vocab(
+        self, options: Any, ids: torch.Tensor | None, device: torch.device | str | None
+    ) -> None:
+        if ids is None:
+            asked = getattr(options, "draft_vocab", None)
+            expect(
+                asked is None,
+                ConfigError,
+                f"mtp.draft_vocab: {asked!r} would be ignored; expected draft_vocab_ids beside it",
+            )
+        else:
+            expect(
+                ids.dim() == 1 and ids.shape[0] > 0 and ids.dtype == torch.int32,
+                ConfigError,
+                "draft_vocab_ids: expected a vector of torch.int32, of one id at least, got "
+                f"{ids.dtype} {list(ids.shape)}",
+            )
+            ids = ids.to(device=device).contiguous()
+        # captured graphs read the ids where they lie
+        self.register_buffer("draft_vocab_ids", ids, persistent=False)
 
     # ---- the step -------------------------------------------------------------------------
 
@@ -132,8 +194,9 @@ class SpecWorker(nn.Module, ABC):
         Args:
             input_ids: [T] contexts first, K+1 rows per generation. position_ids: [1, T] or [T].
             hidden_states: [T, H] the target's states. logits: [C + G*(K+1), V], or [V] for one row.
-            lm_head, embed_tokens, mtp_layers: the target's head and embedding, the draft layers;
-                or ``draft_model`` with these as attributes.
+            lm_head, embed_tokens, mtp_layers: the head of drafts (the target's, or its rows of
+                ``draft_vocab_ids``), the target's embedding, the draft layers; or ``draft_model``
+                with these as attributes.
             attn_metadata, spec_metadata: of the target's forward; unchanged on return.
 
         Returns:
@@ -273,9 +336,12 @@ class SpecWorker(nn.Module, ABC):
         self._public_loop = None
 
     def draft_sampler(self, logits: torch.Tensor) -> torch.Tensor:
-        """Greedy drafts of logits [N, V] -> [N] int32."""
+        """Greedy drafts of logits [N, V] -> [N] int32; of [N, V'] with ``draft_vocab_ids``."""
         drafts: torch.Tensor = self.ops.draft_argmax(logits)
-        return drafts
+        if self.draft_vocab_ids is None:
+            return drafts
+        expect_vocab(logits, self.draft_vocab_ids)
+        return self.draft_vocab_ids.index_select(0, drafts)
 
     # ---- shared parts ---------------------------------------------------------------------
 
@@ -341,12 +407,16 @@ class SpecWorker(nn.Module, ABC):
         }
         drafts = drafts.reshape(-1)[: num_generations * k]
         parameters = getattr(spec_metadata, "row_parameters", None)
-        if parameters is not None and parameters.min_stop_index is not None:
-            logits = self._mask_early_stops(logits, positions, parameters, attn_metadata)
-        if not self.use_relaxed_acceptance:
-            accepted: Accepted = self.ops.accept_strict(logits, drafts, **shape)
+        with self._without_early_stops(logits, positions, parameters, attn_metadata) as masked:
+            if self.use_relaxed_acceptance:
+                return self._accept_relaxed(
+                    input_ids, masked, drafts, shape, spec_metadata, attn_metadata
+                )
+            forced = self._forced_matches(positions, attn_metadata)
+            accepted: Accepted = self.ops.accept_strict(
+                masked, drafts, **shape, forced_matches=forced
+            )
             return accepted
-        return self._accept_relaxed(input_ids, logits, drafts, shape, spec_metadata, attn_metadata)
 
     def _accept_relaxed(
         self,
@@ -400,32 +470,42 @@ class SpecWorker(nn.Module, ABC):
         contexts = torch.where((begin < 0) & (end < 0), thinking[:num_contexts], begin > end)
         return torch.cat([contexts, thinking[num_contexts:]])
 
-    def _mask_early_stops(
+    def _without_early_stops(
         self,
         logits: torch.Tensor,
         positions: torch.Tensor | None,
         parameters: Any,
         attn_metadata: Any,
-    ) -> torch.Tensor:
+    ) -> AbstractContextManager[torch.Tensor]:
+        if parameters is None or parameters.min_stop_index is None:
+            return nullcontext(logits)
         if positions is None:
             raise MetadataError("min_stop_index: acceptance needs position_ids to obey it")
         num_contexts = attn_metadata.num_contexts
-        num_seqs = attn_metadata.num_seqs
-        width = self.max_draft_len + 1
-        first = attn_metadata.num_ctx_tokens
-        last_rows = attn_metadata.seq_lens_cuda[:num_contexts].to(torch.int64).cumsum(0) - 1
-        offsets = torch.arange(width, device=logits.device)
-        # the first row of a generation has its true position, later ones may be clamped
-        generation_index = positions[first::width].unsqueeze(1) + 1 + offsets
-        token_index = torch.cat([positions[last_rows] + 1, generation_index.reshape(-1)])
-        requests = torch.arange(num_seqs, device=logits.device)
-        row_requests = torch.cat(
-            [requests[:num_contexts], requests[num_contexts:].repeat_interleave(width)]
+        step = StepRows(
+            positions,
+            attn_metadata.seq_lens_cuda[:num_contexts],
+            num_contexts,
+            attn_metadata.num_ctx_tokens,
+            self.max_draft_len,
         )
-        masked: torch.Tensor = self.ops.mask_early_stops(
-            logits, parameters, row_requests, token_index
+        masked: AbstractContextManager[torch.Tensor] = self.ops.early_stops_masked(
+            logits, parameters, step
         )
         return masked
+
+    def _forced_matches(
+        self, positions: torch.Tensor | None, attn_metadata: Any
+    ) -> torch.Tensor | None:
+        """How many drafts the coins accept [G]; None where the target decides."""
+        if not self.is_synthetic or self.max_draft_len == 0:
+            return None
+        if positions is None:
+            raise MetadataError("synthetic acceptance: its coins need position_ids")
+        rule = SyntheticRule(self.synthetic_thresholds, self.synthetic_seed)
+        first_rows = positions[attn_metadata.num_ctx_tokens :: self.max_draft_len + 1]
+        forced: torch.Tensor = self.ops.forced_matches(first_rows, rule)
+        return forced
 
     def _context_successors(self, step: Step, last_tokens: torch.Tensor) -> torch.Tensor | None:
         """The token behind each context's last row [C]: emitted, or the known next prompt token;
@@ -469,6 +549,8 @@ class SpecWorker(nn.Module, ABC):
 
     def _propose(self, logits: torch.Tensor, place: DraftColumn) -> None:
         """Draft from ``logits`` [R, V] into every place that reads the draft."""
+        if self.draft_vocab_ids is not None:
+            place = replace(place, vocab_ids=self.draft_vocab_ids)
         self.ops.propose(logits, place)
 
     @staticmethod

@@ -53,7 +53,8 @@ class MTPEagleWorker(SpecWorker):
             raise MetadataError("eagle: the first pass gave no positions for the second")
         with draft_loop(step.attn_metadata) as loop:
             outputs = self._run_layer(layer, step, first.ids, first.positions, first.states)
-            states = outputs[first.last_rows]
+            # a step without drafts still brings the layer's KV up to date
+            states = outputs[first.last_rows] if self.max_draft_len else outputs
             for column in range(self.max_draft_len):
                 if column == 1:
                     loop.feed_single_rows(

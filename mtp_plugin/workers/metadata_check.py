@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mtp_plugin.errors import MetadataError
+
+
+@dataclass(frozen=True)
+class DeferredCheck:
+    """A field before and after a draft loop that runs in a CUDA graph; every replay writes both."""
+
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor
+
+    def verify(self) -> None:
+        """Compare what the last replay left; waits for the device.
+
+        Raises:
+            MetadataError: the field changed.
+        """
+        if not torch.equal(self.before, self.after):
+            raise MetadataError(f"the draft loop left changes in: {self.name}")
+
+
+_deferred: ContextVar[list[DeferredCheck] | None] = ContextVar("deferred checks", default=None)
+
+
+@contextmanager
+def deferred_checks() -> Iterator[list[DeferredCheck]]:
+    """Collect the checks that a capture cannot make, to verify them after each replay."""
+    checks: list[DeferredCheck] = []
+    token = _deferred.set(checks)
+    try:
+        yield checks
+    finally:
+        _deferred.reset(token)
 
 
 class MetadataFingerprint:
@@ -35,6 +71,8 @@ class MetadataFingerprint:
     def compare(self, attn_metadata: Any) -> None:
         """Check that every field is what it was.
 
+        Device values that a capture cannot read are left to :func:`deferred_checks`.
+
         Raises:
             MetadataError: naming each field that changed.
         """
@@ -46,11 +84,14 @@ class MetadataFingerprint:
     def _same(self, name: str, value: Any) -> bool:
         before = self._fields[name]
         if isinstance(before, torch.Tensor):
-            return (
-                isinstance(value, torch.Tensor)
-                and self._originals[name] is value
-                and torch.equal(before, value)
-            )
+            if not isinstance(value, torch.Tensor) or self._originals[name] is not value:
+                return False
+            if not (value.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return torch.equal(before, value)
+            checks = _deferred.get()
+            if checks is not None:
+                checks.append(DeferredCheck(name, before, value.clone()))
+            return True
         if isinstance(before, list) and self._originals[name] is not value:
             return False
         return bool(before == value)

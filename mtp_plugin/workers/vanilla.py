@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,19 +24,25 @@ class MTPWorker(SpecWorker):
     accepted position, so every draft-KV row is rewritten from verified inputs before it counts.
     """
 
+    @property
+    def num_depths(self) -> int:
+        """Layers that a step runs: all of them where requests stay warm for more drafts."""
+        return self.full_draft_len if self.keeps_warm else self.max_draft_len
+
     def _draft(
         self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         layers = step.mtp_layers
         expect(
-            layers is not None and len(layers) >= self.max_draft_len,
+            layers is not None and len(layers) >= self.num_depths,
             ConfigError,
-            f"vanilla MTP drafts K = {self.max_draft_len} tokens with one layer each, got "
+            f"vanilla MTP drafts K = {self.num_depths} tokens with one layer each, got "
             f"{0 if layers is None else len(layers)} layers",
         )
         manager = self._manager(step.spec_metadata)
         history_lens = self._history_lens(step)
         attention = step.attn_metadata
+        kv_lens = getattr(attention, "kv_lens_cuda", None)
         first: FirstPass = self.ops.vanilla_first_pass(
             manager.mtp_past_tokens_pool,
             manager.mtp_past_hidden_states_pool,
@@ -50,9 +57,11 @@ class MTPWorker(SpecWorker):
             chunk_lens=step.attn_metadata._seq_lens[: step.num_contexts].tolist(),
             history_lens=history_lens,
             window=self._window,
-            kv_lens=getattr(attention, "kv_lens_cuda", None),
+            kv_lens=kv_lens,
             kv_floor=kv_floor(attention, self._window),
-            spare_rows=self.max_draft_len - 1 if self.chain == "target_shift" else 0,
+            spare_rows=self.full_draft_len - 1 if self.chain == "target_shift" else 0,
+            step_rows=self.max_draft_len + 1,
+            out=self._in_place(step, history_lens, kv_lens),
         )
         with draft_loop(attention) as loop:
             loop.feed_window(
@@ -119,9 +128,31 @@ class MTPWorker(SpecWorker):
             "attn_metadata": attn_metadata,
         }
 
+    def _in_place(
+        self, step: Step, history_lens: list[int], kv_lens: torch.Tensor | None
+    ) -> FirstPass | None:
+        """A first pass whose states are the step's own, where its rows lie where theirs do.
+
+        Prompt rows then stay where they are; the windows of generations overwrite their rows, for
+        which the host must have said that nobody reads them any more.
+        """
+        states = step.hidden_states
+        rows = step.num_ctx_tokens + (step.num_seqs - step.num_contexts) * (self.max_draft_len + 1)
+        if (
+            step.num_contexts == 0
+            or any(history_lens)
+            or self._window != self.max_draft_len + 1
+            or self.chain == "target_shift"
+            or not states.is_contiguous()
+            or (step.num_seqs > step.num_contexts and not self.may_overwrite_states)
+        ):
+            return None
+        num_ids = rows + self.full_draft_len - 1
+        return FirstPass.unwritten(num_ids, rows, step.num_seqs, states[:rows], kv_lens)
+
     @property
     def _window(self) -> int:
-        return self.max_draft_len + (1 if self.draft_window == "exact" else 0)
+        return self.full_draft_len + (1 if self.draft_window == "exact" else 0)
 
     def _history_lens(self, step: Step) -> list[int]:
         """History rows per context: K, cut at the prompt's start; none for hosts without
@@ -131,24 +162,30 @@ class MTPWorker(SpecWorker):
         if step.num_contexts == 0:
             return []
         cached = step.attn_metadata.kv_cache_params.num_cached_tokens_per_seq
-        return [min(self.max_draft_len, count) for count in cached[: step.num_contexts]]
+        return [min(self.full_draft_len, count) for count in cached[: step.num_contexts]]
 
     def _run_depths(
         self, step: Step, first: FirstPass, drafts: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         num_rows = first.positions.shape[0]
         states = first.states[:num_rows]
-        for depth in range(self.max_draft_len):
+        for depth in range(self.num_depths):
             layer = step.mtp_layers[depth]
             # only ids move between depths, and only by an offset
             ids = first.ids[depth : depth + num_rows]
             outputs = self._run_layer(layer, step, ids, first.positions, states)
-            logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata)
-            if depth + 1 == self.max_draft_len:
-                self._propose(logits, DraftColumn(drafts, next_tokens, depth))
+            is_last = depth + 1 == self.num_depths
+            if depth < self.max_draft_len:
+                logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata)
+                place = DraftColumn(drafts, next_tokens, depth)
+                if not is_last:
+                    place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
+                self._propose(logits, place)
+            elif not is_last:
+                # nothing was drafted; later windows rewrite what comes of it
+                first.ids.index_fill_(0, first.last_rows + (depth + 1), 0)
+            if is_last:
                 return
-            place = DraftColumn(drafts, next_tokens, depth, first.ids, first.last_rows)
-            self._propose(logits, place)
             if self.chain == "output":
                 states = outputs
             elif self.chain == "target_shift":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -10,10 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.vocab_reduce import launch, relaxed_partials, top1_partials
+from mtp_plugin.vocab_reduce import (
+    RelaxedPartials,
+    Top1Partials,
+    launch,
+    relaxed_partials,
+    top1_partials,
+)
 from mtp_plugin.vocab_reduce.launch import BLOCK, MAX_PIECES, split
+from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE
-from tests.vocab_reduce.launches import poisoned_outputs
+from tests.vocab_reduce.launches import poison, poisoned_outputs
 from tests.vocab_reduce.rows import (
     DTYPES,
     VOCABS,
@@ -149,6 +157,48 @@ def test_rows_must_be_contiguous() -> None:
         relaxed_partials(columns, columns, columns, 6, 1, -1)
     with pytest.raises(TensorContractError, match=r"shape \[4\]"):
         top1_partials(torch.zeros(4, device=DEVICE))
+
+
+@pytest.mark.parametrize("made", [Top1Partials, RelaxedPartials])
+def test_partials_are_written_to_scratch(made: type[Top1Partials]) -> None:
+    """Every element, and into the very tensors that were handed in."""
+    k, drafts, thinking = 3, torch.zeros(6, device=DEVICE).int(), torch.ones(2, device=DEVICE) > 0
+
+    def reduced(logits: torch.Tensor, scratch: Top1Partials | None = None) -> Top1Partials:
+        if made is Top1Partials:
+            return top1_partials(logits, scratch)
+        return relaxed_partials(logits, drafts, thinking, 0, k + 1, -1, scratch)
+
+    scratch = made.unwritten(2 * (k + 1), 4999, DEVICE)
+    for seed in (1, 2):
+        rows = odd_rows(torch.Generator().manual_seed(seed), 2 * (k + 1), 4999, torch.float32)
+        expected = reduced(rows.to(DEVICE))
+        for field in fields(scratch):
+            poison(getattr(scratch, field.name))
+        assert reduced(rows.to(DEVICE), scratch) is scratch
+        for field in fields(scratch):
+            assert same_bits(getattr(scratch, field.name), getattr(expected, field.name))
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(Top1Partials, "values"), (Top1Partials, "ids")]
+    + [(RelaxedPartials, name) for name in ("values", "ids", "weights", "ahead")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_scratch_that_does_not_fit(made: type[Top1Partials], name: str) -> None:
+    logits, drafts = torch.zeros(4, 9, device=DEVICE), torch.zeros(3, device=DEVICE).int()
+    fitting = made.unwritten(4, 9, DEVICE)
+
+    def reduce(scratch: Top1Partials) -> Top1Partials:
+        if isinstance(scratch, RelaxedPartials):
+            return relaxed_partials(logits, drafts, drafts[:1] == 0, 0, 4, -1, scratch)
+        return top1_partials(logits, scratch)
+
+    for bad in (torch.zeros(4, 2), torch.zeros(3, 1), torch.zeros(4, 1).double()):
+        scratch = replace(fitting, **{name: bad.to(DEVICE)})
+        with pytest.raises(TensorContractError, match=rf"scratch, {name}: .*\[4, 1\] .*got"):
+            reduce(scratch)
 
 
 @pytest.mark.gpu

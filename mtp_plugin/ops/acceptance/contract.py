@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.batch import Accepted
+from mtp_plugin.batch import Accepted, expect_output
 from mtp_plugin.errors import TensorContractError, expect
 
 
@@ -32,6 +32,43 @@ class RelaxedAccepted:
         torch.Tensor
     )  # [G, K] float32: |p(draft) - (p_max - delta)|, inf where no threshold decided
 
+    @classmethod
+    def unwritten(
+        cls,
+        num_contexts: int,
+        num_generations: int,
+        max_draft_len: int,
+        device: torch.device | str,
+    ) -> RelaxedAccepted:
+        """Tensors to write to, for a batch of C + G requests and K = ``max_draft_len``."""
+        requests = num_contexts + num_generations
+        return cls(
+            accepted=Accepted.unwritten(requests, max_draft_len, device),
+            thinking=torch.empty(requests, dtype=torch.bool, device=device),
+            margin=torch.empty(num_generations, max_draft_len, dtype=torch.float32, device=device),
+        )
+
+    def check(
+        self, num_contexts: int, num_generations: int, max_draft_len: int, device: torch.device
+    ) -> None:
+        """Check that these tensors take the result of such a batch.
+
+        Raises:
+            TensorContractError: naming the tensor, what was expected and what came.
+        """
+        requests = num_contexts + num_generations
+        self.accepted.check(requests, max_draft_len, device)
+        expect_output("accepted, thinking", self.thinking, (requests,), torch.bool, device)
+        shape = (num_generations, max_draft_len)
+        expect_output("accepted, margin", self.margin, shape, torch.float32, device)
+
+    def fill(self, result: RelaxedAccepted) -> RelaxedAccepted:
+        """Copy ``result`` into these tensors, and give them."""
+        self.accepted.fill(result.accepted)
+        self.thinking.copy_(result.thinking)
+        self.margin.copy_(result.margin)
+        return self
+
 
 def check_rows(
     logits: torch.Tensor,
@@ -40,6 +77,7 @@ def check_rows(
     max_draft_len: int,
     draft_lens: torch.Tensor | None,
     final_context: torch.Tensor | None,
+    forced_matches: torch.Tensor | None = None,
 ) -> int:
     """Check the shapes of one acceptance call and return G.
 
@@ -69,6 +107,7 @@ def check_rows(
     for name, tensor, size in (
         ("draft_lens", draft_lens, num_generations),
         ("final_context", final_context, num_contexts),
+        ("forced_matches", forced_matches, num_generations),
     ):
         expect(
             tensor is None or tuple(tensor.shape) == (size,),

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.triton_device.kernel import inputs_written
+
 
 @triton.jit
 def _at(vector, columns, column):
@@ -25,6 +27,7 @@ def emit_kernel(
     topk_ptr,
     delta_ptr,
     stop_ptr,
+    forced_ptr,
     # outputs
     token_ptr,
     count_ptr,
@@ -51,8 +54,12 @@ def emit_kernel(
     HAS_DRAFT_LENS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_STOPS: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    HAS_FORCED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One request: its run of accepted drafts, its bonus token, count, status and phase."""
+    inputs_written(EARLY)
     request = tl.program_id(0)
     is_context = request < num_contexts
     generation = (request - num_contexts).to(tl.int64)
@@ -77,7 +84,14 @@ def emit_kernel(
     if HAS_DRAFT_LENS:
         draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
         present = present & (columns < draft_len)
-    matches = present & alive & (drafts == top1)
+    if HAS_FORCED:
+        forced = tl.load(forced_ptr + generation, mask=request >= num_contexts, other=0)
+        matches = present & (drafts >= 0) & (columns < forced)
+        entry = (first_row + columns) * row_stride + drafts
+        # a comparison with NaN is false: neither NaN nor a masked token stands
+        matches = tl.load(logits_ptr + entry, mask=matches, other=float("-inf")) > float("-inf")
+    else:
+        matches = present & alive & (drafts == top1)
 
     if RELAXED:
         thinking = tl.load(thinking_ptr + request) != 0
@@ -151,8 +165,9 @@ def emit_kernel(
     tl.store(token_ptr + request * (K + 1) + columns, tokens, mask=columns <= K)
     tl.store(count_ptr + request, count)
     tl.store(status_ptr + request, 1 - ok)
-    last = tl.where(count > 0, _at(tokens, columns, count - 1), 0)
-    tl.store(last_ptr + request.to(tl.int64) * last_stride, tl.maximum(last, 0))
+    if HAS_LAST:
+        last = tl.where(count > 0, _at(tokens, columns, count - 1), 0)
+        tl.store(last_ptr + request.to(tl.int64) * last_stride, tl.maximum(last, 0))
     if RELAXED:
         emitted_bonus = (count > num_matches) & (ok == 1)
         after = tl.where(emitted_bonus & (bonus == begin_token), 1, thinking_after)

@@ -8,6 +8,7 @@ import triton
 from mtp_plugin.batch import Accepted
 from mtp_plugin.ops.acceptance.contract import RelaxedAccepted, RelaxedRule, check_rows
 from mtp_plugin.ops.acceptance.kernel import emit_kernel
+from mtp_plugin.triton_device import early_launch
 from mtp_plugin.vocab_reduce import RelaxedPartials, Top1Partials, relaxed_partials, top1_partials
 
 
@@ -20,17 +21,31 @@ def accept_strict(
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    forced_matches: torch.Tensor | None = None,
+    out: Accepted | None = None,
+    scratch: Top1Partials | None = None,
 ) -> Accepted:
     """As the reference; ``last_tokens`` [R] int32 (any stride) takes each request's last token."""
     num_generations = check_rows(
-        logits, draft_tokens, num_contexts, max_draft_len, draft_lens, final_context
-    )
-    drafts = draft_tokens.reshape(-1)
-    partials = top1_partials(logits)
-    accepted, _, _ = _emit(
-        partials,
         logits,
-        drafts,
+        draft_tokens,
+        num_contexts,
+        max_draft_len,
+        draft_lens,
+        final_context,
+        forced_matches,
+    )
+    requests = num_contexts + num_generations
+    if out is None:
+        out = Accepted.unwritten(requests, max_draft_len, logits.device)
+    else:
+        out.check(requests, max_draft_len, logits.device)
+    _emit(
+        top1_partials(logits, scratch),
+        logits,
+        draft_tokens.reshape(-1),
+        out,
+        None,
         num_contexts,
         num_generations,
         max_draft_len,
@@ -38,8 +53,9 @@ def accept_strict(
         final_context,
         None,
         last_tokens,
+        forced_matches,
     )
-    return accepted
+    return out
 
 
 def accept_relaxed(
@@ -52,19 +68,27 @@ def accept_relaxed(
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    out: RelaxedAccepted | None = None,
+    scratch: RelaxedPartials | None = None,
 ) -> RelaxedAccepted:
     """As the reference; the logits are read once, whatever the phases of the batch."""
     num_generations = check_rows(
         logits, draft_tokens, num_contexts, max_draft_len, draft_lens, final_context
     )
+    if out is None:
+        out = RelaxedAccepted.unwritten(num_contexts, num_generations, max_draft_len, logits.device)
+    else:
+        out.check(num_contexts, num_generations, max_draft_len, logits.device)
     drafts = draft_tokens.reshape(-1)
     partials = relaxed_partials(
-        logits, drafts, rule.thinking, num_contexts, max_draft_len + 1, rule.begin_token
+        logits, drafts, rule.thinking, num_contexts, max_draft_len + 1, rule.begin_token, scratch
     )
-    accepted, thinking, margin = _emit(
+    _emit(
         partials,
         logits,
         drafts,
+        out.accepted,
+        out,
         num_contexts,
         num_generations,
         max_draft_len,
@@ -73,13 +97,15 @@ def accept_relaxed(
         rule,
         last_tokens,
     )
-    return RelaxedAccepted(accepted, thinking.to(torch.bool), margin)
+    return out
 
 
 def _emit(
     partials: Top1Partials,
     logits: torch.Tensor,
     drafts: torch.Tensor,
+    accepted: Accepted,
+    relaxed: RelaxedAccepted | None,
     num_contexts: int,
     num_generations: int,
     max_draft_len: int,
@@ -87,22 +113,15 @@ def _emit(
     final_context: torch.Tensor | None,
     rule: RelaxedRule | None,
     last_tokens: torch.Tensor | None,
-) -> tuple[Accepted, torch.Tensor, torch.Tensor]:
-    device = logits.device
+    forced_matches: torch.Tensor | None = None,
+) -> None:
+    """Fill ``accepted``, and the rest of ``relaxed`` where there is a rule."""
     requests = num_contexts + num_generations
     k = max_draft_len
-    tokens = torch.empty(requests, k + 1, dtype=torch.int32, device=device)
-    counts = torch.empty(requests, dtype=torch.int32, device=device)
-    status = torch.empty(requests, dtype=torch.int32, device=device)
-    if last_tokens is None:
-        last_tokens = torch.empty(requests, dtype=torch.int32, device=device)
-    relaxed = rule is not None
-    thinking = torch.empty(requests if relaxed else 0, dtype=torch.int8, device=device)
-    margin = torch.empty((num_generations if relaxed else 0, k), dtype=torch.float32, device=device)
     stops = None if rule is None else rule.stop_ids
     if stops is not None and stops.stride(1) != 1:
         stops = stops.contiguous()
-    unused = counts  # a pointer that the kernel never reads
+    unused = accepted.num_accepted  # a pointer that the kernel never reads
     if requests:
         weights = partials.weights if isinstance(partials, RelaxedPartials) else unused
         ahead = partials.ahead if isinstance(partials, RelaxedPartials) else unused
@@ -120,13 +139,14 @@ def _emit(
             rule.topk if rule is not None else unused,
             rule.delta if rule is not None else unused,
             stops if stops is not None else unused,
+            forced_matches if forced_matches is not None else unused,
             # outputs
-            tokens,
-            counts,
-            status,
-            last_tokens,
-            thinking,
-            margin,
+            accepted.tokens,
+            accepted.num_accepted,
+            accepted.status,
+            last_tokens if last_tokens is not None else unused,
+            relaxed.thinking.view(torch.int8) if relaxed is not None else unused,
+            relaxed.margin if relaxed is not None else unused,
             # sizes
             num_contexts,
             partials.num_pieces,
@@ -134,7 +154,7 @@ def _emit(
             logits.shape[1],
             0 if stops is None else stops.shape[1],
             0 if stops is None else stops.stride(0),
-            last_tokens.stride(0),
+            0 if last_tokens is None else last_tokens.stride(0),
             rule.begin_token if rule is not None else -1,
             rule.end_token if rule is not None else -1,
             # constants
@@ -142,10 +162,12 @@ def _emit(
             COLUMNS=triton.next_power_of_2(k + 1),
             PIECES=triton.next_power_of_2(partials.num_pieces),
             STOPS=1 if stops is None else triton.next_power_of_2(max(stops.shape[1], 1)),
-            RELAXED=relaxed,
+            RELAXED=relaxed is not None,
             HAS_DRAFT_LENS=draft_lens is not None,
             HAS_FINAL=final_context is not None,
             HAS_STOPS=stops is not None,
+            HAS_LAST=last_tokens is not None,
+            HAS_FORCED=forced_matches is not None,
             num_warps=1 if k < 8 else 4,
+            **early_launch(logits.device),
         )
-    return Accepted(tokens, counts, status), thinking, margin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mtp_plugin.batch import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK, Accepted
@@ -17,6 +19,9 @@ def accept_strict(
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    forced_matches: torch.Tensor | None = None,
+    out: Accepted | None = None,
+    scratch: Any | None = None,  # noqa: ARG001
 ) -> Accepted:
     """Greedy acceptance: a draft stands while it is the target's argmax; then one bonus token.
 
@@ -31,20 +36,39 @@ def accept_strict(
         draft_lens: [G] integer; drafts at or past it are absent. None: K everywhere.
         final_context: [C] bool; a context that does not end its prompt emits nothing. None: all do.
         last_tokens: [R] int32, any stride: takes each request's last emitted token, 0 without one.
+        forced_matches: [G] integer, synthetic acceptance: so many leading drafts stand, whatever
+            the argmax is, up to the first that is absent, outside the vocabulary or masked (-inf
+            or NaN) in its row. None: the target decides.
+        out: takes the result, and is given back. None: new tensors.
+        scratch: for implementations that reduce in two launches: ``Top1Partials.unwritten`` of
+            :mod:`mtp_plugin.vocab_reduce` for the logits' sizes. With ``out`` and ``scratch`` they
+            allocate nothing.
 
     Raises:
         TensorContractError: a shape that does not fit.
     """
     num_generations = check_rows(
-        logits, draft_tokens, num_contexts, max_draft_len, draft_lens, final_context
+        logits,
+        draft_tokens,
+        num_contexts,
+        max_draft_len,
+        draft_lens,
+        final_context,
+        forced_matches,
     )
+    if out is not None:
+        out.check(num_contexts + num_generations, max_draft_len, logits.device)
     top1, alive = _top1(logits)
     drafts = _drafts(draft_tokens, num_generations, max_draft_len)
     present = _present(drafts, draft_lens)
-    matches = present & (
-        drafts == _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
-    )
-    return _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
+    if forced_matches is None:
+        top1_rows = _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
+        matches = present & (drafts == top1_rows)
+    else:
+        rows = _generation_rows(logits, num_contexts, max_draft_len)[:, :max_draft_len]
+        matches = present & _present(drafts, forced_matches) & _possible(rows, drafts)
+    accepted = _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
+    return accepted if out is None else out.fill(accepted)
 
 
 def accept_relaxed(
@@ -57,6 +81,8 @@ def accept_relaxed(
     draft_lens: torch.Tensor | None = None,
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
+    out: RelaxedAccepted | None = None,
+    scratch: Any | None = None,  # noqa: ARG001
 ) -> RelaxedAccepted:
     """Relaxed acceptance while a request thinks, strict acceptance elsewhere.
 
@@ -65,11 +91,14 @@ def accept_relaxed(
     and the two thinking tokens are accepted only as top-1. The phase follows every emitted token,
     so later rows of the same run already obey the new one. The bonus is the argmax.
 
-    Args: as :func:`accept_strict`, and ``rule``, one row per request of the batch.
+    Args: as :func:`accept_strict`, and ``rule``, one row per request of the batch. ``scratch`` is
+        ``RelaxedPartials.unwritten``.
     """
     num_generations = check_rows(
         logits, draft_tokens, num_contexts, max_draft_len, draft_lens, final_context
     )
+    if out is not None:
+        out.check(num_contexts, num_generations, max_draft_len, logits.device)
     top1, alive = _top1(logits)
     drafts = _drafts(draft_tokens, num_generations, max_draft_len)
     present = _present(drafts, draft_lens)
@@ -98,7 +127,8 @@ def accept_relaxed(
     before = torch.cat([rule.thinking[:num_contexts], thinking])
     emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
     after = _next_phase(before, accepted.last_tokens(), emitted_bonus, rule)
-    return RelaxedAccepted(accepted, after, margin)
+    result = RelaxedAccepted(accepted, after, margin)
+    return result if out is None else out.fill(result)
 
 
 def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,6 +154,13 @@ def _present(drafts: torch.Tensor, draft_lens: torch.Tensor | None) -> torch.Ten
         return torch.ones_like(drafts, dtype=torch.bool)
     columns = torch.arange(drafts.shape[1], device=drafts.device)
     return columns < draft_lens.to(torch.int64).unsqueeze(1)
+
+
+def _possible(rows: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Whether each draft is a token that its row does not mask; rows [G, K, V], [G, K] bool."""
+    vocab = rows.shape[-1]
+    value = rows.gather(-1, drafts.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
+    return (drafts >= 0) & (drafts < vocab) & (value > -torch.inf)
 
 
 def _emit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,9 +18,12 @@ from mtp_plugin.errors import TensorContractError
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NextForwardBuffers:
-    """What the next forward reads; int32 or int64, allocated once, at least as long as said."""
+    """What the next forward reads; int32 or int64, allocated once, at least as long as said.
+
+    Both records are checked when they first meet a size of batch, not again with every step.
+    """
 
     sampled_tokens_buf: torch.Tensor  # [N] the output behind a request's last accepted token
     last_accepted_seq_buf: torch.Tensor  # [N] the packed row of that token
@@ -27,7 +31,7 @@ class NextForwardBuffers:
     accepted_token_counts: torch.Tensor  # [D] how many drafts were accepted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVBlockState:
     """Where each request's KV ends, one row per request; int32 or int64, changed in place."""
 
@@ -36,6 +40,11 @@ class KVBlockState:
     kv_block_counts: torch.Tensor  # [N]
     last_kv_block_id: torch.Tensor  # [N]
     kv_block_ids: torch.Tensor  # [N, most blocks of a request], -1 where there is none
+
+
+_checked_sizes: WeakKeyDictionary[
+    NextForwardBuffers | KVBlockState, set[tuple[int, int, int, torch.device]]
+] = WeakKeyDictionary()
 
 
 class AdvancedBatch(NamedTuple):
@@ -71,30 +80,16 @@ def unwritten_result(
     device = input_tokens.device
     num_requests = num_decode_requests + num_prefill_requests
     num_tokens = num_decode_requests * (num_speculative_tokens + 1) + num_prefill_requests
-    for name, tensor, entries in (
-        ("input_tokens", input_tokens, num_tokens),
-        ("output_tokens", output_tokens, num_tokens),
-        ("required_logit_indices", required_logit_indices, num_tokens),
-        ("sampled_tokens_buf", buffers.sampled_tokens_buf, num_requests),
-        ("last_accepted_seq_buf", buffers.last_accepted_seq_buf, num_requests),
-        ("accepted_token_counts", buffers.accepted_token_counts, num_decode_requests),
-        ("last_kv_block_offset", kv.last_kv_block_offset, num_requests),
-        ("kv_length_offsets", kv.kv_length_offsets, num_requests),
-        ("kv_block_counts", kv.kv_block_counts, num_requests),
-        ("last_kv_block_id", kv.last_kv_block_id, num_requests),
-    ):
-        fits = tensor.dim() == 1 and tensor.shape[0] >= entries and tensor.is_contiguous()
-        if not (fits and tensor.dtype in INDEX_DTYPES and tensor.device == device):
-            raise TensorContractError(
-                f"{name}: expected a contiguous int32 or int64 vector of at least {entries} "
-                f"entries on {device}, got {_described(tensor)}"
-            )
-    rows = buffers.accepted_tokens_per_request
-    width_fits = rows.dim() == 2 and rows.shape[1] == num_speculative_tokens
-    _check_table("accepted_tokens_per_request", rows, num_decode_requests, device, width_fits)
-    table = kv.kv_block_ids
-    width_fits = table.dim() == 2 and table.shape[1] >= 1
-    _check_table("kv_block_ids", table, num_requests, device, width_fits)
+    _check_vector("input_tokens", input_tokens, num_tokens, device)
+    _check_vector("output_tokens", output_tokens, num_tokens, device)
+    _check_vector("required_logit_indices", required_logit_indices, num_tokens, device)
+    sizes = (num_requests, num_decode_requests, num_speculative_tokens, device)
+    if sizes not in _checked_sizes.get(buffers, ()):
+        _check_buffers(buffers, num_requests, num_decode_requests, num_speculative_tokens, device)
+        _checked_sizes.setdefault(buffers, set()).add(sizes)
+    if sizes not in _checked_sizes.get(kv, ()):
+        _check_kv(kv, num_requests, device)
+        _checked_sizes.setdefault(kv, set()).add(sizes)
     _check_active(num_active_requests, device)
 
     crossable = -(-num_speculative_tokens // block_size_tokens)
@@ -126,6 +121,46 @@ def _check_numbers(num_decode: int, num_prefill: int, num_drafts: int, block_siz
             "expected num_decode_requests, num_prefill_requests and num_speculative_tokens >= 0 "
             f"and block_size_tokens >= 1, got {num_decode}, {num_prefill}, {num_drafts} and "
             f"{block_size}"
+        )
+
+
+def _check_buffers(
+    buffers: NextForwardBuffers,
+    num_requests: int,
+    num_decode: int,
+    num_drafts: int,
+    device: torch.device,
+) -> None:
+    for name, entries in (
+        ("sampled_tokens_buf", num_requests),
+        ("last_accepted_seq_buf", num_requests),
+        ("accepted_token_counts", num_decode),
+    ):
+        _check_vector(name, getattr(buffers, name), entries, device)
+    rows = buffers.accepted_tokens_per_request
+    width_fits = rows.dim() == 2 and rows.shape[1] == num_drafts
+    _check_table("accepted_tokens_per_request", rows, num_decode, device, width_fits)
+
+
+def _check_kv(kv: KVBlockState, num_requests: int, device: torch.device) -> None:
+    for name in (
+        "last_kv_block_offset",
+        "kv_length_offsets",
+        "kv_block_counts",
+        "last_kv_block_id",
+    ):
+        _check_vector(name, getattr(kv, name), num_requests, device)
+    table = kv.kv_block_ids
+    width_fits = table.dim() == 2 and table.shape[1] >= 1
+    _check_table("kv_block_ids", table, num_requests, device, width_fits)
+
+
+def _check_vector(name: str, tensor: torch.Tensor, entries: int, device: torch.device) -> None:
+    fits = tensor.dim() == 1 and tensor.shape[0] >= entries and tensor.is_contiguous()
+    if not (fits and tensor.dtype in INDEX_DTYPES and tensor.device == device):
+        raise TensorContractError(
+            f"{name}: expected a contiguous int32 or int64 vector of at least {entries} "
+            f"entries on {device}, got {_described(tensor)}"
         )
 
 

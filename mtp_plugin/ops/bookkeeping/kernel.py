@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 
+# types and constants alone decide which binary runs, see SeenLaunches
 @triton.jit(
     do_not_specialize=[
         "accepted_tokens_stride",
@@ -13,7 +14,26 @@ import triton.language as tl
         "num_decode",
         "num_requests",
         "num_tokens",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "input_tokens_ptr",
+        "output_tokens_ptr",
+        "required_logit_indices_ptr",
+        "last_one_indices_ptr",
+        "accepted_mask_ptr",
+        "sampled_tokens_ptr",
+        "last_accepted_seq_ptr",
+        "accepted_tokens_ptr",
+        "accepted_counts_ptr",
+        "last_offset_ptr",
+        "kv_length_ptr",
+        "block_count_ptr",
+        "last_block_ptr",
+        "block_ids_ptr",
+        "blocks_to_release_ptr",
+        "remove_mask_ptr",
+        "num_active",
+    ],
 )
 def _advance_decode_batch_kernel(
     # the step

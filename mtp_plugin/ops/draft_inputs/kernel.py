@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.triton_device.kernel import inputs_written
+
 
 @triton.jit
 def generation_kernel(
@@ -32,22 +34,25 @@ def generation_kernel(
     kv_floor,
     # constants
     K: tl.constexpr,
+    STEP_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE_WINDOW: tl.constexpr,
     HAS_KV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One (generation, slice of H): its window of pairs, and its pool row moved on.
 
-    A pair is an entry of (K pool pairs ++ K+1 step rows). Everything is read before anything is
+    A pair is an entry of (K pool pairs ++ the step's rows). Everything is read before anything is
     written, so the window may lie where the step's rows lie, and the pool moves in place.
     """
+    inputs_written(EARLY)
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
     slot = tl.load(slot_ptr + request).to(tl.int64)
     count = tl.load(count_ptr + request).to(tl.int32)
-    step_row = num_ctx_tokens + generation * (K + 1)
+    step_row = num_ctx_tokens + generation * STEP_ROWS
     base = tl.maximum(count + K - WINDOW, 0)
 
     rows = tl.arange(0, ROWS)
@@ -113,7 +118,7 @@ def generation_kernel(
         if first:
             tl.store(row_out_ptr + request, num_ctx_rows + (generation + 1) * WINDOW - 1)
             if HAS_KV:
-                kv_len = tl.load(kv_len_ptr + request) - (K + 1) + count
+                kv_len = tl.load(kv_len_ptr + request) - STEP_ROWS + count
                 tl.store(kv_out_ptr + request, tl.maximum(kv_len, kv_floor))
 
 
@@ -272,8 +277,10 @@ def accepted_rows_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_KV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One generation of a reused layer: its accepted tokens, its last row, its next position."""
+    inputs_written(EARLY)
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
     columns = tl.arange(0, COLUMNS)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import triton
 
 from mtp_plugin.batch import FirstPass
+from mtp_plugin.ops.draft_inputs.contract import check_eagle_output, check_vanilla_output
 from mtp_plugin.ops.draft_inputs.kernel import (
     accepted_rows_kernel,
     context_history_kernel,
     context_rows_kernel,
     generation_kernel,
 )
+from mtp_plugin.triton_device import early_launch
 
 UNBOUNDED = 2**62
 LOWEST = -(2**31)
@@ -75,6 +79,8 @@ def vanilla_first_pass(
     kv_lens: torch.Tensor | None = None,
     kv_floor: int | None = None,
     spare_rows: int = 0,
+    step_rows: int | None = None,
+    out: FirstPass | None = None,
 ) -> FirstPass:
     """The rows of depth 1, and the pools moved on: one launch per kind of request, and one for the
     pools of contexts.
@@ -82,6 +88,8 @@ def vanilla_first_pass(
     Args:
         last_tokens: [R] int32, any stride. successors: [C] int32, the token behind each chunk.
         chunk_lens, history_lens: per context, on the host: prompt rows, and history rows in front.
+        out: as the reference; states of contexts that lie where they should are not moved. Without
+            contexts nothing is allocated beside it.
     """
     k = tokens_pool.shape[1]
     num_contexts, num_ctx_tokens = len(chunk_lens), sum(chunk_lens)
@@ -91,13 +99,28 @@ def vanilla_first_pass(
     num_ctx_rows = num_ctx_tokens + sum(history_lens)
     num_rows = num_ctx_rows + num_generations * window
     device = hidden_states.device
-    first = FirstPass(
-        ids=torch.empty(num_rows + k - 1, dtype=torch.int32, device=device),
-        positions=torch.empty(num_rows, dtype=torch.int64, device=device),
-        states=torch.empty(num_rows + spare_rows, hidden, dtype=hidden_states.dtype, device=device),
-        last_rows=torch.empty(requests, dtype=torch.int64, device=device),
-        kv_lens=_own_kv_lens(kv_lens, num_contexts, 0),
-    )
+    if out is None:
+        states = torch.empty(
+            num_rows + spare_rows, hidden, dtype=hidden_states.dtype, device=device
+        )
+        first = FirstPass.unwritten(num_rows + k - 1, num_rows, requests, states, kv_lens)
+        in_place = False
+    else:
+        first = out
+        in_place = check_vanilla_output(
+            out,
+            hidden_states,
+            kv_lens,
+            requests=requests,
+            num_contexts=num_contexts,
+            num_ctx_tokens=num_ctx_tokens,
+            num_history_rows=num_ctx_rows - num_ctx_tokens,
+            max_draft_len=k,
+            window=window,
+            step_rows=k + 1 if step_rows is None else step_rows,
+            spare_rows=spare_rows,
+        )
+    _copy_context_kv_lens(kv_lens, first.kv_lens, num_contexts, 0)
     if num_contexts > 0 and successors is not None:
         ends = context_lens.cumsum(0, dtype=torch.int32)
         history_ends = torch.zeros_like(ends)
@@ -123,7 +146,7 @@ def vanilla_first_pass(
             hidden_states.stride(0),
             K=k,
             BLOCK=min(2048, triton.next_power_of_2(hidden)),
-            COPY_STATES=True,
+            COPY_STATES=not in_place,
             SEARCH_STEPS=max(num_contexts, 1).bit_length(),
             num_warps=4,
         )
@@ -144,7 +167,7 @@ def vanilla_first_pass(
             num_ctx_rows,
             num_generations,
             window,
-            k + 1,
+            k + 1 if step_rows is None else step_rows,
             kv_lens,
             kv_floor,
         )
@@ -165,15 +188,23 @@ def eagle_first_pass(
     max_position: int | None,
     kv_lens: torch.Tensor | None = None,
     kv_floor: int | None = None,
+    out: FirstPass | None = None,
 ) -> FirstPass:
-    """The ids of pass 1 and where pass 2 starts; states and positions are the step's own."""
+    """The ids of pass 1 and where pass 2 starts; states and positions are the step's own.
+
+    Args:
+        out: as the reference. Without contexts nothing is allocated beside it.
+    """
     requests, width = accepted_tokens.shape
     num_generations = requests - num_contexts
-    device = hidden_states.device
-    ids = torch.empty(input_ids.shape[0], dtype=torch.int32, device=device)
-    last_rows = torch.empty(requests, dtype=torch.int64, device=device)
-    next_positions = torch.empty(requests, dtype=torch.int64, device=device)
-    own = _own_kv_lens(kv_lens, num_contexts, 1)
+    if out is None:
+        first = FirstPass.beside_step(positions, hidden_states, requests, kv_lens)
+    else:
+        check_eagle_output(out, positions, hidden_states, kv_lens, requests)
+        first = out
+    ids, last_rows, own = first.ids, first.last_rows, first.kv_lens
+    next_positions = cast(torch.Tensor, first.next_positions)  # for a reused layer it is there
+    _copy_context_kv_lens(kv_lens, own, num_contexts, 1)
     if num_contexts > 0 and successors is not None:
         ends = context_lens.to(torch.int64).cumsum(0) - 1
         ids[:num_ctx_tokens] = input_ids[:num_ctx_tokens].roll(-1)
@@ -201,20 +232,17 @@ def eagle_first_pass(
             COLUMNS=triton.next_power_of_2(width),
             HAS_KV=own is not None,
             num_warps=1,
+            **early_launch(hidden_states.device),
         )
-    return FirstPass(ids, positions, hidden_states, last_rows, next_positions, own)
+    return first
 
 
-def _own_kv_lens(
-    kv_lens: torch.Tensor | None, num_contexts: int, context_rows: int
-) -> torch.Tensor | None:
-    """A tensor for the loop's KV lengths, its contexts filled in."""
-    if kv_lens is None:
-        return None
-    own = torch.empty_like(kv_lens)
-    if num_contexts > 0:
-        own[:num_contexts] = kv_lens[:num_contexts] + context_rows
-    return own
+def _copy_context_kv_lens(
+    kv_lens: torch.Tensor | None, own: torch.Tensor | None, num_contexts: int, context_rows: int
+) -> None:
+    """The loop's KV lengths of contexts; the kernels write those of generations."""
+    if kv_lens is not None and own is not None and num_contexts > 0:
+        torch.add(kv_lens[:num_contexts], context_rows, out=own[:num_contexts])
 
 
 def _advance_contexts(
@@ -294,13 +322,15 @@ def _generations(
         last_tokens.stride(0),
         LOWEST if kv_floor is None else kv_floor,
         # constants
-        K=step_rows - 1,
+        K=states_pool.shape[1],
+        STEP_ROWS=step_rows,
         WINDOW=window,
         ROWS=triton.next_power_of_2(window),
         BLOCK=block,
         WRITE_WINDOW=first is not None,
         HAS_KV=own is not None,
         num_warps=4,
+        **early_launch(hidden_states.device),
     )
 
 

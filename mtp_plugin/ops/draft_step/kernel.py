@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.triton_device.kernel import inputs_written
+
 
 @triton.jit
 def place_kernel(
@@ -14,6 +16,7 @@ def place_kernel(
     row_ptr,
     position_ptr,
     kv_len_ptr,
+    vocab_ptr,
     num_pieces,
     draft_stride,
     next_stride,
@@ -23,8 +26,11 @@ def place_kernel(
     SHIFT: tl.constexpr,
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
+    HAS_VOCAB_IDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One request: the draft of its row, written wherever the next pass and the sampler read it."""
+    inputs_written(EARLY)
     request = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
     inside = pieces < num_pieces
@@ -32,6 +38,8 @@ def place_kernel(
     ids = tl.load(id_ptr + request * num_pieces + pieces, mask=inside, other=2147483647)
     top = tl.max(values, axis=0)
     draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
+    if HAS_VOCAB_IDS:
+        draft = tl.load(vocab_ptr + draft)
     tl.store(draft_ptr + request * draft_stride + column, draft)
     tl.store(next_ptr + request * next_stride + column + 1, draft)
     if SHIFT:
@@ -54,15 +62,19 @@ def local_kernel(
     num_pieces,
     first_id,
     PIECES: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One row: the best value of a rank's pieces and its global id."""
+    """One row: the best value of a rank's pieces, where asked for, and its global id."""
+    inputs_written(EARLY)
     row = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
     inside = pieces < num_pieces
     values = tl.load(value_ptr + row * num_pieces + pieces, mask=inside, other=float("-inf"))
     ids = tl.load(id_ptr + row * num_pieces + pieces, mask=inside, other=2147483647)
     top = tl.max(values, axis=0)
-    tl.store(value_out_ptr + row, top)
+    if HAS_VALUES:
+        tl.store(value_out_ptr + row, top)
     tl.store(id_out_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0) + first_id)
 
 

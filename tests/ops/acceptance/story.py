@@ -58,6 +58,17 @@ def strict(rows: list[list[float]], drafts: list[int]) -> Run:
     return Run(emitted, fine=False) if bonus is None else Run([*emitted, bonus])
 
 
+def forced(rows: list[list[float]], drafts: list[int], count: int) -> Run:
+    """So many drafts stand, up to one that is no token or that its row rules out."""
+    emitted: list[int] = []
+    for row, draft in zip(rows, drafts[:count], strict=False):
+        if not 0 <= draft < len(row) or _value(row, draft) == -math.inf:
+            break
+        emitted.append(draft)
+    bonus = first_choice(rows[len(emitted)])
+    return Run(emitted, fine=False) if bonus is None else Run([*emitted, bonus])
+
+
 def relaxed(rows: list[list[float]], drafts: list[int], rule: Rule) -> Run:
     """As `strict`; a request that thinks also lets near-best drafts stand."""
     emitted: list[int] = []

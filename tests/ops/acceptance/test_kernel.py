@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtp_plugin import batch as step_batch
 from mtp_plugin.batch import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK, Accepted
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.ops.acceptance import RelaxedRule, launch, reference
+from mtp_plugin.ops.acceptance import RelaxedRule, contract, launch, reference
 from mtp_plugin.vocab_reduce import launch as reduce_launch
 from mtp_plugin.vocab_reduce.launch import split
 from tests.ops.acceptance import story
@@ -52,7 +53,7 @@ class Case:
     def strict(self, module: Any = launch) -> tuple[Accepted, torch.Tensor]:
         """What was accepted, and the next inputs, of which it may write the first column."""
         following = poisoned(self.requests, self.k + 2, dtype=torch.int32)
-        with poisoned_outputs(launch, reduce_launch):
+        with poisoned_outputs(launch, step_batch, contract, reduce_launch):
             accepted = module.accept_strict(
                 self.logits, self.drafts, **self.shape, last_tokens=following[:, 0]
             )
@@ -60,7 +61,7 @@ class Case:
 
     def relaxed(self, module: Any = launch) -> tuple[Any, torch.Tensor]:
         following = poisoned(self.requests, self.k + 2, dtype=torch.int32)
-        with poisoned_outputs(launch, reduce_launch):
+        with poisoned_outputs(launch, step_batch, contract, reduce_launch):
             result = module.accept_relaxed(
                 self.logits, self.drafts, self.rule, **self.shape, last_tokens=following[:, 0]
             )

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtp_plugin import batch as step_batch
 from mtp_plugin.batch import FirstPass
 from mtp_plugin.ops import first_pass as reference
 from mtp_plugin.ops.draft_inputs import launch
@@ -108,12 +109,12 @@ class Step:
         return self.tokens_pool.clone(), self.states_pool.clone()
 
     def vanilla(
-        self, module: Any, window: int, floor: int | None = None
+        self, module: Any, window: int, floor: int | None = None, **options: Any
     ) -> tuple[FirstPass, tuple[torch.Tensor, torch.Tensor]]:
         """On pools of its own, which come back as well."""
         pools = self.pools()
         slots = torch.tensor(self.slots, device=DEVICE)
-        with poisoned_outputs(launch):
+        with poisoned_outputs(launch, step_batch):
             first = module.vanilla_first_pass(
                 *pools,
                 slots,
@@ -127,13 +128,18 @@ class Step:
                 window=window,
                 kv_lens=self.kv_lens,
                 kv_floor=floor,
+                **options,
             )
         return first, pools
 
     def eagle(
-        self, module: Any, max_position: int | None = None, floor: int | None = None
+        self,
+        module: Any,
+        max_position: int | None = None,
+        floor: int | None = None,
+        out: FirstPass | None = None,
     ) -> FirstPass:
-        with poisoned_outputs(launch):
+        with poisoned_outputs(launch, step_batch):
             return module.eagle_first_pass(
                 *self.inputs.values(),
                 self.accepted,
@@ -145,6 +151,7 @@ class Step:
                 max_position=max_position,
                 kv_lens=self.kv_lens,
                 kv_floor=floor,
+                out=out,
             )
 
     def told(self, window: int) -> list[list[story.Row]]:
@@ -201,7 +208,7 @@ def make_step(
 ) -> Step:
     """Prompts shorter and longer than K, first chunks and later ones, any count of tokens."""
     r = random.Random(seed)
-    stop = options.pop("stops", False)
+    stop, remembers = options.pop("stops", False), options.pop("remembers", True)
 
     def some(count: int) -> list[int]:
         return [r.randrange(1, 999) for _ in range(count)]
@@ -209,7 +216,7 @@ def make_step(
     contexts = []
     for _ in range(num_contexts):
         start, length = r.choice([0, r.randint(0, 2 * k)]), r.randint(1, k + 3)
-        history = min(k, start) if r.random() < 0.6 else 0
+        history = min(k, start) if remembers and r.random() < 0.6 else 0
         contexts.append(Request(some(start + length), start, [], r.randrange(999), history))
     generations = []
     for _ in range(num_generations):

@@ -14,6 +14,12 @@ def proposal(row: list[float]) -> int:
     return values.index(max(values))
 
 
+def proposal_among(ids: list[int], row: list[float]) -> int:
+    """As `proposal` of a row of the whole vocabulary, where only ``ids`` may be drafted."""
+    usable = {token: -math.inf if math.isnan(row[token]) else row[token] for token in ids}
+    return min(token for token in ids if usable[token] == max(usable.values()))
+
+
 def move_on(sequences: list[list[Item]], new: list[Item]) -> list[list[Item]]:
     """Every sequence loses its first item and takes a new last one."""
     return [[*items[1:], item] for items, item in zip(sequences, new, strict=True)]

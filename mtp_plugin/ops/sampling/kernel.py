@@ -1,0 +1,84 @@
+"""Triton kernels that take single logits out of their rows and put them back."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.triton_device.kernel import inputs_written
+
+
+@triton.jit
+def hide_kernel(
+    # inputs
+    logits_ptr,
+    position_ptr,
+    context_len_ptr,
+    stop_ptr,
+    first_ptr,
+    # outputs, beside the logits
+    hidden_id_ptr,
+    hidden_value_ptr,
+    # sizes
+    num_contexts,
+    num_ctx_tokens,
+    row_stride,
+    vocab,
+    num_stops,
+    stop_stride,
+    # constants
+    WIDTH: tl.constexpr,
+    CONTEXTS: tl.constexpr,
+    STOPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One row of logits: its stop ids, if they come too early, kept aside and masked."""
+    inputs_written(EARLY)
+    row = tl.program_id(0)
+    is_context = row < num_contexts
+    behind = tl.maximum(row - num_contexts, 0)
+    generation = behind // WIDTH
+    request = tl.where(is_context, row, num_contexts + generation).to(tl.int64)
+    contexts = tl.arange(0, CONTEXTS)
+    before = (contexts < num_contexts) & (contexts <= row)
+    end = tl.sum(tl.load(context_len_ptr + contexts, mask=before, other=0).to(tl.int64), axis=0)
+    flat = tl.where(is_context, end - 1, num_ctx_tokens + generation.to(tl.int64) * WIDTH)
+    offset = tl.where(is_context, 0, behind % WIDTH)
+    token_index = tl.load(position_ptr + flat).to(tl.int64) + 1 + offset
+    early = token_index < tl.load(first_ptr + request).to(tl.int64)
+
+    columns = tl.arange(0, STOPS)
+    inside = columns < num_stops
+    stops = tl.load(stop_ptr + request * stop_stride + columns, mask=inside, other=-1)
+    hidden = early & (stops >= 0) & (stops < vocab)
+    entries = logits_ptr + row.to(tl.int64) * row_stride + tl.where(hidden, stops, 0)
+    values = tl.load(entries, mask=hidden, other=0.0)
+    # an id may stand twice among the stops: both must be read before one is masked
+    tl.debug_barrier()
+    tl.store(entries, float("-inf"), mask=hidden)
+    out = row.to(tl.int64) * num_stops + columns
+    tl.store(hidden_id_ptr + out, tl.where(hidden, stops, -1).to(tl.int32), mask=inside)
+    tl.store(hidden_value_ptr + out, values, mask=inside)
+
+
+@triton.jit
+def restore_kernel(
+    # inputs
+    hidden_id_ptr,
+    hidden_value_ptr,
+    # outputs
+    logits_ptr,
+    # sizes
+    row_stride,
+    num_stops,
+    # constants
+    STOPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One row of logits: what was kept aside, back in its place."""
+    inputs_written(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, STOPS)
+    kept = row * num_stops + columns
+    ids = tl.load(hidden_id_ptr + kept, mask=columns < num_stops, other=-1)
+    hidden = ids >= 0
+    values = tl.load(hidden_value_ptr + kept, mask=hidden, other=0.0)
+    tl.store(logits_ptr + row * row_stride + tl.where(hidden, ids, 0), values, mask=hidden)

@@ -1,0 +1,48 @@
+"""Triton kernel of forced acceptance."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.triton_device.kernel import inputs_written
+
+
+@triton.jit
+def _mix(x):
+    """As the reference, on unsigned 32-bit numbers."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def coin_kernel(
+    # inputs
+    position_ptr,
+    threshold_ptr,
+    seed_ptr,
+    # outputs
+    forced_ptr,
+    # sizes
+    num_generations,
+    position_stride,
+    # constants
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A block of generations: the length of each one's run of coins below their thresholds."""
+    inputs_written(EARLY)
+    generations = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = generations < num_generations
+    columns = tl.arange(0, COLUMNS)
+    last = tl.load(position_ptr + generations.to(tl.int64) * position_stride, mask=live, other=0)
+    positions = (last.to(tl.int64)[:, None] + columns[None, :] + 1).to(tl.uint32)
+    key = _mix((tl.load(seed_ptr) + 0x9E3779B9).to(tl.uint32))
+    coins = (_mix(key ^ positions) >> SHIFT).to(tl.int32)
+    thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
+    stands = coins < thresholds[None, :]
+    # no column behind K stands
+    run = tl.min(tl.where(stands, COLUMNS, columns[None, :]), axis=1)
+    tl.store(forced_ptr + generations, run, mask=live)

@@ -1,0 +1,28 @@
+"""Coins that accept drafts, told over numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def forced(last_position: int, thresholds: Sequence[int], seed: int) -> int:
+    """Drafts stand behind the last position until one's coin is not below its threshold."""
+    for i, threshold in enumerate(thresholds):
+        if coin(seed, last_position + 1 + i) >= threshold:
+            return i
+    return len(thresholds)
+
+
+def coin(seed: int, position: int) -> int:
+    """30 bits that belong to a seed and a position."""
+    key = mixed((seed + 0x9E3779B9) % 2**32)
+    return mixed(key ^ (position % 2**32)) // 4
+
+
+def mixed(number: int) -> int:
+    """Murmur3's finalizer."""
+    number ^= number >> 16
+    number = number * 0x85EBCA6B % 2**32
+    number ^= number >> 13
+    number = number * 0xC2B2AE35 % 2**32
+    return number ^ (number >> 16)
