@@ -7,12 +7,24 @@ Keys are TensorRT-LLM's LLM arguments (names of its 1.3 line); options of our ow
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import yaml
 from pydantic import (
@@ -49,6 +61,7 @@ __all__ = [
 ]
 
 MAX_DRAFT_LEN = 16
+MAX_SEED = 2**32 - 1
 
 # a mistake that no single field shows: the key it is reported under, and the sentence
 Problem = tuple[str, str]
@@ -183,6 +196,56 @@ def _int_keys(value: Any) -> Any:
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Rates = Annotated[tuple[Rate, ...], BeforeValidator(_tuple_from_list)]
+
+
+def _rate_tag(value: Any) -> str | None:
+    """Whether one rate is meant or a list of them; None: neither."""
+    if isinstance(value, (list, tuple)):
+        return "<list>"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "<number>" if is_number else None
+
+
+SyntheticAcceptance = Annotated[
+    Annotated[Rate, Tag("<number>")] | Annotated[Rates, Tag("<list>")], Discriminator(_rate_tag)
+]
+
+
+def _switch_tag(value: Any) -> str | None:
+    """Whether a switch is set or left to the machine; None: neither."""
+    if isinstance(value, bool):
+        return "<flag>"
+    return "<auto>" if isinstance(value, str) and value == "auto" else None
+
+
+Switch = Annotated[
+    Annotated[Literal["auto"], Tag("<auto>")] | Annotated[bool, Tag("<flag>")],
+    Discriminator(_switch_tag),
+]
+
+
+def _ids_tag(value: Any) -> str | None:
+    """Whether ids are counted or listed in a file; None: neither."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "<count>"
+    return "<path>" if isinstance(value, str) else None
+
+
+Text = Annotated[str, Field(min_length=1)]
+DraftVocab = Annotated[
+    Annotated[PositiveInt, Tag("<count>")] | Annotated[Text, Tag("<path>")],
+    Discriminator(_ids_tag),
+]
+_FORMS: Mapping[Any, Any] = {
+    "<number>": Rate,
+    "<list>": Rates,
+    "<count>": PositiveInt,
+    "<path>": Text,
+    "<auto>": Literal["auto"],
+    "<flag>": bool,
+}
 BatchSizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_from_list)]
 DraftLenSchedule = Annotated[
     dict[PositiveInt, Annotated[int, Field(ge=0, le=MAX_DRAFT_LEN)]], BeforeValidator(_int_keys)
@@ -228,9 +291,17 @@ class _ConfigModel(BaseModel):
 class MTPPluginOptions(_ConfigModel):
     """``speculative_config.mtp``: options that TensorRT-LLM does not have."""
 
-    verification: Literal["coupled", "rejection", "block"] = Field(
+    verification: Literal["coupled", "rejection", "block", "synthetic"] = Field(
         default="coupled",
-        description="how sampled requests verify drafts; coupled: one noise for both",
+        description="how sampled requests verify drafts; coupled: one noise for both; "
+        "synthetic: a coin decides, for benchmarks only",
+    )
+    synthetic_acceptance: SyntheticAcceptance | None = Field(
+        default=None,
+        description="synthetic: list: share of steps that accept drafts 1..i; number: rate of each",
+    )
+    synthetic_seed: int = Field(
+        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the coins"
     )
     draft_sampling: Literal["coupled", "plain", "greedy"] = Field(
         default="coupled", description="how drafts are drawn for sampled requests"
@@ -243,9 +314,28 @@ class MTPPluginOptions(_ConfigModel):
         default=None,
         description="states that depth d >= 2 of vanilla reads; null: from the model family",
     )
+    draft_vocab: DraftVocab | None = Field(
+        default=None,
+        description="ids that may be drafted; N: 0..N-1, in the order of byte-pair merges roughly "
+        "the most frequent; path: of a JSON list, relative: from the YAML file's folder; null: all",
+    )
     keep_warm: bool = Field(
         default=True,
         description="keep filling the draft KV while fewer than max_draft_len are drafted",
+    )
+    gate_margin: float = Field(
+        default=0.1,
+        ge=0,
+        le=MAX_DRAFT_LEN,
+        description="the gate drafts more again from this far above the threshold on",
+    )
+    gate_probe_interval: int = Field(
+        default=256,
+        ge=1,
+        description="steps until the gate tries to draft more again; each failed try doubles them",
+    )
+    gate_max_probe_interval: int = Field(
+        default=4096, ge=1, description="most steps between two tries of the gate"
     )
     kernels: Literal["auto", "triton", "reference"] = Field(
         default="auto",
@@ -263,7 +353,8 @@ class MTPPluginOptions(_ConfigModel):
 
     @override
     def _problems(self) -> Iterator[Problem]:
-        allowed = ("coupled", "greedy") if self.verification == "coupled" else ("plain", "greedy")
+        by_residual = self.verification in ("rejection", "block")
+        allowed = ("plain", "greedy") if by_residual else ("coupled", "greedy")
         if self.draft_sampling not in allowed:
             yield (
                 "draft_sampling",
@@ -275,6 +366,64 @@ class MTPPluginOptions(_ConfigModel):
                 "end_thinking_phase",
                 f"must differ from begin_thinking_phase, both are {self.end_thinking_phase!r}",
             )
+        if self.gate_max_probe_interval < self.gate_probe_interval:
+            yield (
+                "gate_max_probe_interval",
+                f"expected at least gate_probe_interval ({self.gate_probe_interval}), got "
+                f"{self.gate_max_probe_interval}",
+            )
+        yield from self._synthetic_problems()
+
+    def _synthetic_problems(self) -> Iterator[Problem]:
+        rates = self.synthetic_acceptance
+        if not self.is_synthetic:
+            for name in ("synthetic_acceptance", "synthetic_seed"):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    yield (
+                        name,
+                        f"{_got(value)} would be ignored; expected verification: synthetic beside "
+                        "it",
+                    )
+            return
+        if rates is None:
+            yield (
+                "synthetic_acceptance",
+                f"expected {_expected(SyntheticAcceptance)} beside verification: synthetic, got "
+                "null",
+            )
+        elif isinstance(rates, tuple):
+            for i, (before, rate) in enumerate(itertools.pairwise(rates), 1):
+                if rate > before:
+                    yield (
+                        f"synthetic_acceptance.{i}",
+                        f"expected at most the rate before it ({before}), got {rate}",
+                    )
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether a coin accepts the drafts, so that the text is not the model's."""
+        return self.verification == "synthetic"
+
+    def acceptance_shares(self, draft_len: int) -> tuple[float, ...]:
+        """Synthetic verification: the share of steps that accept drafts 1..i, for i = 1..K.
+
+        Raises:
+            ConfigError: no rates, or not one per draft.
+        """
+        rates = self.synthetic_acceptance
+        if isinstance(rates, tuple) and len(rates) == draft_len:
+            return rates
+        if rates is None or isinstance(rates, tuple):
+            raise ConfigError(f"synthetic_acceptance: {_rates_problem(draft_len, rates)}")
+        return tuple(rates**i for i in range(1, draft_len + 1))
+
+
+def _rates_problem(draft_len: int, rates: tuple[float, ...] | None) -> str:
+    return (
+        f"expected {draft_len} {'rate' if draft_len == 1 else 'rates'}, one per draft "
+        f"(max_draft_len), got {'null' if rates is None else len(rates)}"
+    )
 
 
 def _as_in_the_file(schema: dict[str, Any]) -> None:
@@ -352,13 +501,15 @@ class MTPDecodingConfig(_ConfigModel):
         default=None, ge=1, description="no drafts while the batch is larger than this"
     )
     acceptance_window: int | None = Field(
-        default=None, ge=1, description="steps over which the gate averages the acceptance length"
+        default=None,
+        ge=1,
+        description="steps of requests over which the gate averages the acceptance length",
     )
     acceptance_length_threshold: float | None = Field(
         default=None,
-        gt=0,
+        gt=1,
         le=MAX_DRAFT_LEN + 1,
-        description="the gate drafts less under this average",
+        description="the gate drafts less under this average; 1 is decoding without drafts",
     )
     mtp: MTPPluginOptions = Field(
         default_factory=MTPPluginOptions,
@@ -472,11 +623,8 @@ class MTPDecodingConfig(_ConfigModel):
     def _problems(self) -> Iterator[Problem]:
         yield from self._schedule_problems()
         yield from self._thinking_problems()
-        if (self.acceptance_window is None) != (self.acceptance_length_threshold is None):
-            given, other = "acceptance_window", "acceptance_length_threshold"
-            if self.acceptance_window is None:
-                given, other = other, given
-            yield given, f"expected {other} beside it: the gate needs both"
+        yield from self._verification_problems()
+        yield from self._gate_problems()
 
     def _schedule_problems(self) -> Iterator[Problem]:
         key, schedule, draft_len = "draft_len_schedule", self.draft_len_schedule, self.max_draft_len
@@ -503,6 +651,46 @@ class MTPDecodingConfig(_ConfigModel):
                     f"{key}.{batch_size}",
                     f"expected at most max_draft_len ({draft_len}), got {scheduled}",
                 )
+
+    def _verification_problems(self) -> Iterator[Problem]:
+        if not self.mtp.is_synthetic:
+            return
+        if self.use_relaxed_acceptance_for_thinking:
+            yield (
+                "mtp.verification",
+                "'synthetic' asks the target nothing; expected "
+                "use_relaxed_acceptance_for_thinking: false beside it",
+            )
+        rates, draft_len = self.mtp.synthetic_acceptance, self.max_draft_len
+        if isinstance(rates, tuple) and draft_len is not None and len(rates) != draft_len:
+            yield "mtp.synthetic_acceptance", _rates_problem(draft_len, rates)
+
+    def _gate_problems(self) -> Iterator[Problem]:
+        window, threshold = self.acceptance_window, self.acceptance_length_threshold
+        if (window is None) != (threshold is None):
+            given, other = "acceptance_window", "acceptance_length_threshold"
+            if window is None:
+                given, other = other, given
+            yield given, f"expected {other} beside it: the gate needs both"
+        elif threshold is None:
+            for name in ("gate_margin", "gate_probe_interval", "gate_max_probe_interval"):
+                value = getattr(self.mtp, name)
+                if value != type(self.mtp).model_fields[name].default:
+                    yield (
+                        f"mtp.{name}",
+                        f"{_got(value)} would be ignored; expected acceptance_window and "
+                        "acceptance_length_threshold beside it",
+                    )
+        elif (
+            self.max_draft_len is not None
+            and threshold + self.mtp.gate_margin > self.max_draft_len + 1
+        ):
+            yield (
+                "acceptance_length_threshold",
+                f"expected at most max_draft_len + 1 ({self.max_draft_len + 1}) with "
+                f"mtp.gate_margin ({self.mtp.gate_margin}) on top, or a closed gate could never "
+                f"open; got {threshold}",
+            )
 
     def _thinking_problems(self) -> Iterator[Problem]:
         begin, end = self.begin_thinking_phase_token, self.end_thinking_phase_token
@@ -702,6 +890,14 @@ class LLMConfig(_ConfigModel):
     kv_cache_config: KVCacheConfig = Field(
         default_factory=KVCacheConfig, description="the paged KV cache"
     )
+    attn_backend: Literal["auto", "sdpa", "triton"] = Field(
+        default="auto",
+        description="attention over the cache; auto: Triton where device and heads have it",
+    )
+    fused_layers: Switch = Field(
+        default="auto",
+        description="run the layers in fewer, fused launches where recognised; auto: on CUDA",
+    )
     cuda_graph_config: CudaGraphConfig | None = Field(
         default=None, description="captured batch sizes; null: no CUDA graphs"
     )
@@ -752,7 +948,7 @@ class LLMConfig(_ConfigModel):
 
 
 def load_config(path: str | Path) -> LLMConfig:
-    """Read a YAML file; a relative ``model`` is taken from the file's folder.
+    """Read a YAML file; relative paths in it are taken from the file's folder.
 
     Raises:
         ConfigError: one line per mistake: file, key path, what came, what is allowed.
@@ -760,14 +956,24 @@ def load_config(path: str | Path) -> LLMConfig:
     source = str(path)
     data = _read_yaml(Path(path), source)
     config = parse_config(data, source)
-    model = Path(config.model).expanduser()
-    if not model.is_absolute():
-        model = (Path(path).parent / model).resolve()
-    return config.model_copy(update={"model": str(model)})
+    folder = Path(path).parent
+    found: dict[str, Any] = {"model": _found_from(folder, config.model)}
+    spec = config.speculative_config
+    if isinstance(spec, MTPDecodingConfig) and isinstance(spec.mtp.draft_vocab, str):
+        listed = {"draft_vocab": _found_from(folder, spec.mtp.draft_vocab)}
+        options = spec.mtp.model_copy(update=listed)
+        found["speculative_config"] = spec.model_copy(update={"mtp": options})
+    return config.model_copy(update=found)
+
+
+def _found_from(folder: Path, path: str) -> str:
+    """The path as seen from a folder, where it is relative."""
+    given = Path(path).expanduser()
+    return str(given if given.is_absolute() else (folder / given).resolve())
 
 
 def parse_config(mapping: Mapping[str, Any], source: str = "<mapping>") -> LLMConfig:
-    """The same checks and messages for a mapping; a relative ``model`` stays as it is."""
+    """The same checks and messages for a mapping; relative paths stay as they are."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{source}: expected a mapping of keys to values, got {_got(mapping)}")
     return LLMConfig.model_validate(mapping, context={"source": source})
@@ -851,12 +1057,12 @@ def _config_error(model: type[_ConfigModel], error: ValidationError, source: str
 def _problems_of(root: type[_ConfigModel], details: ErrorDetails) -> Iterator[Problem]:
     """What pydantic found, as (dotted key path, sentence)."""
     steps = details["loc"]
-    path = ".".join(_spelled(step) for step in steps if step not in ("[key]", *_TAGGED))
+    path = ".".join(_spelled(step) for step in steps if step not in ("[key]", *_TAGGED, *_FORMS))
     match details["type"]:
         case "problems":
             for key, message in details["ctx"]["problems"]:
                 yield f"{path}.{key}" if path else key, message
-        case "union_tag_not_found":
+        case "union_tag_not_found" if steps[-1] == "speculative_config":
             expected = "expected 'MTP' or the name of another plugin"
             yield f"{path}.decoding_type", f"required key is missing; {expected}"
         case "extra_forbidden":
@@ -883,6 +1089,8 @@ def _find(root: type[_ConfigModel], steps: Sequence[Any]) -> tuple[type[_ConfigM
     for step in steps:
         if step in _TAGGED:
             owner = _TAGGED[step]
+        elif step in _FORMS:
+            annotation = _FORMS[step]
         elif step in owner.model_fields:
             field = owner.model_fields[step]
             annotation = Annotated[field.annotation, field]
@@ -919,6 +1127,9 @@ def _expected(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
     if type(None) in arguments:
         inner = next(a for a in arguments if a is not type(None))
         return f"{_expected(inner, constraints)} or null"
+    if arguments and origin in (Union, UnionType):
+        # what looks alike is said once
+        return " or ".join(dict.fromkeys(_expected(a, constraints) for a in arguments))
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + _join(arguments)
     if origin is tuple:

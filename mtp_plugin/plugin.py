@@ -7,21 +7,24 @@ once the model is there. It then runs the pieces without knowing what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
+from mtp_plugin.alarms import AcceptanceAlarms
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.draft_vocab import resolve_draft_vocab
 from mtp_plugin.errors import ConfigError, PluginError, expect
 from mtp_plugin.metadata import MTPSpecMetadata
 from mtp_plugin.protocols import ResourceManager, Sampler
 from mtp_plugin.sampler import MTPSampler
 from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.thinking import resolve_thinking_tokens
+from mtp_plugin.turn_down import DraftLengthController
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker, PlainWorker
 
 ENTRY_POINT_GROUP = "mtp_plugin.plugins"
@@ -85,15 +88,42 @@ class SpeculativePieces:
     sampler: Sampler
     make_metadata: Callable[[], Any]
     plan: DraftPlan
-    limit_draft_len: Callable[[int], int] | None = None
-    """Batch size -> most drafts per request to verify; None: K at every batch size."""
+    draft_lengths: DraftLengthController | None = None
+    """Chooses every step's draft length; None: K in every step."""
+    alarms: AcceptanceAlarms | None = None
+    """Hears of every request-step from the sampler; None: nobody does."""
+    is_synthetic: bool = False
+    """A coin accepts the drafts: whatever reports acceptance or text has to say so."""
 
-    def draft_len_limit(self, batch_size: int) -> int:
-        """Most drafts per request that a batch of this size verifies."""
-        limit = self.plan.max_draft_len
-        return (
-            limit if self.limit_draft_len is None else min(limit, self.limit_draft_len(batch_size))
-        )
+    make_worker: Callable[[int], torch.nn.Module] | None = None
+    """Draft length -> the worker of turned-down steps; None: every step has K."""
+    draft_vocab_ids: torch.Tensor | None = None
+    """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
+    head."""
+    _workers: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def worker_for(self, draft_len: int) -> torch.nn.Module:
+        """The worker of steps that verify and make ``draft_len`` drafts."""
+        if self.make_worker is None or draft_len == self.plan.max_draft_len:
+            return self.worker
+        if draft_len not in self._workers:
+            self._workers[draft_len] = self.make_worker(draft_len)
+        return self._workers[draft_len]
+
+    def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The draft lengths that may be chosen, of all batch sizes or of these."""
+        if self.draft_lengths is None:
+            return (self.plan.max_draft_len,)
+        return tuple(self.draft_lengths.draft_lens(batch_sizes))
+
+    def choose_draft_len(self, batch: Any) -> int:
+        """How many drafts a scheduled batch verifies and makes; call once per launched step.
+
+        Afterwards the ``py_draft_state.limit`` of the batch's requests holds for this step.
+        """
+        if self.draft_lengths is None:
+            return self.plan.max_draft_len
+        return self.draft_lengths.plan(batch)
 
 
 class SpeculativePlugin(Protocol):
@@ -125,6 +155,7 @@ class MTPPlugin:
         """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
         config = self._own(config).resolve(num_mtp_layers)
         self._refuse_unbuilt(config)
+        resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
         if config.use_mtp_vanilla:
             return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
@@ -156,9 +187,18 @@ class MTPPlugin:
                     )
             settings.begin_thinking_phase_token = begin
             settings.end_thinking_phase_token = end
+        vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
+        draft_vocab_ids = None
+        if vocab is not None:
+            draft_vocab_ids = torch.tensor(vocab, dtype=torch.int32, device=host.device)
         vanilla = config.use_mtp_vanilla
         worker_class = MTPWorker if vanilla else MTPEagleWorker
-        worker = worker_class(settings, chain=config.mtp.chain or host.chain, device=host.device)
+        worker = worker_class(
+            settings,
+            chain=config.mtp.chain or host.chain,
+            device=host.device,
+            draft_vocab_ids=draft_vocab_ids,
+        )
         manager = MTPHiddenStatesManager(
             settings,
             host.dtype,
@@ -183,8 +223,40 @@ class MTPPlugin:
                 device=host.device,
             )
 
+        lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
+        # a coin's acceptance says nothing about the drafts
+        alarms = None if config.mtp.verification == "synthetic" else AcceptanceAlarms()
+
+        def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:
+            lengths.record(num_emitted, num_drafted)
+            if alarms is not None:
+                alarms.record(request, num_emitted, num_drafted)
+
+        sampler = _sampler(host, k, on_step)
+
+        def make_worker(draft_len: int) -> torch.nn.Module:
+            chain = config.mtp.chain or host.chain
+            cold = draft_len == 0 and not config.mtp.keep_warm
+            chosen = PlainWorker if cold else worker_class
+            return chosen(
+                settings,
+                chain=chain,
+                device=host.device,
+                step_draft_len=draft_len,
+                draft_vocab_ids=draft_vocab_ids,
+            )
+
         return SpeculativePieces(
-            manager, worker, _sampler(host, k), make_metadata, plan, config.draft_len_for
+            manager,
+            worker,
+            sampler,
+            make_metadata,
+            plan,
+            lengths,
+            alarms,
+            worker.is_synthetic,
+            make_worker,
+            draft_vocab_ids,
         )
 
     @staticmethod
@@ -197,16 +269,10 @@ class MTPPlugin:
     def _refuse_unbuilt(config: MTPDecodingConfig) -> None:
         """Name every option that the schema knows and this version does not run."""
         unbuilt = [
-            name
-            for name in ("acceptance_window", "acceptance_length_threshold")
-            if getattr(config, name) is not None
-        ]
-        unbuilt += [
             f"mtp.{name}={getattr(config.mtp, name)}"
             for name, built in (
-                ("verification", ("coupled",)),
+                ("verification", ("coupled", "synthetic")),
                 ("draft_sampling", ("coupled", "greedy")),
-                ("keep_warm", (True,)),
             )
             if getattr(config.mtp, name) not in built
         ]
@@ -250,11 +316,13 @@ class PlainPlugin:
         return SpeculativePieces(None, worker, _sampler(host, 0), make_metadata, plan)
 
 
-def _sampler(host: HostFacts, draft_len: int) -> MTPSampler:
+def _sampler(
+    host: HostFacts, draft_len: int, on_step: Callable[[Any, int, int], None] | None = None
+) -> MTPSampler:
     args = SimpleNamespace(
         max_num_sequences=host.max_num_sequences, max_seq_len=host.max_seq_len, max_beam_width=1
     )
-    return MTPSampler(args, nextn=draft_len, device=host.device)
+    return MTPSampler(args, nextn=draft_len, device=host.device, on_step=on_step)
 
 
 _BUILT_IN: tuple[SpeculativePlugin, ...] = (MTPPlugin(), PlainPlugin())

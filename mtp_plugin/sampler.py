@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, ValuesView
+from collections.abc import Callable, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
 
-from mtp_plugin.batch import STATUS_OK
+from mtp_plugin.batch import PAD_TOKEN, STATUS_OK
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.protocols import FinishReason, RequestState
 
@@ -63,15 +64,30 @@ class _HostEvent:
         """Nothing to wait for."""
 
 
-@dataclass
 class _Store:
-    """Device tensors addressed by sequence slot, allocated once."""
+    """Tensors addressed by sequence slot, all of them columns of one: they move in one copy.
 
-    new_tokens: torch.Tensor  # [K+1, S, 1] int32, emitted
-    next_new_tokens: torch.Tensor  # [K+1, S, 1] int32, next inputs
-    next_draft_tokens: torch.Tensor  # [S, K] int32
-    new_tokens_lens: torch.Tensor  # [S] int32
-    status: torch.Tensor  # [S] int32
+    Args:
+        rows: [S, 3K+4] int32.
+        draft_len: K.
+    """
+
+    def __init__(self, rows: torch.Tensor, draft_len: int) -> None:
+        self.rows = rows
+        emitted, following, drafts, lens, status = rows.split(
+            [draft_len + 1, draft_len + 1, draft_len, 1, 1], dim=1
+        )
+        self.new_tokens = emitted.T.unsqueeze(-1)  # [K+1, S, 1], emitted
+        self.next_new_tokens = following.T.unsqueeze(-1)  # [K+1, S, 1], next inputs
+        self.next_draft_tokens = drafts  # [S, K]
+        self.new_tokens_lens = lens.squeeze(1)  # [S]
+        self.status = status.squeeze(1)  # [S]
+
+    @classmethod
+    def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> _Store:
+        """A store on ``device``."""
+        shape = (num_slots, 3 * draft_len + 4)
+        return cls(torch.zeros(shape, dtype=torch.int32, device=device), draft_len)
 
 
 class MTPSampler:
@@ -82,6 +98,8 @@ class MTPSampler:
             ``TorchSampler.Args``.
         nextn: K, 0 for decoding without drafts.
         device: of the store; default CUDA where present.
+        on_step: called with request, emitted tokens and verified drafts of every generation's step
+            whose result counts, after its tokens were appended, in the batch's order.
 
     Raises:
         ConfigError: sizes that cannot be.
@@ -91,7 +109,13 @@ class MTPSampler:
     BEAM = BEAM
 
     def __init__(
-        self, args: Any, *, nextn: int, device: torch.device | str | None = None, **_: Any
+        self,
+        args: Any,
+        *,
+        nextn: int,
+        device: torch.device | str | None = None,
+        on_step: Callable[[Any, int, int], None] | None = None,
+        **_: Any,
     ) -> None:
         expect(
             isinstance(nextn, int) and nextn >= 0,
@@ -103,6 +127,7 @@ class MTPSampler:
                 f"MTPSampler: max_beam_width must be 1 with speculation, got {args.max_beam_width}"
             )
         self.draft_len = nextn
+        self.on_step = on_step
         self.max_seq_len = int(args.max_seq_len)
         self.max_num_sequences = int(args.max_num_sequences)
         if device is None:
@@ -112,14 +137,13 @@ class MTPSampler:
 
     def create_store(self) -> _Store:
         """Fresh store tensors."""
-        slots, k = self.max_num_sequences, self.draft_len
-        options: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        return _Store(
-            new_tokens=torch.zeros(k + 1, slots, 1, **options),
-            next_new_tokens=torch.zeros(k + 1, slots, 1, **options),
-            next_draft_tokens=torch.zeros(slots, k, **options),
-            new_tokens_lens=torch.zeros(slots, **options),
-            status=torch.zeros(slots, **options),
+        return _Store.zeros(self.max_num_sequences, self.draft_len, self.device)
+
+    def device_tensors(self) -> SampleStateTensorsMTP:
+        """The store as the next step reads it; the tensors keep their addresses."""
+        store = self.store
+        return SampleStateTensorsMTP(
+            store.next_new_tokens, store.new_tokens_lens, store.next_draft_tokens, store.status
         )
 
     # ---- what executors call ----------------------------------------------------------------
@@ -178,29 +202,21 @@ class MTPSampler:
         requests = contexts + generations
         rows = [self._pending(request, i < len(contexts)) for i, request in enumerate(requests)]
         self._write_store(rows, model_outputs)
-        device = SampleStateTensorsMTP(
-            self.store.next_new_tokens,
-            self.store.new_tokens_lens,
-            self.store.next_draft_tokens,
-            self.store.status,
-        )
+        copy = _Store(self._to_host(self.store.rows), self.draft_len)
         host = SampleStateTensorsMTP(
-            self._to_host(self.store.new_tokens),
-            self._to_host(self.store.new_tokens_lens),
-            self._to_host(self.store.next_draft_tokens),
-            self._to_host(self.store.status),
+            copy.new_tokens, copy.new_tokens_lens, copy.next_draft_tokens, copy.status
         )
         for request in contexts:
             # the next schedule must reserve rows for the drafts that the device already holds
             request.py_draft_tokens = [1] * self.draft_len
         return SampleStateMTP(
             scheduled_requests=scheduled_requests,
-            device=device,
+            device=self.device_tensors(),
             host=host,
             sampler_event=self._record_event(),
             requests=requests,
             rows=rows,
-            runtime_draft_len=self.draft_len,
+            runtime_draft_len=int(model_outputs["new_tokens"].shape[1]) - 1,
         )
 
     def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> None:
@@ -215,23 +231,25 @@ class MTPSampler:
         counts = _optional_list(host.new_tokens_lens)
         drafts = _optional_list(host.next_draft_tokens)
         status = _optional_list(host.status)
+        draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
         for row in rows:
             if self._is_late(row):
                 continue
             slot = row.seq_slot
-            self._apply(
-                row, tokens[slot][: counts[slot]], drafts[slot], status[slot] if status else 0
-            )
+            emitted = tokens[slot][: counts[slot]]
+            self._apply(row, emitted, drafts[slot], status[slot] if status else 0, draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
-    def _apply(self, row: PendingRow, tokens: list[int], drafts: list[int], status: int) -> None:
+    def _apply(
+        self, row: PendingRow, tokens: list[int], drafts: list[int], status: int, draft_len: int
+    ) -> None:
         request = row.request
         # the rewind counts the uncut run, the statistics what was emitted
         has_bonus = status == STATUS_OK or row.is_context
         accepted_drafts = max(len(tokens) - (1 if has_bonus else 0), 0)
         request.py_num_accepted_draft_tokens = accepted_drafts
-        request.py_rewind_len = 0 if row.is_context else self.draft_len - accepted_drafts
+        request.py_rewind_len = 0 if row.is_context else draft_len - accepted_drafts
         request.py_decoding_iter += 1
         num_emitted = 0
         # drafts behind the request's full length were absent
@@ -246,9 +264,14 @@ class MTPSampler:
             if status != STATUS_OK:
                 request.finish_by(FinishReason.ERROR, BEAM)
         request.py_draft_tokens = drafts
+        if row.is_context:
+            return
+        num_drafted = min(row.num_drafted, room)
         stats = getattr(request, "py_acceptance", None)
-        if stats is not None and not row.is_context:
-            stats.record(num_emitted, min(row.num_drafted, room))
+        if stats is not None:
+            stats.record(num_emitted, num_drafted)
+        if self.on_step is not None:
+            self.on_step(request, num_emitted, num_drafted)
 
     def _handle_stop_criteria(self, request: Any, token: int) -> bool:
         """Finish the request if ``token``, the last one appended, ends it: a stop before a
@@ -331,18 +354,19 @@ class MTPSampler:
         if self.device.type == "cuda":
             slots = slots.pin_memory()
         slots = slots.to(self.device, non_blocking=True)
-        count = len(rows)
-        store = self.store
-        for target, key in (
-            (store.new_tokens.squeeze(-1).T, "new_tokens"),
-            (store.next_new_tokens.squeeze(-1).T, "next_new_tokens"),
-            (store.next_draft_tokens, "next_draft_tokens"),
-            (store.new_tokens_lens, "new_tokens_lens"),
-        ):
-            target.index_copy_(0, slots, outputs[key][:count])
+        count, k = len(rows), self.draft_len
         status = outputs.get("status")
-        if status is not None:
-            store.status.index_copy_(0, slots, status[:count])
+        if status is None:
+            status = torch.full_like(outputs["new_tokens_lens"], STATUS_OK)
+        columns = (
+            _widened(outputs["new_tokens"], k + 1),
+            _widened(outputs["next_new_tokens"], k + 1),
+            _widened(outputs["next_draft_tokens"], k),
+            outputs["new_tokens_lens"].unsqueeze(1),
+            status.unsqueeze(1),
+        )
+        together = torch.cat([column[:count].to(torch.int32) for column in columns], dim=1)
+        self.store.rows.index_copy_(0, slots, together)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":
@@ -357,6 +381,12 @@ class MTPSampler:
         event = torch.cuda.Event()
         event.record()
         return event
+
+
+def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """``rows`` of a step that was shorter than K, filled up."""
+    missing = width - rows.shape[1]
+    return functional.pad(rows, (0, missing), value=PAD_TOKEN) if missing else rows
 
 
 def _phase(request: Any) -> str:

@@ -28,9 +28,10 @@ from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
 from mtp_plugin.executor.text import Segment
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import load_model, write_random_checkpoint
+from mtp_plugin.parity import oracle
 from mtp_plugin.protocols import FinishReason
 from mtp_plugin.statistics import AcceptanceStats
-from mtp_plugin.terminal import decoding, prompts
+from mtp_plugin.terminal import prompts
 from mtp_plugin.terminal.console import OutputConsole
 from mtp_plugin.terminal.decoding import Decoded, compare_with_plain_decoding
 from mtp_plugin.terminal.stream_view import StreamView
@@ -44,6 +45,12 @@ RELAXED = {
     "use_relaxed_acceptance_for_thinking": True,
     "relaxed_topk": VOCAB,
     "relaxed_delta": 1.0,
+}
+
+
+SYNTHETIC = {
+    **EAGLE,
+    "mtp": {"verification": "synthetic", "synthetic_acceptance": [0.9, 0.8, 0.7]},
 }
 
 
@@ -242,6 +249,50 @@ def test_relaxed_acceptance_says_what_it_does_not_promise(
     assert result.code == 0
 
 
+SYNTHETIC_NOTE = (
+    "synthetic acceptance: a coin accepted the drafts, the text is not the model's; for speed alone"
+)
+
+
+def test_synthetic_acceptance_is_marked_wherever_it_shows(
+    run: Run, config: Callable[..., str]
+) -> None:
+    options = ("-p", "ab", "-n", "40")
+    result = run("generate", "-c", config(SYNTHETIC), *options)
+    assert result.code == 0
+    assert "── text (synthetic, not the model's)" in result.out
+    assert SYNTHETIC_NOTE in result.out
+    assert "tokens per step (synthetic)" in result.out
+    assert "accepted by a coin up to draft 1..3" in result.out
+    assert re.search(
+        r"^identical to decoding without MTP: not expected of synthetic acceptance; \d+ of 40 ",
+        result.out,
+        re.MULTILINE,
+    )
+    document = json.loads(run("generate", "-c", config(SYNTHETIC), *options, "--json").out)
+    assert document["synthetic_acceptance"] is True
+    assert document["run"]["acceptance"]["synthetic"] is True
+    assert document["results"][0]["acceptance"]["synthetic"] is True
+    assert document["comparison"]["expected_identical"] is False
+    honest = run("generate", "-c", config(EAGLE), *options)
+    assert "synthetic" not in honest.out
+    document = json.loads(run("generate", "-c", config(EAGLE), *options, "--json").out)
+    assert document["synthetic_acceptance"] is False
+    assert document["run"]["acceptance"]["synthetic"] is False
+
+
+def test_doctor_tells_synthetic_rates(run: Run, config: Callable[..., str]) -> None:
+    result = run("doctor", "-c", config(SYNTHETIC))
+    assert result.code == 0
+    assert re.search(
+        r"^acceptance +synthetic, 90% / 80% / 70% by a coin: for benchmarks only, the text is not "
+        r"the model's$",
+        result.out,
+        re.MULTILINE,
+    )
+    assert "synthetic" not in run("doctor", "-c", config(EAGLE)).out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -272,7 +323,7 @@ def test_a_difference_is_told_and_fails(
 
     file = config(EAGLE)
     (ours,) = LLM(file).generate(["def f("], SamplingParams(max_new_tokens=12))
-    monkeypatch.setattr(decoding, "greedy_decode", altered)
+    monkeypatch.setattr(oracle, "greedy_decode", altered)
     result = run("generate", "-c", file, "-p", "x", "-p", "def f(", "-n", "12")
     assert result.code == 1
     token = ours.token_ids[4]
@@ -288,7 +339,7 @@ def test_a_text_that_ends_too_early_is_a_difference(
     def longer(*arguments: Any, **options: Any) -> list[int]:
         return [*greedy_decode(*arguments, **options), 0]
 
-    monkeypatch.setattr(decoding, "greedy_decode", longer)
+    monkeypatch.setattr(oracle, "greedy_decode", longer)
     result = run("generate", "-c", config(EAGLE), "-p", "x", "-n", "6")
     assert result.code == 1
     assert "  prompt 1, token 7: the end, plain decoding has 0 '!'" in result.out
@@ -334,7 +385,7 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
 def test_json_of_a_difference(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "greedy_decode", lambda *_, **__: [])
+    monkeypatch.setattr(oracle, "greedy_decode", lambda *_, **__: [])
     result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "4", "--json")
     assert result.code == 1
     (difference,) = json.loads(result.out)["comparison"]["differences"]
@@ -670,6 +721,27 @@ def test_doctor_finds_no_problem(run: Run, config: Callable[..., str]) -> None:
     assert found["tokenizer"] == f"{VOCAB} tokens"
     assert found["draft head"].startswith("concat embed_hidden, target state post_norm")
     assert result.out.splitlines()[-1] == "no problems found"
+
+
+def test_doctor_tells_a_cut_draft_vocabulary(
+    run: Run, config: Callable[..., str], tmp_path: Path
+) -> None:
+    """How much is left of it, and what is wrong with its file, which needs no weight either."""
+    ids = tmp_path / "ids.json"
+    ids.write_text("[5, 3, 9]")
+    file = config({**EAGLE, "mtp": {"draft_vocab": str(ids)}})
+    result = run("doctor", "-c", file)
+    assert result.code == 0
+    assert re.search(rf"^draft vocabulary +3 of {VOCAB} ids$", result.out, re.MULTILINE)
+    assert "draft vocabulary" not in run("doctor", "-c", config(EAGLE)).out
+    for content, message in (
+        ("[5, 5]", "expected every id once, got 5 more than once"),
+        (f"[{VOCAB}]", f"expected ids of the vocabulary of {VOCAB}, got {VOCAB}"),
+    ):
+        ids.write_text(content)
+        result = run("doctor", "-c", config({**EAGLE, "mtp": {"draft_vocab": str(ids)}}))
+        assert result.code == 1
+        assert f"problem: mtp.draft_vocab: {ids}: {message}" in result.out.replace("\n", "")
 
 
 def test_doctor_loads_no_weight(

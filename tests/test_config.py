@@ -281,6 +281,8 @@ class TestFile:
                 "free_gpu_memory_fraction": 0.9,
                 "enable_block_reuse": False,
             },
+            "attn_backend": "auto",
+            "fused_layers": "auto",
             "cuda_graph_config": None,
             "disable_overlap_scheduler": False,
             "enable_chunked_prefill": True,
@@ -303,6 +305,23 @@ class TestFile:
         assert load_config(path).model == str(tmp_path / "a")
         path.write_text("model: ~/a\n")
         assert load_config(path).model == str(tmp_path / "a")
+
+    def test_a_draft_vocabulary_lies_beside_the_file(self, tmp_path: Path) -> None:
+        """A relative path is taken from the file's folder; a count is no path."""
+        path = tmp_path / "one.yaml"
+        lines = "model: m\nspeculative_config:\n  decoding_type: MTP\n  mtp: {draft_vocab: %s}\n"
+        for written, found in (
+            ("lists/ids.json", str(tmp_path.resolve() / "lists" / "ids.json")),
+            (str(tmp_path / "a.json"), str(tmp_path / "a.json")),
+            ("32", 32),
+            ("null", None),
+        ):
+            path.write_text(lines % written)
+            spec = load_config(path).speculative_config
+            assert isinstance(spec, MTPDecodingConfig)
+            assert spec.mtp.draft_vocab == found
+            assert spec.resolve(2).mtp.draft_vocab == found
+        assert mtp(mtp={"draft_vocab": "ids.json"}).mtp.draft_vocab == "ids.json"
 
     def test_numbers_are_read_as_people_write_them(self, tmp_path: Path) -> None:
         path = tmp_path / "one.yaml"
@@ -329,6 +348,12 @@ class TestFile:
         assert CudaGraphConfig(batch_sizes=[8, 1]).largest == 8
         assert CudaGraphConfig(max_batch_size=4).largest == 4
         assert CudaGraphConfig().largest is None
+
+    def test_one_rate_holds_for_every_draft(self) -> None:
+        one = MTPPluginOptions(verification="synthetic", synthetic_acceptance=0.5)
+        assert one.acceptance_shares(3) == (0.5, 0.25, 0.125)
+        each = MTPPluginOptions(verification="synthetic", synthetic_acceptance=[0.9, 0.5, 0.5])
+        assert each.acceptance_shares(3) == (0.9, 0.5, 0.5)
 
     def test_portable_example(self) -> None:
         """TensorRT-LLM's own example, older and newer spelling."""
@@ -369,6 +394,7 @@ positive = st.integers(1, 64)
 verifications = st.sampled_from(
     [("coupled", "coupled"), ("coupled", "greedy")]
     + [(mode, drafts) for mode in ("rejection", "block") for drafts in ("plain", "greedy")]
+    + [("synthetic", "coupled"), ("synthetic", "greedy")]
 )
 
 
@@ -384,17 +410,31 @@ def mtp_configs(draw: st.DrawFn) -> MTPDecodingConfig:
         options["draft_len_schedule"] = dict(zip(sizes, [draft_len, *rest], strict=False))
     else:
         options["max_concurrency"] = draw(st.none() | positive)
-    if draw(st.booleans()):
+    if verification != "synthetic" and draw(st.booleans()):
         options["use_relaxed_acceptance_for_thinking"] = True
         options["relaxed_topk"] = draw(positive)
         options["relaxed_delta"] = draw(st.floats(0, 1))
+    gate = {}
+    if draw(st.booleans()):
+        options["acceptance_window"] = draw(positive)
+        options["acceptance_length_threshold"] = draw(st.floats(1.01, 1 + draft_len / 2))
+        gate["gate_margin"] = draw(st.floats(0, draft_len / 2))
+        gate["gate_probe_interval"] = draw(positive)
+        gate["gate_max_probe_interval"] = draw(st.integers(64, 1000))
     plugin = {
+        **gate,
         "verification": verification,
         "draft_sampling": draft_sampling,
         "draft_window": draw(st.sampled_from(["exact", "trtllm"])) if vanilla else "exact",
+        "draft_vocab": draw(st.none() | positive | st.text(min_size=1)),
         "keep_warm": draw(st.booleans()),
         "kernels": draw(st.sampled_from(["auto", "triton", "reference"])),
     }
+    if verification == "synthetic":
+        rates = st.lists(st.floats(0, 1), min_size=draft_len, max_size=draft_len)
+        falling = rates.map(lambda each: sorted(each, reverse=True))
+        plugin["synthetic_acceptance"] = draw(st.floats(0, 1) | falling)
+        plugin["synthetic_seed"] = draw(st.integers(0, 2**32 - 1))
     return MTPDecodingConfig(**options, mtp=plugin)
 
 

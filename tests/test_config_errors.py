@@ -32,7 +32,8 @@ class Case(NamedTuple):
 
 TOP_LEVEL_KEYS = (
     "model, dtype, device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_config, "
-    "cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, speculative_config"
+    "attn_backend, fused_layers, cuda_graph_config, disable_overlap_scheduler, "
+    "enable_chunked_prefill, speculative_config"
 )
 
 
@@ -231,13 +232,56 @@ TYPE_CASES = [
         "no such choice",
         mtp("mtp: {verification: exact}"),
         "speculative_config.mtp.verification: "
-        "expected one of 'coupled', 'rejection', 'block', got 'exact'",
+        "expected one of 'coupled', 'rejection', 'block', 'synthetic', got 'exact'",
+    ),
+    Case(
+        "word for rates",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: high}"),
+        "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1 or a list "
+        "(each item a number from 0 to 1) or null, got 'high'",
+    ),
+    Case(
+        "switch for a rate",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: true}"),
+        "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1 or a list "
+        "(each item a number from 0 to 1) or null, got true",
+    ),
+    Case(
+        "percent for a rate",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: 80}"),
+        "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1, got 80",
+    ),
+    Case(
+        "percent among rates",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: [0.8, 60]}"),
+        "speculative_config.mtp.synthetic_acceptance.1: expected a number from 0 to 1, got 60",
+    ),
+    Case(
+        "seed below zero",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: 0.8, synthetic_seed: -1}"),
+        "speculative_config.mtp.synthetic_seed: expected an integer from 0 to 4294967295, got -1",
+    ),
+    Case(
+        "rates under a name of nobody",
+        mtp("mtp: {synthetic_acceptence: 0.8}"),
+        "speculative_config.mtp.synthetic_acceptence: unknown key; "
+        "did you mean synthetic_acceptance?",
     ),
     Case(
         "no such chain",
         mtp("mtp: {chain: inputs}"),
         "speculative_config.mtp.chain: "
         "expected one of 'output', 'target_shift', 'none' or null, got 'inputs'",
+    ),
+    Case(
+        "word for a switch",
+        "model: m\nfused_layers: maybe\n",
+        "fused_layers: expected 'auto' or true or false, got 'maybe'",
+    ),
+    Case(
+        "number for a switch",
+        "model: m\nfused_layers: 1\n",
+        "fused_layers: expected 'auto' or true or false, got 1",
     ),
     Case(
         "dtype",
@@ -307,6 +351,29 @@ TYPE_CASES = [
         "speculative_config.draft_len_schedule.8: expected an integer from 0 to 16, got -1",
     ),
     Case(
+        "no draft vocabulary",
+        mtp("mtp: {draft_vocab: 0}"),
+        "speculative_config.mtp.draft_vocab: expected an integer of at least 1, got 0",
+    ),
+    Case(
+        "draft vocabulary without a name",
+        mtp("mtp: {draft_vocab: ''}"),
+        "speculative_config.mtp.draft_vocab: expected text that is not empty, got ''",
+    ),
+    *(
+        Case(
+            f"draft vocabulary by {name}",
+            mtp(f"mtp: {{draft_vocab: {value}}}"),
+            "speculative_config.mtp.draft_vocab: expected an integer of at least 1 or text that is "
+            f"not empty or null, got {got}",
+        )
+        for name, value, got in (
+            ("a list", "[1, 2]", "a list"),
+            ("a switch", "true", "true"),
+            ("a share", "0.5", "0.5"),
+        )
+    ),
+    Case(
         "long text is cut",
         f"model: m\nmax_seq_len: {'x' * 200}\n",
         f"max_seq_len: expected an integer of at least 1 or null, got '{'x' * 76}...",
@@ -361,6 +428,34 @@ COMBINATION_CASES = [
         "expected acceptance_window beside it: the gate needs both",
     ),
     Case(
+        "a gate under decoding without drafts",
+        mtp("acceptance_window: 8", "acceptance_length_threshold: 1.0"),
+        "speculative_config.acceptance_length_threshold: "
+        "expected a number above 1, at most 17 or null, got 1.0",
+    ),
+    Case(
+        "a gate that could never open again",
+        mtp("max_draft_len: 1", "acceptance_window: 8", "acceptance_length_threshold: 1.95"),
+        "speculative_config.acceptance_length_threshold: expected at most max_draft_len + 1 (2) "
+        "with mtp.gate_margin (0.1) on top, or a closed gate could never open; got 1.95",
+    ),
+    Case(
+        "gate options without a gate",
+        mtp("mtp: {gate_margin: 0.2}"),
+        "speculative_config.mtp.gate_margin: 0.2 would be ignored; expected acceptance_window and "
+        "acceptance_length_threshold beside it",
+    ),
+    Case(
+        "probes at most sooner than at least",
+        mtp(
+            "acceptance_window: 8",
+            "acceptance_length_threshold: 1.5",
+            "mtp: {gate_max_probe_interval: 100}",
+        ),
+        "speculative_config.mtp.gate_max_probe_interval: "
+        "expected at least gate_probe_interval (256), got 100",
+    ),
+    Case(
         "coupled verification of plain drafts",
         mtp("mtp: {draft_sampling: plain}"),
         "speculative_config.mtp.draft_sampling: 'plain' cannot be verified by 'coupled' "
@@ -377,6 +472,51 @@ COMBINATION_CASES = [
         mtp("mtp: {verification: block, draft_sampling: coupled}"),
         "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'block' "
         "verification; expected one of plain, greedy",
+    ),
+    Case(
+        "synthetic verification of plain drafts",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: 0.8, draft_sampling: plain}"),
+        "speculative_config.mtp.draft_sampling: 'plain' cannot be verified by 'synthetic' "
+        "verification; expected one of coupled, greedy",
+    ),
+    Case(
+        "synthetic verification without rates",
+        mtp("mtp: {verification: synthetic}"),
+        "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1 or a list "
+        "(each item a number from 0 to 1) beside verification: synthetic, got null",
+    ),
+    Case(
+        "rising rates",
+        mtp("mtp: {verification: synthetic, synthetic_acceptance: [0.8, 0.6, 0.7]}"),
+        "speculative_config.mtp.synthetic_acceptance.2: "
+        "expected at most the rate before it (0.6), got 0.7",
+    ),
+    Case(
+        "fewer rates than drafts",
+        mtp("max_draft_len: 3", "mtp: {verification: synthetic, synthetic_acceptance: [0.8, 0.6]}"),
+        "speculative_config.mtp.synthetic_acceptance: "
+        "expected 3 rates, one per draft (max_draft_len), got 2",
+    ),
+    Case(
+        "rates without synthetic verification",
+        mtp("mtp: {synthetic_acceptance: 0.8}"),
+        "speculative_config.mtp.synthetic_acceptance: 0.8 would be ignored; expected "
+        "verification: synthetic beside it",
+    ),
+    Case(
+        "seed without synthetic verification",
+        mtp("mtp: {synthetic_seed: 7}"),
+        "speculative_config.mtp.synthetic_seed: 7 would be ignored; expected "
+        "verification: synthetic beside it",
+    ),
+    Case(
+        "synthetic and relaxed",
+        mtp(
+            "use_relaxed_acceptance_for_thinking: true",
+            "mtp: {verification: synthetic, synthetic_acceptance: 0.8}",
+        ),
+        "speculative_config.mtp.verification: 'synthetic' asks the target nothing; expected "
+        "use_relaxed_acceptance_for_thinking: false beside it",
     ),
     Case(
         "relaxed option while strict",
@@ -540,7 +680,7 @@ def test_one_line_per_mistake() -> None:
         "expected an integer from 1 to 16 or null, got '3'",
         "<mapping>: speculative_config.mtp.kernel: unknown key; did you mean kernels?",
         "<mapping>: speculative_config.mtp.verification: "
-        "expected one of 'coupled', 'rejection', 'block', got 'exact'",
+        "expected one of 'coupled', 'rejection', 'block', 'synthetic', got 'exact'",
     ]
 
 
@@ -639,6 +779,26 @@ def test_draft_len_before_resolution() -> None:
         "max_draft_len: not known yet; expected a value in the config, or resolve() with the "
         "checkpoint's number of MTP layers first"
     )
+
+
+@pytest.mark.parametrize("rates", [(0.8, 0.6), ()])
+def test_rates_are_counted_once_k_is_known(rates: tuple[float, ...]) -> None:
+    options = {"verification": "synthetic", "synthetic_acceptance": rates}
+    with pytest.raises(ConfigError) as error:
+        MTPDecodingConfig(mtp=options).resolve(num_mtp_layers=1)
+    assert str(error.value) == (
+        "MTPDecodingConfig: mtp.synthetic_acceptance: expected 1 rate, one per draft "
+        f"(max_draft_len), got {len(rates)}"
+    )
+
+
+def test_shares_of_another_number_of_drafts() -> None:
+    options = MTPPluginOptions(verification="synthetic", synthetic_acceptance=[0.8, 0.6])
+    for draft_len in (1, 3):
+        with pytest.raises(ConfigError, match=f"expected {draft_len} rates?, one per draft"):
+            options.acceptance_shares(draft_len)
+    with pytest.raises(ConfigError, match=r"expected 3 rates, one per draft .*, got null"):
+        MTPPluginOptions().acceptance_shares(3)
 
 
 def test_vanilla_options_are_refused_when_the_mode_is_settled() -> None:

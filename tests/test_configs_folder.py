@@ -39,7 +39,7 @@ def test_every_file_loads_and_names_the_bundled_checkpoint(path: Path) -> None:
 
 
 def test_the_folder_holds_the_promised_files() -> None:
-    promised = {"eagle", "vanilla", "relaxed", "trtllm_window", "no_mtp"}
+    promised = {"eagle", "vanilla", "relaxed", "synthetic", "trtllm_window", "no_mtp"}
     assert {path.stem for path in CONFIGS} >= {f"tiny_{name}" for name in promised} | {"reference"}
 
 
@@ -62,6 +62,13 @@ def test_tiny_relaxed_names_the_thinking_tags() -> None:
     assert spec.use_relaxed_acceptance_for_thinking
     assert (spec.relaxed_topk, spec.relaxed_delta) == (10, 0.6)
     assert (spec.mtp.begin_thinking_phase, spec.mtp.end_thinking_phase) == ("<think>", "</think>")
+
+
+def test_tiny_synthetic_names_its_rates() -> None:
+    spec = load_config(ROOT / "configs" / "tiny_synthetic.yaml").speculative_config
+    assert isinstance(spec, MTPDecodingConfig)
+    assert spec.mtp.verification == "synthetic"
+    assert spec.mtp.acceptance_shares(spec.draft_len) == (0.8, 0.6, 0.4)
 
 
 def test_tiny_no_mtp_drafts_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from mtp_plugin.plugin import (
     register_plugin,
     unregister_plugin,
 )
+from mtp_plugin.turn_down import DraftState
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker, PlainWorker
 
 
@@ -181,21 +184,13 @@ def test_plain_decoding_costs_one_row() -> None:
     [
         (MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True), "3 is more than the checkpoint"),
         (
-            MTPDecodingConfig(acceptance_window=10, acceptance_length_threshold=1.5),
-            "not built in this version: acceptance_window, acceptance_length_threshold",
-        ),
-        (
             MTPDecodingConfig(mtp={"verification": "block", "draft_sampling": "plain"}),
             "not built in this version: mtp.verification=block, mtp.draft_sampling=plain",
-        ),
-        (
-            MTPDecodingConfig(mtp={"keep_warm": False}),
-            "not built in this version: mtp.keep_warm=False",
         ),
         (OtherDecodingConfig("NGRAM"), "expected an MTPDecodingConfig, got OtherDecodingConfig"),
         (None, "expected an MTPDecodingConfig, got NoneType"),
     ],
-    ids=["layers", "gate", "sampling", "keep_warm", "foreign", "nothing"],
+    ids=["layers", "sampling", "foreign", "nothing"],
 )
 def test_configs_that_cannot_serve(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -259,7 +254,9 @@ def test_pieces_of_plain_decoding() -> None:
     metadata = pieces.make_metadata()
     assert metadata.spec_dec_mode.is_none()
     assert metadata.max_draft_len == 0
-    assert pieces.draft_len_limit(99) == 0
+    assert pieces.choose_draft_len(SimpleNamespace()) == 0
+    assert pieces.draft_lengths is None
+    assert pieces.alarms is None
 
 
 def test_the_chain_is_the_checkpoints_unless_the_config_says() -> None:
@@ -281,16 +278,75 @@ def test_the_chain_is_the_checkpoints_unless_the_config_says() -> None:
     ],
 )
 def test_drafts_by_batch_size(config: dict[str, Any], limits: dict[int, int]) -> None:
-    pieces = build(**config)
-    assert {size: pieces.draft_len_limit(size) for size in limits} == limits
+    pieces = build(host(max_batch_size=99), **config)
+    assert {size: pieces.choose_draft_len(batch_of(size)) for size in limits} == limits
 
 
-def test_a_limit_above_the_plan_is_the_plans() -> None:
-    pieces = build(max_draft_len=2)
-    wide = SpeculativePieces(
-        None, pieces.worker, pieces.sampler, pieces.make_metadata, DraftPlan(2), lambda _: 9
-    )
-    assert wide.draft_len_limit(1) == 2
+def batch_of(size: int) -> SimpleNamespace:
+    requests = [SimpleNamespace(py_draft_state=DraftState.fresh(3)) for _ in range(size)]
+    return SimpleNamespace(context_requests=[], all_requests=lambda: requests)
+
+
+def test_results_reach_the_gate_and_the_alarms() -> None:
+    """What the sampler hears of a step, with drafts and without, at the length it verified."""
+    pieces = build(max_draft_len=3, acceptance_window=2, acceptance_length_threshold=1.5)
+    request = SlotRequest(7)
+    for num_emitted, num_drafted in ((1, 3), (1, 0), (3, 2), (3, 3)):
+        pieces.sampler.on_step(request, num_emitted, num_drafted)
+    assert pieces.draft_lengths.gates[3].acceptance_length == 2.0
+    assert pieces.alarms.acceptance_length == pytest.approx(7 / 3)
+
+
+class SlotRequest:
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+
+
+def test_synthetic_pieces_say_so() -> None:
+    options = {"verification": "synthetic", "synthetic_acceptance": [0.5, 0.25]}
+    pieces = build(max_draft_len=2, mtp=options)
+    assert pieces.is_synthetic
+    assert pieces.worker.is_synthetic
+    assert pieces.worker.synthetic_thresholds.tolist() == [2**29, 2**29]
+    assert not build(max_draft_len=2).is_synthetic
+
+
+# --- a cut draft vocabulary ---
+
+
+def test_a_draft_vocabulary_reaches_every_worker(tmp_path: Path) -> None:
+    """One tensor, ascending, for the host and for the workers of shorter steps, cold ones too."""
+    listed = tmp_path / "ids.json"
+    listed.write_text("[9, 31, 2]")
+    for option, ids in ((4, [0, 1, 2, 3]), (str(listed), [2, 9, 31]), (32, list(range(32)))):
+        for keep_warm in (True, False):
+            options = {"draft_vocab": option, "keep_warm": keep_warm}
+            pieces = build(max_draft_len=2, mtp=options)
+            assert pieces.draft_vocab_ids.dtype == torch.int32
+            assert pieces.draft_vocab_ids.tolist() == ids
+            for draft_len in (0, 1, 2):
+                worker = pieces.worker_for(draft_len)
+                assert worker.draft_vocab_ids.data_ptr() == pieces.draft_vocab_ids.data_ptr()
+    whole = build(max_draft_len=2)
+    assert whole.draft_vocab_ids is None
+    assert whole.worker.draft_vocab_ids is None
+
+
+def test_draft_vocabularies_that_cannot_be(tmp_path: Path) -> None:
+    """A file is read before weights are; the vocabulary is known when the pieces are built."""
+    plugin, listed = MTPPlugin(), tmp_path / "ids.json"
+    for option, message in (
+        (33, "mtp.draft_vocab: expected at most the vocabulary of 32, got 33"),
+        (str(listed), "expected ids of the vocabulary of 32, got 32, 40"),
+    ):
+        listed.write_text("[40, 1, 32]")
+        config = MTPDecodingConfig(max_draft_len=2, mtp={"draft_vocab": option})
+        plan = plugin.plan(config, 1)
+        with pytest.raises(ConfigError, match=message):
+            plugin.build(config, plan, host())
+    listed.write_text("[1, 1]")
+    with pytest.raises(ConfigError, match="expected every id once, got 1 more than once"):
+        plugin.plan(config, 1)
 
 
 # --- thinking tokens ---

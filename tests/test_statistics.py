@@ -45,6 +45,15 @@ def test_merging_is_recording_both() -> None:
     assert merged == recorded(*one, *other)
 
 
+def test_one_synthetic_part_makes_a_whole_synthetic() -> None:
+    total, part = AcceptanceStats(1), AcceptanceStats(1, is_synthetic=True)
+    assert not total.is_synthetic
+    total.merge(part)
+    assert total.is_synthetic
+    total.merge(AcceptanceStats(1))
+    assert total.is_synthetic
+
+
 def test_histograms_are_not_shared() -> None:
     first, second = AcceptanceStats(1), AcceptanceStats(1)
     first.record(2, 1)

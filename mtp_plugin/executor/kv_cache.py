@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
+from mtp_plugin.errors import ConfigError, MetadataError, NoFreeBlocksError, expect
 
 
 class BlockManager:
@@ -120,11 +120,25 @@ class PagedKVPools:
     def layer(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's pools, made to fit key and value [1, heads, T, width]."""
+        """The layer's pools, made to fit rows [T, heads, width] or [1, heads, T, width]."""
         pools = self._layers.get(layer_idx)
         if pools is None:
             pools = (self._new(key), self._new(value))
             self._layers[layer_idx] = pools
+        return pools
+
+    def written(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pools of a layer that has written rows.
+
+        Raises:
+            MetadataError: it has not.
+        """
+        pools = self._layers.get(layer_idx)
+        if pools is None:
+            raise MetadataError(
+                f"KV pools: layer {layer_idx} was asked for before it wrote any row; layers that "
+                f"have: {self.layer_ids}"
+            )
         return pools
 
     def rows(self, layer_idx: int, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +156,5 @@ class PagedKVPools:
         return sum(t.numel() * t.element_size() for pools in self._layers.values() for t in pools)
 
     def _new(self, like: torch.Tensor) -> torch.Tensor:
-        _, heads, _, width = like.shape
-        return torch.full(
-            (self.num_rows, heads, width), self.fill, dtype=like.dtype, device=like.device
-        )
+        shape = (self.num_rows, like.shape[1], like.shape[-1])
+        return torch.full(shape, self.fill, dtype=like.dtype, device=like.device)

@@ -17,7 +17,12 @@ import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, MTPPluginError, RequestError
-from mtp_plugin.executor.attention import SDPA_BACKEND, PagedAttentionMetadata
+from mtp_plugin.executor.attention import (
+    SDPA_BACKEND,
+    HeadShape,
+    PagedAttentionMetadata,
+    select_backend,
+)
 from mtp_plugin.executor.dispatcher import Dispatcher, News
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
@@ -26,7 +31,7 @@ from mtp_plugin.executor.request import LlmRequest, SamplingParams
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.executor.text import RequestText
-from mtp_plugin.models import LoadedModel, load_model, read_facts
+from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.plugin import DraftPlan, HostFacts, find_plugin
 from mtp_plugin.protocols import FinishReason, ResourceManager
 from mtp_plugin.statistics import AcceptanceStats
@@ -53,6 +58,11 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     acceptance: AcceptanceStats
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether a coin accepted the drafts: the text is then not the model's."""
+        return self.acceptance.is_synthetic
 
 
 class LLM:
@@ -121,13 +131,19 @@ class LLM:
                 attn_implementation=SDPA_BACKEND,
                 num_mtp_layers=plan.num_draft_layers,
             )
+            if _fuses(self.config, self.device):
+                model = fuse(model)
+                report(str(model.report))
         elif len(model.mtp_layers) < plan.num_draft_layers:
             raise ConfigError(
                 f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
                 f"{plan.num_draft_layers}"
             )
         _check_model(self.config, model, self.device)
-        model.set_attn_implementation(SDPA_BACKEND)
+        self.attn_backend = select_backend(
+            self.config.attn_backend, HeadShape.of(model.target.config), self.device
+        )
+        model.set_attn_implementation(self.attn_backend.attention_function)
         self.model = model
         thin = self.device.type == "cpu" and facts.hidden_size <= THIN_MODEL_WIDTH
         if thin and "OMP_NUM_THREADS" not in os.environ:
@@ -150,6 +166,11 @@ class LLM:
         )
         pieces = plugin.build(speculative, plan, host)
         self.pieces = pieces
+        # before the KV cache is sized, which takes of the memory that is left
+        draft_head = None
+        if pieces.draft_vocab_ids is not None:
+            report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
+            draft_head = model.draft_head(pieces.draft_vocab_ids)
         report("allocating the KV cache")
         cache = self.config.kv_cache_config
         blocks = BlockManager(self._num_blocks(plan.num_draft_layers), cache.tokens_per_block)
@@ -161,11 +182,17 @@ class LLM:
             blocks,
             self.pools,
             max_seq_len=self.max_seq_len,
+            max_batch_size=batch_size,
             padded_sizes=_padded_sizes(self.config),
             check_metadata=bool(
                 getattr(getattr(speculative, "mtp", None), "check_metadata", False)
             ),
+            attn_backend=self.attn_backend,
+            draft_head=draft_head,
         )
+        if self.config.cuda_graph_config is not None and self.device.type == "cuda":
+            model.keep_experts_on_device()
+            engine.capture(_captured_sizes(self.config), report)
         scheduler = Scheduler(
             plan,
             blocks,
@@ -298,6 +325,7 @@ class LLM:
             text=text,
             max_draft_len=self.pieces.plan.max_draft_len,
             max_seq_len=self.max_seq_len,
+            is_synthetic=self.pieces.is_synthetic,
         )
 
     def _requests(
@@ -448,6 +476,7 @@ class LLM:
             kv_write_limit=one.clone(),
             kv_capacity=one.clone(),
             pools=pools,
+            backend=self.attn_backend,
         )
         ids = torch.zeros(1, dtype=torch.int32, device=self.device)
         positions = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -505,11 +534,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> None:
-    if config.cuda_graph_config is None:
-        return
-    if device.type == "cuda":
-        raise ConfigError("cuda_graph_config: CUDA graphs are not built in this version; use null")
-    report("no CUDA device: steps run eagerly, padded as the graphs would be")
+    if config.cuda_graph_config is not None and device.type != "cuda":
+        report("no CUDA device: steps run eagerly, padded as the graphs would be")
 
 
 def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -534,6 +560,12 @@ def check_budget(config: LLMConfig, plan: DraftPlan) -> None:
         )
 
 
+def _fuses(config: LLMConfig, device: torch.device) -> bool:
+    if config.fused_layers == "auto":
+        return device.type == "cuda"
+    return config.fused_layers
+
+
 def _check_model(config: LLMConfig, model: LoadedModel, device: torch.device) -> None:
     """A model that is shared must be what the config asks for."""
     weight = next(model.lm_head.parameters())
@@ -543,6 +575,14 @@ def _check_model(config: LLMConfig, model: LoadedModel, device: torch.device) ->
         )
     if weight.device.type != device.type:
         raise ConfigError(f"device: {device} was asked for, the loaded model is on {weight.device}")
+    fused = isinstance(model, FusedModel) and bool(model.report.fused)
+    if config.fused_layers is True and not fused:
+        raise ConfigError(
+            f"fused_layers: true was asked for, no layer of the {model.facts.model_type} model is "
+            f"fused; expected auto or false"
+        )
+    if config.fused_layers is False and fused:
+        raise ConfigError("fused_layers: false was asked for, the loaded model is fused")
 
 
 def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
@@ -555,16 +595,22 @@ def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
     return config.max_seq_len
 
 
-def _padded_sizes(config: LLMConfig) -> list[int]:
+def _captured_sizes(config: LLMConfig) -> list[int]:
+    """Batch sizes of the graphs: those asked for, else powers of two and the largest batch."""
     graphs = config.cuda_graph_config
-    if graphs is None or not graphs.enable_padding:
+    if graphs is None:
         return []
     if graphs.batch_sizes:
-        sizes = list(graphs.batch_sizes)
+        sizes = set(graphs.batch_sizes)
     else:
-        largest = graphs.max_batch_size or config.max_batch_size
-        sizes = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
-    return [size for size in sizes if size <= config.max_batch_size]
+        largest = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
+        sizes = {1 << i for i in range(largest.bit_length())} | {largest}
+    return sorted(size for size in sizes if size <= config.max_batch_size)
+
+
+def _padded_sizes(config: LLMConfig) -> list[int]:
+    graphs = config.cuda_graph_config
+    return _captured_sizes(config) if graphs is not None and graphs.enable_padding else []
 
 
 def load_tokenizer(path: str) -> Any:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mtp_plugin.batch import RowParameters
-from mtp_plugin.executor.attention import PagedAttentionMetadata
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
+from mtp_plugin.executor.cuda_graphs import CapturedSteps
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ScheduledRequests
+from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
+from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.plugin import SpeculativePieces
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
 
 
 @dataclass(frozen=True)
-class GenerationInputs:
-    """The rows of the generations of a step, true lengths included, on the device."""
+class ContextInputs:
+    """The prompt chunks of a step, on the device."""
 
-    input_ids: torch.Tensor  # [G, K+1] last emitted token, then drafts; absent drafts are 0
-    lengths: torch.Tensor  # [G] int64: committed tokens, L
-    draft_lens: torch.Tensor  # [G] int32
-    capacity: torch.Tensor  # [G] int32: KV rows that the request may touch
+    input_ids: torch.Tensor  # [N] int32
+    positions: torch.Tensor  # [N] int64
+    next_prompt: torch.Tensor  # [C] int32: the token behind the chunk, -1 at a prompt's end
+    last_rows: torch.Tensor  # [C] int64: the chunk's last row
+    lens: torch.Tensor  # [C] int32
 
 
 class ModelEngine:
@@ -35,8 +41,11 @@ class ModelEngine:
         model: the loaded target and draft layers. pieces: of the speculative plugin.
         blocks, pools: the paged KV cache.
         max_seq_len: tokens that a sequence may hold.
+        max_batch_size: requests of a batch at most.
         padded_sizes: batch sizes to which generation-only batches are padded with dummy rows.
         check_metadata: rebuild derived indices at every attention call and compare.
+        attn_backend: of paged attention; None: sdpa.
+        draft_head: what drafts are made with; None: the model's LM head.
     """
 
     def __init__(
@@ -47,18 +56,77 @@ class ModelEngine:
         pools: PagedKVPools,
         *,
         max_seq_len: int,
+        max_batch_size: int,
         padded_sizes: Sequence[int] = (),
         check_metadata: bool = False,
+        attn_backend: AttentionBackend | None = None,
+        draft_head: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.pieces = pieces
         self.blocks = blocks
         self.pools = pools
         self.max_seq_len = max_seq_len
+        self.max_batch_size = max_batch_size
         self.device: torch.device = next(model.lm_head.parameters()).device
+        self.spec_metadata = pieces.make_metadata()
+        self.captured: CapturedSteps | None = None
+        """Graphs of generation-only steps, once :meth:`capture` made them."""
+        self.draft_head = model.lm_head if draft_head is None else draft_head
         self._padded_sizes = sorted(padded_sizes)
         self._check_metadata = check_metadata
-        self.spec_metadata = pieces.make_metadata()
+        self._attn_backend = attn_backend
+        self._table = self.make_table(stop_width=8)
+        self._generation_inputs = _select_generation_inputs(pieces.worker)
+
+    def make_table(self, stop_width: int) -> RowTable:
+        """A table for the rows of this engine's steps."""
+        return RowTable(
+            self.max_batch_size,
+            step_rows=self.pieces.plan.step_rows,
+            stop_width=stop_width,
+            table_width=self.blocks.blocks_for(self.max_seq_len),
+            sentinel_block=self.blocks.sentinel_block,
+            device=self.device,
+        )
+
+    def capture(self, sizes: Sequence[int], report: Callable[[str], None]) -> None:
+        """Capture generation-only steps in CUDA graphs, the largest batch first.
+
+        Args:
+            sizes: batch sizes. report: called with a line of text per graph.
+
+        Raises:
+            ConfigError: the plugin's sampler keeps no tokens on the device.
+        """
+        store = getattr(self.pieces.sampler, "device_tensors", None)
+        if store is None:
+            raise ConfigError(
+                "cuda_graph_config: expected null with a sampler that has no device_tensors(), got "
+                f"{type(self.pieces.sampler).__name__}"
+            )
+        captured = CapturedSteps(
+            self.launch,
+            self.make_table(stop_width=8),
+            self.padding_row(),
+            store(),
+            self.spec_metadata.create_cuda_graph_metadata,
+        )
+        ordered = sorted(sizes, reverse=True)
+        served = {
+            size: range(smaller + 1 if self._padded_sizes else size, size + 1)
+            for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True)
+        }
+        shapes = [
+            StepShape((), size, draft_len, masks_stops)
+            for size in ordered
+            for draft_len in reversed(self.pieces.draft_lens(served[size]))
+            for masks_stops in (False, True)
+        ]
+        for number, shape in enumerate(shapes, 1):
+            report(f"capturing CUDA graphs {number}/{len(shapes)}")
+            captured.capture(shape)
+        self.captured = captured
 
     @torch.inference_mode()
     def forward(
@@ -73,188 +141,162 @@ class ModelEngine:
             in_flight: ids of requests whose last result is only in ``previous``.
 
         Returns:
-            The worker's mapping; padding rows stand behind those of the batch.
+            The worker's mapping; padding rows stand behind those of the batch. Of a captured step
+            they are the graph's own tensors, good until the next step.
         """
-        contexts, generations = batch.context_requests, batch.generation_requests
+        rows = [self._context_row(request) for request in batch.context_requests]
+        for request in batch.generation_requests:
+            late = previous is not None and request.request_id in in_flight
+            rows.append(self._generation_row(request, late))
         padding = self._num_padding_rows(batch)
-        k = self.pieces.plan.max_draft_len
-        context_ids, context_positions, next_prompt = self._context_inputs(contexts)
-        rows = self._generation_inputs(generations, previous, in_flight, batch.batch_size, padding)
-        offsets = torch.arange(k + 1, device=self.device)
-        positions = (rows.lengths.unsqueeze(1) + offsets).clamp_max(self.max_seq_len - 1)
-        input_ids = torch.cat([context_ids, rows.input_ids.reshape(-1)])
-        position_ids = torch.cat([context_positions, positions.reshape(-1)]).unsqueeze(0)
-        attn_metadata = self._attention_metadata(batch, rows, padding)
-        self._fill_spec_metadata(batch, rows, next_prompt, padding, int(input_ids.shape[0]))
+        rows += [self.padding_row()] * padding
+        shape = StepShape(
+            chunk_lens=tuple(r.context_chunk_size for r in batch.context_requests),
+            num_generations=len(batch.generation_requests) + padding,
+            draft_len=self._draft_len(batch),
+            masks_stops=any(r.params.min_tokens for r in batch.all_requests()),
+        )
+        if self.captured is not None:
+            outputs = self.captured.replay(shape, rows)
+            if outputs is not None:
+                return outputs
+        stop_width = max(len(row.stop_ids) for row in rows)
+        if not self._table.holds(len(rows), stop_width):
+            self._table = self.make_table(2 * stop_width)
+        step = self._table.upload(rows)
+        # a backend that gathers pages gathers no more than there are
+        width = max(1, *(len(row.blocks) for row in rows))
+        step = replace(step, block_table=step.block_table[:, :width])
+        starts = [r.context_current_position for r in batch.context_requests]
+        cached = starts + [r.get_num_tokens() - 1 for r in batch.generation_requests]
+        ids = [r.request_id for r in batch.all_requests()]
+        host = HostLists(
+            cached_tokens=cached + [1] * padding,
+            request_ids=ids + [CUDA_GRAPH_DUMMY_REQUEST_ID] * padding,
+        )
+        return self.launch(
+            shape, step, previous, self._context_inputs(batch.context_requests), host
+        )
 
-        hidden_states = self.model.forward_target(input_ids, position_ids, attn_metadata)
-        logit_rows = self._logit_rows(contexts, int(input_ids.shape[0]))
-        logits = self.model.lm_head(hidden_states[logit_rows]).float()
-        outputs: dict[str, torch.Tensor] = self.pieces.worker(
+    def launch(
+        self,
+        shape: StepShape,
+        step: StepRows,
+        previous: Any | None,
+        contexts: ContextInputs | None,
+        host: HostLists,
+        *,
+        spec_metadata: Any = None,
+    ) -> dict[str, torch.Tensor]:
+        """Put a step on the device; reads nothing back, so that it can be captured.
+
+        Args:
+            shape: of the step. step: its rows. contexts: its chunks; None where there are none.
+            previous: as :meth:`forward`.
+            spec_metadata: of a step that is captured: its buffers are filled on the device;
+                None: the engine's own, filled from the host.
+        """
+        k = shape.draft_len
+        generations = step.generations(shape.num_contexts)
+        rows = self._generation_inputs(
+            generations, previous, draft_len=k, max_seq_len=self.max_seq_len
+        )
+        input_ids, position_ids = rows.input_ids.reshape(-1), rows.positions.reshape(-1)
+        logit_rows: torch.Tensor | None = None
+        if contexts is not None:
+            num_chunk_rows = contexts.input_ids.shape[0]
+            input_ids = torch.cat([contexts.input_ids, input_ids])
+            position_ids = torch.cat([contexts.positions, position_ids])
+            generation_rows = torch.arange(num_chunk_rows, input_ids.shape[0], device=self.device)
+            logit_rows = torch.cat([contexts.last_rows, generation_rows])
+        attn_metadata = self._attention_metadata(shape, step, rows, contexts, host)
+        spec = self.spec_metadata if spec_metadata is None else spec_metadata
+        spec.num_generations = shape.num_generations
+        spec.draft_tokens = rows.draft_tokens.reshape(-1)
+        spec.draft_lens = rows.draft_lens
+        spec.next_prompt_tokens = (
+            input_ids.new_empty(0) if contexts is None else contexts.next_prompt
+        )
+        spec.request_ids = host.request_ids
+        spec.num_tokens = int(input_ids.shape[0])
+        spec.row_parameters = RowParameters(
+            step.stop_ids, step.first_stop if shape.masks_stops else None
+        )
+        if spec_metadata is None:
+            spec.prepare()
+        else:
+            attn_metadata.is_cuda_graph = True
+            if spec.slot_ids is not None:
+                spec.slot_ids[: len(host.request_ids)].copy_(rows.state_slot)
+        hidden_states = self.model.forward_target(
+            input_ids, position_ids.unsqueeze(0), attn_metadata
+        )
+        asked = hidden_states if logit_rows is None else hidden_states[logit_rows]
+        outputs: dict[str, torch.Tensor] = self.pieces.worker_for(k)(
             input_ids=input_ids,
-            position_ids=position_ids,
+            position_ids=position_ids.unsqueeze(0),
             hidden_states=hidden_states,
-            logits=logits,
-            lm_head=self.model.lm_head,
+            logits=self.model.lm_head(asked),
+            lm_head=self.draft_head,
             embed_tokens=self.model.embed_tokens,
             attn_metadata=attn_metadata,
-            spec_metadata=self.spec_metadata,
+            spec_metadata=spec,
             mtp_layers=self.model.mtp_layers,
         )
         return outputs
 
-    # ---- inputs -----------------------------------------------------------------------------
+    # ---- rows ---------------------------------------------------------------------------------
 
-    def _context_inputs(
-        self, contexts: list[LlmRequest]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids [N], positions [N], and the known token behind each chunk [C] (-1 at a prompt's
-        end)."""
-        ids: list[int] = []
-        positions: list[int] = []
-        next_prompt: list[int] = []
-        for request in contexts:
-            start = request.context_current_position
-            end = start + request.context_chunk_size
-            tokens = request.get_tokens()
-            ids += tokens[start:end]
-            positions += range(start, end)
-            next_prompt.append(-1 if request.is_last_context_chunk else tokens[end])
-        return (
-            self._upload(ids, torch.int32),
-            self._upload(positions, torch.int64),
-            self._upload(next_prompt, torch.int32),
+    def padding_row(self) -> Row:
+        """A row that reads and writes sentinels only."""
+        return Row(
+            tokens=[0] * self.pieces.plan.step_rows,
+            length=1,
+            state_slot=self._state_slot(CUDA_GRAPH_DUMMY_REQUEST_ID),
         )
 
-    def _generation_inputs(
-        self,
-        generations: list[LlmRequest],
-        previous: Any | None,
-        in_flight: set[int],
-        batch_size: int,
-        padding: int,
-    ) -> GenerationInputs:
-        """The rows of generations: from the host where it is up to date, else from ``previous``."""
+    def _context_row(self, request: LlmRequest) -> Row:
+        return Row(
+            tokens=[0] * self.pieces.plan.step_rows,
+            length=request.context_current_position + request.context_chunk_size,
+            capacity=self._capacity(request),
+            first_stop=request.py_orig_prompt_len + request.params.min_tokens,
+            stop_ids=request.py_stop_ids,
+            blocks=self.blocks.table(request.request_id),
+        )
+
+    def _generation_row(self, request: LlmRequest, is_late: bool) -> Row:
         k = self.pieces.plan.max_draft_len
-        limit = self.pieces.draft_len_limit(batch_size)
-        ids: list[list[int]] = []
-        lengths: list[int] = []
-        caps: list[int] = []
-        capacities: list[int] = []
-        pending: list[bool] = []
-        slots: list[int] = []
-        for request in generations:
-            late = previous is not None and request.request_id in in_flight
-            drafts = [] if late else request.py_draft_tokens[:k]
-            available = k if late else len(drafts)
-            cap = 0 if request.py_disable_speculative_decoding else min(available, limit)
-            request.py_num_drafted = cap
-            ids.append([request.get_tokens()[-1], *drafts] + [0] * (k - len(drafts)))
-            lengths.append(request.get_num_tokens() - 1)
-            caps.append(cap)
-            reserved = self.blocks.reserved_rows(request.request_id)
-            capacities.append(min(reserved, request.max_length))
-            pending.append(late)
-            slots.append(request.py_seq_slot if late and request.py_seq_slot is not None else 0)
-        for _ in range(padding):
-            ids.append([0] * (k + 1))
-            lengths.append(1)
-            caps.append(0)
-            capacities.append(0)
-            pending.append(False)
-            slots.append(0)
-
-        input_ids = self._upload(ids, torch.int32).reshape(-1, k + 1)
-        length = self._upload(lengths, torch.int64)
-        if previous is not None:
-            late_rows = self._upload(pending, torch.bool)
-            slot = self._upload(slots, torch.int64)
-            device_ids = previous.new_tokens.squeeze(-1).T[slot]
-            input_ids = torch.where(late_rows.unsqueeze(1), device_ids, input_ids)
-            length = length + torch.where(late_rows, previous.new_tokens_lens[slot], 0)
-        capacity = self._upload(capacities, torch.int64)
-        room = (capacity - 1 - length).clamp_min(0)
-        draft_lens = torch.minimum(self._upload(caps, torch.int64), room)
-        columns = torch.arange(k + 1, device=self.device)
-        absent = columns > draft_lens.unsqueeze(1)
-        input_ids = input_ids.masked_fill(absent, 0).clamp_min(0)
-        return GenerationInputs(
-            input_ids, length, draft_lens.to(torch.int32), capacity.to(torch.int32)
+        drafts = [] if is_late else request.py_draft_tokens[:k]
+        available = k if is_late else len(drafts)
+        limit = min(available, request.py_draft_state.limit)
+        if request.py_disable_speculative_decoding:
+            limit = 0
+        request.py_num_drafted = limit
+        slot = request.py_seq_slot
+        return Row(
+            tokens=[request.get_tokens()[-1], *drafts] + [0] * (k - len(drafts)),
+            length=request.get_num_tokens() - 1,
+            draft_limit=limit,
+            capacity=self._capacity(request),
+            is_pending=is_late,
+            seq_slot=slot if is_late and slot is not None else 0,
+            state_slot=self._state_slot(request.request_id),
+            first_stop=request.py_orig_prompt_len + request.params.min_tokens,
+            stop_ids=request.py_stop_ids,
+            blocks=self.blocks.table(request.request_id),
         )
 
-    def _logit_rows(self, contexts: list[LlmRequest], num_tokens: int) -> torch.Tensor:
-        """The last row of each context, then every row of the generations."""
-        ends: list[int] = []
-        total = 0
-        for request in contexts:
-            total += request.context_chunk_size
-            ends.append(total - 1)
-        generation_rows = torch.arange(total, num_tokens, device=self.device)
-        return torch.cat([self._upload(ends, torch.int64), generation_rows])
+    def _draft_len(self, batch: ScheduledRequests) -> int:
+        return self.pieces.plan.max_draft_len if batch.draft_len is None else batch.draft_len
 
-    # ---- metadata ---------------------------------------------------------------------------
+    def _capacity(self, request: LlmRequest) -> int:
+        return min(self.blocks.reserved_rows(request.request_id), request.max_length)
 
-    def _attention_metadata(
-        self, batch: ScheduledRequests, rows: GenerationInputs, padding: int
-    ) -> PagedAttentionMetadata:
-        k = self.pieces.plan.max_draft_len
-        contexts = batch.context_requests
-        starts = [r.context_current_position for r in contexts]
-        chunks = [r.context_chunk_size for r in contexts]
-        ends = self._upload([s + c for s, c in zip(starts, chunks, strict=True)], torch.int32)
-        reserved = [min(self.blocks.reserved_rows(r.request_id), r.max_length) for r in contexts]
-        generation_lens = rows.lengths.to(torch.int32)
-        present = generation_lens + rows.draft_lens + 1
-        num_generations = len(batch.generation_requests) + padding
-        cached = starts + [r.get_num_tokens() - 1 for r in batch.generation_requests]
-        return PagedAttentionMetadata(
-            seq_lens=torch.tensor(chunks + [k + 1] * num_generations, dtype=torch.int32),
-            kv_lens=torch.cat([ends, generation_lens + k + 1]),
-            num_contexts=len(contexts),
-            num_cached_tokens_per_seq=cached + [1] * padding,
-            block_table=self._block_table(batch.all_requests(), padding),
-            kv_write_limit=torch.cat([ends, torch.minimum(present, rows.capacity)]),
-            kv_capacity=torch.cat([self._upload(reserved, torch.int32), rows.capacity]),
-            pools=self.pools,
-            request_ids=[r.request_id for r in batch.all_requests()],
-            check=self._check_metadata,
-        )
-
-    def _block_table(self, requests: list[LlmRequest], padding: int) -> torch.Tensor:
-        tables = [self.blocks.table(r.request_id) for r in requests] + [[]] * padding
-        width = max(1, *(len(t) for t in tables))
-        sentinel = self.blocks.sentinel_block
-        padded = [table + [sentinel] * (width - len(table)) for table in tables]
-        return self._upload(padded, torch.int32)
-
-    def _fill_spec_metadata(
-        self,
-        batch: ScheduledRequests,
-        rows: GenerationInputs,
-        next_prompt: torch.Tensor,
-        padding: int,
-        num_tokens: int,
-    ) -> None:
-        spec = self.spec_metadata
-        requests = batch.all_requests()
-        dummies = [CUDA_GRAPH_DUMMY_REQUEST_ID] * padding
-        spec.num_generations = len(batch.generation_requests) + padding
-        spec.draft_tokens = rows.input_ids[:, 1:].reshape(-1)
-        spec.draft_lens = rows.draft_lens
-        spec.next_prompt_tokens = next_prompt
-        spec.request_ids = [r.request_id for r in requests] + dummies
-        spec.num_tokens = num_tokens
-        spec.row_parameters = self._row_parameters(requests, padding)
-        spec.prepare()
-
-    def _row_parameters(self, requests: list[LlmRequest], padding: int) -> RowParameters:
-        stops = [list(r.py_stop_ids) for r in requests] + [[]] * padding
-        width = max(1, *(len(s) for s in stops))
-        stop_ids = self._upload([s + [-1] * (width - len(s)) for s in stops], torch.int32)
-        if not any(r.params.min_tokens for r in requests):
-            return RowParameters(stop_ids, None)
-        first = [r.py_orig_prompt_len + r.params.min_tokens for r in requests]
-        return RowParameters(stop_ids, self._upload(first + [0] * padding, torch.int32))
+    def _state_slot(self, request_id: int) -> int:
+        if getattr(self.spec_metadata, "mtp_hidden_states_manager", None) is None:
+            return 0
+        return int(self.spec_metadata.slot_of(request_id))
 
     def _num_padding_rows(self, batch: ScheduledRequests) -> int:
         if batch.context_requests:
@@ -262,8 +304,78 @@ class ModelEngine:
         sizes = [size for size in self._padded_sizes if size >= batch.batch_size]
         return sizes[0] - batch.batch_size if sizes else 0
 
-    def _upload(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        host = torch.tensor(values, dtype=dtype)
+    # ---- inputs -------------------------------------------------------------------------------
+
+    def _context_inputs(self, contexts: list[LlmRequest]) -> ContextInputs | None:
+        if not contexts:
+            return None
+        ids: list[int] = []
+        positions: list[int] = []
+        next_prompt: list[int] = []
+        ends: list[int] = []
+        chunks: list[int] = []
+        for request in contexts:
+            start = request.context_current_position
+            end = start + request.context_chunk_size
+            tokens = request.get_tokens()
+            ids += tokens[start:end]
+            positions += range(start, end)
+            next_prompt.append(-1 if request.is_last_context_chunk else tokens[end])
+            ends.append(len(ids) - 1)
+            chunks.append(end - start)
+        parts = (ids, positions, next_prompt, ends, chunks)
+        together = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
         if self.device.type == "cuda":
-            return host.pin_memory().to(self.device, non_blocking=True)
-        return host
+            together = together.pin_memory().to(self.device, non_blocking=True)
+        split = together.split([len(part) for part in parts])
+        return ContextInputs(
+            input_ids=split[0],
+            positions=split[1].to(torch.int64),
+            next_prompt=split[2],
+            last_rows=split[3].to(torch.int64),
+            lens=split[4],
+        )
+
+    # ---- metadata -----------------------------------------------------------------------------
+
+    def _attention_metadata(
+        self,
+        shape: StepShape,
+        step: StepRows,
+        rows: GenerationInputs,
+        contexts: ContextInputs | None,
+        host: HostLists,
+    ) -> PagedAttentionMetadata:
+        num_contexts = shape.num_contexts
+        counts = [*shape.chunk_lens, *[shape.draft_len + 1] * shape.num_generations]
+        seq_lens, kv_lens = rows.seq_lens, rows.kv_lens
+        write_limit, capacity = rows.write_limit, rows.capacity
+        if contexts is not None:
+            ends = step.length[:num_contexts]
+            seq_lens = torch.cat([contexts.lens, seq_lens])
+            kv_lens = torch.cat([ends, kv_lens])
+            write_limit = torch.cat([ends, write_limit])
+            capacity = step.capacity.contiguous()
+        return PagedAttentionMetadata(
+            seq_lens=torch.tensor(counts, dtype=torch.int32),
+            seq_lens_cuda=seq_lens,
+            kv_lens=kv_lens,
+            num_contexts=num_contexts,
+            num_cached_tokens_per_seq=host.cached_tokens,
+            block_table=step.block_table,
+            kv_write_limit=write_limit,
+            kv_capacity=capacity,
+            pools=self.pools,
+            request_ids=host.request_ids,
+            check=self._check_metadata,
+            backend=self._attn_backend,
+        )
+
+
+def _select_generation_inputs(worker: Any) -> Callable[..., GenerationInputs]:
+    """The kernel where the worker runs on kernels."""
+    if getattr(getattr(worker, "ops", None), "name", None) != "triton":
+        return generation_inputs
+    from mtp_plugin.executor.step_inputs import launch
+
+    return launch.generation_inputs

@@ -23,6 +23,7 @@ class StepEvent:
     token_ids: list[int]
     segments: list[Segment]
     finish_reason: FinishReason | None
+    is_synthetic: bool = False  # a coin accepted the drafts: the text is not the model's
 
     @property
     def text(self) -> str:
@@ -62,7 +63,9 @@ class PyExecutor:
         self.sampler = sampler
         self.resources = resources
         self.overlap = overlap
-        self.acceptance = AcceptanceStats(engine.pieces.plan.max_draft_len)
+        self.acceptance = AcceptanceStats(
+            engine.pieces.plan.max_draft_len, is_synthetic=engine.pieces.is_synthetic
+        )
         self.num_steps = 0
         self.num_preemptions = 0
         self._requests: dict[int, LlmRequest] = {}
@@ -178,6 +181,7 @@ class PyExecutor:
             self.resources.free_resources(request)
         if batch.batch_size > 0:
             self.num_steps += 1
+            batch.draft_len = self.engine.pieces.choose_draft_len(batch)
         elif not in_flight and self.scheduler.waiting and not self.scheduler.active:
             # admission checked that any request fits alone: this would be a scheduler defect
             waiting = [r.request_id for r in self.scheduler.waiting]
@@ -225,7 +229,13 @@ class PyExecutor:
         segments = text.drain(final=request.is_finished) if text is not None else []
         if request.is_finished:
             self._terminate(request)
-        return StepEvent(request.request_id, tokens, segments, request.finish_reason)
+        return StepEvent(
+            request.request_id,
+            tokens,
+            segments,
+            request.finish_reason,
+            request.py_acceptance.is_synthetic,
+        )
 
     def _terminate(self, request: LlmRequest) -> None:
         self.resources.free_resources(request)

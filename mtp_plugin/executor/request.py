@@ -12,6 +12,7 @@ from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor.text import RequestText
 from mtp_plugin.protocols import FinishReason, RequestState
 from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.turn_down import DraftState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ class LlmRequest:
         text: RequestText | None = None,
         max_draft_len: int = 0,
         max_seq_len: int,
+        is_synthetic: bool = False,
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
@@ -179,7 +181,8 @@ class LlmRequest:
         self.py_decoding_iter = 0
         self.py_disable_speculative_decoding = not params.speculate
         self.py_relaxed_acceptance = params.relaxed_acceptance
-        self.py_acceptance = AcceptanceStats(max_draft_len)
+        self.py_acceptance = AcceptanceStats(max_draft_len, is_synthetic=is_synthetic)
+        self.py_draft_state = DraftState.fresh(max_draft_len)
         self.num_preemptions = 0
         self.max_length = min(max_seq_len, self.py_orig_prompt_len + params.max_new_tokens)
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""

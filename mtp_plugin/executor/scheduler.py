@@ -22,6 +22,7 @@ class ScheduledRequests:
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
     paused_requests: list[LlmRequest] = field(default_factory=list)
+    draft_len: int | None = None  # drafts that the step verifies and makes; None: not chosen yet
 
     def all_requests(self) -> list[LlmRequest]:
         """Contexts, then generations."""

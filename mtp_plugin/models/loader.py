@@ -18,6 +18,7 @@ from mtp_plugin.errors import CheckpointError, ConfigError
 
 from .block_layout import build_layers, target_class
 from .checkpoint_files import listed, read_tensors
+from .draft_head import cut_head
 from .facts import ModelFacts
 from .families import DraftTraits, MTPFamily
 from .mtp_layer import TransformersAttention
@@ -44,6 +45,14 @@ class LoadedModel:
     def lm_head(self) -> nn.Module:
         """The head that target and MTP layers share."""
         return cast(nn.Module, self.target.get_output_embeddings())
+
+    def draft_head(self, ids: torch.Tensor) -> nn.Module:
+        """A head of its own memory over the rows ``ids`` [V'] of `lm_head`, see `cut_head`.
+
+        Raises:
+            ConfigError: a head that cannot be cut.
+        """
+        return cut_head(self.lm_head, ids)
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -72,13 +81,27 @@ class LoadedModel:
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
+    def keep_experts_on_device(self) -> None:
+        """Let transformers' own mixtures find a token's experts without asking the host.
+
+        Its grouped product does in bf16; in other types it reads the offsets back, which a CUDA
+        graph cannot. The batched product gathers each token's experts instead.
+        """
+        weight = next(self.lm_head.parameters())
+        if weight.dtype is torch.bfloat16:
+            return
+        for module in (self.target, *self.mtp_layers.modules()):
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_experts_implementation", None) is not None:
+                config._experts_implementation = "batched_mm"
+
     def set_attn_implementation(self, name: str) -> None:
         """Choose the attention function of the target and of every MTP layer.
 
         Raises:
             ConfigError: transformers knows no attention function of that name.
         """
-        _check_attention(name)
+        check_attention(name)
         self.target.set_attn_implementation(name)
         for module in self.mtp_layers.modules():
             config = getattr(module, "config", None)
@@ -113,7 +136,7 @@ def load_model(
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
-    _check_attention(attn_implementation)
+    check_attention(attn_implementation)
     checked = examine(path, num_mtp_layers)
     target = _load_target(checked, dtype, attn_implementation)
     target.to(device)  # type: ignore[arg-type]
@@ -131,7 +154,7 @@ def _load_target(
 ) -> PreTrainedModel:
     where = f"checkpoint {checked.directory}"
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             loaded: Any = target_class(checked.config).from_pretrained(
                 checked.directory,
                 config=checked.config,
@@ -183,7 +206,12 @@ def _read_layer(
     }
 
 
-def _check_attention(name: str) -> None:
+def check_attention(name: str) -> None:
+    """Refuse an attention function that transformers does not know.
+
+    Raises:
+        ConfigError: naming those it knows.
+    """
     known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
     if name not in known:
         raise ConfigError(
@@ -193,7 +221,7 @@ def _check_attention(name: str) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without transformers' load report and progress bar: the loader judges the report itself."""
     level = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()

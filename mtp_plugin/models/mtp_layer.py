@@ -125,7 +125,7 @@ class MTPLayer(nn.Module):
 
         Args:
             hidden: [T, H] as returned by `forward`.
-            lm_head: the target's LM head.
+            lm_head: the target's LM head, or one over some of its rows.
             attn_metadata: `_seq_lens_cuda` says where sequences end; not read with `return_all`.
             return_all: one row per given state instead of the last row of each sequence.
 

@@ -142,20 +142,7 @@ def write_random_checkpoint(
         ConfigError: a count of MTP layers that the family's configs cannot declare.
     """
     entry = family_of(family)
-    if entry.count_key is None and num_mtp_layers != entry.default_count:
-        raise ConfigError(
-            f"num_mtp_layers: {family} checkpoints always have {entry.default_count}, "
-            f"got {num_mtp_layers}"
-        )
-    raw = {**_SHAPES[family], **config_overrides, "model_type": family}
-    if "layer_types" in raw and "layer_types" not in config_overrides:
-        raw["layer_types"] = [FULL_ATTENTION] * raw["num_hidden_layers"]
-    raw["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if entry.count_key is not None:
-        raw[entry.count_key] = num_mtp_layers
-    config = CONFIG_MAPPING[entry.target_model_type].from_dict(
-        {**raw, "model_type": entry.target_model_type}
-    )
+    raw, config = random_config(entry, num_mtp_layers, dtype, config_overrides)
     tensors = _random_tensors(
         config, entry, num_mtp_layers, seed, init_std, residual_scale, echo_draft
     )
@@ -172,6 +159,31 @@ def write_random_checkpoint(
     return directory
 
 
+def random_config(
+    family: MTPFamily, num_mtp_layers: int, dtype: torch.dtype, overrides: dict[str, Any]
+) -> tuple[dict[str, Any], PreTrainedConfig]:
+    """(config.json of a small model of the family, the transformers config of its target).
+
+    Raises:
+        ConfigError: a count of MTP layers that the family's configs cannot declare.
+    """
+    if family.count_key is None and num_mtp_layers != family.default_count:
+        raise ConfigError(
+            f"num_mtp_layers: {family.model_type} checkpoints always have {family.default_count}, "
+            f"got {num_mtp_layers}"
+        )
+    raw = {**_SHAPES[family.model_type], **overrides, "model_type": family.model_type}
+    if "layer_types" in raw and "layer_types" not in overrides:
+        raw["layer_types"] = [FULL_ATTENTION] * raw["num_hidden_layers"]
+    raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if family.count_key is not None:
+        raw[family.count_key] = num_mtp_layers
+    config = CONFIG_MAPPING[family.target_model_type].from_dict(
+        {**raw, "model_type": family.target_model_type}
+    )
+    return raw, config
+
+
 def _random_tensors(
     config: PreTrainedConfig,
     family: MTPFamily,
@@ -183,7 +195,7 @@ def _random_tensors(
 ) -> dict[str, torch.Tensor]:
     target = without_storage(config)
     layers = build_layers(target, config, family, num_mtp_layers)
-    dice = _Dice(seed, init_std, residual_scale, _centred_norms(target))
+    dice = WeightDice(seed, init_std, residual_scale, centred_norms(target))
     tensors: dict[str, torch.Tensor] = {}
     for plan in plan_target(target, stored=()):
         tensors.update(plan.take_apart(dice.roll(plan.module_key, plan.shape)))
@@ -203,20 +215,28 @@ def _random_tensors(
     return tensors
 
 
-class _Dice:
+class WeightDice:
     """Seeded values for a tensor by its name."""
 
     def __init__(
-        self, seed: int, init_std: float, residual_scale: float, centred_norms: bool
+        self,
+        seed: int,
+        init_std: float,
+        residual_scale: float,
+        centred_norms: bool,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
         self.init_std = init_std
         self.residual_scale = residual_scale
         self.norm_one = 0.0 if centred_norms else 1.0
         """What a norm weight is where the norm multiplies by one."""
 
-    def roll(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        noise = torch.randn(shape, generator=self.generator)
+    def roll(
+        self, key: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        device = self.generator.device
+        noise = torch.randn(shape, generator=self.generator, device=device, dtype=dtype)
         name = key.removesuffix(".weight").rpartition(".")[2]
         if "norm" in name:
             return self.norm_one + 0.1 * noise
@@ -234,7 +254,7 @@ def _echo(
     value: torch.Tensor,
     family: MTPFamily,
     tensors: dict[str, torch.Tensor],
-    dice: _Dice,
+    dice: WeightDice,
 ) -> torch.Tensor:
     if key == "eh_proj.weight":
         identity = torch.eye(value.shape[0])
@@ -248,7 +268,7 @@ def _echo(
     return value
 
 
-def _centred_norms(target: nn.Module) -> bool:
+def centred_norms(target: nn.Module) -> bool:
     """Whether the family's norms multiply by 1 + weight, which its fresh weights of zero tell."""
     norm_class = type(target.get_decoder().norm)  # type: ignore[operator]
     return not bool(norm_class(1).weight.any())

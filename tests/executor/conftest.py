@@ -6,21 +6,32 @@ import dataclasses
 import random
 
 import pytest
+import torch
 
 from mtp_plugin.executor import LLM
-from mtp_plugin.models import load_model, write_random_checkpoint
+from mtp_plugin.models import fuse, load_model, write_random_checkpoint
 from tests.executor.oracles import Oracle
 
 VOCAB = 128
 
 
 class Bed:
-    """One checkpoint: its path, a model for oracles and one for the executor."""
+    """One checkpoint: its path, a model for oracles on the CPU and one for the executor.
 
-    def __init__(self, path, num_mtp_layers: int) -> None:
+    Args:
+        host: options of every executor here: the device, and what is special there.
+    """
+
+    def __init__(self, path, num_mtp_layers: int, host: dict) -> None:
         self.path = str(path)
+        self.host = host
         self.oracle_model = load_model(self.path, num_mtp_layers=num_mtp_layers)
-        self.model = load_model(self.path, num_mtp_layers=num_mtp_layers)
+        on_gpu = host["device"] == "cuda"
+        self.model = load_model(
+            self.path, num_mtp_layers=num_mtp_layers, device="cuda" if on_gpu else "cpu"
+        )
+        if on_gpu:
+            self.model = fuse(self.model)
 
     def llm(self, *, k: int = 3, vanilla: bool = False, mtp=None, tokenizer=None, **options) -> LLM:
         """An executor; ``k=0`` decodes without speculation."""
@@ -38,6 +49,11 @@ class Bed:
             }
         cache = {"tokens_per_block": 4, "max_tokens": 1024}
         cache.update(options.pop("kv_cache_config", {}))
+        host = dict(self.host)
+        if "cuda_graph_config" in host and "max_batch_size" in options:
+            graphs, largest = host["cuda_graph_config"], options["max_batch_size"]
+            sizes = sorted({min(size, largest) for size in graphs["batch_sizes"]})
+            host["cuda_graph_config"] = {**graphs, "batch_sizes": sizes}
         config = {
             "model": self.path,
             "max_batch_size": 8,
@@ -45,13 +61,20 @@ class Bed:
             "max_seq_len": 128,
             "kv_cache_config": cache,
             "speculative_config": speculative,
+            **host,
             **options,
         }
         return LLM(config, model=self.model, tokenizer=tokenizer, **llm_options)
 
 
 @pytest.fixture(scope="session")
-def bed(tmp_path_factory) -> Bed:
+def host() -> dict:
+    """Where executors run; a machine with a GPU has a second bed, in ``on_gpu``."""
+    return {"device": "cpu" if torch.cuda.is_available() else "auto"}
+
+
+@pytest.fixture(scope="session")
+def bed(tmp_path_factory, host) -> Bed:
     """Three MTP layers whose drafts are often, not always, right."""
     path = tmp_path_factory.mktemp("echo")
     write_random_checkpoint(
@@ -63,11 +86,27 @@ def bed(tmp_path_factory) -> Bed:
         residual_scale=0.4,
         vocab_size=VOCAB,
     )
-    return Bed(path, 3)
+    return Bed(path, 3, host)
 
 
 @pytest.fixture(scope="session")
-def mla_bed(tmp_path_factory) -> Bed:
+def looping_bed(tmp_path_factory, host) -> Bed:
+    """The next token depends on the last one alone, so that every long text loops."""
+    path = tmp_path_factory.mktemp("looping")
+    write_random_checkpoint(
+        path,
+        "glm4_moe",
+        num_mtp_layers=3,
+        seed=6,
+        echo_draft=True,
+        residual_scale=0.0,
+        vocab_size=VOCAB,
+    )
+    return Bed(path, 3, host)
+
+
+@pytest.fixture(scope="session")
+def mla_bed(tmp_path_factory, host) -> Bed:
     """Latent attention, three MTP layers."""
     path = tmp_path_factory.mktemp("mla")
     write_random_checkpoint(
@@ -79,7 +118,7 @@ def mla_bed(tmp_path_factory) -> Bed:
         residual_scale=0.4,
         vocab_size=VOCAB,
     )
-    return Bed(path, 3)
+    return Bed(path, 3, host)
 
 
 @pytest.fixture
@@ -89,9 +128,16 @@ def prompts() -> list[list[int]]:
     return [[dice.randrange(VOCAB) for _ in range(n)] for n in (1, 2, 3, 5, 9, 17, 33, 4)]
 
 
+def pads_batches(bed: Bed) -> None:
+    """Skip where a CPU is asked for by name: it has no graphs to pad for."""
+    if bed.host["device"] == "cpu":
+        pytest.skip("padded batches run on this machine's GPU, in on_gpu")
+
+
 def wrap_worker(llm: LLM, wrap) -> None:
     """Put ``wrap(worker)`` in the worker's place."""
     engine = llm.executor.engine
+    engine.captured = None  # graphs hold the worker that they were captured with
     engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
 
 

@@ -30,14 +30,15 @@ class ExactnessCheck:
             f"request {request_id} at {len(prefix)} tokens"
         )
         self.num_drafts += min(wanted, len(drafts))
-        table = attention.block_table[row].long()
+        table = attention.block_table[row].long().cpu()
         size = self.pools.block_size
         for layer, expected in fresh.kv.items():
             rows = expected[0].shape[0]
             position = torch.arange(rows)
             row_ids = table[position // size] * size + position % size
-            for got, want in zip(self.pools.rows(layer, row_ids), expected, strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            stored = self.pools.rows(layer, row_ids.to(attention.block_table.device))
+            for got, want in zip(stored, expected, strict=True):
+                torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
             self.num_kv_rows += rows
 
 

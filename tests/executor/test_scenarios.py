@@ -8,7 +8,7 @@ import torch
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
-from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
+from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
@@ -62,6 +62,7 @@ def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, plai
 @pytest.mark.parametrize("plain", LOOPS)
 def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, plain):
     """R06: five live rows padded to eight: five updates, counters equal emitted tokens."""
+    pads_batches(bed)
     llm = bed.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=plain,
@@ -113,6 +114,7 @@ def test_r08_slots_and_blocks_survive_churn(bed, target, prompts):
 
 def test_r10_parked_slots_stay_as_they_are(bed, prompts):
     """R10: padding rows write to the sentinel slot, never to a request outside the batch."""
+    pads_batches(bed)
     llm = bed.llm(
         vanilla=True,
         max_batch_size=4,

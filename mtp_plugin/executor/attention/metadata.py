@@ -1,8 +1,8 @@
-"""Attention over the paged cache: the step's metadata, and the ``sdpa`` backend that reads it.
+"""The step's metadata: lengths, limits and block table, and what attention derives from them.
 
-The metadata holds lengths; every derived index (which row a token writes, which keys it sees) is
-rebuilt from them whenever they change, so a draft loop that changes lengths cannot leave a stale
-map.
+It holds lengths; every derived index (which row a token writes, which keys it sees) is rebuilt from
+them whenever they change, so a draft loop that changes lengths cannot leave a stale map. A backend
+that reads lengths on the device keeps only how many rows each sequence feeds, which the host knows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import functional
-from transformers import AttentionInterface
 
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.executor.attention.backend import AttentionBackend, find_backend
+from mtp_plugin.executor.attention.bridge import PagedCache
 from mtp_plugin.executor.kv_cache import PagedKVPools
-
-SDPA_BACKEND = "mtp_paged_sdpa"
-"""Name under which the backend is registered with transformers."""
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Neighbouring sequences with equal query rows, attended in one call."""
 
     first_seq: int
@@ -42,7 +39,35 @@ class Layout:
     write_rows: torch.Tensor  # [T] pool row that each query row writes
     read_rows: torch.Tensor  # [R, S'] pool rows of each sequence, position order
     readable: torch.Tensor  # [R, S'] bool: rows that hold keys of the request
-    groups: list[_Group]
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Query rows of a step as the host knows them: contexts of any length, then generations of one.
+
+    Generations of unequal rows count as ragged, and so does everything in front of them.
+    """
+
+    ragged: tuple[int, ...]
+    """Rows of each of the first sequences."""
+    num_uniform: int
+    """Sequences behind them."""
+    uniform_rows: int
+    """Rows of each of those; 0 where there are none."""
+
+    @classmethod
+    def of(cls, seq_lens: list[int], num_contexts: int) -> RowCounts:
+        """Counts of a step, contexts first."""
+        generations = seq_lens[num_contexts:]
+        if len(set(generations)) != 1:
+            return cls(tuple(seq_lens), 0, 0)
+        return cls(tuple(seq_lens[:num_contexts]), len(generations), generations[0])
+
+    @property
+    def ragged_rows(self) -> int:
+        """Rows of the first sequences together."""
+        return sum(self.ragged)
 
 
 class PagedAttentionMetadata:
@@ -58,7 +83,13 @@ class PagedAttentionMetadata:
         kv_write_limit: [R] int32: rows at or past it write to the sentinel block and attend nobody.
         kv_capacity: [R] int32: rows that the request has reserved.
         pools: KV rows of every layer.
-        check: compare every cached index with one rebuilt from scratch, at every attention call.
+        check: compare whatever is kept with what is rebuilt from scratch, at every attention call.
+        backend: that writes and attends; None: sdpa.
+        seq_lens_cuda: ``seq_lens`` on the device, where they are there already.
+
+    ``is_cuda_graph`` says that the tensors are buffers whose contents change between replays while
+    ``seq_lens`` stays what it is: what was derived from the contents then outlives neither its call
+    nor the capture that the call is part of.
     """
 
     supports_dead_rows = True
@@ -77,12 +108,14 @@ class PagedAttentionMetadata:
         pools: PagedKVPools,
         request_ids: list[int] | None = None,
         check: bool = False,
+        backend: AttentionBackend | None = None,
+        seq_lens_cuda: torch.Tensor | None = None,
     ) -> None:
         device = kv_lens.device
         self._seq_lens = seq_lens
-        self._seq_lens_cuda = seq_lens.to(device, non_blocking=True)
-        if self._seq_lens_cuda is seq_lens:
-            self._seq_lens_cuda = seq_lens.clone()
+        if seq_lens_cuda is None:
+            seq_lens_cuda = seq_lens.to(device, non_blocking=True)
+        self._seq_lens_cuda = seq_lens.clone() if seq_lens_cuda is seq_lens else seq_lens_cuda
         self.kv_lens_cuda = kv_lens
         self.kv_write_limit = kv_write_limit
         self.kv_capacity = kv_capacity
@@ -95,9 +128,12 @@ class PagedAttentionMetadata:
         self.is_cuda_graph = False
         self.request_ids = request_ids
         self.check = check
+        self.backend: AttentionBackend = find_backend("sdpa") if backend is None else backend
         self._pools = pools
         self._num_contexts = num_contexts
         self._layout: Layout | None = None
+        self._layout_captured = False
+        self._layout_rows: RowCounts | None = None
         self.on_update()
 
     # ---- TensorRT-LLM's names -----------------------------------------------------------------
@@ -147,36 +183,103 @@ class PagedAttentionMetadata:
         self._num_ctx_tokens = int(self._seq_lens[: self._num_contexts].sum())
         self._num_tokens = int(self._seq_lens.sum())
         self._layout = None
+        self._layout_rows = None
 
     def on_update_kv_lens(self) -> None:
         """Device lengths changed."""
         self._layout = None
 
-    # ---- what transformers modules get ----------------------------------------------------------
+    # ---- attention ------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> PagedKVPools:
+        """KV rows of every layer."""
+        return self._pools
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """Write the step's rows of a layer, then attend: the whole of a layer's attention.
+
+        Args:
+            layer_idx: the layer's place in the pools: target layers first, then draft depths.
+            query: [T, Hq, D]; key: [T, Hk, D]; value: [T, Hk, Dv]; any strides in front of
+                contiguous widths.
+            scaling: factor of the scores; None: ``D ** -0.5``.
+
+        Returns:
+            [T, Hq, Dv]; dead rows are finite and mean nothing.
+        """
+        self.backend.write(layer_idx, key, value, self)
+        return self.backend.attend(layer_idx, query, self, scaling)
 
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for transformers modules."""
         return {
-            "past_key_values": _PagedCache(self._pools, self),
+            "past_key_values": PagedCache(self),
             "attention_mask": None,
             "use_cache": True,
             "attn_metadata": self,
         }
 
+    def row_counts(self) -> RowCounts:
+        """Query rows per sequence, from the host's lengths alone.
+
+        Raises:
+            MetadataError: in check mode, where a length changed without ``on_update``, or the
+                device holds other ones.
+        """
+        if self._layout_rows is None:
+            self._layout_rows = RowCounts.of(self._seq_lens.tolist(), self._num_contexts)
+        elif self.check:
+            fresh = RowCounts.of(self._seq_lens.tolist(), self._num_contexts)
+            expect(
+                fresh == self._layout_rows,
+                MetadataError,
+                f"attention metadata: query rows are stale: {self._layout_rows} is kept, the "
+                f"lengths say {fresh}",
+            )
+        if self.check:
+            self._check_device_lens()
+        return self._layout_rows
+
     def layout(self) -> Layout:
         """The indices that follow from the current lengths.
 
         Raises:
-            MetadataError: in check mode, where a length changed without ``on_update_kv_lens``.
+            MetadataError: in check mode, where a length changed without ``on_update_kv_lens``, or
+                host and device hold other query rows.
         """
-        if self._layout is None:
-            self._layout = self._build_layout()
-        elif self.check:
+        if self.check:
+            self._check_device_lens()
+        capturing = self._is_capturing()
+        # what a capture has computed is computed anew by every replay; anything else is one step's
+        kept = not self.is_cuda_graph or (capturing and self._layout_captured)
+        if self._layout is None or not kept:
+            self._layout, self._layout_captured = self._build_layout(), capturing
+        elif self.check and not capturing:
             fresh = self._build_layout()
             for name in ("positions", "write_rows", "read_rows", "readable", "alive"):
                 if not torch.equal(getattr(fresh, name), getattr(self._layout, name)):
                     raise MetadataError(f"attention metadata: {name} is stale for these lengths")
         return self._layout
+
+    def _is_capturing(self) -> bool:
+        return self.kv_lens_cuda.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def _check_device_lens(self) -> None:
+        if self._is_capturing():
+            return  # nothing can be read back
+        expect(
+            torch.equal(self._seq_lens, self._seq_lens_cuda.cpu()),
+            MetadataError,
+            "attention metadata: seq_lens differ between host and device",
+        )
 
     def _build_layout(self) -> Layout:
         device = self.kv_lens_cuda.device
@@ -204,84 +307,12 @@ class PagedAttentionMetadata:
         readable = key_positions < torch.minimum(kv_lens, limit).unsqueeze(1)
         return Layout(positions, alive, write_rows, read_rows, readable, self._groups())
 
-    def _groups(self) -> list[_Group]:
-        groups: list[_Group] = []
+    def _groups(self) -> list[Group]:
+        groups: list[Group] = []
         first_seq = first_row = 0
         for query_rows, members in groupby(self._seq_lens.tolist()):
             count = len(list(members))
-            groups.append(_Group(first_seq, count, first_row, query_rows))
+            groups.append(Group(first_seq, count, first_row, query_rows))
             first_seq += count
             first_row += count * query_rows
         return groups
-
-
-class _PagedCache:
-    """The cache object that transformers' attention modules update: writes rows, gathers pages."""
-
-    is_compileable = False
-
-    def __init__(self, pools: PagedKVPools, metadata: PagedAttentionMetadata) -> None:
-        self._pools = pools
-        self._metadata = metadata
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Positions are given explicitly; transformers never derives them from here."""
-        return 0
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's rows and return every sequence's rows, [1, heads, R*S', width]."""
-        layout = self._metadata.layout()
-        gathered = []
-        for pool, rows in zip(self._pools.layer(layer_idx, key, value), (key, value), strict=True):
-            pool.index_copy_(0, layout.write_rows, rows[0].transpose(0, 1))
-            pages = pool[layout.read_rows]  # [R, S', heads, width]
-            # a row that holds no key must not reach the product: 0 * NaN is NaN
-            pages = pages.masked_fill(~layout.readable[..., None, None], 0)
-            gathered.append(pages.flatten(0, 1).transpose(0, 1).unsqueeze(0))
-        return gathered[0], gathered[1]
-
-
-def _paged_sdpa(
-    module: Any,  # noqa: ARG001 - transformers' signature
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001
-    *,
-    attn_metadata: PagedAttentionMetadata,
-    scaling: float | None = None,
-    dropout: float = 0.0,  # noqa: ARG001
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention of every sequence over its own pages.
-
-    query [1, Hq, T, D]; key, value [1, Hk, R*S', D]: sequences in order, S' positions each.
-    """
-    layout = attn_metadata.layout()
-    num_seqs, num_keys = layout.read_rows.shape
-    keys = key[0].unflatten(1, (num_seqs, num_keys)).transpose(0, 1)  # [R, Hk, S', D]
-    values = value[0].unflatten(1, (num_seqs, num_keys)).transpose(0, 1)
-    key_positions = torch.arange(num_keys, device=query.device)
-    outputs = []
-    for group in layout.groups:
-        rows = slice(group.first_row, group.first_row + group.num_seqs * group.query_rows)
-        seqs = slice(group.first_seq, group.first_seq + group.num_seqs)
-        shape = (group.num_seqs, group.query_rows)
-        # a dead row attends one zeroed or foreign-free key, so that it stays finite
-        last_key = torch.where(layout.alive[rows], layout.positions[rows], 0).view(*shape, 1)
-        visible = (key_positions <= last_key).unsqueeze(1)  # [B, 1, q, S']
-        output = functional.scaled_dot_product_attention(
-            query[0, :, rows].unflatten(1, shape).transpose(0, 1),
-            keys[seqs],
-            values[seqs],
-            attn_mask=visible,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [B*q, Hq, D]
-    return torch.cat(outputs).unsqueeze(0), None
-
-
-AttentionInterface.register(SDPA_BACKEND, _paged_sdpa)

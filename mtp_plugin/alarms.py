@@ -1,0 +1,151 @@
+"""Alarms on acceptance: figures that no accuracy test shows.
+
+Two conditions, each told once through the logger ``mtp_plugin`` and again only after it was over:
+**collapse**, hardly a draft is accepted (the text stays right, and drafting only costs), and
+**looping**, everything is accepted because the text repeats itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_logger = logging.getLogger("mtp_plugin")
+
+COLLAPSE_STEPS = 512
+"""Request-steps with drafts over which a collapse is judged."""
+COLLAPSED_BELOW = 1.05
+"""Emitted tokens per step: under this is a collapse."""
+RECOVERED_AT = 1.15
+"""Emitted tokens per step: from here on it is over."""
+
+LOOP_SPAN = 128
+"""Emitted tokens of a request over which looping is judged, span after span."""
+LOOP_CEILING = 0.95
+"""Share of what the steps of a span could have emitted, from which acceptance is at its ceiling."""
+LOOP_NGRAM = 8
+LOOP_REPEATED = 0.5
+"""Share of a span's n-grams that stood before in it: from here on it loops."""
+QUIET_SPANS = 64
+"""Spans of any requests without a loop after which looping is over."""
+
+
+def repeated_share(tokens: Sequence[int], n: int) -> float:
+    """Share of the n-grams of ``tokens`` that stood before in it; 0.0 where it has none.
+
+    ``abcabcabc`` with n = 3: 7 n-grams, 3 different ones, a share of 4/7.
+    """
+    count = len(tokens) - n + 1
+    if count < 1:
+        return 0.0
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
+
+
+@dataclass
+class _Span:
+    """The newest steps of a request, until they emitted a span's tokens."""
+
+    emitted: int = 0
+    possible: int = 0
+    loops: bool = False  # the request has been counted
+
+
+class AcceptanceAlarms:
+    """Watches every request-step that verified drafts; host integers alone, no device read-back.
+
+    Where results are recorded call `record`; the samplers of the plugin do (`MTPSampler`). A step
+    costs a few additions, a request's n-grams are counted once per span, and only where acceptance
+    is at its ceiling.
+
+    Attributes:
+        collapsed, looping: whether the condition holds now.
+        num_collapses: times that acceptance collapsed.
+        num_looping_requests: requests that were seen looping.
+    """
+
+    def __init__(self) -> None:
+        self.collapsed = False
+        self.looping = False
+        self.num_collapses = 0
+        self.num_looping_requests = 0
+        self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
+        self._total = 0
+        self._spans: WeakKeyDictionary[Any, _Span] = WeakKeyDictionary()
+        self._quiet_spans = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens per step over the newest steps with drafts; 0.0 before the first."""
+        return self._total / len(self._emitted) if self._emitted else 0.0
+
+    def record(self, request: Any, num_emitted: int, num_drafted: int) -> None:
+        """Count one request-step; the request holds its emitted tokens already.
+
+        Args:
+            request: with ``request_id`` and ``get_tokens(beam)``.
+            num_emitted: tokens really emitted. num_drafted: drafts really verified.
+        """
+        if num_drafted == 0:
+            return
+        self._watch_for_collapse(num_emitted)
+        self._watch_for_loops(request, num_emitted, num_drafted)
+
+    def _watch_for_collapse(self, num_emitted: int) -> None:
+        if len(self._emitted) == COLLAPSE_STEPS:
+            self._total -= self._emitted[0]
+        self._emitted.append(num_emitted)
+        self._total += num_emitted
+        if len(self._emitted) < COLLAPSE_STEPS:
+            return
+        mean = self.acceptance_length
+        if not self.collapsed and mean < COLLAPSED_BELOW:
+            self.collapsed = True
+            self.num_collapses += 1
+            _logger.warning(
+                "acceptance collapsed: %.3f tokens per step over the last %d steps with drafts; "
+                "drafting costs and gains nothing. Do the MTP weights belong to this target?",
+                mean,
+                COLLAPSE_STEPS,
+            )
+        elif self.collapsed and mean >= RECOVERED_AT:
+            self.collapsed = False
+            _logger.info("acceptance recovered: %.3f tokens per step", mean)
+
+    def _watch_for_loops(self, request: Any, num_emitted: int, num_drafted: int) -> None:
+        span = self._spans.setdefault(request, _Span())
+        span.emitted += num_emitted
+        span.possible += num_drafted + 1
+        if span.emitted < LOOP_SPAN:
+            return
+        share = 0.0
+        if span.emitted >= LOOP_CEILING * span.possible:
+            share = repeated_share(request.get_tokens(0)[-LOOP_SPAN:], LOOP_NGRAM)
+        span.emitted = span.possible = 0
+        if share >= LOOP_REPEATED:
+            self._report_loop(request, span, share)
+        elif self.looping:
+            self._quiet_spans += 1
+            if self._quiet_spans == QUIET_SPANS:
+                self.looping = False
+                _logger.info("no request has looped for %d tokens", QUIET_SPANS * LOOP_SPAN)
+
+    def _report_loop(self, request: Any, span: _Span, share: float) -> None:
+        self._quiet_spans = 0
+        self.num_looping_requests += not span.loops
+        span.loops = True
+        if self.looping:
+            return
+        self.looping = True
+        _logger.warning(
+            "request %s loops: every draft is accepted, and %.0f %% of the last %d tokens' "
+            "%d-grams repeat. Acceptance figures are flattered by it; does the text loop without "
+            "MTP too?",
+            request.request_id,
+            100 * share,
+            LOOP_SPAN,
+            LOOP_NGRAM,
+        )

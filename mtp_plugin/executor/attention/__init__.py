@@ -1,0 +1,25 @@
+"""Attention over the paged cache: the step's metadata, and the backends that read it.
+
+One operation, ``metadata.attend(layer_idx, query, key, value, scaling)``: write the step's rows,
+then attend. Transformers' modules reach the same two calls through ``metadata.model_kwargs()``.
+"""
+
+from mtp_plugin.executor.attention.backend import (
+    AttentionBackend,
+    HeadShape,
+    find_backend,
+    select_backend,
+)
+from mtp_plugin.executor.attention.bridge import TRITON_BACKEND
+from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
+from mtp_plugin.executor.attention.sdpa import SDPA_BACKEND
+
+__all__ = [
+    "SDPA_BACKEND",
+    "TRITON_BACKEND",
+    "AttentionBackend",
+    "HeadShape",
+    "PagedAttentionMetadata",
+    "find_backend",
+    "select_backend",
+]

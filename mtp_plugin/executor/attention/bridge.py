@@ -1,0 +1,83 @@
+"""Paged attention as transformers' modules reach it: a cache to update, a registered function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+
+from mtp_plugin.executor.attention.sdpa import SDPA_BACKEND, attend_pages, gather_pages
+
+if TYPE_CHECKING:
+    from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
+
+TRITON_BACKEND = "mtp_paged_triton"
+"""Name under which the Triton backend is registered with transformers."""
+
+
+class PagedCache:
+    """The cache object that transformers' attention modules update."""
+
+    is_compileable = False
+
+    def __init__(self, metadata: PagedAttentionMetadata) -> None:
+        self._metadata = metadata
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Positions are given explicitly; transformers never derives them from here."""
+        return 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's rows, key and value [1, heads, T, width].
+
+        Returns:
+            Every sequence's rows [1, heads, R*S', width] for a backend that gathers pages; else
+            what came, which nobody reads.
+        """
+        metadata = self._metadata
+        rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        metadata.backend.write(layer_idx, *rows, metadata)
+        if not metadata.backend.gathers_pages:
+            return key, value
+        keys, values = gather_pages(layer_idx, metadata)
+        return _flat(keys), _flat(values)
+
+
+def _flat(pages: torch.Tensor) -> torch.Tensor:
+    """[R, heads, S', width] -> [1, heads, R*S', width]."""
+    return pages.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    *,
+    attn_metadata: PagedAttentionMetadata,
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of every sequence over its own pages.
+
+    query [1, Hq, T, D]; key, value [1, Hk, R*S', D] where pages are gathered: sequences in order,
+    S' positions each. The metadata's backend attends, under whichever name modules came here: a
+    model may be shared.
+    """
+    rows = query[0].transpose(0, 1)
+    backend = attn_metadata.backend
+    if backend.gathers_pages:
+        shape = (attn_metadata.num_seqs, -1)
+        keys = key[0].unflatten(1, shape).transpose(0, 1)  # [R, Hk, S', D]
+        values = value[0].unflatten(1, shape).transpose(0, 1)
+        return attend_pages(rows, keys, values, attn_metadata, scaling).unsqueeze(0), None
+    return backend.attend(module.layer_idx, rows, attn_metadata, scaling).unsqueeze(0), None
+
+
+AttentionInterface.register(SDPA_BACKEND, _paged_attention)
+AttentionInterface.register(TRITON_BACKEND, _paged_attention)

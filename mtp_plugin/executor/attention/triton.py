@@ -1,0 +1,404 @@
+"""Checks, scratch and grids of paged attention: one launch that writes, one or two that attend.
+
+What a launch depends on: shapes, and the rows per sequence that the host knows. Lengths, limits and
+block tables are read on the device, so a captured step replays with others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from mtp_plugin.errors import ConfigError, TensorContractError, expect
+from mtp_plugin.executor.attention.bridge import TRITON_BACKEND
+from mtp_plugin.executor.attention.kernel import (
+    merge_kernel,
+    ragged_kernel,
+    uniform_kernel,
+    write_kernel,
+)
+from mtp_plugin.triton_device import early_launch, expect_reachable
+
+if TYPE_CHECKING:
+    from mtp_plugin.executor.attention.backend import HeadShape
+    from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata, RowCounts
+
+MAX_WIDTH = 256
+"""Widest head; what a program holds of a tile grows with it."""
+KEY_TILE_BYTES = 16384
+"""Bytes of keys, and again of values, that a program reads at a time."""
+SPLIT_PROGRAMS = 256
+"""Programs from which a launch is left in one piece: about two for each multiprocessor of an
+H200."""
+SPLIT_KEYS = 128
+"""Keys of the widest block table per split at least: shorter pieces cost more to merge."""
+FEW_SPLITS, MAX_SPLITS, LONG_PIECE = 16, 64, 512
+"""More than a few splits pay only where each still has a long piece of the widest block table."""
+WRITE_BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a program's tiles, and how many warps run it. Chosen by measuring on an H200."""
+
+    rows: int
+    keys: int
+    width: int
+    num_warps: int
+    num_stages: int
+
+
+def uniform_tile(packed_rows: int, width: int, itemsize: int, sequences: int) -> Tile:
+    """The tile of sequences with so many rows times query heads per key head.
+
+    Args:
+        packed_rows: per sequence and key head. width: of a head. itemsize: bytes of a number.
+        sequences: times key heads.
+    """
+    wide = max(16, triton.next_power_of_2(width))
+    rows = max(16, triton.next_power_of_2(min(packed_rows, 128)))
+    if itemsize > 2:
+        return _exact_tile(rows, wide, itemsize)
+    programs = sequences * -(-packed_rows // rows)
+    if programs < 2 * SPLIT_PROGRAMS:
+        # programs wait for memory more than for each other: each asks for more at a time
+        return Tile(rows, _keys(2 * KEY_TILE_BYTES, wide, itemsize), wide, 8, 2)
+    return Tile(rows, _keys(KEY_TILE_BYTES, wide, itemsize), wide, 8 if rows > 64 else 4, 2)
+
+
+def ragged_tile(packed_rows: int, width: int, itemsize: int) -> Tile:
+    """The tile of sequences of which the longest has so many rows times query heads per key
+    head."""
+    wide = max(16, triton.next_power_of_2(width))
+    rows = max(16, triton.next_power_of_2(min(packed_rows, 128)))
+    if itemsize > 2:
+        return _exact_tile(rows, wide, itemsize)
+    keys = min(64, _keys(KEY_TILE_BYTES, wide, itemsize))
+    if rows > 64 and wide > 128:
+        return Tile(rows, keys, wide, 8, 3)
+    return Tile(min(rows, 64), keys, wide, 4, 3)
+
+
+def _exact_tile(rows: int, wide: int, itemsize: int) -> Tile:
+    """Of float32: without tensor cores a thread holds whole rows of what it multiplies, so that
+    tiles are small and threads are many, or registers spill."""
+    rows = min(rows, 32)
+    keys = min(32, _keys(KEY_TILE_BYTES // (rows // 16), wide, itemsize))
+    return Tile(rows, keys, wide, 8, 2)
+
+
+def _keys(num_bytes: int, wide: int, itemsize: int) -> int:
+    return max(16, min(128, num_bytes // (wide * itemsize)))
+
+
+def splits_for(programs: int, max_keys: int) -> int:
+    """Pieces into which the keys of a sequence are cut: as many as keep the device busy.
+
+    Args:
+        programs: of the launch in one piece. max_keys: that the widest block table holds.
+    """
+    wanted = -(-SPLIT_PROGRAMS // programs)
+    most = min(MAX_SPLITS, max(FEW_SPLITS, max_keys // LONG_PIECE))
+    return max(1, min(wanted, most, -(-max_keys // SPLIT_KEYS)))
+
+
+class TritonBackend:
+    """Rows are attended where they lie: no page is gathered, nothing is read back."""
+
+    name = "triton"
+    attention_function = TRITON_BACKEND
+    gathers_pages = False
+
+    def refusal(self, heads: HeadShape, device: torch.device) -> str | None:
+        """Heads that the kernels do not hold, or a device that they do not run on."""
+        widths = f"key width {heads.key_width}, value width {heads.value_width}"
+        if heads.latent:
+            return f"its cache holds latents ({widths}), which attn_backend: sdpa reads"
+        if heads.key_width != heads.value_width:
+            return f"expected keys and values of one width, got {widths}"
+        if not 1 <= heads.key_width <= MAX_WIDTH:
+            return f"expected heads up to {MAX_WIDTH} wide, got {heads.key_width}"
+        if heads.num_query_heads % heads.num_kv_heads:
+            return (
+                f"expected query heads in whole groups per key head, got {heads.num_query_heads} "
+                f"over {heads.num_kv_heads}"
+            )
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return (
+                f"it needs a CUDA device, got {device} (a CPU runs its kernels only with "
+                f"TRITON_INTERPRET=1)"
+            )
+        return None
+
+    def write(
+        self,
+        layer_idx: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+    ) -> None:
+        """As :meth:`AttentionBackend.write`; key and value are equally wide.
+
+        Raises:
+            ConfigError: widths that the kernels do not hold.
+            TensorContractError: rows of another shape, dtype or stride, or out of reach.
+        """
+        counts = metadata.row_counts()
+        num_rows = metadata.num_tokens
+        _check_rows("key", key, num_rows)
+        _check_rows("value", value, num_rows)
+        expect(
+            key.shape == value.shape and key.shape[2] <= MAX_WIDTH,
+            ConfigError,
+            f"attn_backend: 'triton' needs keys and values of one width up to {MAX_WIDTH}, got "
+            f"keys {list(key.shape)} and values {list(value.shape)}; latent attention runs with "
+            f"attn_backend: sdpa",
+        )
+        expect_reachable(write_kernel, "paged attention: key", key)
+        _check_lengths(metadata)
+        pools = metadata.pools
+        key_pool, value_pool = pools.layer(layer_idx, key, value)
+        _check_pool(layer_idx, key_pool, "key", key)
+        _check_pool(layer_idx, value_pool, "value", value)
+        if num_rows == 0:
+            return
+        _, heads, width = key.shape
+        block = min(WRITE_BLOCK, triton.next_power_of_2(heads * width))
+        table = metadata.block_table
+        write_kernel[(num_rows, triton.cdiv(heads * width, block))](
+            key,
+            value,
+            metadata.seq_lens_cuda,
+            metadata.kv_lens_cuda,
+            metadata.kv_write_limit,
+            table,
+            key_pool,
+            value_pool,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            table.stride(0),
+            table.shape[1],
+            pools.num_rows - pools.block_size,
+            len(counts.ragged),
+            counts.ragged_rows,
+            max(counts.uniform_rows, 1),
+            HEADS=heads,
+            WIDTH=width,
+            BLOCK_SIZE=pools.block_size,
+            LANES=_lanes(counts) if counts.ragged else 0,
+            BLOCK=block,
+            num_warps=4,
+            **early_launch(key.device),
+        )
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        scaling: float | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`AttentionBackend.attend`; dead rows are zero.
+
+        Raises:
+            MetadataError: the layer has written no rows.
+            TensorContractError: rows of another shape, dtype or stride, or out of reach.
+        """
+        counts = metadata.row_counts()
+        _check_rows("query", query, metadata.num_tokens)
+        expect_reachable(uniform_kernel, "paged attention: query", query)
+        _check_lengths(metadata)
+        key_pool, value_pool = metadata.pools.written(layer_idx)
+        heads, width = query.shape[1:]
+        kv_heads = key_pool.shape[1]
+        expect(
+            query.dtype == key_pool.dtype and width == key_pool.shape[2] and heads % kv_heads == 0,
+            TensorContractError,
+            f"query of layer {layer_idx}: expected [T, a multiple of {kv_heads}, "
+            f"{key_pool.shape[2]}] in {key_pool.dtype}, got {list(query.shape)} in {query.dtype}",
+        )
+        scaling = width**-0.5 if scaling is None else scaling
+        expect(
+            scaling > 0,
+            TensorContractError,
+            f"scaling of layer {layer_idx}: expected more than 0, got {scaling}",
+        )
+        call = _Call(
+            query,
+            torch.empty(query.shape, dtype=query.dtype, device=query.device),
+            key_pool,
+            value_pool,
+            metadata,
+            # scores are powers of two, which cost less than powers of e
+            scaling * math.log2(math.e),
+        )
+        if counts.ragged_rows:
+            call.attend_ragged(counts)
+        if counts.uniform_rows:
+            call.attend_uniform(counts)
+        return call.output
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One attention call: the tensors that its launches share."""
+
+    query: torch.Tensor  # [T, Hq, D]
+    output: torch.Tensor  # [T, Hq, D]
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    metadata: PagedAttentionMetadata
+    score_scale: float
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.key_pool.shape[1])
+
+    @property
+    def group(self) -> int:
+        return int(self.query.shape[1]) // self.kv_heads
+
+    def attend_ragged(self, counts: RowCounts) -> None:
+        """The first sequences, whatever their lengths, in one launch."""
+        metadata, width = self.metadata, int(self.query.shape[2])
+        tile = ragged_tile(max(counts.ragged) * self.group, width, self.query.element_size())
+        tiles = sum(-(-rows * self.group // tile.rows) for rows in counts.ragged)
+        table = metadata.block_table
+        ragged_kernel[(tiles, self.kv_heads)](
+            self.query,
+            metadata.seq_lens_cuda,
+            metadata.kv_lens_cuda,
+            metadata.kv_write_limit,
+            table,
+            self.key_pool,
+            self.value_pool,
+            self.output,
+            self.query.stride(0),
+            self.query.stride(1),
+            table.stride(0),
+            table.shape[1],
+            len(counts.ragged),
+            self.score_scale,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            WIDTH=width,
+            BLOCK_SIZE=metadata.pools.block_size,
+            LANES=_lanes(counts),
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            BLOCK_D=tile.width,
+            WIDEN=_widens(self.query),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **early_launch(self.query.device),
+        )
+
+    def attend_uniform(self, counts: RowCounts) -> None:
+        """The sequences behind them, of equal rows, with the keys of each cut for more programs."""
+        metadata, query = self.metadata, self.query
+        heads, width = query.shape[1:]
+        packed_rows = counts.uniform_rows * self.group
+        sequences = counts.num_uniform * self.kv_heads
+        tile = uniform_tile(packed_rows, width, query.element_size(), sequences)
+        row_tiles = -(-packed_rows // tile.rows)
+        table = metadata.block_table
+        splits = splits_for(sequences * row_tiles, table.shape[1] * metadata.pools.block_size)
+        partial = weight = self.output
+        items = counts.num_uniform * counts.uniform_rows * heads
+        if splits > 1:
+            float32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+            partial = torch.empty(items, splits, width, **float32)
+            weight = torch.empty(items, splits, **float32)
+        early = early_launch(query.device)
+        uniform_kernel[(counts.num_uniform * row_tiles, self.kv_heads, splits)](
+            query,
+            metadata.kv_lens_cuda,
+            metadata.kv_write_limit,
+            table,
+            self.key_pool,
+            self.value_pool,
+            partial,
+            weight,
+            query.stride(0),
+            query.stride(1),
+            table.stride(0),
+            table.shape[1],
+            len(counts.ragged),
+            counts.ragged_rows,
+            counts.uniform_rows,
+            row_tiles,
+            splits,
+            self.score_scale,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            WIDTH=width,
+            BLOCK_SIZE=metadata.pools.block_size,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
+            BLOCK_D=tile.width,
+            WIDEN=_widens(query),
+            SPLIT=splits > 1,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **early,
+        )
+        if splits > 1:
+            merge_kernel[(items,)](
+                partial,
+                weight,
+                self.output,
+                counts.ragged_rows,
+                splits,
+                HEADS=heads,
+                WIDTH=width,
+                SPLITS=triton.next_power_of_2(splits),
+                BLOCK_D=tile.width,
+                # in one warp the pieces of a value meet in one thread
+                num_warps=max(1, min(8, triton.next_power_of_2(splits) * tile.width // 2048)),
+                **early,
+            )
+
+
+def _lanes(counts: RowCounts) -> int:
+    return max(16, 1 << max(len(counts.ragged) - 1, 0).bit_length())
+
+
+def _widens(query: torch.Tensor) -> bool:
+    return query.dtype is torch.bfloat16 and not query.is_cuda
+
+
+def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
+    expect(
+        rows.dim() == 3 and rows.shape[0] == num_rows and rows.stride(2) == 1,
+        TensorContractError,
+        f"{name}: expected [T = {num_rows}, heads, width] with contiguous widths, got shape "
+        f"{list(rows.shape)} and strides {list(rows.stride())}",
+    )
+
+
+def _check_lengths(metadata: PagedAttentionMetadata) -> None:
+    for name in ("seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "block_table"):
+        tensor: torch.Tensor = getattr(metadata, name)
+        expect(
+            tensor.shape[0] >= metadata.num_seqs
+            and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1),
+            TensorContractError,
+            f"{name}: expected contiguous rows for {metadata.num_seqs} sequences, got shape "
+            f"{list(tensor.shape)} and strides {list(tensor.stride())}",
+        )
+
+
+def _check_pool(layer_idx: int, pool: torch.Tensor, name: str, rows: torch.Tensor) -> None:
+    expect(
+        pool.shape[1:] == rows.shape[1:] and pool.dtype == rows.dtype,
+        TensorContractError,
+        f"{name} of layer {layer_idx}: expected [T, {pool.shape[1]}, {pool.shape[2]}] in "
+        f"{pool.dtype} like the rows before, got {list(rows.shape)} in {rows.dtype}",
+    )

@@ -1,0 +1,134 @@
+"""Generation-only steps in CUDA graphs: target, acceptance, history and the whole draft loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepShape
+from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.workers.metadata_check import DeferredCheck, deferred_checks
+
+WARM_UP_STEPS = 2
+"""Eager steps before a capture: kernels are compiled, libraries made ready, pools allocated."""
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without Python's collector: it might destroy an old graph, which breaks a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A graph, and the tensors that its replays write."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: dict[str, torch.Tensor]
+    spec_metadata: Any  # whose buffers the graph reads
+    checks: list[DeferredCheck]  # of the draft loop's metadata, in debug mode
+
+
+class CapturedSteps:
+    """One graph per shape of step, all in one memory pool.
+
+    A replay reads its inputs from the row table and from the sampler's store, where the step before
+    left its tokens; whatever the host decides is in the rows.
+
+    Args:
+        launch: puts a step on the device (``ModelEngine.launch``).
+        table: rows of the steps; its addresses are captured.
+        padding_row: fills batches in warm-up and capture.
+        previous: the sampler's store as the next step reads it; its addresses are captured.
+        make_spec_metadata: batch size -> speculative metadata with buffers of its own.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., dict[str, torch.Tensor]],
+        table: RowTable,
+        padding_row: Row,
+        previous: Any,
+        make_spec_metadata: Callable[[int], Any],
+    ) -> None:
+        self._launch = launch
+        self._table = table
+        self._padding_row = padding_row
+        self._previous = previous
+        self._make_spec_metadata = make_spec_metadata
+        self._pool = torch.cuda.graph_pool_handle()
+        self._steps: dict[StepShape, CapturedStep] = {}
+        self.num_replays = 0
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """The shapes that have a graph."""
+        return list(self._steps)
+
+    @torch.inference_mode()
+    def capture(self, shape: StepShape) -> None:
+        """Capture a step of padding rows, which writes to sentinels only.
+
+        Raises:
+            ConfigError: the model or a plugin's worker does what no capture can hold.
+        """
+        size = shape.num_generations
+        step = self._table.upload([self._padding_row] * size)
+        spec_metadata = self._make_spec_metadata(size)
+        host = HostLists([1] * size, [CUDA_GRAPH_DUMMY_REQUEST_ID] * size)
+
+        def launch() -> dict[str, torch.Tensor]:
+            return self._launch(
+                shape, step, self._previous, None, host, spec_metadata=spec_metadata
+            )
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with (
+                deferred_checks() as checks,
+                _nothing_collected(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream),
+            ):
+                outputs = launch()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cuda_graph_config: a step of {size} requests cannot be captured: {error}"
+            ) from error
+        torch.cuda.synchronize()
+        self._steps[shape] = CapturedStep(graph, outputs, spec_metadata, checks)
+
+    def replay(self, shape: StepShape, rows: list[Row]) -> dict[str, torch.Tensor] | None:
+        """Launch a step from its graph; None where it has none and must run eagerly.
+
+        Raises:
+            MetadataError: in debug mode, where the draft loop left metadata changed.
+        """
+        captured = self._steps.get(shape)
+        stop_width = max((len(row.stop_ids) for row in rows), default=0)
+        if captured is None or not self._table.holds(len(rows), stop_width):
+            return None
+        self._table.upload(rows)
+        captured.graph.replay()
+        self.num_replays += 1
+        for check in captured.checks:
+            check.verify()
+        return captured.outputs

@@ -1,0 +1,74 @@
+"""Triton kernel of the inputs of generations."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.triton_device.kernel import inputs_written
+
+
+@triton.jit
+def generation_inputs_kernel(
+    # rows of the table, all with one stride
+    token_ptr,
+    length_ptr,
+    limit_ptr,
+    capacity_ptr,
+    pending_ptr,
+    seq_slot_ptr,
+    state_slot_ptr,
+    # the store
+    next_ptr,
+    emitted_ptr,
+    # outputs
+    id_out_ptr,
+    draft_out_ptr,
+    position_out_ptr,
+    draft_len_out_ptr,
+    seq_len_out_ptr,
+    kv_len_out_ptr,
+    write_limit_out_ptr,
+    capacity_out_ptr,
+    state_slot_out_ptr,
+    # sizes
+    row_stride,
+    next_column_stride,
+    next_slot_stride,
+    emitted_stride,
+    max_position,
+    # constants
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_STORE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One generation: its K+1 inputs, their positions, its lengths and limits."""
+    inputs_written(EARLY)
+    generation = tl.program_id(0).to(tl.int64)
+    row = generation * row_stride
+    columns = tl.arange(0, COLUMNS)
+    used = columns < WIDTH
+    length = tl.load(length_ptr + row)
+    capacity = tl.load(capacity_ptr + row)
+    ids = tl.load(token_ptr + row + columns, mask=used, other=0)
+    if HAS_STORE:
+        slot = tl.load(seq_slot_ptr + row).to(tl.int64)
+        late = tl.load(pending_ptr + row) > 0
+        following = tl.load(
+            next_ptr + slot * next_slot_stride + columns * next_column_stride, mask=used, other=0
+        )
+        ids = tl.where(late, following, ids)
+        length += tl.where(late, tl.load(emitted_ptr + slot * emitted_stride), 0)
+    room = tl.maximum(capacity - 1 - length, 0)
+    draft_len = tl.minimum(tl.load(limit_ptr + row), room)
+    ids = tl.where(columns > draft_len, 0, tl.maximum(ids, 0))
+    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=used)
+    is_draft = used & (columns > 0)
+    tl.store(draft_out_ptr + generation * (WIDTH - 1) + columns - 1, ids, mask=is_draft)
+    position = tl.minimum(length + columns, max_position).to(tl.int64)
+    tl.store(position_out_ptr + generation * WIDTH + columns, position, mask=used)
+    tl.store(draft_len_out_ptr + generation, draft_len)
+    tl.store(seq_len_out_ptr + generation, WIDTH)
+    tl.store(kv_len_out_ptr + generation, length + WIDTH)
+    tl.store(write_limit_out_ptr + generation, tl.minimum(length + draft_len + 1, capacity))
+    tl.store(capacity_out_ptr + generation, capacity)
+    tl.store(state_slot_out_ptr + generation, tl.load(state_slot_ptr + row).to(tl.int64))

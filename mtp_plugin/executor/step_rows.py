@@ -1,0 +1,184 @@
+"""What the host tells the device about each request of a step: one row, one copy for all of them.
+
+A step that is captured in a CUDA graph reads the same addresses in every replay, so the rows live
+in one device tensor. They go there from one of two pinned buffers in turn: while the copy from one
+may still be running, the next step is written into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import ExecutorError, expect
+
+NO_STOP = -1
+
+
+@dataclass
+class Row:
+    """One request of a step, or a padding row."""
+
+    tokens: list[int]  # K+1 inputs of a generation: last emitted token, then drafts
+    length: int  # committed tokens in front of the inputs; of a context: its end
+    draft_limit: int = 0  # drafts that may be verified
+    capacity: int = 0  # KV rows that the request may touch
+    is_pending: bool = False  # its last result is only on the device
+    seq_slot: int = 0  # where, in the sampler's store
+    state_slot: int = 0  # its row in the pools of the speculative manager
+    first_stop: int = 0  # first token index at which a stop id may stand
+    stop_ids: Sequence[int] = ()
+    blocks: Sequence[int] = field(default=())
+
+
+_FIXED = (
+    "length",
+    "draft_limit",
+    "capacity",
+    "is_pending",
+    "seq_slot",
+    "state_slot",
+    "first_stop",
+)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step on the device, [N, ...] int32."""
+
+    tokens: torch.Tensor  # [N, K+1]
+    length: torch.Tensor  # [N]
+    draft_limit: torch.Tensor  # [N]
+    capacity: torch.Tensor  # [N]
+    is_pending: torch.Tensor  # [N] 0 or 1
+    seq_slot: torch.Tensor  # [N]
+    state_slot: torch.Tensor  # [N]
+    first_stop: torch.Tensor  # [N]
+    stop_ids: torch.Tensor  # [N, P], NO_STOP behind those of the request
+    block_table: torch.Tensor  # [N, B], the sentinel block behind those of the request
+
+    def generations(self, num_contexts: int) -> StepRows:
+        """Without the contexts."""
+        return StepRows(**{name: value[num_contexts:] for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host alone decides about a step; a captured step has one for good."""
+
+    chunk_lens: tuple[int, ...]  # rows per context
+    num_generations: int  # padding rows included
+    draft_len: int  # drafts that are verified and made
+    masks_stops: bool = False  # a request may not stop yet: the logits need a mask
+
+    @property
+    def num_contexts(self) -> int:
+        """C."""
+        return len(self.chunk_lens)
+
+
+@dataclass(frozen=True)
+class HostLists:
+    """Host values that attention and speculative metadata carry along."""
+
+    cached_tokens: list[int]  # per sequence, before this step
+    request_ids: list[int]  # padding rows under their dummy id
+
+
+class RowTable:
+    """Rows of at most ``max_rows`` requests, on the host and on the device.
+
+    Args:
+        max_rows: N at most. step_rows: K+1. stop_width: P. table_width: B.
+        sentinel_block: fills the block table. device: of the step.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        *,
+        step_rows: int,
+        stop_width: int,
+        table_width: int,
+        sentinel_block: int,
+        device: torch.device,
+    ) -> None:
+        self.max_rows = max_rows
+        self.stop_width = stop_width
+        self.table_width = table_width
+        self._step_rows = step_rows
+        self._sentinel = sentinel_block
+        self._first_stop_column = step_rows + len(_FIXED)
+        self._first_block_column = self._first_stop_column + stop_width
+        shape = (max_rows, self._first_block_column + table_width)
+        self._device_rows = torch.zeros(shape, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._host_rows = [
+            torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+        for rows in (self._device_rows, *self._host_rows):
+            rows[:, self._first_stop_column : self._first_block_column] = NO_STOP
+            rows[:, self._first_block_column :] = sentinel_block
+        self._arrays = [rows.numpy() for rows in self._host_rows]
+        self._written: list[list[list[int]]] = [[[] for _ in range(max_rows)] for _ in range(2)]
+        self._turn = 0
+
+    def holds(self, num_rows: int, stop_width: int) -> bool:
+        """Whether a step of this size fits."""
+        return num_rows <= self.max_rows and stop_width <= self.stop_width
+
+    def upload(self, rows: Sequence[Row]) -> StepRows:
+        """Start the copy of a step's rows to the device.
+
+        At most one earlier step may be unfinished: its copy may still read the other buffer.
+
+        Raises:
+            ExecutorError: more rows, stop ids or blocks than the table holds.
+        """
+        expect(
+            self.holds(len(rows), max((len(row.stop_ids) for row in rows), default=0)),
+            ExecutorError,
+            f"step rows: {len(rows)} rows of up to "
+            f"{max((len(row.stop_ids) for row in rows), default=0)} stop ids, the table holds "
+            f"{self.max_rows} of {self.stop_width}",
+        )
+        self._turn = 1 - self._turn
+        array, written = self._arrays[self._turn], self._written[self._turn]
+        first_block = self._first_block_column
+        for place, row in enumerate(rows):
+            stops = [*row.stop_ids, *[NO_STOP] * (self.stop_width - len(row.stop_ids))]
+            fixed = [int(getattr(row, name)) for name in _FIXED]
+            array[place, :first_block] = [*row.tokens, *fixed, *stops]
+            self._write_blocks(array[place, first_block:], written[place], row.blocks)
+        count = len(rows)
+        self._device_rows[:count].copy_(self._host_rows[self._turn][:count], non_blocking=True)
+        return self.view(count)
+
+    def view(self, num_rows: int) -> StepRows:
+        """The first rows on the device."""
+        rows = self._device_rows[:num_rows]
+        step, stop, block = self._step_rows, self._first_stop_column, self._first_block_column
+        fixed = {name: rows[:, step + i] for i, name in enumerate(_FIXED)}
+        return StepRows(
+            tokens=rows[:, :step],
+            stop_ids=rows[:, stop:block],
+            block_table=rows[:, block:],
+            **fixed,
+        )
+
+    def _write_blocks(self, columns: Any, written: list[int], blocks: Sequence[int]) -> None:
+        """Bring one row of the block table up to date; most steps change nothing in it."""
+        count = len(blocks)
+        expect(
+            count <= self.table_width,
+            ExecutorError,
+            f"step rows: a request of {count} blocks, the table holds {self.table_width}",
+        )
+        if written == blocks:
+            return
+        columns[:count] = blocks
+        columns[count : len(written)] = self._sentinel
+        written[:] = blocks

@@ -1,0 +1,93 @@
+"""Device code of the rotary embedding."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.triton_device.kernel import inputs_written
+
+
+@triton.jit
+def rotate_kernel(
+    qkv_ptr,  # [T, (Hq + 2 * Hk) * HEAD], changed in place
+    cos_ptr,  # [rows, HALF and more]
+    sin_ptr,  # [rows, HALF and more]
+    index_ptr,  # [T]
+    q_weight_ptr,  # [HEAD]
+    k_weight_ptr,  # [HEAD]
+    qkv_stride,
+    index_stride,
+    cos_stride,
+    num_rows,  # of cos and sin
+    num_q_heads,
+    num_heads,  # Hq + Hk
+    q_eps,
+    k_eps,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INDEXED: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+    REST_LANES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A few heads of one row: normed where the model norms heads, then rotated."""
+    inputs_written(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lanes = tl.arange(0, LANES)
+    there = (heads < num_heads)[:, None] & (lanes < HALF)[None, :]
+    start = qkv_ptr + row * qkv_stride + (heads * HEAD)[:, None]
+    at_first = start + lanes[None, :]
+    at_second = at_first + HALF
+    first = tl.load(at_first, mask=there, other=0)
+    second = tl.load(at_second, mask=there, other=0)
+    dtype = first.dtype
+
+    place = row
+    if INDEXED:
+        place = tl.load(index_ptr + row * index_stride).to(tl.int64)
+        place = tl.minimum(tl.maximum(place, 0), num_rows - 1)
+    angle = place * cos_stride + lanes
+    cos = tl.load(cos_ptr + angle, mask=lanes < HALF, other=0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=lanes < HALF, other=0).to(tl.float32)[None, :]
+
+    if NORMED:
+        is_q = (heads < num_q_heads)[:, None]
+        wide_first = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
+        total = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+        if HEAD > 2 * HALF:
+            rest_lanes = 2 * HALF + tl.arange(0, REST_LANES)
+            in_rest = rest_lanes < HEAD
+            rest_there = (heads < num_heads)[:, None] & in_rest[None, :]
+            at_rest = start + rest_lanes[None, :]
+            rest = tl.load(at_rest, mask=rest_there, other=0).to(tl.float32)
+            total += tl.sum(rest * rest, axis=1)
+        eps = tl.where(heads < num_q_heads, q_eps, k_eps)
+        scale = tl.rsqrt(total / HEAD + eps)[:, None]
+        in_half = lanes < HALF
+        q_first = tl.load(q_weight_ptr + lanes, mask=in_half, other=0)[None, :]
+        k_first = tl.load(k_weight_ptr + lanes, mask=in_half, other=0)[None, :]
+        q_second = tl.load(q_weight_ptr + HALF + lanes, mask=in_half, other=0)[None, :]
+        k_second = tl.load(k_weight_ptr + HALF + lanes, mask=in_half, other=0)[None, :]
+        weight_first = tl.where(is_q, q_first, k_first).to(tl.float32)
+        weight_second = tl.where(is_q, q_second, k_second).to(tl.float32)
+        first = ((wide_first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype)
+        second = ((wide_second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype)
+        if HEAD > 2 * HALF:
+            q_rest = tl.load(q_weight_ptr + rest_lanes, mask=in_rest, other=0)[None, :]
+            k_rest = tl.load(k_weight_ptr + rest_lanes, mask=in_rest, other=0)[None, :]
+            weight_rest = tl.where(is_q, q_rest, k_rest).to(tl.float32)
+            rest = (rest * scale).to(dtype).to(tl.float32) * weight_rest
+            tl.store(at_rest, rest.to(dtype), mask=rest_there)
+
+    wide_first = first.to(tl.float32)
+    wide_second = second.to(tl.float32)
+    # products are rounded before they are added, as the model's own code does
+    turned_first = (wide_first * cos).to(dtype).to(tl.float32)
+    turned_first += (-wide_second * sin).to(dtype).to(tl.float32)
+    turned_second = (wide_second * cos).to(dtype).to(tl.float32)
+    turned_second += (wide_first * sin).to(dtype).to(tl.float32)
+    tl.store(at_first, turned_first.to(dtype), mask=there)
+    tl.store(at_second, turned_second.to(dtype), mask=there)

@@ -1,0 +1,1 @@
+"""Products of few rows with a large weight, which is read once at the speed of memory."""

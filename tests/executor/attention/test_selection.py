@@ -1,0 +1,183 @@
+"""Which backend a config gets, what is refused, and the whole executor over each."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.attention import (
+    SDPA_BACKEND,
+    TRITON_BACKEND,
+    HeadShape,
+    backend,
+    find_backend,
+    select_backend,
+)
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.models import load_model
+from tests.executor.conftest import Bed, assert_drained
+
+HEADS = HeadShape(8, 2, 64, 64)
+LATENT = HeadShape(8, 1, 512, 64, latent=True)
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+
+
+def test_names() -> None:
+    assert (find_backend("sdpa").name, find_backend("triton").name) == ("sdpa", "triton")
+    assert find_backend("sdpa").attention_function == SDPA_BACKEND == "mtp_paged_sdpa"
+    assert find_backend("triton").attention_function == TRITON_BACKEND == "mtp_paged_triton"
+    with pytest.raises(
+        ConfigError, match=r"^attn_backend: expected one of auto, sdpa, triton, got 'flash'$"
+    ):
+        find_backend("flash")
+
+
+@pytest.mark.parametrize(
+    ("heads", "device", "name"),
+    [
+        (HEADS, "cuda", "triton"),
+        (HEADS, "cpu", "sdpa"),
+        (LATENT, "cuda", "sdpa"),
+        (HeadShape(8, 2, 512, 512), "cuda", "sdpa"),
+        (HeadShape(8, 2, 192, 128), "cuda", "sdpa"),
+    ],
+)
+def test_auto(heads: HeadShape, device: str, name: str) -> None:
+    assert select_backend("auto", heads, device).name == name
+
+
+def test_auto_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert select_backend("auto", HEADS, "cuda").name == "sdpa"
+    with pytest.raises(ConfigError, match="but the package triton is not installed"):
+        select_backend("triton", HEADS, "cuda")
+
+
+def test_auto_with_a_triton_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> backend.AttentionBackend:
+        raise ImportError("libcuda.so is missing")
+
+    monkeypatch.setitem(backend.BACKENDS, "triton", broken)
+    assert select_backend("auto", HEADS, "cuda").name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        (LATENT, r"its cache holds latents \(key width 512, value width 64\)"),
+        (HeadShape(8, 2, 192, 128), "of one width, got key width 192, value width 128"),
+        (HeadShape(8, 2, 257, 257), "expected heads up to 256 wide, got 257"),
+        (HeadShape(8, 3, 64, 64), "whole groups per key head, got 8 over 3"),
+    ],
+)
+def test_triton_refuses_heads(heads: HeadShape, message: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^attn_backend: 'triton' cannot serve this model: .*{message}"
+    ):
+        select_backend("triton", heads, "cuda")
+    assert select_backend("sdpa", heads, "cuda").name == "sdpa"
+
+
+def test_triton_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="it needs a CUDA device, got cpu"):
+        select_backend("triton", HEADS, "cpu")
+
+
+def test_heads_of_configs() -> None:
+    assert HeadShape.of(
+        SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, head_dim=80, hidden_size=512)
+    ) == HeadShape(8, 2, 80, 80)
+    plain = SimpleNamespace(num_attention_heads=8, hidden_size=512)
+    assert HeadShape.of(plain) == HeadShape(8, 8, 64, 64)
+    latent = SimpleNamespace(num_attention_heads=8, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert HeadShape.of(latent) == LATENT
+
+
+def test_the_package_imports_without_triton() -> None:
+    """A machine without the package, told apart in a process of its own."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from mtp_plugin.executor.attention import select_backend, HeadShape\n"
+        "assert select_backend('auto', HeadShape(2, 1, 16, 16), 'cuda').name == 'sdpa'\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@on_cpu
+def test_a_config_of_latent_attention_cannot_ask_for_triton(mla_bed: Bed) -> None:
+    with pytest.raises(ConfigError, match=r"cannot serve .*\(key width 32, value width 8\)"):
+        mla_bed.llm(attn_backend="triton")
+    with mla_bed.llm() as llm:
+        assert llm.attn_backend.name == "sdpa"
+
+
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+NUM_TOKENS = 12
+
+
+def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+@on_cpu
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_lossless_over_triton(bed: Bed, target, prompts, vanilla: bool) -> None:
+    """Chunked prompts beside generations, padded pages, NaN in every row that nobody wrote."""
+    chosen = [prompts[0], prompts[1], prompts[5], prompts[6]]
+    with bed.llm(
+        k=2, vanilla=vanilla, attn_backend="triton", max_num_tokens=24, kv_fill=float("nan")
+    ) as llm:
+        assert llm.attn_backend.name == "triton"
+        assert bed.model.target.config._attn_implementation == TRITON_BACKEND
+        got = generate(llm, chosen, NUM_TOKENS)
+    assert got == [target.greedy(prompt, NUM_TOKENS) for prompt in chosen]
+
+
+@on_cpu
+def test_executors_of_one_model_keep_their_backends(bed: Bed, target) -> None:
+    """The last one names the model's attention function; each runs its own."""
+    first = bed.llm(k=0, attn_backend="triton")
+    second = bed.llm(k=0)
+    want = [target.greedy([1, 2, 3], 3)]
+    assert second.attn_backend.name == "sdpa"
+    assert generate(first, [[1, 2, 3]], 3) == want
+    third = bed.llm(k=0, attn_backend="triton")
+    assert generate(second, [[1, 2, 3]], 3) == want
+    assert generate(third, [[1, 2, 3]], 3) == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "overlap"])
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_lossless_on_the_gpu(bed: Bed, prompts, vanilla: bool, plain: bool) -> None:
+    """float32, chunks, preemption by a small pool."""
+    model = load_model(bed.path, num_mtp_layers=3, device="cuda")
+    want = [greedy_decode(model.target, prompt, 24) for prompt in prompts]
+    config = {
+        "model": bed.path,
+        "max_num_tokens": 36,
+        "max_seq_len": 128,
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 160},
+        "disable_overlap_scheduler": plain,
+        "speculative_config": {
+            "decoding_type": "MTP",
+            "max_draft_len": 3,
+            "use_mtp_vanilla": vanilla,
+            "mtp": {"check_metadata": True},
+        },
+    }
+    with LLM(config, model=model, kv_fill=float("nan")) as llm:
+        assert llm.attn_backend.name == "triton"
+        assert generate(llm, prompts, 24) == want
+        assert llm.executor.acceptance.acceptance_length > 1.15

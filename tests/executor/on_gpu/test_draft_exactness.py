@@ -1,0 +1,1 @@
+from tests.executor.test_draft_exactness import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.executor.test_losslessness import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.executor.test_properties import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.executor.test_scenarios import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.executor.test_synthetic import *  # noqa: F403

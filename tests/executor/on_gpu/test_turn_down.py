@@ -1,0 +1,1 @@
+from tests.executor.test_turn_down import *  # noqa: F403

@@ -1,0 +1,81 @@
+"""Text over fused layers, and how the option chooses them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.models import FusedModel, fuse, load_model, write_random_checkpoint
+from tests.ops.on_device import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="models on a CPU need interpreted kernels"
+)
+PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def config_of(bed, **options) -> dict:
+    return {
+        "model": bed.path,
+        "max_batch_size": 4,
+        "max_num_tokens": 64,
+        "max_seq_len": 64,
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 512},
+        **options,
+    }
+
+
+def mtp(k: int, vanilla: bool) -> dict:
+    options = {"max_draft_len": k, "use_mtp_vanilla": vanilla, "mtp": {"check_metadata": True}}
+    return {"decoding_type": "MTP", **options}
+
+
+@pytest.mark.parametrize("vanilla", [False, True])
+def test_greedy_text_is_the_targets(bed, target, prompts, vanilla) -> None:
+    model = fuse(load_model(bed.path, num_mtp_layers=3), kernels="triton")
+    assert model.report.left == ()
+    config = config_of(bed, speculative_config=mtp(3, vanilla))
+    with LLM(config, model=model) as llm:
+        outputs = llm.generate(prompts[:4], PARAMS)
+    for output in outputs:
+        assert output.token_ids == target.greedy(output.prompt_token_ids, 12)
+    assert sum(output.acceptance.acceptance_length for output in outputs) > len(outputs)
+
+
+def test_greedy_text_without_drafts(bed, target, prompts) -> None:
+    model = fuse(load_model(bed.path, num_mtp_layers=0), kernels="triton", skinny_rows=8)
+    with LLM(config_of(bed), model=model) as llm:
+        for output in llm.generate(prompts[:3], PARAMS):
+            assert output.token_ids == target.greedy(output.prompt_token_ids, 12)
+
+
+@pytest.mark.parametrize(("option", "fused"), [("auto", False), (False, False), (True, True)])
+def test_the_option_on_a_cpu(bed, target, prompts, option, fused) -> None:
+    told: list[str] = []
+    config = config_of(bed, device="cpu", fused_layers=option, speculative_config=mtp(2, False))
+    with LLM(config, on_progress=told.append) as llm:
+        assert isinstance(llm.model, FusedModel) is fused
+        assert any(line.startswith("fused with reference") for line in told) is fused
+        (output,) = llm.generate([prompts[4]], PARAMS)
+    assert output.token_ids == target.greedy(prompts[4], 12)
+
+
+def test_a_model_that_is_shared_must_be_what_was_asked_for(bed) -> None:
+    fused = fuse(load_model(bed.path, num_mtp_layers=0))
+    with pytest.raises(ConfigError, match="fused_layers: false was asked for, the loaded model is"):
+        LLM(config_of(bed, fused_layers=False), model=fused)
+    with pytest.raises(ConfigError, match="fused_layers: true was asked for, no layer of the glm"):
+        LLM(config_of(bed, fused_layers=True), model=bed.model)
+    for model in (fused, bed.model):
+        with LLM(config_of(bed, fused_layers="auto"), model=model) as llm:
+            assert llm.model is model
+
+
+def test_a_family_that_cannot_be_fused_is_refused(tmp_path) -> None:
+    write_random_checkpoint(tmp_path, "qwen3_next")
+    config = {"model": str(tmp_path), "max_seq_len": 64, "kv_cache_config": {"max_tokens": 256}}
+    with pytest.raises(ConfigError, match="no layer of the qwen3_next model is fused"):
+        LLM({**config, "fused_layers": True})
+    with LLM({**config, "fused_layers": "auto"}) as llm:
+        assert llm.model.facts.model_type == "qwen3_next"

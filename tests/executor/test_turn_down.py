@@ -1,0 +1,300 @@
+"""Turning drafts down and up again, end to end: the text never changes, and drafting comes back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mtp_plugin import alarms
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.turn_down import GateState
+from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
+from tests.executor.oracles import Oracle, ScriptedDrafts
+
+K = 3
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+WARMTH = [pytest.param(True, id="warm"), pytest.param(False, id="cold")]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
+
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(VOCAB) for _ in range(dice.randrange(2, 12))] for _ in range(count)]
+
+
+class Watched:
+    """An executor whose step lengths and results are written down."""
+
+    def __init__(self, llm) -> None:
+        self.llm = llm
+        self.executor = llm.executor
+        self.lengths: list[int] = []
+        self.results: dict[int, list[tuple[int, int, int]]] = {}
+        """Request id -> (tokens before the step, emitted, verified drafts) per generation step."""
+        sampler, plan = llm.pieces.sampler, llm.pieces.draft_lengths.plan
+        on_step = sampler.on_step
+
+        def write_down(request, num_emitted, num_drafted):
+            before = request.get_num_tokens() - num_emitted
+            steps = self.results.setdefault(request.request_id, [])
+            steps.append((before, num_emitted, num_drafted))
+            on_step(request, num_emitted, num_drafted)
+
+        def plan_and_note(batch):
+            self.lengths.append(plan(batch))
+            return self.lengths[-1]
+
+        sampler.on_step = write_down
+        llm.pieces.draft_lengths.plan = plan_and_note
+
+    def enqueue(self, prompts, num_tokens):
+        requests = [self.llm.make_request(p, greedy(num_tokens)) for p in prompts]
+        for request in requests:
+            self.executor.enqueue(request)
+        return requests
+
+    def run(self, num_steps=None) -> None:
+        while self.executor.has_work and num_steps != 0:
+            self.executor.step()
+            num_steps = None if num_steps is None else num_steps - 1
+        if num_steps is None:
+            assert_drained(self.llm)
+
+
+def script(llm, sequences, accept) -> None:
+    wrap_worker(llm, lambda worker: ScriptedDrafts(worker, sequences, accept))
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_waves_of_requests_change_no_text(bed, target, vanilla, plain, keep_warm):
+    """The batch grows and shrinks through all lengths of the schedule, with some preemption."""
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            speculative={"draft_len_schedule": {2: K, 4: 1}},
+            mtp={"keep_warm": keep_warm},
+            kv_cache_config={"tokens_per_block": 4, "max_tokens": 112},
+            kv_fill=float("nan"),
+        )
+    )
+    waves = [(2, 40), (2, 12), (3, 10), (0, 0), (1, 20), (5, 14)]
+    prompts = random_prompts(sum(count for count, _ in waves))
+    todo, started = iter(prompts), []
+    for count, num_tokens in waves:
+        wave = [next(todo) for _ in range(count)]
+        started += zip(watched.enqueue(wave, num_tokens), wave, strict=True)
+        watched.run(6)
+    watched.run()
+    for request, prompt in started:
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    assert set(watched.lengths) == {0, 1, K}
+    assert watched.executor.num_preemptions > 0
+    seen = {drafted for steps in watched.results.values() for *_, drafted in steps}
+    assert seen >= {0, 1, K}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, plain):
+    """R38: four requests draft, eight more come (no drafts), and leave: from the second step on
+    every draft is what a fresh run over the prefix proposes, so acceptance is what it would be."""
+    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            max_batch_size=12,
+            speculative={"draft_len_schedule": {4: K}},
+            kv_fill=float("nan"),
+        )
+    )
+    prompts = random_prompts(12, seed=1)
+    long = watched.enqueue(prompts[:4], 80)
+    watched.run(6)
+    watched.enqueue(prompts[4:], 16)
+    watched.run()
+    off = watched.lengths.count(0)
+    assert off >= 15
+    resumed = emitted = fresh = 0
+    for request, prompt in zip(long, prompts, strict=False):
+        truth = oracle.greedy(prompt, 80)
+        assert request.output_token_ids == truth
+        steps = watched.results[request.request_id]
+        last_off = max(i for i, (*_, drafted) in enumerate(steps) if drafted == 0)
+        text = prompt + truth
+        for before, num_emitted, drafted in steps[last_off + 1 :]:
+            if drafted < K:
+                continue  # near the request's full length
+            drafts = oracle.fresh(tuple(text[:before])).drafts
+            right = next((i for i in range(K) if drafts[i] != text[before + i]), K)
+            resumed += 1
+            emitted += num_emitted
+            fresh += min(right + 1, len(text) - before)
+    assert resumed > 40
+    assert emitted / resumed > 1.3  # these drafts are often right
+    assert abs(emitted - fresh) <= 0.05 * fresh
+    assert emitted == fresh
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_without_keep_warm_only_new_and_preempted_requests_draft(bed, target, vanilla, plain):
+    """Two requests meet a crowd and stay cold; a third one drafts beside them, and so does one of
+    them after a preemption."""
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            speculative={"max_concurrency": 3},
+            mtp={"keep_warm": False},
+            kv_fill=float("nan"),
+        )
+    )
+    prompts = random_prompts(6, seed=2)
+    old = watched.enqueue(prompts[:2], 60)
+    watched.run(5)
+    crowd = watched.enqueue(prompts[2:4], 5)
+    watched.run(12)
+    assert all(request.is_finished for request in crowd)
+    assert [request.py_draft_state.warm for request in old] == [0, 0]
+    # nobody could use a draft: the steps made none
+    assert watched.lengths[-1] == 0
+    young = watched.enqueue(prompts[4:5], 40)[0]
+    watched.run(4)
+    assert watched.lengths[-1] == K
+    assert not any(request.is_finished for request in [*old, young])
+
+    scheduler = watched.executor.scheduler
+    schedule = scheduler.schedule
+
+    def preempt_once(in_flight):
+        scheduler.schedule = schedule
+        batch = schedule(in_flight)
+        scheduler._pause(old[0], batch)
+        return batch
+
+    scheduler.schedule = preempt_once
+    watched.run(1)
+    known = old[0].get_num_tokens()
+    watched.run()
+    for request, prompt in zip([*old, young], [*prompts[:2], prompts[4]], strict=True):
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    first_cold = [
+        next(i for i, (*_, drafted) in enumerate(watched.results[r.request_id]) if drafted == 0)
+        for r in old
+    ]
+    assert min(first_cold) > 0  # they drafted before the crowd came
+    later = watched.results[old[1].request_id][first_cold[1] :]
+    assert len(later) > 20
+    assert {drafted for *_, drafted in later} == {0}
+    assert K in {drafted for *_, drafted in watched.results[young.request_id]}
+    again = [s for s in watched.results[old[0].request_id][first_cold[0] :] if s[2] > 0]
+    assert again
+    assert all(before >= known for before, *_ in again)
+
+
+GATE = {"acceptance_window": 8, "acceptance_length_threshold": 2.0}
+PROBES = {"gate_margin": 0.5, "gate_probe_interval": 6, "gate_max_probe_interval": 24}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_the_gate_follows_the_drafter(bed, target, vanilla, plain, keep_warm):
+    """Nothing right for 40 tokens, then everything: down, a probe or two, up, and up it stays."""
+    llm = bed.llm(
+        vanilla=vanilla,
+        disable_overlap_scheduler=plain,
+        speculative={**GATE, "max_draft_len": K},
+        mtp={**PROBES, "keep_warm": keep_warm},
+    )
+    watched = Watched(llm)
+    prompts = random_prompts(4, seed=3)
+    truths = [target.greedy(p, 110) for p in prompts]
+    sequences = {i: p + t for i, (p, t) in enumerate(zip(prompts, truths, strict=True))}
+    script(llm, sequences, lambda i, position: 0 if i < 2 and position < 40 else K)
+    requests = watched.enqueue(prompts[:2], 100)
+    watched.run(14)
+    gate = llm.pieces.draft_lengths.gates[K]
+    assert gate.num_closings == 1
+    assert 0 in watched.lengths
+    assert watched.lengths[:4] == [K] * 4
+    if not keep_warm:
+        # what has read its prompt before the pause is cold: somebody new has to come
+        watched.run(40)
+        assert gate.num_openings == 0
+        assert gate.state is GateState.PROBING
+        requests += watched.enqueue(prompts[2:], 100)
+    watched.run()
+    assert gate.num_openings == 1
+    assert gate.num_closings == 1
+    assert gate.state is GateState.OPEN
+    for request, truth in zip(requests, truths, strict=False):
+        assert request.output_token_ids == truth[:100]
+    drafted = [d for *_, d in watched.results[requests[-1].request_id]]
+    # the last step or two may be short of room
+    assert drafted[-8:-2] == [K] * 6
+
+
+def test_a_gate_on_a_good_drafter_stays_out_of_the_way(bed):
+    llm = bed.llm(speculative={"acceptance_window": 4, "acceptance_length_threshold": 1.01})
+    without = bed.llm()
+    for one in (llm, without):
+        one.generate([[1, 2, 3]], greedy(8))
+    gate = llm.pieces.draft_lengths.gates[K]
+    assert llm.executor.acceptance == without.executor.acceptance
+    assert gate.num_closings == 0
+    assert gate.acceptance_length > 1.01
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_a_drafter_that_is_always_wrong_raises_the_alarm(
+    bed, target, prompts, plain, monkeypatch, caplog
+):
+    monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
+    prompt = prompts[4]
+    truth = target.greedy(prompt, 40)
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    script(llm, {0: prompt + truth}, lambda *_: 0)
+    llm.generate([prompt], greedy(20))
+    assert not llm.pieces.alarms.collapsed
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    script(llm, {0: prompt + truth}, lambda *_: 0)
+    output = llm.generate([prompt], greedy(30))[0]
+    assert output.token_ids == truth[:30]
+    assert llm.pieces.alarms.collapsed
+    assert [r.levelname for r in caplog.records if r.name == "mtp_plugin"] == ["WARNING"]
+
+
+def test_ordinary_drafts_raise_no_alarm(bed, prompts, monkeypatch, caplog):
+    monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
+    monkeypatch.setattr(alarms, "LOOP_SPAN", 24)
+    llm = bed.llm()
+    llm.generate(prompts, greedy(32))
+    watch = llm.pieces.alarms
+    assert (watch.num_collapses, watch.num_looping_requests) == (0, 0)
+    assert watch.acceptance_length > 1.15
+    assert not [r for r in caplog.records if r.name == "mtp_plugin"]
+
+
+@pytest.mark.parametrize(("right", "loops"), [(K, True), (2, False)])
+def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_bed, right, loops, caplog):
+    """The next token depends on the last one alone: the text must come round."""
+    target = Oracle(looping_bed.oracle_model, 1, vanilla=False)
+    prompt = [3, 1]
+    truth = target.greedy(prompt, 260)
+    assert alarms.repeated_share(truth[-alarms.LOOP_SPAN :], alarms.LOOP_NGRAM) > 0.5
+    llm = looping_bed.llm(max_seq_len=300)
+    script(llm, {0: prompt + truth}, lambda *_: right)
+    llm.generate([prompt], greedy(250))
+    assert llm.pieces.alarms.num_looping_requests == loops
+    told = [r.getMessage() for r in caplog.records if r.name == "mtp_plugin"]
+    assert [message[:15] for message in told] == ["request 0 loops"] * loops

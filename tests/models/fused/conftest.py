@@ -1,0 +1,34 @@
+"""Fused models and their plain twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model
+
+
+class Twins(NamedTuple):
+    plain: LoadedModel
+    fused: FusedModel
+
+
+@pytest.fixture(scope="session")
+def twins(checkpoint: Callable[..., Path]) -> Callable[..., Twins]:
+    """A checkpoint as transformers runs it, and fused; one pair per set of arguments."""
+    made: dict[str, Twins] = {}
+
+    def make(
+        family: str, kernels: str = "triton", skinny_rows: int = 0, **options: object
+    ) -> Twins:
+        key = f"{family} {kernels} {skinny_rows} {sorted(options.items())}"
+        if key not in made:
+            path = checkpoint(family, **options)
+            fused = fuse(load_model(path), kernels=kernels, skinny_rows=skinny_rows)
+            made[key] = Twins(load_model(path), fused)
+        return made[key]
+
+    return make
