@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "integration" / "tiny_model"
 CHECKPOINT = FOLDER / "checkpoint"
 CONFIGS = sorted((ROOT / "configs").glob("tiny_*.yaml"))
+SYNTHETIC = ROOT / "configs" / "tiny_synthetic.yaml"  # a coin accepts: not the model's text
 NUM_TOKENS = 48
 
 torch.set_num_threads(1)  # thin layers: a second thread costs more than it gives
@@ -80,7 +81,15 @@ def test_the_manifest_splits_by_hash_and_the_prompts_are_held_out():
         assert split[item["path"]] == "held_out"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_forced_acceptance_is_marked(model, prompts):
+    with LLM(load_config(SYNTHETIC), model=model) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+    assert all(output.is_synthetic for output in outputs)
+    assert llm.executor.acceptance.is_synthetic
+    assert 1.5 <= llm.executor.acceptance.acceptance_length <= 4.0
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p != SYNTHETIC], ids=lambda p: p.stem)
 def test_every_config_runs_losslessly(path, model, prompts, plain_texts):
     config = load_config(path)
     with LLM(config, model=model) as llm:

@@ -1,4 +1,4 @@
-"""The command line: ``mtp-plugin generate``, ``config``, ``doctor`` and ``bench``."""
+"""The command line: ``mtp-plugin generate``, ``parity``, ``config``, ``doctor`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from mtp_plugin.bench.cli import app as bench
-from mtp_plugin.config import LLMConfig, json_schema, load_config
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig, json_schema, load_config
 from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
 from mtp_plugin.terminal.console import (
     INTERRUPTED,
@@ -213,6 +213,158 @@ def _decode(
         comparison=comparison,
         tokenizer=tokenizer,
     )
+
+
+@app.command()
+def parity(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", "-m", metavar="DIR", help="A checkpoint, instead of a YAML file."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", metavar="FILE", help=".txt: one prompt; .json: a list."),
+    ] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts",
+            metavar="N",
+            min=1,
+            help="The first N prompts; where there are fewer, also random pieces of them.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens per prompt at most.")
+    ] = 64,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+    ] = False,
+    worker: Annotated[
+        str | None,
+        typer.Option(
+            "--worker", metavar="NAME,NAME", help="eagle, vanilla or both. Default: the config's."
+        ),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option("--k", metavar="N,N", help="Drafts per step. Default: the config's."),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size", metavar="N,N", help="Requests per step. Default: the config's."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or auto.")
+    ] = None,
+    graphs: Annotated[
+        bool | None,
+        typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: as the config says."),
+    ] = None,
+    tie_tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tie-tolerance",
+            metavar="ULPS",
+            help="bfloat16 and float16: logits this many units in the last place apart, at the "
+            "higher one's magnitude, are a tie. Default: 4. In float32 nothing is.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of random prompts.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Compare what the executor emits with MTP, token for token, with plain decoding.
+
+    Plain decoding is one request at a time, without MTP and through none of the executor. Several
+    workers, draft lengths and batch sizes run one after the other, each over all prompts. Without a
+    prompt those of prompts.json in the folder around the checkpoint are taken, else random ids.
+
+    In half precision a token may differ where two logits are equal but for rounding: such ties are
+    counted and shown, and plain decoding goes on from the emitted token.
+
+    Exit code 1: a difference that is no tie. 2: a named error.
+    """
+    from mtp_plugin.executor import SamplingParams
+    from mtp_plugin.models import read_facts
+    from mtp_plugin.parity import TIE_ULPS
+    from mtp_plugin.terminal import parity as room
+    from mtp_plugin.terminal.prompts import prompts_for_comparison
+
+    if (config is None) == (model is None):
+        raise typer.BadParameter("expected either --config or --model")
+    log = messages()
+    if config is not None:
+        settings = _load(config, log)
+    else:
+        settings = LLMConfig(model=str(model), speculative_config=MTPDecodingConfig())
+    settings = room.on(settings, dtype=dtype, device=device, graphs=graphs)
+    texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
+    variants = room.variants_of(
+        settings,
+        read_facts(settings.model).num_mtp_layers,
+        workers=_names(worker, (room.EAGLE, room.VANILLA), "--worker"),
+        ks=_numbers(k, "--k"),
+        batch_sizes=_numbers(batch_size, "--batch-size"),
+    )
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    try:
+        with progress(log) as tell:
+            report = room.run_parity(
+                variants,
+                texts,
+                params,
+                num_prompts=num_prompts,
+                seed=seed,
+                tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
+                on_progress=tell,
+            )
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    out = output()
+    if as_json:
+        out.write_line(json.dumps(room.parity_document(report), indent=2))
+    else:
+        room.show_parity(report, out)
+    raise typer.Exit(report.exit_code)
+
+
+def _names(text: str | None, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(text.split(",")) if text else ()
+    odd = [name for name in names if name not in allowed]
+    if odd:
+        raise typer.BadParameter(
+            f"expected {' or '.join(allowed)}, with commas between, got {odd[0]!r}",
+            param_hint=option,
+        )
+    return names
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        numbers = (0,)
+    if any(number < 1 for number in numbers):
+        raise typer.BadParameter(
+            f"expected whole numbers above 0 with commas between, got {text!r}", param_hint=option
+        )
+    return numbers
 
 
 @app.command("config")

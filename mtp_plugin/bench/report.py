@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +48,30 @@ def _row(outcome: Outcome, ceilings: Ceilings | None) -> list[str]:
     graph, launches = figures.graph, figures.launches
     floor = share = ""
     if ceilings is not None and outcome.gb_per_s is not None:
-        floor = _number(floor_us(case, ceilings))
+        floor = number(floor_us(case, ceilings))
         share = f"{outcome.gb_per_s / ceilings.best:.0%}"
     return [
         case.label,
-        "" if graph is None else _number(graph.median),
-        "" if graph is None else _spread(graph),
+        "" if graph is None else number(graph.median),
+        "" if graph is None else spread(graph),
         "" if case.target is None else str(case.target),
         {None: "", True: "yes", False: "NO"}[outcome.target_met],
-        _number(figures.eager.median),
+        number(figures.eager.median),
         "" if launches is None else _launches(launches.kernels, launches.copies + launches.memsets),
-        _number(case.bytes_moved / 1e6),
+        number(case.bytes_moved / 1e6),
         floor,
         share,
     ]
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """With one decimal where that says something."""
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def _spread(times: Times) -> str:
-    return f"{_number(times.p20)}-{_number(times.p80)}"
+def spread(times: Times, told: Callable[[float], str] = number) -> str:
+    """From the 20th to the 80th percentile."""
+    return f"{told(times.p20)}-{told(times.p80)}"
 
 
 def _launches(kernels: float, transfers: float) -> str:

@@ -18,7 +18,7 @@ _NODE_KINDS = {0: "kernels", 1: "copies", 2: "memsets"}
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds per call."""
+    """Of one call, in the unit of the samples."""
 
     median: float
     p20: float

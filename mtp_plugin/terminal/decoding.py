@@ -6,17 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
-
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.executor.llm import Prompt
 from mtp_plugin.executor.text import RequestText, Tokenizer
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import LoadedModel
+from mtp_plugin.parity import (
+    TIE_ULPS,
+    Oracle,
+    TieRule,
+    compare_with_continuations,
+    judge_gap,
+)
+from mtp_plugin.parity import Comparison as Verdict
 from mtp_plugin.protocols import FinishReason
 from mtp_plugin.statistics import AcceptanceStats
 
 WARM_UP_TOKENS = 4
+PIECE = 16
+"""Tokens that plain decoding goes on by behind a tie, before it looks whether they still agree."""
 
 OnStep = Callable[[list[tuple[int, StepEvent]]], None]
 """Called with a step's events, each with the number of its prompt, counted from 0."""
@@ -63,7 +71,7 @@ class BatchRun:
 
 
 def run_batch(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, on_step: OnStep | None = None
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_step: OnStep | None = None
 ) -> BatchRun:
     """Decode prompts as one batch, after a few untimed steps that warm the model up.
 
@@ -152,64 +160,92 @@ def compare_with_plain_decoding(
 
     The model must run with an attention of transformers' own.
     """
-    differences: list[Difference] = []
-    num_equal = num_ties = 0
-    for number, result in enumerate(results, 1):
+    verdicts = verdicts_of_plain_decoding(
+        model, results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
+    )
+    found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
+    return Comparison(
+        [
+            Difference(number, other.position + 1, other.token, other.expected)
+            for number, other in found
+            if other is not None
+        ],
+        num_tokens=sum(len(result.token_ids) for result in results),
+        num_equal=sum(verdict.num_equal for verdict in verdicts),
+        num_ties=sum(len(verdict.ties) for verdict in verdicts),
+    )
+
+
+def verdicts_of_plain_decoding(
+    model: LoadedModel,
+    results: Sequence[Decoded],
+    params: SamplingParams,
+    *,
+    max_seq_len: int,
+    tokenizer: Tokenizer | None,
+    tie_ulps: float = TIE_ULPS,
+    known: dict[tuple[int, ...], list[int]] | None = None,
+) -> list[Verdict]:
+    """What plain decoding says of each result; see :func:`compare_with_plain_decoding`.
+
+    Args:
+        known: plain decoding of whole prompts, kept between calls with the same params.
+    """
+    oracle = Oracle(model)
+    rule = TieRule(oracle.dtype, tie_ulps)
+    verdicts = []
+    for result in results:
         limit = min(params.max_new_tokens, max_seq_len - len(result.prompt_token_ids))
-        oracle = _Oracle(model, result, params, limit, tokenizer)
-        position, ties = oracle.first_difference()
-        num_ties += ties
-        if position is None:
-            num_equal += len(result.token_ids)
-            continue
-        num_equal += position
-        expected = oracle.expected
-        differences.append(
-            Difference(
-                number,
-                position + 1,
-                result.token_ids[position] if position < len(result.token_ids) else None,
-                expected[position] if position < len(expected) else None,
-            )
-        )
-    num_tokens = sum(len(result.token_ids) for result in results)
-    return Comparison(differences, num_tokens, num_equal, num_ties)
+        plain = _PlainDecoding(oracle, result, params, limit, tokenizer, known)
+        judge = judge_gap(oracle, rule, result.prompt_token_ids, result.token_ids)
+        verdicts.append(compare_with_continuations(result.token_ids, plain.continue_from, judge))
+    return verdicts
 
 
-class _Oracle:
-    """What plain decoding says of one result."""
+class _PlainDecoding:
+    """What plain decoding makes of one result's prompt."""
 
     def __init__(
         self,
-        model: LoadedModel,
+        oracle: Oracle,
         result: Decoded,
         params: SamplingParams,
         limit: int,
         tokenizer: Tokenizer | None,
+        known: dict[tuple[int, ...], list[int]] | None,
     ) -> None:
-        self._model = model
+        self._oracle = oracle
         self._result = result
         self._params = params
         self._limit = limit
         self._tokenizer = tokenizer
-        ends = () if params.ignore_eos else model.facts.eos_token_ids
+        self._known = known
+        ends = () if params.ignore_eos else oracle.end_ids
         self._end_ids = (*ends, *params.stop_token_ids)
-        self.expected: list[int] = []
 
-    def first_difference(self) -> tuple[int | None, int]:
-        """(Index of the first emitted token that differs, None without one; ties before it)."""
-        emitted = self._result.token_ids
-        start = ties = 0
+    def continue_from(self, emitted: list[int]) -> list[int]:
+        """``emitted`` and what plain decoding adds, up to where the text has to end."""
+        key = tuple(self._result.prompt_token_ids)
+        depends = self._result.finish_reason is FinishReason.STOP_WORDS
+        if emitted and not depends:
+            return self._continue_while_equal(emitted)
+        if self._known is None or depends:
+            return self._continue(emitted)
+        if key not in self._known:
+            self._known[key] = self._continue(emitted)
+        return self._known[key]
+
+    def _continue_while_equal(self, emitted: list[int]) -> list[int]:
+        """Piece by piece, since another tie soon makes the rest worthless."""
+        result, tokens = self._result.token_ids, emitted
         while True:
-            self.expected = self._continue(emitted[:start])
-            position = _first_difference(emitted, self.expected, start)
-            if position is None or not self._is_tie(position):
-                return position, ties
-            ties += 1
-            start = position + 1
+            upto = min(len(tokens) + PIECE, self._limit)
+            tokens, stopped = self._decode(tokens, upto)
+            ended = stopped or len(tokens) < upto or upto == self._limit
+            if ended or tokens != result[: len(tokens)]:
+                return tokens
 
     def _continue(self, emitted: list[int]) -> list[int]:
-        """``emitted`` and what plain decoding adds, up to where the text has to end."""
         if self._result.finish_reason is FinishReason.STOP_WORDS:
             # behind a stop string nothing counts: no need to decode on, if it is there
             tokens, stopped = self._decode(emitted, len(self._result.token_ids))
@@ -220,14 +256,12 @@ class _Oracle:
     def _decode(self, emitted: list[int], limit: int) -> tuple[list[int], bool]:
         """(Tokens up to the limit or a stop, whether a stop string is there)."""
         params = self._params
-        if emitted and emitted[-1] in self._end_ids and len(emitted) > params.min_tokens:
-            return emitted, False
-        tokens = emitted + greedy_decode(
-            self._model.target,
-            self._result.prompt_token_ids + emitted,
-            limit - len(emitted),
-            eos_token_ids=self._end_ids,
-            min_tokens=max(0, params.min_tokens - len(emitted)),
+        tokens = self._oracle.continuation(
+            self._result.prompt_token_ids,
+            emitted,
+            limit,
+            end_ids=self._end_ids,
+            min_tokens=params.min_tokens,
         )
         if self._tokenizer is None or not params.stop:
             return tokens, False
@@ -237,25 +271,3 @@ class _Oracle:
             if text.stopped:
                 return tokens[:count], True
         return tokens, False
-
-    @torch.inference_mode()
-    def _is_tie(self, position: int) -> bool:
-        """Whether both tokens are equally good but for the rounding of half precision."""
-        emitted, expected = self._result.token_ids, self.expected
-        weight: torch.Tensor = self._model.embed_tokens.weight  # type: ignore[assignment]
-        dtype = weight.dtype
-        if position >= min(len(emitted), len(expected)) or dtype == torch.float32:
-            return False
-        ids = [*self._result.prompt_token_ids, *emitted[:position]]
-        device = self._model.target.device
-        logits = self._model.target(torch.tensor([ids], device=device)).logits[0, -1].float()
-        best, ours = logits[expected[position]], logits[emitted[position]]
-        rounding = 2 * torch.finfo(dtype).eps * best.abs()
-        return bool((best - ours).abs() <= rounding)
-
-
-def _first_difference(ours: list[int], theirs: list[int], start: int) -> int | None:
-    for position in range(start, max(len(ours), len(theirs))):
-        if ours[position : position + 1] != theirs[position : position + 1]:
-            return position
-    return None

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mtp_plugin.config import LLMConfig
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MTPPluginError
+from mtp_plugin.executor.attention import HeadShape, select_backend
 from mtp_plugin.executor.llm import (
     check_budget,
     check_graphs,
@@ -91,6 +92,9 @@ def examine(config: LLMConfig) -> Diagnosis:
     slots = getattr(getattr(pieces, "manager", None), "slot_manager", None)
     if slots is not None:
         found.add("slots", f"{slots.max_num_requests} and the sentinel")
+    cut = getattr(pieces, "draft_vocab_ids", None)
+    if cut is not None:
+        found.add("draft vocabulary", f"{len(cut)} of {facts.vocab_size} ids")
     return found
 
 
@@ -154,6 +158,8 @@ def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None
     tensors = checked.stored.values()
     size = sum(_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)
     found.add("tensors", f"{len(checked.stored)} of {size / 2**20:.1f} MiB, complete")
+    heads, device = HeadShape.of(checked.config), resolve_device(config.device)
+    found.add("attention", select_backend(config.attn_backend, heads, device).name)
 
 
 def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:
@@ -169,6 +175,14 @@ def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len
             "1 MTP layer" if plan.num_draft_layers == 1 else f"{plan.num_draft_layers} MTP layers"
         )
         found.add("drafts per step", f"K = {plan.max_draft_len} by {layers}")
+        speculative = config.speculative_config
+        if isinstance(speculative, MTPDecodingConfig) and speculative.mtp.is_synthetic:
+            shares = speculative.mtp.acceptance_shares(plan.max_draft_len)
+            found.add(
+                "acceptance",
+                f"synthetic, {' / '.join(f'{share:.0%}' for share in shares)} by a coin: for "
+                "benchmarks only, the text is not the model's",
+            )
     else:
         found.add("drafts per step", "none")
     overlap = not config.disable_overlap_scheduler

@@ -50,6 +50,19 @@ def read_prompts(
     )
 
 
+def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path) -> list[str]:
+    """Prompts given and those of the file, else the bundled ones; empty where there are none.
+
+    Raises:
+        RequestError: a file that cannot be read.
+    """
+    prompts = [*given, *([] if file is None else _from_file(file))]
+    bundled = model.parent / BUNDLED
+    if not prompts and file is None and bundled.is_file():
+        return _from_file(bundled)
+    return prompts
+
+
 def _from_file(file: Path) -> list[str]:
     if file == STANDARD_INPUT:
         return [_read_stdin()]

@@ -39,6 +39,7 @@ class StreamView:
         self._endings: list[str | None] = [None] * len(prompts)
         self._current = 0
         self._started = False
+        self._is_synthetic = False
         self._in_draft = False
         self._at_line_start = True
         self._explain()
@@ -48,6 +49,7 @@ class StreamView:
         for index, event in events:
             self._waiting[index] += event.segments
             self._num_tokens[index] += len(event.token_ids)
+            self._is_synthetic |= event.is_synthetic
             if event.finish_reason is not None:
                 self._endings[index] = event.finish_reason.value
         self._flush()
@@ -91,7 +93,7 @@ class StreamView:
         self._title(f"prompt {index + 1} of {len(self._prompts)}")
         self._write_text(shown, QUIET_STYLE)
         self._end_line()
-        self._title("text")
+        self._title("text (synthetic, not the model's)" if self._is_synthetic else "text")
         self._started = True
 
     def _write(self, segment: Segment) -> None:

@@ -1,0 +1,126 @@
+"""What has to hold when the traffic is over."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_plugin.executor import LLM
+from mtp_plugin.statistics import AcceptanceStats
+
+MAX_DEVICE_GROWTH = 16 * 2**20
+"""Bytes beyond what was held after the warm-up, drained both times."""
+MAX_HOST_GROWTH = 128 * 2**20
+"""Bytes beyond what was held after the first third; libraries cache what they make per shape."""
+MAX_DRIFT = 0.05
+"""By which share of the whole run's acceptance length a third may lie off, where chance explains
+less."""
+STANDARD_ERRORS = 4.0
+LEAST_REQUESTS = 10
+"""Finished requests without which a third says nothing about drift."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    holds: bool
+    found: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes held by this process."""
+
+    device: int
+    host: int
+
+    @staticmethod
+    def now(device: torch.device) -> Memory:
+        """After a collection."""
+        gc.collect()
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        return Memory(held, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    file = Path("/proc/self/statm")
+    if not file.is_file():  # only Linux tells
+        return 0
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def leak_checks(llm: LLM) -> list[Check]:
+    """Blocks, slots and requests of a drained executor."""
+    blocks = llm.blocks
+    found = [
+        Check(
+            "KV blocks",
+            blocks.num_free_blocks == blocks.num_blocks,
+            f"{blocks.num_free_blocks} of {blocks.num_blocks} free",
+        ),
+        _slot_check("sequence slots", llm.seq_slots.slots),
+    ]
+    manager = getattr(llm.pieces.manager, "slot_manager", None)
+    if manager is not None:
+        found.append(_slot_check("history slots", manager))
+    found.append(Check("requests", not llm.executor.has_work, f"has work: {llm.executor.has_work}"))
+    return found
+
+
+def _slot_check(name: str, slots: Any) -> Check:
+    held, free = len(slots.slot_mapping), len(set(slots.free_slots))
+    whole = held == 0 and free == slots.max_num_requests
+    return Check(name, whole, f"{held} held, {free} of {slots.max_num_requests} free")
+
+
+def memory_checks(warm: Memory, first_third: Memory, drained: Memory) -> list[Check]:
+    """Growth of the device's memory since the warm-up, of the host's since the first third."""
+    return [
+        Check(name, grown <= most, f"{grown / 2**20:+.1f} MiB, at most {most / 2**20:.0f}")
+        for name, grown, most in (
+            ("device memory", drained.device - warm.device, MAX_DEVICE_GROWTH),
+            ("host memory", drained.host - first_third.host, MAX_HOST_GROWTH),
+        )
+    ]
+
+
+class Thirds:
+    """Acceptance by third of the run, to see whether it drifts."""
+
+    def __init__(self, draft_len: int) -> None:
+        self.stats = [AcceptanceStats(draft_len) for _ in range(3)]
+        self._lengths: list[list[float]] = [[], [], []]
+
+    def add(self, third: int, stats: AcceptanceStats) -> None:
+        """Count a finished request that was allowed to draft."""
+        if stats.steps:
+            self.stats[third].merge(stats)
+            self._lengths[third].append(stats.acceptance_length)
+
+    def check(self) -> Check:
+        """Whether each third lies near the whole run."""
+        whole = AcceptanceStats(self.stats[0].max_draft_len)
+        for stats in self.stats:
+            whole.merge(stats)
+        told = [f"{stats.acceptance_length:.3f}" for stats in self.stats]
+        holds = True
+        for stats, lengths in zip(self.stats, self._lengths, strict=True):
+            if len(lengths) < LEAST_REQUESTS:
+                continue
+            error = statistics.stdev(lengths) / math.sqrt(len(lengths))
+            most = max(MAX_DRIFT * whole.acceptance_length, STANDARD_ERRORS * error)
+            holds &= abs(stats.acceptance_length - whole.acceptance_length) <= most
+        return Check("acceptance length by third", holds, " / ".join(told))

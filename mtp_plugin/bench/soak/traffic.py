@@ -1,0 +1,75 @@
+"""Who arrives when, asks for how much and leaves early: by seed, step by step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mtp_plugin.executor import LlmRequest
+
+IMPATIENT = 0.1
+"""Share of requests that are aborted."""
+SILENT = 0.05
+"""Share of requests that ask for no drafts."""
+STOPPING = 0.25
+"""Share of requests that end at an end token."""
+BURST = 3
+"""Most requests that arrive in one step."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one request asks for."""
+
+    prompt: int
+    max_new_tokens: int
+    ignore_eos: bool
+    speculate: bool
+    patience: int | None
+    """Steps after which it is aborted, if it has not finished; None: never."""
+
+
+class Traffic:
+    """Draws the arrivals of every step; the same seed gives the same ones.
+
+    Args:
+        num_prompts: to choose from. longest_output: tokens asked for at most.
+        batch_size: that the executor runs; arrivals are a little more than it serves.
+    """
+
+    def __init__(self, seed: int, num_prompts: int, longest_output: int, batch_size: int) -> None:
+        self._dice = random.Random(seed)
+        self._num_prompts = num_prompts
+        self._longest_output = longest_output
+        # a step serves batch_size requests by about two tokens each
+        rate = 1.2 * batch_size * 4 / longest_output
+        self._chance = min(0.9, rate / ((1 + BURST) / 2))
+
+    def arrivals(self) -> list[Wish]:
+        """Those of the next step."""
+        dice = self._dice
+        if dice.random() >= self._chance:
+            return []
+        return [self._wish() for _ in range(dice.randint(1, BURST))]
+
+    def _wish(self) -> Wish:
+        dice = self._dice
+        impatient = dice.random() < IMPATIENT
+        return Wish(
+            prompt=dice.randrange(self._num_prompts),
+            max_new_tokens=dice.randint(1, self._longest_output),
+            ignore_eos=dice.random() >= STOPPING,
+            speculate=dice.random() >= SILENT,
+            patience=dice.randint(0, self._longest_output // 4) if impatient else None,
+        )
+
+
+def random_chunks(seed: int) -> Callable[[LlmRequest, int], int]:
+    """A chunk policy: any length that fits, by seed, request and place in the prompt."""
+
+    def chunk(request: LlmRequest, limit: int) -> int:
+        key = f"{seed} {request.request_id} {request.context_current_position}"
+        return random.Random(key).randint(1, max(1, limit))
+
+    return chunk

@@ -1,0 +1,26 @@
+"""Whether emitted tokens are those of plain decoding, what half precision excuses."""
+
+from __future__ import annotations
+
+from .compare import (
+    Comparison,
+    Divergence,
+    compare_forced,
+    compare_with_continuations,
+    judge_gap,
+)
+from .oracle import Oracle, plain_attention
+from .ties import TIE_ULPS, TieRule, ulp
+
+__all__ = [
+    "TIE_ULPS",
+    "Comparison",
+    "Divergence",
+    "Oracle",
+    "TieRule",
+    "compare_forced",
+    "compare_with_continuations",
+    "judge_gap",
+    "plain_attention",
+    "ulp",
+]

@@ -1,0 +1,81 @@
+"""Plain decoding of a loaded model, one request at a time, through none of the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.models import LoadedModel
+
+PLAIN_ATTENTION = "sdpa"
+"""An attention of transformers' own."""
+
+
+@contextmanager
+def plain_attention(model: LoadedModel) -> Iterator[None]:
+    """Run the model with an attention of transformers' own, then with its former one again."""
+    former: Any = model.target.config._attn_implementation
+    model.set_attn_implementation(PLAIN_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(former)
+
+
+class Oracle:
+    """What the target alone says; the model must run under :func:`plain_attention`."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self.device: torch.device = next(model.lm_head.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, hence of the logits."""
+        return next(self._model.lm_head.parameters()).dtype
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end the model's texts."""
+        return self._model.facts.eos_token_ids
+
+    def continuation(
+        self,
+        prompt_ids: Sequence[int],
+        emitted: Sequence[int],
+        limit: int,
+        *,
+        end_ids: Collection[int] = (),
+        min_tokens: int = 0,
+    ) -> list[int]:
+        """``emitted`` and what plain greedy decoding adds to it.
+
+        Args:
+            limit: tokens in all, emitted ones included.
+            end_ids: ids that end the run once ``min_tokens`` tokens stand before them.
+        """
+        tokens = list(emitted)
+        if tokens and tokens[-1] in end_ids and len(tokens) > min_tokens:
+            return tokens
+        return tokens + greedy_decode(
+            self._model.target,
+            [*prompt_ids, *tokens],
+            max(0, limit - len(tokens)),
+            eos_token_ids=end_ids,
+            min_tokens=max(0, min_tokens - len(tokens)),
+        )
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+        """Logits [num_rows, V] float32 behind the last ``num_rows`` of the given tokens."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        decoder: Any = self._model.target.get_decoder()
+        states = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -num_rows:]
+        # the target's own, as in decoding: the model may run a fused one in its place
+        head: Any = self._model.target.get_output_embeddings()
+        logits: torch.Tensor = head(states)
+        return logits.float()
