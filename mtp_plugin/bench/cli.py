@@ -131,6 +131,12 @@ def e2e(
             "drafts 1..i. Default: real for a checkpoint, 0.8 for a shape.",
         ),
     ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab", metavar="N", min=1, help="Ids that may be drafted. Default: all."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
     ] = None,
@@ -195,6 +201,7 @@ def e2e(
         osl=osl,
         seed=seed,
         acceptance=_shares(acceptance),
+        draft_vocab=draft_vocab,
         graphs=graphs,
         fused=fused,
         text=text,

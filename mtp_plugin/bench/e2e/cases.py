@@ -93,6 +93,8 @@ class Options:
     seed: int = 0
     acceptance: tuple[float, ...] | None = None
     """Synthetic acceptance; None: real where the weights are trained, else a default."""
+    draft_vocab: int | None = None
+    """Ids that may be drafted; None: all."""
     graphs: bool = True
     fused: bool | None = None
     text: bool = False

@@ -42,7 +42,8 @@ class Phases:
     spent: dict[str, float]
     """By phase; together the time that a step keeps the device busy."""
     host_gap: float
-    """The rest of a step's time, in which the device waits for the host."""
+    """The rest of a step's time, in which the device waits for the host. On a device the two are of
+    different runs, so that it may come out a little below zero."""
     samples: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -372,9 +373,10 @@ def executor_config(
             "decoding_type": "MTP",
             "max_draft_len": case.k,
             "use_mtp_vanilla": case.worker == VANILLA,
+            "mtp": {"draft_vocab": options.draft_vocab},
         }
         if synthetic is not None:
-            speculative["mtp"] = {
+            speculative["mtp"] |= {
                 "verification": "synthetic",
                 "synthetic_acceptance": list(synthetic.shares(case.k)),
                 "synthetic_seed": synthetic.seed,

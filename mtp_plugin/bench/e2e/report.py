@@ -150,6 +150,7 @@ def document(
         "output_tokens": options.output_tokens,
         "seed": options.seed,
         "cuda_graphs": on_device and options.graphs,
+        "draft_vocab": options.draft_vocab,
         "acceptance": acceptance_kind(synthetic),
         "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
         "tie_tolerance_ulps": tie_ulps,

@@ -125,6 +125,13 @@ def test_synthetic_acceptance_reaches_the_config(toy: Subject) -> None:
     assert options.synthetic_seed == 7
 
 
+def test_a_cut_draft_vocabulary_reaches_the_config(toy: Subject) -> None:
+    for asked in (None, 64):
+        options = Options(draft_vocab=asked)
+        config = parse_config(executor_config(toy, Case(2, "eagle", 2), options, None))
+        assert config.speculative_config.mtp.draft_vocab == asked
+
+
 # --- subjects and prompts ---
 
 
