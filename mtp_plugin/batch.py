@@ -8,6 +8,7 @@ the flat tokens, a generation request K+1 rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,16 @@ PAD_TOKEN = -1
 STATUS_OK = 0
 STATUS_NO_FINITE_LOGIT = 1
 """The run met a row of logits without any usable value; the request fails alone."""
+
+
+def to_device(
+    values: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Numbers of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
+    host = torch.tensor(values, dtype=dtype)
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def expect_output(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mtp_plugin.batch import RowParameters
+from mtp_plugin.batch import RowParameters, to_device
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.protocols import is_graph_dummy_id
@@ -175,7 +175,7 @@ class DraftLoop:
     are computed here.
     """
 
-    _ones: ClassVar[dict[tuple[torch.device, torch.dtype], torch.Tensor]] = {}
+    _ones: ClassVar[dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]] = {}
 
     def __init__(self, attn_metadata: Any) -> None:
         self._metadata = attn_metadata
@@ -249,9 +249,9 @@ class DraftLoop:
             host, device = metadata._seq_lens.clone(), metadata._seq_lens_cuda.clone()
             if has_history:
                 contexts = slice(0, metadata.num_contexts)
-                history = torch.tensor(history_lens, dtype=host.dtype)
-                host[contexts] += history
-                device[contexts] += history.to(device.device, non_blocking=True)
+                lens = history_lens or []
+                host[contexts] += torch.tensor(lens, dtype=host.dtype)
+                device[contexts] += to_device(lens, device.dtype, device.device)
             generations = slice(metadata.num_contexts, metadata.num_seqs)
             host[generations] -= step_rows - window
             device[generations] -= step_rows - window
@@ -346,14 +346,19 @@ class DraftLoop:
 
     @classmethod
     def _ones_like(cls, lens: torch.Tensor) -> torch.Tensor:
-        """Ones that nobody writes to; kept, so that a captured loop launches nothing for them."""
-        key = (lens.device, lens.dtype)
-        kept = cls._ones.get(key)
-        if kept is None or kept.shape[0] < lens.shape[0]:
-            kept = torch.ones_like(lens)
-            if not (lens.is_cuda and torch.cuda.is_current_stream_capturing()):
-                cls._ones[key] = kept
-        return kept[: lens.shape[0]]
+        """Ones that nobody writes to; kept, so that a captured loop launches nothing for them.
+
+        Those that became too short are kept too: a graph may read them.
+        """
+        kept = cls._ones.setdefault((lens.device, lens.dtype), [])
+        size = lens.shape[0]
+        if not kept or kept[-1].shape[0] < size:
+            # in powers of two, so that few are kept
+            ones = lens.new_ones(1 << max(size - 1, 0).bit_length())
+            if lens.is_cuda and torch.cuda.is_current_stream_capturing():
+                return ones[:size]
+            kept.append(ones)
+        return kept[-1][:size]
 
     def _changed(self) -> None:
         metadata = self._metadata

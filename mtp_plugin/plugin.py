@@ -96,7 +96,8 @@ class SpeculativePieces:
     """A coin accepts the drafts: whatever reports acceptance or text has to say so."""
 
     make_worker: Callable[[int], torch.nn.Module] | None = None
-    """Draft length -> the worker of turned-down steps; None: every step has K."""
+    """Draft length -> the worker of turned-down steps; None: every step has K, of which
+    ``draft_lengths`` lets requests verify fewer."""
     draft_vocab_ids: torch.Tensor | None = None
     """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
     head."""
@@ -112,18 +113,19 @@ class SpeculativePieces:
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
         """The draft lengths that may be chosen, of all batch sizes or of these."""
-        if self.draft_lengths is None:
+        if self.draft_lengths is None or self.make_worker is None:
             return (self.plan.max_draft_len,)
         return tuple(self.draft_lengths.draft_lens(batch_sizes))
 
     def choose_draft_len(self, batch: Any) -> int:
-        """How many drafts a scheduled batch verifies and makes; call once per launched step.
+        """The draft length that a scheduled batch runs with; call once per launched step.
 
         Afterwards the ``py_draft_state.limit`` of the batch's requests holds for this step.
         """
         if self.draft_lengths is None:
             return self.plan.max_draft_len
-        return self.draft_lengths.plan(batch)
+        chosen = self.draft_lengths.plan(batch)
+        return self.plan.max_draft_len if self.make_worker is None else chosen
 
 
 class SpeculativePlugin(Protocol):

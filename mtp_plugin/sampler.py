@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from mtp_plugin.batch import PAD_TOKEN, STATUS_OK
+from mtp_plugin.batch import PAD_TOKEN, STATUS_OK, to_device
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.protocols import FinishReason, RequestState
 
@@ -237,7 +237,9 @@ class MTPSampler:
                 continue
             slot = row.seq_slot
             emitted = tokens[slot][: counts[slot]]
-            self._apply(row, emitted, drafts[slot], status[slot] if status else 0, draft_len)
+            # a shorter step drafted fewer than the store holds
+            drafted = drafts[slot][:draft_len]
+            self._apply(row, emitted, drafted, status[slot] if status else 0, draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -251,6 +253,7 @@ class MTPSampler:
         request.py_num_accepted_draft_tokens = accepted_drafts
         request.py_rewind_len = 0 if row.is_context else draft_len - accepted_drafts
         request.py_decoding_iter += 1
+        request.py_draft_tokens = drafts  # a stop among the tokens drops them
         num_emitted = 0
         # drafts behind the request's full length were absent
         full_length = getattr(request, "max_length", self.max_seq_len)
@@ -263,7 +266,6 @@ class MTPSampler:
         else:
             if status != STATUS_OK:
                 request.finish_by(FinishReason.ERROR, BEAM)
-        request.py_draft_tokens = drafts
         if row.is_context:
             return
         num_drafted = min(row.num_drafted, room)
@@ -350,10 +352,7 @@ class MTPSampler:
     def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
         if not rows:
             return
-        slots = torch.tensor([row.seq_slot for row in rows], dtype=torch.int64)
-        if self.device.type == "cuda":
-            slots = slots.pin_memory()
-        slots = slots.to(self.device, non_blocking=True)
+        slots = to_device([row.seq_slot for row in rows], torch.int64, self.device)
         count, k = len(rows), self.draft_len
         status = outputs.get("status")
         if status is None:

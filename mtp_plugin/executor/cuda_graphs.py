@@ -6,11 +6,12 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, MTPPluginError
 from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepShape
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.workers.metadata_check import DeferredCheck, deferred_checks
@@ -37,7 +38,7 @@ class CapturedStep:
     """A graph, and the tensors that its replays write."""
 
     graph: torch.cuda.CUDAGraph
-    outputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]  # all but the logits
     spec_metadata: Any  # whose buffers the graph reads
     checks: list[DeferredCheck]  # of the draft loop's metadata, in debug mode
 
@@ -69,52 +70,73 @@ class CapturedSteps:
         self._padding_row = padding_row
         self._previous = previous
         self._make_spec_metadata = make_spec_metadata
-        self._pool = torch.cuda.graph_pool_handle()
         self._steps: dict[StepShape, CapturedStep] = {}
         self.num_replays = 0
+        self.num_bytes = 0
+        """Device memory of all graphs together."""
 
     @property
     def shapes(self) -> list[StepShape]:
         """The shapes that have a graph."""
         return list(self._steps)
 
+    @cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all captures: libraries keep a workspace per stream."""
+        return torch.cuda.Stream()
+
     @torch.inference_mode()
     def capture(self, shape: StepShape) -> None:
         """Capture a step of padding rows, which writes to sentinels only.
 
         Raises:
-            ConfigError: the model or a plugin's worker does what no capture can hold.
+            ConfigError: the model or a plugin's worker does what no capture can hold, or memory is
+                short.
         """
         size = shape.num_generations
         step = self._table.upload([self._padding_row] * size)
         spec_metadata = self._make_spec_metadata(size)
         host = HostLists([1] * size, [CUDA_GRAPH_DUMMY_REQUEST_ID] * size)
+        spec_metadata.request_ids = host.request_ids
+        spec_metadata.prepare()
 
         def launch() -> dict[str, torch.Tensor]:
             return self._launch(
                 shape, step, self._previous, None, host, spec_metadata=spec_metadata
             )
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
-                launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with (
-                deferred_checks() as checks,
-                _nothing_collected(),
-                torch.cuda.graph(graph, pool=self._pool, stream=stream),
-            ):
-                outputs = launch()
+            self._steps[shape] = self._record(launch, spec_metadata)
+        except MTPPluginError:
+            raise
         except RuntimeError as error:
             raise ConfigError(
                 f"cuda_graph_config: a step of {size} requests cannot be captured: {error}"
             ) from error
+
+    def _record(
+        self, launch: Callable[[], dict[str, torch.Tensor]], spec_metadata: Any
+    ) -> CapturedStep:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_STEPS):
+                launch()
         torch.cuda.synchronize()
-        self._steps[shape] = CapturedStep(graph, outputs, spec_metadata, checks)
+        graph = torch.cuda.CUDAGraph()
+        with deferred_checks() as checks, _nothing_collected():
+            torch.cuda.empty_cache()  # what is reserved from here on is the graph's
+            reserved = torch.cuda.memory_reserved()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outputs = launch()
+                # nobody reads the logits of a replay, and every graph would keep its own
+                outputs.pop("logits", None)
+        torch.cuda.synchronize()
+        self.num_bytes += torch.cuda.memory_reserved() - reserved
+        return CapturedStep(graph, outputs, spec_metadata, checks)
 
     def replay(self, shape: StepShape, rows: list[Row]) -> dict[str, torch.Tensor] | None:
         """Launch a step from its graph; None where it has none and must run eagerly.

@@ -151,6 +151,10 @@ class PagedKVPools:
         """Layers that have pools."""
         return sorted(self._layers)
 
+    def release(self) -> None:
+        """Forget every row."""
+        self._layers.clear()
+
     def num_bytes(self) -> int:
         """Device bytes of all pools."""
         return sum(t.numel() * t.element_size() for pools in self._layers.values() for t in pools)

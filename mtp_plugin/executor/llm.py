@@ -34,6 +34,7 @@ from mtp_plugin.executor.text import RequestText
 from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.plugin import DraftPlan, HostFacts, find_plugin
 from mtp_plugin.protocols import FinishReason, ResourceManager
+from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.statistics import AcceptanceStats
 
 CPU_KV_BYTES = 2 * 2**30
@@ -193,6 +194,8 @@ class LLM:
         if self.config.cuda_graph_config is not None and self.device.type == "cuda":
             model.keep_experts_on_device()
             engine.capture(_captured_sizes(self.config), report)
+        if on_progress is not None:
+            report(self._memory_line(engine, plan.num_draft_layers))
         scheduler = Scheduler(
             plan,
             blocks,
@@ -294,7 +297,8 @@ class LLM:
         return ids, text
 
     def shutdown(self) -> None:
-        """Cancel everything and give every resource back; who waits for a request gets an error."""
+        """Cancel everything and give every resource back, with the memory of KV cache and graphs;
+        who waits for a request gets an error."""
         self._dispatcher.shutdown()
 
     def __enter__(self) -> LLM:
@@ -454,12 +458,33 @@ class LLM:
             return blocks
         useful = self.config.max_batch_size * -(-self.max_seq_len // block)
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading left with the allocator is free too
             free, _ = torch.cuda.mem_get_info(self.device)
             available = int(free * cache.free_gpu_memory_fraction)
         else:
             available = CPU_KV_BYTES
         per_block = self._kv_bytes_per_token(num_draft_layers) * block
         return max(1, min(useful, available // per_block))
+
+    def _memory_line(self, engine: ModelEngine, num_draft_layers: int) -> str:
+        """What was allocated beside the weights."""
+        kv = self.pools.num_bytes()
+        if kv == 0:  # pools come with a layer's first step
+            kv = self._kv_bytes_per_token(num_draft_layers) * self.pools.num_rows
+        parts = [
+            f"KV cache {_mib(kv)} ({self.blocks.num_blocks} blocks of {self.blocks.block_size} "
+            f"tokens)"
+        ]
+        manager = self.pieces.manager
+        if isinstance(manager, MTPHiddenStatesManager):
+            slots = manager.sentinel_slot + 1
+            size = manager.bytes_per_slot()
+            parts.append(f"MTP state {_mib(slots * size)} ({slots} slots of {size} bytes)")
+        if engine.captured is not None:
+            parts.append(
+                f"CUDA graphs {_mib(engine.captured.num_bytes)} ({len(engine.captured.shapes)})"
+            )
+        return f"memory: {', '.join(parts)}"
 
     @torch.inference_mode()
     def _kv_bytes_per_token(self, num_draft_layers: int) -> int:
@@ -490,6 +515,10 @@ class LLM:
                 attn_metadata=metadata,
             )
         return pools.num_bytes() // pools.num_rows
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _events(news: News) -> list[StepEvent]:

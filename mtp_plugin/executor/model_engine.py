@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from mtp_plugin.batch import RowParameters
+from mtp_plugin.batch import RowParameters, to_device
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
 from mtp_plugin.executor.cuda_graphs import CapturedSteps
@@ -78,6 +79,10 @@ class ModelEngine:
         self._attn_backend = attn_backend
         self._table = self.make_table(stop_width=8)
         self._generation_inputs = _select_generation_inputs(pieces.worker)
+        for draft_len in pieces.draft_lens():
+            worker = pieces.worker_for(draft_len)  # now, so that no step waits for it
+            if hasattr(worker, "may_overwrite_states"):
+                worker.may_overwrite_states = True  # nobody reads them behind the worker
 
     def make_table(self, stop_width: int) -> RowTable:
         """A table for the rows of this engine's steps."""
@@ -97,7 +102,8 @@ class ModelEngine:
             sizes: batch sizes. report: called with a line of text per graph.
 
         Raises:
-            ConfigError: the plugin's sampler keeps no tokens on the device.
+            ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
+                buffers for graphs.
         """
         store = getattr(self.pieces.sampler, "device_tensors", None)
         if store is None:
@@ -105,12 +111,14 @@ class ModelEngine:
                 "cuda_graph_config: expected null with a sampler that has no device_tensors(), got "
                 f"{type(self.pieces.sampler).__name__}"
             )
+        make_metadata = getattr(self.spec_metadata, "create_cuda_graph_metadata", None)
+        if make_metadata is None:
+            raise ConfigError(
+                "cuda_graph_config: expected null with metadata that has no "
+                f"create_cuda_graph_metadata(), got {type(self.spec_metadata).__name__}"
+            )
         captured = CapturedSteps(
-            self.launch,
-            self.make_table(stop_width=8),
-            self.padding_row(),
-            store(),
-            self.spec_metadata.create_cuda_graph_metadata,
+            self.launch, self.make_table(stop_width=8), self.padding_row(), store(), make_metadata
         )
         ordered = sorted(sizes, reverse=True)
         served = {
@@ -128,6 +136,14 @@ class ModelEngine:
             captured.capture(shape)
         self.captured = captured
 
+    def release(self) -> None:
+        """Give the memory of graphs and KV rows back; no step can run any more."""
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # a device that failed has nothing left to wait for
+                torch.cuda.synchronize(self.device)
+        self.captured = None
+        self.pools.release()
+
     @torch.inference_mode()
     def forward(
         self, batch: ScheduledRequests, previous: Any | None, in_flight: set[int]
@@ -142,7 +158,8 @@ class ModelEngine:
 
         Returns:
             The worker's mapping; padding rows stand behind those of the batch. Of a captured step
-            they are the graph's own tensors, good until the next step.
+            they are the graph's own tensors, good until the next step, and the logits are not among
+            them.
         """
         rows = [self._context_row(request) for request in batch.context_requests]
         for request in batch.generation_requests:
@@ -324,9 +341,8 @@ class ModelEngine:
             ends.append(len(ids) - 1)
             chunks.append(end - start)
         parts = (ids, positions, next_prompt, ends, chunks)
-        together = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
-        if self.device.type == "cuda":
-            together = together.pin_memory().to(self.device, non_blocking=True)
+        values = [value for part in parts for value in part]
+        together = to_device(values, torch.int32, self.device)
         split = together.split([len(part) for part in parts])
         return ContextInputs(
             input_ids=split[0],

@@ -116,6 +116,7 @@ class PyExecutor:
             self._terminate(request)
         self._launched = None
         self.resources.shutdown()
+        self.engine.release()
         self._closed = True
 
     # ---- the loop ---------------------------------------------------------------------------

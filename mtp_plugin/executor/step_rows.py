@@ -2,7 +2,8 @@
 
 A step that is captured in a CUDA graph reads the same addresses in every replay, so the rows live
 in one device tensor. They go there from one of two pinned buffers in turn: while the copy from one
-may still be running, the next step is written into the other.
+may still be running, the next step is written into the other. The copy from that one was over when
+the results of its step were read; where they never were, the step having failed, it is waited for.
 """
 
 from __future__ import annotations
@@ -88,6 +89,15 @@ class HostLists:
     request_ids: list[int]  # padding rows under their dummy id
 
 
+def copy_event(device: torch.device) -> Any:
+    """An event behind everything queued so far; None where copies are over at once."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class RowTable:
     """Rows of at most ``max_rows`` requests, on the host and on the device.
 
@@ -124,6 +134,7 @@ class RowTable:
             rows[:, self._first_block_column :] = sentinel_block
         self._arrays = [rows.numpy() for rows in self._host_rows]
         self._written: list[list[list[int]]] = [[[] for _ in range(max_rows)] for _ in range(2)]
+        self._copied: list[Any] = [None, None]
         self._turn = 0
 
     def holds(self, num_rows: int, stop_width: int) -> bool:
@@ -133,7 +144,7 @@ class RowTable:
     def upload(self, rows: Sequence[Row]) -> StepRows:
         """Start the copy of a step's rows to the device.
 
-        At most one earlier step may be unfinished: its copy may still read the other buffer.
+        Waits only where the copy of two steps before is still to come.
 
         Raises:
             ExecutorError: more rows, stop ids or blocks than the table holds.
@@ -146,6 +157,9 @@ class RowTable:
             f"{self.max_rows} of {self.stop_width}",
         )
         self._turn = 1 - self._turn
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
         array, written = self._arrays[self._turn], self._written[self._turn]
         first_block = self._first_block_column
         for place, row in enumerate(rows):
@@ -155,6 +169,7 @@ class RowTable:
             self._write_blocks(array[place, first_block:], written[place], row.blocks)
         count = len(rows)
         self._device_rows[:count].copy_(self._host_rows[self._turn][:count], non_blocking=True)
+        self._copied[self._turn] = copy_event(self._device_rows.device)
         return self.view(count)
 
     def view(self, num_rows: int) -> StepRows:

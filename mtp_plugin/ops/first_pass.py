@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mtp_plugin.batch import DraftInputs, FirstPass
+from mtp_plugin.batch import DraftInputs, FirstPass, to_device
 from mtp_plugin.ops import draft_inputs, history
 from mtp_plugin.ops.draft_inputs.contract import check_eagle_output, check_vanilla_output
 
@@ -88,7 +88,7 @@ def vanilla_first_pass(
                 chunk_lens,
                 history_lens,
             )
-            row_lens = row_lens + torch.tensor(history_lens, device=row_lens.device)
+            row_lens = row_lens + to_device(history_lens, row_lens.dtype, row_lens.device)
         parts.append(rows)
     if num_generations > 0:
         generations = slots[num_contexts:]

@@ -54,6 +54,29 @@ def test_a_shared_model_must_have_the_dtype_that_is_asked_for(bed):
         LLM({"model": bed.path, "dtype": "bfloat16"}, model=bed.model)
 
 
+def test_memory_beside_the_weights_is_reported(bed):
+    told: list[str] = []
+    config = {
+        "model": bed.path,
+        "device": bed.host["device"],
+        "dtype": "float32",
+        "max_batch_size": 2,
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 4096},
+        "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
+    }
+    with LLM(config, model=bed.model, on_progress=told.append) as llm:
+        line = next(text for text in told if text.startswith("memory: "))
+        llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        manager = llm.pieces.manager
+        slots, size = manager.sentinel_slot + 1, manager.bytes_per_slot()
+        assert slots == 3 * 2 + 3
+        assert line == (
+            f"memory: KV cache {llm.pools.num_bytes() / 2**20:.1f} MiB (1024 blocks of 4 tokens), "
+            f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+        )
+    assert told[-1] == "ready"
+
+
 def test_errors_of_a_file_name_it(bed, tmp_path):
     path = tmp_path / "long.yaml"
     path.write_text(f"model: {bed.path}\nmax_seq_len: 640000\n")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
+import torch
 
 from mtp_plugin import alarms
 from mtp_plugin.executor import SamplingParams
@@ -298,3 +300,229 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_bed, right, l
     assert llm.pieces.alarms.num_looping_requests == loops
     told = [r.getMessage() for r in caplog.records if r.name == "mtp_plugin"]
     assert [message[:15] for message in told] == ["request 0 loops"] * loops
+
+
+# --- turned-down steps beside the other options ---
+
+
+def run_waves(watched, waves, seed: int):
+    """(prompt, request) of waves of (requests, tokens), six steps apart, run to the end."""
+    prompts = iter(random_prompts(sum(count for count, _ in waves), seed))
+    started = []
+    for count, num_tokens in waves:
+        wave = [next(prompts) for _ in range(count)]
+        started += zip(wave, watched.enqueue(wave, num_tokens), strict=True)
+        watched.run(6)
+    watched.run()
+    return started
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_drafts_are_those_of_a_fresh_run_at_every_length(bed, vanilla, plain, keep_warm):
+    """Lengths go down and up again: whatever a step verified was what a fresh run proposes."""
+    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            speculative={"draft_len_schedule": {2: K, 3: 2, 4: 1}},
+            mtp={"keep_warm": keep_warm},
+            kv_fill=float("nan"),
+        )
+    )
+    compared = {1: 0, 2: 0, K: 0}
+    for prompt, request in run_waves(watched, [(2, 40), (1, 16), (1, 10), (1, 6), (0, 0)], seed=9):
+        text = prompt + oracle.greedy(prompt, request.params.max_new_tokens)
+        assert request.tokens == text
+        for before, num_emitted, drafted in watched.results[request.request_id]:
+            if drafted == 0:
+                continue
+            drafts = oracle.fresh(tuple(text[:before])).drafts[:drafted]
+            right = next((i for i in range(drafted) if drafts[i] != text[before + i]), drafted)
+            assert num_emitted == min(right + 1, len(text) - before)
+            compared[drafted] += 1
+    assert min(compared.values()) > 4
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(bed, vanilla):
+    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
+    llm = bed.llm(
+        vanilla=vanilla,
+        disable_overlap_scheduler=True,
+        speculative={"draft_len_schedule": {1: K, 2: 2, 3: 1}},
+        chunk_policy=lambda _, limit: min(limit, 3),
+        kv_fill=float("nan"),
+    )
+    watched = Watched(llm)
+    requests, size, compared = [], llm.blocks.block_size, 0
+    for prompt, num_tokens in zip(random_prompts(4, seed=10), (40, 16, 12, 8), strict=True):
+        requests += watched.enqueue([prompt], num_tokens)
+        for _ in range(5):
+            watched.run(1)
+            for request in requests:
+                if request.is_finished or not request.output_token_ids:
+                    continue
+                table = torch.tensor(llm.blocks.table(request.request_id))
+                for layer, expected in oracle.fresh(tuple(request.tokens)).kv.items():
+                    position = torch.arange(expected[0].shape[0])
+                    row_ids = table[position // size] * size + position % size
+                    stored = llm.pools.rows(layer, row_ids.to(llm.device))
+                    for got, want in zip(stored, expected, strict=True):
+                        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+                    compared += len(position)
+    watched.run()
+    assert set(watched.lengths) == {0, 1, 2, K}
+    assert compared > 500
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+@pytest.mark.parametrize(
+    ("window", "chain"),
+    [
+        ("trtllm", "output"),
+        ("exact", "target_shift"),
+        ("exact", "none"),
+    ],
+)
+def test_other_windows_and_chains_change_no_text(bed, target, window, chain, keep_warm, plain):
+    """Windows longer than the step, prompts shorter than the window, chunks in the same batch."""
+    watched = Watched(
+        bed.llm(
+            vanilla=True,
+            disable_overlap_scheduler=plain,
+            speculative={"draft_len_schedule": {2: K, 4: 2, 5: 1}},
+            mtp={"keep_warm": keep_warm, "draft_window": window, "chain": chain},
+            chunk_policy=lambda _, limit: min(limit, 2),
+            kv_fill=float("nan"),
+        )
+    )
+    waves = [(2, 40), (2, 20), (1, 16), (2, 12), (0, 0)]
+    for prompt, request in run_waves(watched, waves, seed=6):
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    assert set(watched.lengths) >= {0, 1, 2, K}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_a_relaxed_rule_that_is_strict_stays_so_at_every_length(bed, target, vanilla, keep_warm):
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            speculative={"draft_len_schedule": {2: K, 4: 1}, **RELAXED},
+            mtp={"keep_warm": keep_warm},
+        )
+    )
+    for prompt, request in run_waves(watched, [(2, 24), (2, 10), (2, 8), (0, 0)], seed=7):
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    assert set(watched.lengths) >= {0, 1, K}
+
+
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 1,
+    "relaxed_delta": 0.0,
+    "begin_thinking_phase_token": 5,
+    "end_thinking_phase_token": 6,
+}
+
+
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_the_phase_is_followed_in_steps_without_drafts(bed, target, keep_warm):
+    prompt = [5, 9, 40]
+    truth = target.greedy(prompt, 12)
+    assert 5 not in truth
+    ends = {**RELAXED, "end_thinking_phase_token": truth[4]}
+    llm = bed.llm(
+        disable_overlap_scheduler=True,
+        speculative={"draft_len_schedule": {1: K}, **ends},
+        mtp={"keep_warm": keep_warm},
+    )
+    watched = Watched(llm)
+    request, _ = watched.enqueue([prompt, [7, 8]], 12)
+    thought = {}
+    while llm.executor.has_work:
+        watched.run(1)
+        if not request.is_finished:
+            slot = llm.pieces.manager.slot_manager.get_slot(request.request_id)
+            thought[request.get_num_tokens() - len(prompt)] = bool(
+                llm.pieces.manager.thinking_pool[slot]
+            )
+    assert set(watched.lengths) == {0}
+    assert thought == {count: count <= truth.index(truth[4]) for count in range(1, 12)}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("keep_warm", WARMTH)
+def test_coins_fall_for_the_drafts_of_the_step(bed, vanilla, plain, keep_warm):
+    """Forced to accept everything: a step of K' drafts emits K'+1 tokens, one of none emits one."""
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            speculative={"draft_len_schedule": {1: K, 2: 1}},
+            mtp={
+                "keep_warm": keep_warm,
+                "verification": "synthetic",
+                "synthetic_acceptance": [1.0, 1.0, 1.0],
+            },
+        )
+    )
+    started = run_waves(watched, [(1, 40), (1, 12), (2, 8), (0, 0)], seed=8)
+    seen = set()
+    for prompt, request in started:
+        for before, num_emitted, drafted in watched.results[request.request_id]:
+            room = len(prompt) + request.params.max_new_tokens - before
+            assert num_emitted == min(drafted + 1, room)
+            seen.add(drafted)
+    assert seen >= {0, 1, K}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, plain):
+    watched = Watched(
+        bed.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=plain,
+            speculative={"draft_len_schedule": {1: K, 2: 1}},
+        )
+    )
+    many = ((1, 40), (1, 20), (2, 8))
+    requests = [r for n, length in many for r in watched.enqueue(random_prompts(n, 9), length)]
+    held = set()
+    while watched.executor.has_work:
+        watched.run(1)
+        for request in requests:
+            if request.is_finished:
+                assert request.py_draft_tokens == []
+            elif request.py_decoding_iter > 1:
+                assert all(0 <= draft < VOCAB for draft in request.py_draft_tokens)
+                held.add(len(request.py_draft_tokens))
+                assert 0 <= request.py_rewind_len <= K
+    assert held >= {0, 1, K}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vanilla, plain):
+    """Every step has K rows, of which the controller lets requests verify fewer."""
+    llm = bed.llm(
+        vanilla=vanilla,
+        disable_overlap_scheduler=plain,
+        speculative={"draft_len_schedule": {2: K, 4: 1}},
+        kv_fill=float("nan"),
+    )
+    engine = llm.executor.engine
+    engine.captured = None  # captured with the workers that are taken away
+    engine.pieces = dataclasses.replace(engine.pieces, make_worker=None)
+    assert engine.pieces.draft_lens() == (K,)
+    watched = Watched(llm)
+    for prompt, request in run_waves(watched, [(2, 24), (2, 10), (2, 8), (0, 0)], seed=7):
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    seen = {drafted for steps in watched.results.values() for *_, drafted in steps}
+    assert seen >= {0, 1, K}

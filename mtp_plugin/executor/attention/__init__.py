@@ -4,15 +4,14 @@ One operation, ``metadata.attend(layer_idx, query, key, value, scaling)``: write
 then attend. Transformers' modules reach the same two calls through ``metadata.model_kwargs()``.
 """
 
-from mtp_plugin.executor.attention.backend import (
+from mtp_plugin.executor.attention.backend import find_backend, select_backend
+from mtp_plugin.executor.attention.contract import (
+    SDPA_BACKEND,
+    TRITON_BACKEND,
     AttentionBackend,
     HeadShape,
-    find_backend,
-    select_backend,
 )
-from mtp_plugin.executor.attention.bridge import TRITON_BACKEND
 from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
-from mtp_plugin.executor.attention.sdpa import SDPA_BACKEND
 
 __all__ = [
     "SDPA_BACKEND",

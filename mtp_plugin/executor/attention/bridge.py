@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
-from mtp_plugin.executor.attention.sdpa import SDPA_BACKEND, attend_pages, gather_pages
+from mtp_plugin.executor.attention.contract import (
+    SDPA_BACKEND,
+    TRITON_BACKEND,
+    AttentionBackend,
+    StepMetadata,
+)
+from mtp_plugin.executor.attention.sdpa import attend_pages, gather_pages
 
-if TYPE_CHECKING:
-    from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
 
-TRITON_BACKEND = "mtp_paged_triton"
-"""Name under which the Triton backend is registered with transformers."""
+class BackedMetadata(StepMetadata, Protocol):
+    """A step's metadata that names its backend."""
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """That writes and attends."""
+        ...
 
 
 class PagedCache:
@@ -21,7 +30,7 @@ class PagedCache:
 
     is_compileable = False
 
-    def __init__(self, metadata: PagedAttentionMetadata) -> None:
+    def __init__(self, metadata: BackedMetadata) -> None:
         self._metadata = metadata
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
@@ -58,7 +67,7 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
     *,
-    attn_metadata: PagedAttentionMetadata,
+    attn_metadata: BackedMetadata,
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     **_: Any,

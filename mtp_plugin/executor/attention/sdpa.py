@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from mtp_plugin.executor.attention.backend import HeadShape
-    from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
-
-SDPA_BACKEND = "mtp_paged_sdpa"
-"""Name under which the backend is registered with transformers."""
+from mtp_plugin.executor.attention.contract import SDPA_BACKEND, HeadShape, StepMetadata
 
 
 class SdpaBackend:
@@ -32,7 +25,7 @@ class SdpaBackend:
         layer_idx: int,
         key: torch.Tensor,
         value: torch.Tensor,
-        metadata: PagedAttentionMetadata,
+        metadata: StepMetadata,
     ) -> None:
         """As :meth:`AttentionBackend.write`; key and value may have widths of their own."""
         layout = metadata.layout()
@@ -45,16 +38,14 @@ class SdpaBackend:
         self,
         layer_idx: int,
         query: torch.Tensor,
-        metadata: PagedAttentionMetadata,
+        metadata: StepMetadata,
         scaling: float | None = None,
     ) -> torch.Tensor:
         """As :meth:`AttentionBackend.attend`."""
         return attend_pages(query, *gather_pages(layer_idx, metadata), metadata, scaling)
 
 
-def gather_pages(
-    layer_idx: int, metadata: PagedAttentionMetadata
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_pages(layer_idx: int, metadata: StepMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [R, Hk, S', D] and values [R, Hk, S', Dv] of every sequence, in order of position.
 
     S' is what the widest block table holds; rows that hold no key of the request are zero.
@@ -73,7 +64,7 @@ def attend_pages(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    metadata: PagedAttentionMetadata,
+    metadata: StepMetadata,
     scaling: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of query [T, Hq, D] over gathered pages, [T, Hq, Dv]."""

@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
-from mtp_plugin.executor.attention.bridge import TRITON_BACKEND
+from mtp_plugin.executor.attention.contract import TRITON_BACKEND, HeadShape, StepMetadata
 from mtp_plugin.executor.attention.kernel import (
     merge_kernel,
     ragged_kernel,
     uniform_kernel,
     write_kernel,
 )
+from mtp_plugin.executor.attention.layout import RowCounts
 from mtp_plugin.triton_device import early_launch, expect_reachable
-
-if TYPE_CHECKING:
-    from mtp_plugin.executor.attention.backend import HeadShape
-    from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata, RowCounts
 
 MAX_WIDTH = 256
 """Widest head; what a program holds of a tile grows with it."""
@@ -140,7 +137,7 @@ class TritonBackend:
         layer_idx: int,
         key: torch.Tensor,
         value: torch.Tensor,
-        metadata: PagedAttentionMetadata,
+        metadata: StepMetadata,
     ) -> None:
         """As :meth:`AttentionBackend.write`; key and value are equally wide.
 
@@ -202,7 +199,7 @@ class TritonBackend:
         self,
         layer_idx: int,
         query: torch.Tensor,
-        metadata: PagedAttentionMetadata,
+        metadata: StepMetadata,
         scaling: float | None = None,
     ) -> torch.Tensor:
         """As :meth:`AttentionBackend.attend`; dead rows are zero.
@@ -254,7 +251,7 @@ class _Call:
     output: torch.Tensor  # [T, Hq, D]
     key_pool: torch.Tensor
     value_pool: torch.Tensor
-    metadata: PagedAttentionMetadata
+    metadata: StepMetadata
     score_scale: float
 
     @property
@@ -383,7 +380,7 @@ def _check_rows(name: str, rows: torch.Tensor, num_rows: int) -> None:
     )
 
 
-def _check_lengths(metadata: PagedAttentionMetadata) -> None:
+def _check_lengths(metadata: StepMetadata) -> None:
     for name in ("seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "block_table"):
         tensor: torch.Tensor = getattr(metadata, name)
         expect(

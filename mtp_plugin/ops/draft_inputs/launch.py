@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import cast
 
 import torch
 import triton
 
-from mtp_plugin.batch import FirstPass
+from mtp_plugin.batch import FirstPass, to_device
 from mtp_plugin.ops.draft_inputs.contract import check_eagle_output, check_vanilla_output
 from mtp_plugin.ops.draft_inputs.kernel import (
     accepted_rows_kernel,
@@ -125,8 +126,7 @@ def vanilla_first_pass(
         ends = context_lens.cumsum(0, dtype=torch.int32)
         history_ends = torch.zeros_like(ends)
         if num_ctx_rows > num_ctx_tokens:
-            host = torch.tensor(history_lens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            history_ends = host.to(device, non_blocking=True)
+            history_ends = to_device(list(accumulate(history_lens)), torch.int32, device)
         context_rows_kernel[(num_ctx_rows,)](
             tokens_pool,
             states_pool,

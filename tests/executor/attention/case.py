@@ -136,7 +136,11 @@ class Case:
         return pools
 
     def metadata(
-        self, backend: AttentionBackend, pools: PagedKVPools | None = None, *, check: bool = True
+        self,
+        backend: AttentionBackend | None,
+        pools: PagedKVPools | None = None,
+        *,
+        check: bool = True,
     ) -> PagedAttentionMetadata:
         """The step's metadata over the pools before it."""
         int32 = {"dtype": torch.int32, "device": DEVICE}

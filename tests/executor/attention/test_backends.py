@@ -248,6 +248,14 @@ def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
     one_pass(lens, kv_lens)
 
 
+def test_metadata_without_a_backend_means_sdpa() -> None:
+    case = Case([3, 1], [8, 5], [8, 5])
+    metadata = case.metadata(None)
+    assert metadata.backend.name == "sdpa"
+    output = metadata.attend(LAYER, case.query, case.key, case.value)
+    assert torch.equal(output, case.attend(find_backend("sdpa"))[0])
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_lengths_changed_in_place(name: str) -> None:
     """Persistent buffers, as in a CUDA graph: whatever was derived from them is gone."""

@@ -1,0 +1,28 @@
+"""The YAML file and `MTPDecodingConfig`: what the user wrote, frozen, one line per mistake.
+
+Keys are TensorRT-LLM's LLM arguments (names of its 1.3 line); options of our own live under
+``speculative_config.mtp``. What a checkpoint says is kept apart: nothing here is ever written to.
+"""
+
+from __future__ import annotations
+
+from mtp_plugin.config.executor import CudaGraphConfig, KVCacheConfig, LLMConfig
+from mtp_plugin.config.files import json_schema, load_config, parse_config
+from mtp_plugin.config.mode import SpeculativeDecodingMode
+from mtp_plugin.config.mtp_options import MTPPluginOptions
+from mtp_plugin.config.speculative import MTPDecodingConfig, OtherDecodingConfig
+from mtp_plugin.config.values import MAX_DRAFT_LEN
+
+__all__ = [
+    "MAX_DRAFT_LEN",
+    "CudaGraphConfig",
+    "KVCacheConfig",
+    "LLMConfig",
+    "MTPDecodingConfig",
+    "MTPPluginOptions",
+    "OtherDecodingConfig",
+    "SpeculativeDecodingMode",
+    "json_schema",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,183 @@
+"""The frozen base of every model, and what it says of a mistake: the key and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Tag, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import Self, override
+
+from mtp_plugin.config.wording import expected, got, spelled
+from mtp_plugin.errors import ConfigError
+
+# a mistake that no single field shows: the key it is reported under, and the sentence
+Problem = tuple[str, str]
+
+_Model = TypeVar("_Model", bound="ConfigModel")
+
+
+class ConfigModel(BaseModel):
+    """Frozen, strict about types and keys; every mistake surfaces as one `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Keys of other versions and engines -> what to write instead."""
+
+    outermost: ClassVar[type[ConfigModel]]
+    """The model of the whole file (`whole_file`)."""
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _config_error(type(self), error, type(self).__name__) from None
+
+    # nested mappings are then validated in place, so that their mistakes keep the whole key path
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    @override
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        source = (options.get("context") or {}).get("source", cls.__name__)
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise _config_error(cls, error, source) from None
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        raise_problems(list(self._problems()))
+        return self
+
+    def _problems(self) -> Iterator[Problem]:
+        """Mistakes that only show when several fields are read together."""
+        return iter(())
+
+
+def whole_file(model: type[_Model]) -> type[_Model]:
+    """Marks the outermost model, in which the place of a misplaced key is looked up."""
+    ConfigModel.outermost = model
+    return model
+
+
+def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
+    """What may stand at a path under a model, in words."""
+    return expected(_find(root, steps)[1])
+
+
+def raise_problems(problems: list[Problem]) -> None:
+    """Fails the running validation with these mistakes, if there are any."""
+    if problems:
+        raise PydanticCustomError("problems", "problems", {"problems": problems})
+
+
+def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:
+    lines = [
+        f"{source}: {key}: {message}" if key else f"{source}: {message}"
+        for details in error.errors(include_url=False)
+        for key, message in _problems_of(model, details)
+    ]
+    return ConfigError("\n".join(lines))
+
+
+def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Problem]:
+    """What pydantic found, as (dotted key path, sentence)."""
+    steps = details["loc"]
+    unwritten = ("[key]", *_tags(ConfigModel.outermost))
+    path = ".".join(spelled(step) for step in steps if step not in unwritten)
+    match details["type"]:
+        case "problems":
+            for key, message in details["ctx"]["problems"]:
+                yield f"{path}.{key}" if path else key, message
+        case "union_tag_not_found" if steps[-1] == "speculative_config":
+            named = "expected 'MTP' or the name of another plugin"
+            yield f"{path}.decoding_type", f"required key is missing; {named}"
+        case "extra_forbidden":
+            owner, _ = _find(root, steps[:-1])
+            yield path, f"unknown key; {_advice(owner, str(steps[-1]))}"
+        case "invalid_key":
+            owner, _ = _find(root, steps[:-1])
+            yield path, f"expected a key that is text; {_advice(owner, '')}"
+        case "missing":
+            yield path, f"required key is missing; expected {allowed(root, steps)}"
+        case _:
+            yield path, f"expected {allowed(root, steps)}, got {got(details['input'])}"
+
+
+def _find(root: type[ConfigModel], steps: Sequence[Any]) -> tuple[type[ConfigModel], Any]:
+    """The model that a path leads to, and the annotation of what stands there."""
+    tags = _tags(ConfigModel.outermost)
+    owner: type[ConfigModel] = root
+    annotation: Any = root
+    for step in steps:
+        if step in tags:
+            model = next(_models_in(tags[step]), None)
+            owner, annotation = (model, annotation) if model else (owner, tags[step])
+        elif step in owner.model_fields:
+            field = owner.model_fields[step]
+            annotation = Annotated[field.annotation, field]
+            owner = next(_models_in(annotation), owner)
+        elif step != "[key]":
+            # an item of a list or a mapping
+            annotation = _item(annotation, is_key=steps[-1] == "[key]")
+    return owner, annotation
+
+
+@functools.cache
+def _tags(model: type[ConfigModel]) -> Mapping[Any, Any]:
+    """Every tag of the unions under a model -> the annotation that it names."""
+    return dict(_tagged_in(model))
+
+
+def _tagged_in(annotation: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        for field in annotation.model_fields.values():
+            yield from _tagged_in(field.annotation)
+    for argument in get_args(annotation):
+        if isinstance(argument, Tag):
+            yield argument.tag, annotation
+        yield from _tagged_in(argument)
+
+
+def _models_in(annotation: Any) -> Iterator[type[ConfigModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _item(annotation: Any, *, is_key: bool) -> Any:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is tuple:
+        return arguments[0]
+    if origin is dict:
+        return arguments[0] if is_key else arguments[1]
+    inner = next((a for a in arguments if a is not type(None)), annotation)
+    return annotation if inner is annotation else _item(inner, is_key=is_key)
+
+
+def _advice(owner: type[ConfigModel], key: str) -> str:
+    """What to write instead of an unknown key."""
+    if key in owner.renamed:
+        return owner.renamed[key]
+    homes = dict(reversed(list(_homes(ConfigModel.outermost))))
+    if key in homes:
+        return f"it belongs {f'under {homes[key]}' if homes[key] else 'at the top level'}"
+    known = list(owner.model_fields)
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+
+
+def _homes(model: type[ConfigModel], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every key of the file with the path of the mapping that it belongs to, outermost first."""
+    for name in model.model_fields:
+        yield name, path
+    for name, field in model.model_fields.items():
+        inner = next(_models_in(field.annotation), None)
+        if inner is not None:
+            yield from _homes(inner, f"{path}.{name}" if path else name)

@@ -1,0 +1,381 @@
+"""``speculative_config``: MTP with its checks, or what another plugin will check."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from typing_extensions import Self, override
+
+from mtp_plugin.config.frozen import FrozenDict, freeze, thaw
+from mtp_plugin.config.mode import SpeculativeDecodingMode
+from mtp_plugin.config.mtp_options import MTPPluginOptions, rates_problem
+from mtp_plugin.config.schema import ConfigModel, Problem, allowed, raise_problems
+from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
+from mtp_plugin.config.wording import got
+from mtp_plugin.errors import ConfigError
+
+
+def _as_in_the_file(schema: dict[str, Any]) -> None:
+    schema["required"] = ["decoding_type"]
+    schema["properties"]["num_nextn_predict_layers"] = {
+        "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_DRAFT_LEN}, {"type": "null"}],
+        "default": None,
+        "deprecated": True,
+        "description": "older name of max_draft_len",
+    }
+
+
+class MTPDecodingConfig(ConfigModel):
+    """``speculative_config`` with ``decoding_type: MTP``.
+
+    K is `max_draft_len`; the older ``num_nextn_predict_layers`` is read with a warning, and both
+    with different values are an error: neither wins. Without either, K is None until `resolve`.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_as_in_the_file)
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "num_draft_tokens": "write max_draft_len",
+        "num_speculative_tokens": "write max_draft_len",
+        "max_total_draft_tokens": "write max_draft_len (drafts are linear)",
+        "num_nextn_predict_layers_from_model_config": "the checkpoint is asked; leave it out",
+        "mtp_eagle_one_model": "MTP always runs in one engine; leave it out",
+        "BEGIN_THINKING_PHASE_TOKEN": "write begin_thinking_phase_token",
+        "END_THINKING_PHASE_TOKEN": "write end_thinking_phase_token",
+        "use_rejection_sampling": "write mtp: {verification: rejection, draft_sampling: plain}",
+        "allow_advanced_sampling": "sampling is always on; leave it out",
+        "acceptance_rate_window_size": "write acceptance_window",
+        "acceptance_rate_threshold": "write acceptance_length_threshold (a length, not a rate)",
+    }
+
+    decoding_type: Literal["MTP"] = Field(
+        default="MTP", description="name of this plugin in the registry"
+    )
+    max_draft_len: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_DRAFT_LEN,
+        description="K, drafts per step; null: 1 (eagle) or the number of MTP layers (vanilla)",
+    )
+    use_mtp_vanilla: bool = Field(
+        default=False,
+        description="false: first MTP layer reused (eagle); true: one MTP layer per depth",
+    )
+    use_relaxed_acceptance_for_thinking: bool = Field(
+        default=False, description="accept near-best drafts of greedy requests while they think"
+    )
+    relaxed_topk: int = Field(
+        default=1, ge=1, description="relaxed: a draft is among this many most probable tokens"
+    )
+    relaxed_delta: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="relaxed: and within this much of the highest probability",
+    )
+    begin_thinking_phase_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="id of the token that begins thinking; null: from the tokenizer",
+    )
+    end_thinking_phase_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="id of the token that ends thinking; null: from the tokenizer",
+    )
+    draft_len_schedule: DraftLenSchedule | None = Field(
+        default=None, description="up to this batch size -> so many drafts; beyond the last key 0"
+    )
+    max_concurrency: int | None = Field(
+        default=None, ge=1, description="no drafts while the batch is larger than this"
+    )
+    acceptance_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps of requests over which the gate averages the acceptance length",
+    )
+    acceptance_length_threshold: float | None = Field(
+        default=None,
+        gt=1,
+        le=MAX_DRAFT_LEN + 1,
+        description="the gate drafts less under this average; 1 is decoding without drafts",
+    )
+    mtp: MTPPluginOptions = Field(
+        default_factory=MTPPluginOptions,
+        description="options that TensorRT-LLM does not have",
+    )
+
+    if TYPE_CHECKING:
+        # the older name is not a field
+        def __init__(self, /, **data: Any) -> None: ...
+
+    @property
+    def num_nextn_predict_layers(self) -> int | None:
+        """K under TensorRT-LLM's older name."""
+        return self.max_draft_len
+
+    @property
+    def draft_len(self) -> int:
+        """K as a plain integer.
+
+        Raises:
+            ConfigError: K was not given and `resolve` has not run.
+        """
+        if self.max_draft_len is None:
+            raise ConfigError(
+                "max_draft_len: not known yet; expected a value in the config, or resolve() with "
+                "the checkpoint's number of MTP layers first"
+            )
+        return self.max_draft_len
+
+    @property
+    def spec_dec_mode(self) -> SpeculativeDecodingMode:
+        if self.use_mtp_vanilla:
+            return SpeculativeDecodingMode.MTP
+        return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+
+    def resolve(self, num_mtp_layers: int) -> Self:
+        """The same config with K filled in: as given, else 1 (eagle) or one per layer (vanilla).
+
+        Raises:
+            ConfigError: the checkpoint has no MTP layer, or too few of them for vanilla, or an
+                option is given that the mode does not read.
+        """
+        if num_mtp_layers < 1:
+            raise ConfigError(
+                f"speculative_config: expected a checkpoint with MTP layers, got {num_mtp_layers}"
+            )
+        draft_len = self.max_draft_len or (num_mtp_layers if self.use_mtp_vanilla else 1)
+        if self.use_mtp_vanilla and draft_len > num_mtp_layers:
+            raise ConfigError(
+                f"max_draft_len: {draft_len} is more than the checkpoint's {num_mtp_layers} MTP "
+                f"{'layer' if num_mtp_layers == 1 else 'layers'}, and vanilla needs one per draft; "
+                f"expected at most {num_mtp_layers}, or use_mtp_vanilla: false"
+            )
+        for key, message in self.mode_problems():
+            raise ConfigError(f"{key}: {message}")
+        return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
+
+    def draft_len_for(self, batch_size: int) -> int:
+        """Drafts per request in a batch of this size, by the schedule or the concurrency limit."""
+        if self.max_concurrency is not None:
+            return self.draft_len if batch_size <= self.max_concurrency else 0
+        if self.draft_len_schedule is None:
+            return self.draft_len
+        reached = (k for limit, k in self.draft_len_schedule.items() if batch_size <= limit)
+        return next(reached, 0)
+
+    def mode_problems(self) -> Iterator[Problem]:
+        """Options that eagle would ignore: a mistake where the mode chooses the worker."""
+        if self.use_mtp_vanilla:
+            return
+        needs = "is for vanilla only; expected use_mtp_vanilla: true beside it"
+        if self.mtp.draft_window != "exact":
+            yield "mtp.draft_window", f"{self.mtp.draft_window!r} {needs}"
+        if self.mtp.chain in ("target_shift", "none"):
+            yield "mtp.chain", f"{self.mtp.chain!r} {needs}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_name(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, Mapping) or "num_nextn_predict_layers" not in data:
+            return data
+        data = dict(data)
+        older, current = data.pop("num_nextn_predict_layers"), data.get("max_draft_len")
+        if older is None:
+            return data
+        if type(older) is not int or not 1 <= older <= MAX_DRAFT_LEN:
+            problem = f"expected {allowed(cls, ['max_draft_len'])}, got {got(older)}"
+            raise_problems([("num_nextn_predict_layers", problem)])
+        if current is not None and current != older:
+            problem = (
+                f"{got(current)} contradicts num_nextn_predict_layers (its older name), which is "
+                f"{older}; expected max_draft_len alone"
+            )
+            raise_problems([("max_draft_len", problem)])
+        message = "num_nextn_predict_layers is the older name of max_draft_len; write max_draft_len"
+        if info.context and "source" in info.context:
+            # a file's author sees it too, not only the developer
+            source = f"{info.context['source']}: speculative_config."
+            warnings.warn(source + message, FutureWarning, stacklevel=5)
+        else:
+            warnings.warn(message, DeprecationWarning, stacklevel=4)
+        return {**data, "max_draft_len": older}
+
+    @field_validator("draft_len_schedule", mode="after")
+    @classmethod
+    def _sort_schedule(cls, schedule: dict[int, int] | None) -> dict[int, int] | None:
+        return None if schedule is None else FrozenDict(sorted(schedule.items()))
+
+    @override
+    def _problems(self) -> Iterator[Problem]:
+        yield from self._schedule_problems()
+        yield from self._thinking_problems()
+        yield from self._verification_problems()
+        yield from self._gate_problems()
+
+    def _schedule_problems(self) -> Iterator[Problem]:
+        key, schedule, draft_len = "draft_len_schedule", self.draft_len_schedule, self.max_draft_len
+        if schedule is None:
+            return
+        if self.max_concurrency is not None:
+            yield key, "expected either draft_len_schedule or max_concurrency, got both"
+        if not schedule:
+            yield key, "expected at least one batch size, got an empty mapping"
+            return
+        if draft_len is None:
+            yield key, "expected max_draft_len beside it, got null"
+            return
+        smallest = min(schedule)
+        if schedule[smallest] != draft_len:
+            yield (
+                key,
+                f"expected the smallest batch size ({smallest}) to draft max_draft_len "
+                f"({draft_len}), got {schedule[smallest]}",
+            )
+        for batch_size, scheduled in schedule.items():
+            if batch_size != smallest and scheduled > draft_len:
+                yield (
+                    f"{key}.{batch_size}",
+                    f"expected at most max_draft_len ({draft_len}), got {scheduled}",
+                )
+
+    def _verification_problems(self) -> Iterator[Problem]:
+        if not self.mtp.is_synthetic:
+            return
+        if self.use_relaxed_acceptance_for_thinking:
+            yield (
+                "mtp.verification",
+                "'synthetic' asks the target nothing; expected "
+                "use_relaxed_acceptance_for_thinking: false beside it",
+            )
+        rates, draft_len = self.mtp.synthetic_acceptance, self.max_draft_len
+        if isinstance(rates, tuple) and draft_len is not None and len(rates) != draft_len:
+            yield "mtp.synthetic_acceptance", rates_problem(draft_len, rates)
+
+    def _gate_problems(self) -> Iterator[Problem]:
+        window, threshold = self.acceptance_window, self.acceptance_length_threshold
+        if (window is None) != (threshold is None):
+            given, other = "acceptance_window", "acceptance_length_threshold"
+            if window is None:
+                given, other = other, given
+            yield given, f"expected {other} beside it: the gate needs both"
+        elif threshold is None:
+            for name in ("gate_margin", "gate_probe_interval", "gate_max_probe_interval"):
+                value = getattr(self.mtp, name)
+                if value != type(self.mtp).model_fields[name].default:
+                    yield (
+                        f"mtp.{name}",
+                        f"{got(value)} would be ignored; expected acceptance_window and "
+                        "acceptance_length_threshold beside it",
+                    )
+        elif (
+            self.max_draft_len is not None
+            and threshold + self.mtp.gate_margin > self.max_draft_len + 1
+        ):
+            yield (
+                "acceptance_length_threshold",
+                f"expected at most max_draft_len + 1 ({self.max_draft_len + 1}) with "
+                f"mtp.gate_margin ({self.mtp.gate_margin}) on top, or a closed gate could never "
+                f"open; got {threshold}",
+            )
+
+    def _thinking_problems(self) -> Iterator[Problem]:
+        begin, end = self.begin_thinking_phase_token, self.end_thinking_phase_token
+        if begin is not None and begin == end:
+            yield (
+                "end_thinking_phase_token",
+                f"must differ from begin_thinking_phase_token, both are {end}",
+            )
+        for name in ("begin_thinking_phase", "end_thinking_phase"):
+            if getattr(self, f"{name}_token") is not None and getattr(self.mtp, name) is not None:
+                yield f"{name}_token", f"expected either {name}_token or mtp.{name}, got both"
+        if self.use_relaxed_acceptance_for_thinking:
+            return
+        relaxed: list[tuple[ConfigModel, str, str]] = [
+            (self, "", "relaxed_topk"),
+            (self, "", "relaxed_delta"),
+            (self, "", "begin_thinking_phase_token"),
+            (self, "", "end_thinking_phase_token"),
+            (self.mtp, "mtp.", "begin_thinking_phase"),
+            (self.mtp, "mtp.", "end_thinking_phase"),
+        ]
+        for model, path, name in relaxed:
+            value = getattr(model, name)
+            if value != type(model).model_fields[name].default:
+                yield (
+                    path + name,
+                    f"{got(value)} would be ignored; expected "
+                    "use_relaxed_acceptance_for_thinking: true beside it",
+                )
+
+
+def _open_to_options(schema: dict[str, Any]) -> None:
+    schema["required"] = ["decoding_type"]
+    del schema["properties"]["options"]
+    schema["properties"]["decoding_type"]["not"] = {"const": "MTP"}
+    schema["additionalProperties"] = True
+
+
+class OtherDecodingConfig(ConfigModel):
+    """A ``speculative_config`` of another plugin: kept as written, checked by that plugin."""
+
+    model_config = ConfigDict(json_schema_extra=_open_to_options)
+
+    decoding_type: str = Field(min_length=1, description="name of a registered plugin")
+    options: dict[str, Any] = Field(description="every other key of the mapping")
+
+    def __init__(self, /, decoding_type: str, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(**{**(options or {}), "decoding_type": decoding_type})
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        options = {key: value for key, value in data.items() if key != "decoding_type"}
+        return {"decoding_type": data.get("decoding_type"), "options": options}
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _freeze_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        frozen: dict[str, Any] = freeze(options)
+        return frozen
+
+    @model_serializer
+    def _as_written(self) -> dict[str, Any]:
+        options: dict[str, Any] = thaw(self.options)
+        return {"decoding_type": self.decoding_type, **options}
+
+
+def _decoding_tag(value: Any) -> str | None:
+    """Which model checks a ``speculative_config``; None: the mapping does not say."""
+    if isinstance(value, OtherDecodingConfig):
+        return "<other>"
+    if not isinstance(value, Mapping):
+        return "<mtp>"
+    decoding_type = value.get("decoding_type")
+    if decoding_type is None:
+        return None
+    ours = not isinstance(decoding_type, str) or decoding_type.casefold() == "mtp"
+    return "<mtp>" if ours else "<other>"
+
+
+SpeculativeConfig = Annotated[
+    Annotated[MTPDecodingConfig, Tag("<mtp>")] | Annotated[OtherDecodingConfig, Tag("<other>")],
+    Discriminator(_decoding_tag),
+]

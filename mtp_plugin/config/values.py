@@ -1,0 +1,78 @@
+"""Types of the values under the keys, for keys that take more than one form or have a limit.
+
+A tag names the form that was meant, so that a mistake in it is told about that form alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+MAX_DRAFT_LEN = 16
+MAX_SEED = 2**32 - 1
+
+_DIGITS = re.compile(r"[0-9]+\Z")
+
+
+def _tuple_from_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _int_keys(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    # JSON knows text keys only
+    by_int = {int(k) if isinstance(k, str) and _DIGITS.match(k) else k: v for k, v in value.items()}
+    return by_int if len(by_int) == len(value) else value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+Rates = Annotated[tuple[Rate, ...], BeforeValidator(_tuple_from_list)]
+
+
+def _rate_tag(value: Any) -> str | None:
+    """Whether one rate is meant or a list of them; None: neither."""
+    if isinstance(value, (list, tuple)):
+        return "<list>"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "<number>" if is_number else None
+
+
+SyntheticAcceptance = Annotated[
+    Annotated[Rate, Tag("<number>")] | Annotated[Rates, Tag("<list>")], Discriminator(_rate_tag)
+]
+
+
+def _switch_tag(value: Any) -> str | None:
+    """Whether a switch is set or left to the machine; None: neither."""
+    if isinstance(value, bool):
+        return "<flag>"
+    return "<auto>" if isinstance(value, str) and value == "auto" else None
+
+
+Switch = Annotated[
+    Annotated[Literal["auto"], Tag("<auto>")] | Annotated[bool, Tag("<flag>")],
+    Discriminator(_switch_tag),
+]
+
+
+def _ids_tag(value: Any) -> str | None:
+    """Whether ids are counted or listed in a file; None: neither."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "<count>"
+    return "<path>" if isinstance(value, str) else None
+
+
+Text = Annotated[str, Field(min_length=1)]
+DraftVocab = Annotated[
+    Annotated[PositiveInt, Tag("<count>")] | Annotated[Text, Tag("<path>")],
+    Discriminator(_ids_tag),
+]
+BatchSizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_from_list)]
+DraftLenSchedule = Annotated[
+    dict[PositiveInt, Annotated[int, Field(ge=0, le=MAX_DRAFT_LEN)]], BeforeValidator(_int_keys)
+]

@@ -1,0 +1,103 @@
+"""The tests of graphs with real ones, and what only a device can show."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.executor.conftest import assert_drained
+from tests.executor.test_graphs import *  # noqa: F403
+from tests.executor.test_graphs import WORKERS, greedy
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Whatever reads the device back, or copies in a way that waits, raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r17_no_step_waits_for_the_device(graphed, target, prompts, vanilla):
+    """R17: prompts, chunks of prompts and replays under overlap; what is waited for is the event
+    behind a step's results alone."""
+    watched = graphed(
+        vanilla=vanilla,
+        max_num_tokens=40,  # prompts come in chunks, beside generations
+        mtp={"check_metadata": False},
+    )
+    few = [prompts[6], prompts[3], prompts[5]]
+    want = [target.greedy(p, 16) for p in few]
+    assert watched.generate(few, greedy()) == want
+    watched.replayed.clear()
+    with nothing_waits():
+        outputs = watched.generate(few, greedy())
+    assert outputs == want
+    assert len(watched.replayed) > 0
+    assert any(len(shape.chunk_lens) > 0 for shape in watched.eager)
+
+
+def test_the_mode_that_catches_waits_does(graphed):
+    graphed()
+    with nothing_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device="cuda").item()
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_memory_does_not_grow(graphed, prompts, vanilla):
+    watched = graphed(vanilla=vanilla)
+    for batch in (prompts, prompts[:1], prompts[:3]):
+        watched.generate(batch, greedy(4))
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for round_ in range(50):
+        watched.generate(prompts[: (1, 3, 8)[round_ % 3]], greedy(4))
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert_drained(watched.llm)
+
+
+def test_graphs_keep_no_logits(graphed):
+    watched = graphed()
+    for step in watched.captured._steps.values():
+        assert "logits" not in step.outputs
+    assert watched.captured.num_bytes > 0
+
+
+def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
+    watched = graphed()
+    watched.generate(prompts[:2], greedy(4))
+    steps = [weakref.ref(step) for step in watched.captured._steps.values()]
+    pool = watched.llm.pools.num_bytes()
+    del watched.captured.replay  # the watch
+    watched.captured = None
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        watched.llm.shutdown()
+        assert [step() for step in steps] == [None] * len(steps)
+        assert torch.cuda.memory_allocated() <= before - pool
+    finally:
+        gc.enable()
+
+
+def test_two_executors_of_different_sizes_share_a_model(graphed, target, prompts):
+    """The larger one comes later; what the graphs of the smaller one read must stay."""
+    small = graphed(sizes=(1, 2), max_batch_size=2, attn_backend="sdpa")
+    large = graphed(max_batch_size=8, attn_backend="sdpa")
+    want = [target.greedy(p, 16) for p in prompts]
+    for _ in range(2):
+        assert large.generate(prompts, greedy()) == want
+        assert small.generate(prompts[:4], greedy()) == want[:4]
+    assert len(small.replayed) > 0

@@ -1,0 +1,60 @@
+"""Graphs for tests: watched ones, and a stand-in for machines without a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from mtp_plugin.executor import model_engine
+from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps
+from mtp_plugin.executor.llm import _captured_sizes
+from mtp_plugin.executor.step_rows import StepShape
+
+
+class EagerReplays(CapturedSteps):
+    """A replay launches the captured step again, over the tensors that a graph would read.
+
+    Rows, store and speculative metadata are those of the capture, as in a graph: what the host does
+    not bring to them never reaches the step.
+    """
+
+    def _record(self, launch, spec_metadata) -> CapturedStep:
+        outputs = launch()
+        outputs.pop("logits")
+
+        def replay() -> None:
+            for name, value in launch().items():
+                if name in outputs:
+                    outputs[name].copy_(value)
+
+        return CapturedStep(SimpleNamespace(replay=replay), outputs, spec_metadata, [])
+
+
+class WatchedGraphs:
+    """An executor with graphs, real or stand-ins, and what became of each of its steps."""
+
+    def __init__(self, llm, monkeypatch) -> None:
+        self.llm = llm
+        self.replayed: list[StepShape] = []
+        self.eager: list[StepShape] = []
+        engine = llm.executor.engine
+        if engine.captured is None:
+            with monkeypatch.context() as patch:
+                patch.setattr(model_engine, "CapturedSteps", EagerReplays)
+                engine.capture(_captured_sizes(llm.config), lambda _: None)
+        self.captured = engine.captured
+        replay = self.captured.replay
+
+        def note(shape, rows):
+            outputs = replay(shape, rows)
+            (self.eager if outputs is None else self.replayed).append(shape)
+            return outputs
+
+        self.captured.replay = note
+
+    @property
+    def eager_generations(self) -> list[StepShape]:
+        """Eager steps that a graph might have served: those without contexts."""
+        return [shape for shape in self.eager if not shape.chunk_lens]
+
+    def generate(self, prompts, params) -> list[list[int]]:
+        return [output.token_ids for output in self.llm.generate(prompts, params)]

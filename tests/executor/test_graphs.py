@@ -1,0 +1,365 @@
+"""Steps in graphs: what is replayed, what runs eagerly, and that neither shows.
+
+Without a device the graphs are stand-ins that launch their step again (`replays.EagerReplays`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.executor import SamplingParams, step_rows
+from mtp_plugin.executor.step_rows import Row, RowTable
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.metadata import DraftLoop
+from mtp_plugin.workers import MTPEagleWorker
+from mtp_plugin.workers.metadata_check import DeferredCheck
+from tests.executor.conftest import VOCAB, assert_drained, pads_batches
+from tests.executor.replays import WatchedGraphs
+
+K = 3
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+
+
+def greedy(num_tokens: int = 16, **options) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": num_tokens, "ignore_eos": True, **options})
+
+
+def never_emitted(texts: list[list[int]], count: int) -> tuple[int, ...]:
+    absent = sorted(set(range(VOCAB)) - {token for text in texts for token in text})
+    assert len(absent) >= count
+    return tuple(absent[:count])
+
+
+@pytest.fixture
+def graphed(bed, monkeypatch):
+    """Executors of ``bed`` whose steps run in graphs of 1, 2, 4 and 8 requests."""
+    pads_batches(bed)
+
+    def build(sizes=(1, 2, 4, 8), padding: bool = True, **options) -> WatchedGraphs:
+        graphs = {"batch_sizes": list(sizes), "enable_padding": padding}
+        return WatchedGraphs(bed.llm(cuda_graph_config=graphs, **options), monkeypatch)
+
+    return build
+
+
+# --- text ---
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("plain", LOOPS)
+def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla, plain):
+    watched = graphed(vanilla=vanilla, disable_overlap_scheduler=plain, kv_fill=float("nan"))
+    assert watched.generate(prompts, greedy()) == [target.greedy(p, 16) for p in prompts]
+    assert watched.captured.num_replays == len(watched.replayed) > 0
+    assert not watched.eager_generations
+    assert_drained(watched.llm)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r02_graphs_change_no_statistics(graphed, bed, prompts, vanilla):
+    """R02: with and without graphs, alone and together: the same drafts are accepted."""
+    told = []
+    for batch in ([prompts[5]], prompts):
+        without = bed.llm(vanilla=vanilla, cuda_graph_config=None)
+        eager = without.generate(batch, greedy(24))
+        watched = graphed(vanilla=vanilla)
+        replayed = watched.llm.generate(batch, greedy(24))
+        assert watched.replayed
+        assert [o.token_ids for o in replayed] == [o.token_ids for o in eager]
+        assert [o.acceptance for o in replayed] == [o.acceptance for o in eager]
+        assert watched.llm.executor.acceptance == without.executor.acceptance
+        told.append(replayed)
+    assert told[0][0].acceptance == told[1][5].acceptance
+    assert sum(o.acceptance.emitted - o.acceptance.steps for o in told[1]) > 8
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, target, vanilla):
+    """R11: requests end while the step behind runs with their slot and blocks, which the next
+    request gets at once; some are cancelled, some paused."""
+    dice = random.Random(4)
+    watched = graphed(
+        sizes=(1, 2, 3),
+        vanilla=vanilla,
+        max_batch_size=3,
+        max_seq_len=32,
+        kv_cache_config={"tokens_per_block": 4, "max_tokens": 36},
+        kv_fill=float("nan"),
+    )
+    executor, handed_out = watched.llm.executor, []
+    add_slot = watched.llm.seq_slots.slots.add_slot
+
+    def note(request_id):
+        handed_out.append((add_slot(request_id), request_id))
+        return handed_out[-1][0]
+
+    watched.llm.seq_slots.slots.add_slot = note
+    texts = [[dice.randrange(VOCAB) for _ in range(n)] for n in (1, 3, 6, 9)]
+    asked = []
+    for _ in range(30):
+        prompt = dice.choice(texts)
+        request = watched.llm.make_request(prompt, greedy(dice.randint(1, 16)))
+        executor.enqueue(request)
+        asked.append((prompt, request))
+        for _ in range(dice.randint(0, 3)):
+            executor.step()
+        if dice.random() < 0.15:
+            executor.cancel(dice.choice(asked)[1].request_id)
+    while executor.has_work:
+        executor.step()
+    for prompt, request in asked:
+        want = target.greedy(prompt, request.params.max_new_tokens)
+        output = request.output_token_ids
+        assert output == (want if len(output) == len(want) else want[: len(output)])
+        assert len(output) == len(want) or request.finish_reason.name == "CANCELLED"
+    assert len({i for slot, i in handed_out if slot == 0}) > 5
+    assert executor.num_preemptions > 0
+    assert watched.replayed
+    assert_drained(watched.llm)
+
+
+# --- what falls back ---
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts, plain):
+    watched = graphed(disable_overlap_scheduler=plain)
+    few = prompts[:3]
+    free = [target.greedy(p, 16) for p in few]
+    stop = free[0][6]
+    stops = (*never_emitted(free, 19), stop)
+    params = greedy(stop_token_ids=stops)
+    assert watched.generate(few, params) == [target.greedy(p, 16, stop=stops) for p in few]
+    assert watched.eager_generations
+    assert not watched.replayed
+    # one of them is enough, and the next batch is none of theirs
+    mixed = [params, greedy(), greedy()]
+    want = [target.greedy(few[0], 16, stop=stops), *free[1:]]
+    assert watched.generate(few, mixed) == want
+    assert watched.replayed  # the others, once it has stopped
+    eager = len(watched.eager_generations)
+    assert watched.generate(few, greedy()) == free
+    assert len(watched.eager_generations) == eager
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_min_tokens_mask_inside_graphs(graphed, bed, prompts, vanilla):
+    prompt, model = prompts[4], bed.oracle_model.target
+    stop = greedy_decode(model, prompt, 20)[1]
+    watched = graphed(vanilla=vanilla)
+    for min_tokens in (0, 3, 6):
+        want = greedy_decode(model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens)
+        first = len(watched.replayed)
+        params = greedy(20, stop_token_ids=(stop,), min_tokens=min_tokens)
+        outputs = watched.generate([prompt, prompts[5]], [params, greedy(30)])
+        assert outputs == [want, greedy_decode(model, prompts[5], 30)]
+        masked = {shape.masks_stops for shape in watched.replayed[first:]}
+        # the request beside it goes on alone
+        assert masked == ({False} if min_tokens == 0 else {True, False})
+    assert not watched.eager_generations
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_batches_above_the_largest_graph_run_eagerly(graphed, target, prompts, plain):
+    watched = graphed(sizes=(1, 2), disable_overlap_scheduler=plain)
+    tokens = (4, 8, 12, 16, 20)
+    params = [greedy(n) for n in tokens]
+    want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]
+    assert watched.generate(prompts[:5], params) == want
+    assert {shape.num_generations for shape in watched.eager_generations} >= {3, 4, 5}
+    assert {shape.num_generations for shape in watched.replayed} == {1, 2}
+
+
+def test_without_padding_only_batches_of_a_captured_size_replay(graphed, target, prompts):
+    watched = graphed(sizes=(2, 4), padding=False)
+    tokens = (4, 8, 12, 16, 20)
+    params = [greedy(n) for n in tokens]
+    want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]
+    assert watched.generate(prompts[:5], params) == want
+    assert {shape.num_generations for shape in watched.eager_generations} == {1, 3, 5}
+    assert {shape.num_generations for shape in watched.replayed} == {2, 4}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("keep_warm", [True, False], ids=["warm", "cold"])
+def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
+    watched = graphed(
+        vanilla=vanilla,
+        speculative={"draft_len_schedule": {2: K, 4: 1}},
+        mtp={"keep_warm": keep_warm},
+        kv_fill=float("nan"),
+    )
+    lengths = {1: {K}, 2: {K}, 4: {1}, 8: {0}}
+    if not keep_warm:
+        # a batch that can use less than was chosen runs with that less
+        lengths = {1: {0, 1, K}, 2: {0, 1, K}, 4: {0, 1}, 8: {0}}
+    captured = {(s.num_generations, s.draft_len, s.masks_stops) for s in watched.captured.shapes}
+    assert captured == {(n, k, m) for n, ks in lengths.items() for k in ks for m in (False, True)}
+    dice = random.Random(7)
+    prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(2, 9))] for _ in range(9)]
+    executor = watched.llm.executor
+    requests = []
+    for wave, num_tokens in ((prompts[:2], 30), (prompts[2:4], 8), (prompts[4:], 6)):
+        for prompt in wave:
+            request = watched.llm.make_request(prompt, greedy(num_tokens))
+            executor.enqueue(request)
+            requests.append((prompt, request))
+        for _ in range(3):
+            executor.step()
+    while executor.has_work:
+        executor.step()
+    for prompt, request in requests:
+        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
+    assert {shape.draft_len for shape in watched.replayed} == {0, 1, K}
+    assert not watched.eager_generations
+
+
+# --- set-up, failures and the end ---
+
+
+def test_debug_mode_finds_what_a_captured_draft_loop_leaves(graphed, prompts, monkeypatch):
+    """The loop of the capture leaves a length changed; the warm-up's does not."""
+    draft, edits = MTPEagleWorker._draft, SimpleNamespace(now=False)
+
+    def draft_and_edit(self, step, *args):
+        draft(self, step, *args)
+        lens = step.attn_metadata.kv_lens_cuda
+        if edits.now or (lens.is_cuda and torch.cuda.is_current_stream_capturing()):
+            lens.add_(1)
+
+    monkeypatch.setattr(MTPEagleWorker, "_draft", draft_and_edit)
+    watched = graphed(mtp={"check_metadata": True})
+    edits.now = watched.llm.device.type == "cpu"
+    with pytest.raises(MetadataError, match=r"the draft loop left changes in: kv_lens_cuda"):
+        watched.generate([prompts[3]], greedy())
+    assert len(watched.captured.shapes) > 0
+    assert_drained(watched.llm)
+
+
+def test_every_replay_verifies_its_deferred_checks(graphed, target, prompts):
+    """Fields before and after the loop lie in the graph's memory; a replay writes both."""
+    watched = graphed()
+    before, after = torch.tensor([3, 4]), torch.tensor([3, 4])
+    check = DeferredCheck("kv_lens_cuda", before, after)
+    steps = watched.captured._steps
+    steps.update(
+        {shape: dataclasses.replace(step, checks=[check]) for shape, step in steps.items()}
+    )
+    assert watched.generate(prompts[:2], greedy(6)) == [target.greedy(p, 6) for p in prompts[:2]]
+    after[1] = 5
+    with pytest.raises(MetadataError, match=r"the draft loop left changes in: kv_lens_cuda"):
+        watched.generate(prompts[:2], greedy(6))
+    assert_drained(watched.llm)
+
+
+def test_a_step_that_fails_poisons_nothing(graphed, target, prompts):
+    watched = graphed(kv_fill=float("nan"))
+    executor = watched.llm.executor
+    replay, calls = watched.captured.replay, []
+
+    def replay_and_fail(shape, rows):
+        outputs = replay(shape, rows)
+        calls.append(shape)
+        if len(calls) in (3, 7):
+            raise RuntimeError("made to fail behind the launch")
+        return outputs
+
+    watched.captured.replay = replay_and_fail
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="made to fail"):
+            watched.generate(prompts, greedy())
+        assert_drained(watched.llm)
+        assert not executor.has_work
+    assert watched.generate(prompts, greedy()) == [target.greedy(p, 16) for p in prompts]
+
+
+def test_shutdown_frees_graphs_and_kv(graphed, prompts):
+    watched = graphed()
+    watched.generate(prompts[:2], greedy(4))
+    engine = watched.llm.executor.engine
+    assert engine.pools.num_bytes() > 0
+    watched.llm.shutdown()
+    watched.llm.shutdown()
+    assert engine.captured is None
+    assert engine.pools.num_bytes() == 0
+
+
+def test_what_graphs_need_of_a_plugin(bed):
+    engine = bed.llm().executor.engine
+    sampler, metadata = engine.pieces.sampler, engine.spec_metadata
+    engine.pieces.sampler.device_tensors = None
+    with pytest.raises(
+        ConfigError, match=r"sampler that has no device_tensors\(\), got MTPSampler"
+    ):
+        engine.capture([1], lambda _: None)
+    del sampler.device_tensors
+    engine.spec_metadata = SimpleNamespace(mtp_hidden_states_manager=None)
+    with pytest.raises(ConfigError, match=r"no create_cuda_graph_metadata\(\), got SimpleName"):
+        engine.capture([1], lambda _: None)
+    engine.spec_metadata = metadata
+
+
+def test_ones_that_a_graph_reads_are_kept():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lens = torch.zeros(3, dtype=torch.int16, device=device)
+    address = DraftLoop._ones_like(lens).data_ptr()
+    many = DraftLoop._ones_like(torch.zeros(500, dtype=torch.int16, device=device))
+    assert many.tolist() == [1] * 500
+    assert DraftLoop._ones_like(lens).tolist() == [1] * 3
+    held = DraftLoop._ones[lens.device, torch.int16]
+    assert address in [ones.data_ptr() for ones in held]
+
+
+def test_rows_hold_nothing_of_the_request_before():
+    """Both buffers in turn: a place goes from a long request to a short one, and to padding."""
+    table = RowTable(
+        1, step_rows=1, stop_width=2, table_width=4, sentinel_block=9, device=torch.device("cpu")
+    )
+    for blocks, stops in (
+        ([1, 2, 3, 4], (7, 8)),
+        ([5, 6], (7,)),
+        ([1, 2, 3, 4], ()),
+        ([1, 2], (3, 4)),
+        ([], ()),
+        ([2, 1, 3], (5,)),
+        ([2, 1], ()),
+    ):
+        rows = table.upload([Row(tokens=[0], length=1, stop_ids=stops, blocks=blocks)])
+        assert rows.block_table.tolist() == [blocks + [9] * (4 - len(blocks))]
+        assert rows.stop_ids.tolist() == [[*stops, *[-1] * (2 - len(stops))]]
+
+
+def test_rows_wait_for_the_copy_of_their_buffer(monkeypatch):
+    """A failed step's results are never read, so its copy may still run when its buffer's turn
+    comes again."""
+    log: list[str] = []
+
+    class CopyEvent:
+        def __init__(self) -> None:
+            self.number = sum(entry.startswith("copy") for entry in log)
+            log.append(f"copy {self.number}")
+
+        def synchronize(self) -> None:
+            values = [int(rows[0, 0]) for rows in table._host_rows]
+            log.append(f"wait {self.number} {values}")
+
+    monkeypatch.setattr(step_rows, "copy_event", lambda _: CopyEvent())
+    table = RowTable(
+        2,
+        step_rows=1,
+        stop_width=1,
+        table_width=1,
+        sentinel_block=0,
+        device=torch.device("cpu"),
+    )
+    for number in range(1, 5):
+        table.upload([Row(tokens=[number], length=1)])
+    # nothing was written over before its copy was over
+    assert log == ["copy 0", "copy 1", "wait 0 [2, 1]", "copy 2", "wait 1 [2, 3]", "copy 3"]
