@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint results clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,18 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+
+# on a machine with a GPU: its tests, then every figure of the README
+results: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/mtp-plugin bench step
+	$(BIN)/mtp-plugin bench ops
+	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
+		--acceptance 0.78,0.62,0.5
+	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
+		--acceptance 0.78,0.62,0.5 --draft-vocab 32768 --output integration/results/e2e-8gb-draft-vocab.json
+	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3
+	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --seconds 1200
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage

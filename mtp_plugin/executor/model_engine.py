@@ -22,6 +22,7 @@ from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepRows, St
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.plugin import SpeculativePieces
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.workers.base import SpecWorker
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class ModelEngine:
         self._generation_inputs = _select_generation_inputs(pieces.worker)
         for draft_len in pieces.draft_lens():
             worker = pieces.worker_for(draft_len)  # now, so that no step waits for it
-            if hasattr(worker, "may_overwrite_states"):
+            if isinstance(worker, SpecWorker):
                 worker.may_overwrite_states = True  # nobody reads them behind the worker
 
     def make_table(self, stop_width: int) -> RowTable:

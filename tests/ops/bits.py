@@ -13,4 +13,5 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # a clone, since one element with a stride counts as contiguous
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -1,0 +1,36 @@
+"""Compile the launches of a module, without the interpreter, and print what became of them.
+
+Usage: ``python -m tests.compiled tests.compiled.launches``. A module has functions ``compile_*``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+
+from tests.compiled.compiler import Compilations, launched_kernels
+
+
+def main(module_name: str) -> None:
+    module = importlib.import_module(module_name)
+    compilations = Compilations()
+    seconds = {}
+    with compilations.of_launches():
+        for name, launch in vars(module).items():
+            if name.startswith("compile_"):
+                start = time.perf_counter()
+                launch()
+                seconds[name] = round(time.perf_counter() - start, 2)
+    report = {
+        "binaries": {name: len(hashes) for name, hashes in compilations.binaries.items()},
+        "errors": compilations.errors,
+        "kernels": sorted(launched_kernels()),
+        "seconds": seconds,
+    }
+    print(json.dumps(report, indent=1))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

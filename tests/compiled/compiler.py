@@ -1,0 +1,126 @@
+"""Compiles launches for a Hopper GPU that is not there.
+
+Triton specializes and compiles by itself, as for a launch on that GPU; only its driver is a
+stand-in, and where it would launch nothing happens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
+
+import mtp_plugin
+from mtp_plugin import triton_device
+from mtp_plugin.executor.attention import triton as attention
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a program can have there."""
+ERROR_LINES = 12
+
+
+class AbsentDriver:
+    """What compiling asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+class AbsentBinary:
+    """Stands for what did not compile."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: None
+
+
+class Compilations:
+    """What became of every launch, by the kernel's full name."""
+
+    def __init__(self) -> None:
+        self.binaries: dict[str, set[str]] = defaultdict(set)
+        self.errors: dict[str, list[str]] = defaultdict(list)
+
+    @contextmanager
+    def of_launches(self) -> Iterator[None]:
+        """Within, a launch of a kernel compiles it, as if its tensors were on the GPU."""
+        launch = triton.JITFunction.run
+
+        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            name = full_name(kernel)
+            try:
+                binary = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+            except Exception as error:  # whatever it is, it belongs to this kernel
+                self._fail(name, error, options)
+                return AbsentBinary()
+            if binary.metadata.shared > SHARED_BYTES:
+                self.errors[name].append(
+                    f"{binary.metadata.shared} bytes of shared memory, there are {SHARED_BYTES}"
+                )
+            self.binaries[name].add(binary.hash)
+            return binary
+
+        driver.set_active(AbsentDriver())
+        with ExitStack() as patches:
+            for target, name, stand_in in (
+                (triton.JITFunction, "run", run),
+                (CompiledKernel, "__getitem__", AbsentBinary.__getitem__),
+                # tensors count as tensors of the GPU
+                (triton_device, "expect", lambda *_: None),
+                (triton_device, "_overlaps_launches", lambda _: True),
+                (attention, "_widens", lambda _: False),
+            ):
+                patches.enter_context(patch.object(target, name, stand_in))
+            yield
+
+    def _fail(self, name: str, error: BaseException, options: dict[str, Any]) -> None:
+        lines: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            lines += [f"{type(cause).__name__}: {cause}"]
+            cause = cause.__cause__
+        constants = {key: value for key, value in options.items() if not hasattr(value, "data_ptr")}
+        text = "\n".join(lines).splitlines()[:ERROR_LINES]
+        self.errors[name].append("\n".join([*text, f"launched with {constants}"]))
+
+
+def full_name(kernel: Any) -> str:
+    """Module below the package, and function."""
+    return f"{kernel.__module__.removeprefix('mtp_plugin.')}.{kernel.__name__}"
+
+
+def launched_kernels() -> set[str]:
+    """Jit functions of the package that no other one calls, so that somebody launches them."""
+    root = Path(mtp_plugin.__file__).parent
+    functions: dict[int, Any] = {}
+    called: set[int] = set()
+    for path in sorted(root.rglob("*.py")):
+        if "@triton.jit" not in path.read_text():
+            continue
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+        functions |= {id(value): value for value in vars(module).values() if _is_jit(value)}
+    for function in functions.values():
+        names = function.fn.__code__.co_names
+        used = (function.fn.__globals__.get(name) for name in names)
+        called |= {id(value) for value in used if _is_jit(value)}
+    return {full_name(function) for key, function in functions.items() if key not in called}
+
+
+def _is_jit(value: Any) -> bool:
+    return isinstance(value, triton.JITFunction) and value.__module__.startswith("mtp_plugin.")
