@@ -7,6 +7,7 @@ stand-in, and where it would launch nothing happens.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,8 @@ from mtp_plugin.executor.attention import triton as attention
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program can have there."""
-ERROR_LINES = 12
+ERROR_LINES = 5
+"""Of an error: behind most of a kernel's source comes what is wrong with its last line."""
 
 
 class AbsentDriver:
@@ -46,7 +48,7 @@ class AbsentBinary:
     """Stands for what did not compile."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **options: None
+        return lambda *_: None
 
 
 class Compilations:
@@ -61,12 +63,16 @@ class Compilations:
         """Within, a launch of a kernel compiles it, as if its tensors were on the GPU."""
         launch = triton.JITFunction.run
 
-        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        def run(kernel: Any, *arguments: Any, **options: Any) -> Any:
             name = full_name(kernel)
+            # where the compiler takes the whole process down, this tells at which kernel
+            sys.stderr.write(f"compiling {name}\n")
+            sys.stderr.flush()
             try:
-                binary = launch(kernel, *arguments, grid=grid, warmup=True, **options)
+                binary = launch(kernel, *arguments, **{**options, "warmup": True})
             except Exception as error:  # whatever it is, it belongs to this kernel
-                self._fail(name, error, options)
+                given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+                self._fail(name, error, given)
                 return AbsentBinary()
             if binary.metadata.shared > SHARED_BYTES:
                 self.errors[name].append(
@@ -88,15 +94,19 @@ class Compilations:
                 patches.enter_context(patch.object(target, name, stand_in))
             yield
 
-    def _fail(self, name: str, error: BaseException, options: dict[str, Any]) -> None:
+    def _fail(self, name: str, error: BaseException, given: dict[str, Any]) -> None:
         lines: list[str] = []
         cause: BaseException | None = error
-        while cause is not None:
-            lines += [f"{type(cause).__name__}: {cause}"]
+        while cause is not None:  # the innermost first: it knows the reason
+            first, *source = f"{type(cause).__name__}: {cause}".splitlines()
+            lines = [first, *source[-ERROR_LINES:], *lines]
             cause = cause.__cause__
-        constants = {key: value for key, value in options.items() if not hasattr(value, "data_ptr")}
-        text = "\n".join(lines).splitlines()[:ERROR_LINES]
-        self.errors[name].append("\n".join([*text, f"launched with {constants}"]))
+        told = [
+            f"{key}={getattr(value, 'dtype', value)}"
+            for key, value in given.items()
+            if key not in ("grid", "warmup")
+        ]
+        self.errors[name].append("\n".join([*lines, f"given {', '.join(told)}"]))
 
 
 def full_name(kernel: Any) -> str:

@@ -1,0 +1,382 @@
+"""Launches of every kernel of the package, at sizes of real models.
+
+Values never matter where nothing runs: memory that only kernels would touch is never written.
+Host-side code reads a few numbers; those are zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mtp_plugin.batch import DraftColumn, FirstPass, RowParameters
+from mtp_plugin.executor.attention.layout import RowCounts
+from mtp_plugin.executor.attention.triton import TritonBackend
+from mtp_plugin.executor.kv_cache import PagedKVPools
+from mtp_plugin.executor.step_inputs.launch import generation_inputs
+from mtp_plugin.executor.step_rows import Row, RowTable
+from mtp_plugin.models.fused.experts import launch as experts
+from mtp_plugin.models.fused.experts.contract import RouterRule
+from mtp_plugin.models.fused.gating.launch import silu_mul
+from mtp_plugin.models.fused.norms.launch import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
+from mtp_plugin.models.fused.rotary.launch import rotate
+from mtp_plugin.models.fused.skinny import launch as skinny
+from mtp_plugin.ops.acceptance.contract import RelaxedRule
+from mtp_plugin.ops.acceptance.launch import accept_relaxed, accept_strict
+from mtp_plugin.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
+from mtp_plugin.ops.bookkeeping.launch import advance_decode_batch
+from mtp_plugin.ops.draft_inputs.launch import (
+    advance_history,
+    eagle_first_pass,
+    vanilla_first_pass,
+)
+from mtp_plugin.ops.draft_step.launch import draft_argmax, local_top1, merge_top1, propose
+from mtp_plugin.ops.draft_step.states_launch import place_last_states
+from mtp_plugin.ops.kv_rewind.launch import rewind_kv_cache
+from mtp_plugin.ops.next_forward.launch import prepare_next_forward_pass
+from mtp_plugin.ops.sampling.contract import StepRows
+from mtp_plugin.ops.sampling.launch import early_stops_masked
+from mtp_plugin.ops.state_rollback.launch import mamba_state_selective_copy
+from mtp_plugin.ops.synthetic_acceptance.contract import synthetic_rule
+from mtp_plugin.ops.synthetic_acceptance.launch import forced_matches
+from mtp_plugin.ops.token_verify.launch import required_logit_indices, verify_speculative_tokens
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+I32, I64 = torch.int32, torch.int64
+VOCAB, HIDDEN = 129280, 7168
+
+
+def floats(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+# --- ops of a step ---
+
+
+def compile_acceptance() -> None:
+    for k, contexts, generations, dtype in ((3, 2, 4, BF16), (3, 0, 32, F32), (8, 0, 1, F16)):
+        logits = floats(contexts + generations * (k + 1), VOCAB, dtype=dtype)
+        requests = contexts + generations
+        drafts = ints(generations, k)
+        sizes: dict[str, Any] = {"num_contexts": contexts, "max_draft_len": k}
+        accept_strict(logits, drafts, **sizes)
+        given = {
+            "draft_lens": ints(generations),
+            "final_context": ints(contexts, dtype=torch.bool) if contexts else None,
+            "last_tokens": ints(requests, k + 1)[:, 0],
+        }
+        accept_strict(logits, drafts, **sizes, **given, forced_matches=ints(generations))
+        rule = RelaxedRule(
+            thinking=ints(requests, dtype=torch.bool),
+            topk=ints(requests),
+            delta=floats(requests, dtype=F32),
+            stop_ids=ints(requests, 5) if contexts else None,
+            begin_token=128798,
+            end_token=128799,
+        )
+        accept_relaxed(logits, drafts, rule, **sizes, **given)
+
+
+def compile_sampling() -> None:
+    for contexts, generations, dtype in ((0, 8, BF16), (3, 8, F32)):
+        step = StepRows(
+            positions=ints(contexts * 5 + generations * 4, dtype=I64),
+            context_lens=ints(contexts),
+            num_contexts=contexts,
+            num_ctx_tokens=contexts * 5,
+            max_draft_len=3,
+        )
+        requests = contexts + generations
+        parameters = RowParameters(ints(requests, 3), ints(requests))
+        with early_stops_masked(
+            floats(contexts + generations * 4, VOCAB, dtype=dtype), parameters, step
+        ):
+            pass
+
+
+def compile_synthetic_acceptance() -> None:
+    for shares in ([0.8], [0.8, 0.6, 0.5]):
+        forced_matches(ints(8, 4, dtype=I64)[:, 0], synthetic_rule(shares, 7))
+
+
+def compile_draft_inputs() -> None:
+    k, generations = 3, 8
+    for dtype, hidden, chunks, history in (
+        (BF16, HIDDEN, [], []),
+        (BF16, HIDDEN, [5, 7], [0, 2]),
+        (F32, 2048, [5, 7], [0, 0]),
+    ):
+        contexts, tokens = len(chunks), sum(chunks)
+        requests, rows = contexts + generations, tokens + generations * (k + 1)
+        pools = ints(20, k), floats(20, k, hidden, dtype=dtype), ints(requests, dtype=I64)
+        ids, positions = ints(rows), ints(rows, dtype=I64)
+        states = floats(rows, hidden, dtype=dtype)
+        emitted, last = ints(requests, k + 1), ints(requests, k + 1)[:, 0]
+        counts, lens = ints(requests), ints(contexts) + 1
+        successors = ints(contexts) if contexts else None
+        advance_history(
+            *pools,
+            ids,
+            states,
+            counts,
+            lens,
+            num_contexts=contexts,
+            num_ctx_tokens=tokens,
+            step_rows=k + 1,
+        )
+        kv_lens = ints(requests)
+        step = *pools, ids, positions, states, counts, last, successors, lens
+        sizes: dict[str, Any] = {"chunk_lens": chunks, "history_lens": history}
+        vanilla_first_pass(*step, **sizes, window=k)
+        if not sum(history):
+            in_place = FirstPass.unwritten(rows + k - 1, rows, requests, states, kv_lens)
+            vanilla_first_pass(
+                *step, **sizes, window=k + 1, kv_lens=kv_lens, kv_floor=1, out=in_place
+            )
+        for limit, lengths in ((None, None), (4096, kv_lens)):
+            eagle_first_pass(
+                ids,
+                positions,
+                states,
+                emitted,
+                counts,
+                successors,
+                lens,
+                num_contexts=contexts,
+                num_ctx_tokens=tokens,
+                max_position=limit,
+                kv_lens=lengths,
+                kv_floor=None if lengths is None else 1,
+            )
+
+
+def compile_draft_step() -> None:
+    requests, k = 8, 3
+    last = ints(requests, dtype=I64)
+    place = DraftColumn(ints(requests, k), ints(requests, k + 1), 1)
+    positions = {"positions": ints(requests, dtype=I64), "max_position": 4096}
+    for vocab, more in (
+        (VOCAB, {}),
+        (VOCAB, {"shifted_ids": ints(40), "last_rows": last}),
+        (VOCAB, positions),
+        (32768, {**positions, "kv_lens": ints(requests), "vocab_ids": ints(32768)}),
+    ):
+        propose(floats(requests, vocab), dataclasses.replace(place, **more))
+    draft_argmax(floats(1, VOCAB))
+    for dtype in (BF16, F32):
+        local_top1(floats(requests, 64640, dtype=dtype), 64640, 64000)
+    merge_top1(floats(8, requests, dtype=F32), ints(8, requests))
+
+
+def compile_state_windows() -> None:
+    for dtype, requests in ((BF16, 8), (F32, 300)):
+        window = floats(4 * requests + 2, HIDDEN, dtype=dtype)
+        last = ints(requests, dtype=I64)
+        place_last_states(window, floats(4 * requests, HIDDEN, dtype=dtype), last, 1)
+        place_last_states(window, window[1:-1], last, 1)
+
+
+# --- bookkeeping of hosts ---
+
+
+def compile_bookkeeping() -> None:
+    decode, prefill, drafts, block = 8, 3, 3, 256
+    requests, tokens = decode + prefill, decode * (drafts + 1) + prefill
+    for dtype, active in ((I64, None), (I32, ints(1))):
+
+        def vector(entries: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return ints(entries, dtype=dtype)
+
+        verify_speculative_tokens(vector(tokens), vector(tokens), decode, prefill, drafts)
+        required_logit_indices(
+            vector(requests), vector(requests), decode, prefill, num_speculative_tokens=drafts
+        )
+        buffers = NextForwardBuffers(
+            vector(requests), vector(requests), ints(decode, drafts, dtype=dtype), vector(decode)
+        )
+        prepare_next_forward_pass(
+            decode,
+            vector(tokens),
+            vector(tokens),
+            ints(requests, dtype=I64),
+            ints(tokens, dtype=torch.bool),
+            vector(tokens),
+            *vars(buffers).values(),
+            drafts,
+        )
+        state = [*(vector(requests) for _ in range(4)), ints(requests, 64, dtype=dtype)]
+        for size in (block, 2):
+            rewind_kv_cache(vector(requests), vector(requests), *state, drafts, size, active)
+            for _ in range(2):  # the second goes to the binary of the first
+                advance_decode_batch(
+                    vector(tokens),
+                    vector(tokens),
+                    vector(tokens),
+                    buffers,
+                    KVBlockState(*state),
+                    num_decode_requests=decode,
+                    num_prefill_requests=prefill,
+                    num_speculative_tokens=drafts,
+                    block_size_tokens=size,
+                    num_active_requests=active,
+                )
+
+
+def compile_state_rollback() -> None:
+    for dtype, state in ((BF16, (24, 64, 128)), (BF16, (1792, 3)), (torch.int8, (7, 3))):
+        mamba_state_selective_copy(
+            torch.empty(2, 8, 4, *state, dtype=dtype),
+            torch.empty(2, 8, *state, dtype=dtype),
+            ints(8),
+            ints(8),
+            ints(8),
+            2,
+        )
+
+
+# --- executor ---
+
+
+def compile_step_inputs() -> None:
+    k, slots = 3, 16
+    sizes = {"step_rows": k + 1, "stop_width": 2, "table_width": 128, "sentinel_block": 99}
+    table = RowTable(8, **sizes, device=torch.device("cpu"))
+    rows = table.upload([Row([0] * (k + 1), length=1)] * 8)
+    store = SimpleNamespace(
+        new_tokens=ints(slots, 2 * k + 3)[:, 1 : k + 2].T.unsqueeze(-1),
+        new_tokens_lens=ints(slots, 3)[:, 1],
+    )
+    for previous in (None, store):
+        generation_inputs(rows, previous, draft_len=k, max_seq_len=4096)
+
+
+def attend(
+    dtype: torch.dtype, width: int, chunks: tuple[int, ...], generations: int, rows: int
+) -> None:
+    """One layer of a step: 32 query heads over 8 key heads, tables of 4096 tokens."""
+    counts = RowCounts(chunks, generations, rows if generations else 0)
+    sequences, num_rows = len(chunks) + generations, sum(chunks) + generations * rows
+    step: Any = SimpleNamespace(
+        num_seqs=sequences,
+        num_tokens=num_rows,
+        seq_lens_cuda=ints(sequences),
+        kv_lens_cuda=ints(sequences),
+        kv_write_limit=ints(sequences),
+        block_table=ints(sequences, 128),
+        pools=PagedKVPools(2, 32),
+        row_counts=lambda: counts,
+    )
+    projected = floats(num_rows, 48 * width, dtype=dtype).unflatten(1, (48, width))
+    backend = TritonBackend()
+    backend.write(0, projected[:, 32:40], projected[:, 40:], step)
+    backend.attend(0, projected[:, :32], step)
+
+
+def compile_attention() -> None:
+    attend(BF16, 128, (500, 37), 8, 4)
+    attend(BF16, 64, (500,), 1, 4)
+    attend(BF16, 256, (500,), 1, 4)
+    attend(F16, 80, (9,), 8, 2)
+    attend(F32, 128, (500,), 1, 4)
+    attend(F32, 256, (9,), 1, 1)
+
+
+def compile_attention_of_large_batches() -> None:
+    attend(BF16, 128, (), 64, 4)
+    attend(BF16, 128, (), 64, 32)
+    attend(BF16, 256, (), 64, 1)
+    attend(F32, 64, (), 64, 4)
+
+
+# --- fused layers ---
+
+
+def compile_norms() -> None:
+    for dtype, width in ((BF16, 4096), (F32, 7168)):
+        x, weight = floats(8, width, dtype=dtype), floats(width, dtype=dtype)
+        rms_norm(x, weight, 1e-6)
+        add_rms_norm(x, x.clone(), weight, 1e-6)
+        for ids, table in ((None, x), (ints(8), floats(VOCAB, width, dtype=dtype))):
+            join_norms(
+                table,
+                ids,
+                x,
+                weight,
+                weight,
+                embedding_eps=1e-6,
+                hidden_eps=1e-6,
+                embedding_first=ids is None,
+            )
+
+
+def compile_rotary() -> None:
+    for dtype, layout, half, index in (
+        (BF16, HeadLayout(32, 8, 128), 64, ints(8, dtype=I64)),
+        (F32, HeadLayout(96, 8, 80), 20, None),
+    ):
+        cos = floats(8 if index is None else 4096, 2 * half, dtype=dtype)
+        weight = floats(layout.head_dim, dtype=dtype)
+        for norms in (None, HeadNorms(weight, weight, 1e-6, 1e-6)):
+            qkv = floats(8, layout.width, dtype=dtype)
+            rotate(qkv, layout, Angles(cos, cos, half, index), norms)
+
+
+def compile_gating() -> None:
+    for dtype, width in ((BF16, 14336), (F32, 700)):
+        silu_mul(floats(8, 2 * width, dtype=dtype))
+
+
+def compile_skinny_products() -> None:
+    tickets = skinny.new_tickets("cpu")
+    for dtype, rows, width, columns, gated, biased in (
+        (BF16, 4, 4096, 6144, False, True),
+        (BF16, 40, 4096, 6144, False, False),
+        (BF16, 4, 4096, 14336, True, False),
+        (BF16, 64, 4096, 1408, True, False),
+        (BF16, 8, 4100, 6144, False, False),
+        (F32, 4, 4100, 6144, False, True),
+    ):
+        skinny.skinny_linear(
+            floats(rows, width, dtype=dtype),
+            floats(columns * (2 if gated else 1), width, dtype=dtype),
+            floats(columns, dtype=dtype) if biased else None,
+            tickets=tickets,
+            gated=gated,
+        )
+
+
+def mixture(dtype: torch.dtype, rows: int, num_experts: int, rule: RouterRule, shared: int) -> None:
+    """Every step of one mixture of experts."""
+    hidden, width = 2048, 1408
+    x = floats(rows, hidden, dtype=dtype)
+    logits = experts.router_logits(x, floats(num_experts, hidden, dtype=dtype))
+    bias = floats(num_experts, dtype=F32)
+    block_rows = experts.block_rows_for(rows)
+    blocks = experts.assign(logits, bias, rule, shared=shared, block_rows=block_rows)
+    total = num_experts + shared
+    active = experts.gate_up(x, floats(total, 2 * width, hidden, dtype=dtype), blocks)
+    parts = experts.down(active, floats(total, hidden, width, dtype=dtype), blocks)
+    experts.combine(parts, top_k=rule.top_k, shared=shared)
+
+
+def compile_experts() -> None:
+    few = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=True, scale=1.0)
+    grouped = RouterRule(top_k=8, num_groups=8, topk_group=4, normalise=True, scale=2.5)
+    mixture(BF16, 4, 8, few, 1)
+    mixture(BF16, 40, 8, few, 0)
+    mixture(BF16, 256, 8, few, 1)
+    mixture(BF16, 1, 256, grouped, 1)
+    mixture(F32, 4, 8, few, 1)
+
+
+def compile_experts_of_many_rows() -> None:
+    few = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=False, scale=1.0)
+    mixture(BF16, 600, 4, few, 1)
