@@ -62,7 +62,8 @@ def failed(found: run.Soaked) -> list[str]:
 
 
 @pytest.mark.parametrize("worker", ["eagle", "vanilla"])
-def test_a_soak_holds_and_repeats(subject: Subject, worker: str) -> None:
+def test_r47_a_soak_holds_and_repeats(subject: Subject, worker: str) -> None:
+    """R47: random lengths, aborts and chunks leave no trend in acceptance, memory or free slots."""
     options = run.replace(SMALL, worker=worker)
     one, two = (soak(subject, options, tie_ulps=TIE_ULPS) for _ in range(2))
     assert failed(one) == failed(two) == []
@@ -72,6 +73,22 @@ def test_a_soak_holds_and_repeats(subject: Subject, worker: str) -> None:
     assert one.counts.finished + one.counts.aborted == one.counts.requests
     assert one.acceptance_length == two.acceptance_length > 1.2
     assert one.num_ties == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("worker", ["eagle", "vanilla"])
+def test_r47_a_soak_holds_in_graphs(path, worker: str) -> None:
+    """The same on a device: steps in graphs, and as many tokens per step as on the CPU."""
+    options = run.replace(SMALL, worker=worker, steps=400, batch_size=8)
+    on_device = load_checkpoint(path, torch.device("cuda"), "float32", fused=True)
+    found = soak(on_device, options, tie_ulps=TIE_ULPS)
+    assert failed(found) == []
+    assert found.counts.aborted > 0
+    assert found.counts.preemptions > 0
+    assert found.num_ties == 0
+    on_cpu = load_checkpoint(path, torch.device("cpu"), None, fused=False)
+    expected = soak(on_cpu, options, tie_ulps=TIE_ULPS)
+    assert found.acceptance_length == expected.acceptance_length
 
 
 def test_another_seed_is_another_soak(subject: Subject) -> None:
