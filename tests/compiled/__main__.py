@@ -26,6 +26,7 @@ def main(*module_names: str) -> None:
     report = {
         "binaries": {name: len(hashes) for name, hashes in compilations.binaries.items()},
         "errors": compilations.errors,
+        "contracted": sorted(compilations.contracted),
         "kernels": sorted(launched_kernels()),
         "seconds": seconds,
     }

@@ -7,6 +7,7 @@ stand-in, and where it would launch nothing happens.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from mtp_plugin import triton_device
 from mtp_plugin.executor.attention import triton as attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
+HALF_FMA = re.compile(r"\bfma\.rn(\.\w+)*\.(bf16|f16)")
 SHARED_BYTES = 227 * 1024
 """Shared memory that a program can have there."""
 ERROR_LINES = 5
@@ -57,6 +59,8 @@ class Compilations:
     def __init__(self) -> None:
         self.binaries: dict[str, set[str]] = defaultdict(set)
         self.errors: dict[str, list[str]] = defaultdict(list)
+        self.contracted: set[str] = set()
+        """Kernels in which a half-precision product and a sum became one instruction."""
 
     @contextmanager
     def of_launches(self) -> Iterator[None]:
@@ -79,6 +83,8 @@ class Compilations:
                     f"{binary.metadata.shared} bytes of shared memory, there are {SHARED_BYTES}"
                 )
             self.binaries[name].add(binary.hash)
+            if HALF_FMA.search(binary.asm["ptx"]):
+                self.contracted.add(name)
             return binary
 
         driver.set_active(AbsentDriver())

@@ -25,6 +25,7 @@ class Report:
 
     binaries: dict[str, int]
     errors: dict[str, list[str]]
+    contracted: list[str]
     kernels: list[str]
     seconds: dict[str, float]
 
@@ -62,6 +63,12 @@ def test_every_launch_compiles(report: Report) -> None:
     failed = [name for name in report.errors if not name.startswith(BAD)]
     if failed:
         pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
+
+
+def test_no_rounding_of_half_precision_is_left_out(report: Report) -> None:
+    """A product that is rounded before it is added stays so: as one instruction it is not, and the
+    interpreter cannot show it."""
+    assert report.contracted == []
 
 
 def test_every_kernel_is_launched(report: Report) -> None:

@@ -41,10 +41,10 @@ def drawn(
     return (scale * torch.randn(shape, generator=dice, device="cuda")).to(dtype)
 
 
-def assert_near(actual: torch.Tensor, expected: torch.Tensor, equal: float = 0.95) -> None:
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for single roundings, and for most elements equal."""
     torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-2)
-    assert (actual == expected).float().mean() > equal
+    assert (actual == expected).float().mean() > 0.95
 
 
 def assert_as_good_as(actual: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> None:
@@ -80,8 +80,7 @@ def test_rotation(rows: int, normed: bool) -> None:
     qkv, expected = drawn(rows, layout.width), drawn(rows, layout.width)
     rotary.rotate(qkv, layout, angles, head_norms)
     rotary_reference.rotate(expected, layout, angles, head_norms)
-    # a compiled product and sum may be rounded once where torch rounds twice
-    assert_near(qkv, expected, equal=0.85)
+    assert_near(qkv, expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -45,5 +45,7 @@ def rotate(
         LANES=triton.next_power_of_2(angles.num_angles),
         REST_LANES=triton.next_power_of_2(max(rest, 1)),
         num_warps=4,
+        # one instruction for product and sum would leave out the rounding between them
+        enable_fp_fusion=False,
         **early_launch(qkv.device),
     )
