@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
@@ -25,6 +23,7 @@ from mtp_plugin.models.fused.rotary import launch as rotary
 from mtp_plugin.models.fused.rotary import reference as rotary_reference
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
 from mtp_plugin.models.fused.skinny import launch as skinny
+from tests.models.fused.causal import Causal
 from tests.vocab_reduce.launches import captured
 
 pytestmark = pytest.mark.gpu
@@ -180,26 +179,6 @@ def test_routing(rows: int, num_experts: int, top_k: int) -> None:
     assert torch.equal(ours.pairs * used, theirs.pairs * used)
     assert torch.equal(ours.expert[used[:, 0]], theirs.expert[used[:, 0]])
     torch.testing.assert_close(ours.weights, theirs.weights)
-
-
-class Causal:
-    """Attention of one sequence's rows among each other, for both ways of calling it."""
-
-    def __init__(self, rows: int) -> None:
-        self._seq_lens_cuda = torch.tensor([rows], device="cuda")
-        self.mask = torch.ones(rows, rows, dtype=torch.bool, device="cuda").tril()[None, None]
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return {"past_key_values": None, "attention_mask": self.mask, "use_cache": False}
-
-    def attend(
-        self, _: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, scale=scaling, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
 
 
 def a_model(dtype: torch.dtype) -> LoadedModel:
