@@ -126,7 +126,12 @@ class AttentionMetadata(Protocol):
 
 
 class DraftLayer(Protocol):
-    """One MTP layer of a checkpoint."""
+    """One MTP layer of a checkpoint.
+
+    A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
+    integers: the flat rows whose states are read. It then returns [N, H], and of the other rows
+    only keys and values need to be computed. No other layer sees that argument.
+    """
 
     def __call__(
         self,

@@ -34,6 +34,8 @@ class MTPLayer(nn.Module):
     the target's own too, held by reference.
     """
 
+    takes_output_rows = True
+
     def __init__(
         self,
         config: Any,
@@ -87,6 +89,7 @@ class MTPLayer(nn.Module):
         position_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         attn_metadata: TransformersAttention,
+        output_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """One depth over the flat rows of a batch.
@@ -97,9 +100,12 @@ class MTPLayer(nn.Module):
             position_ids: [1, T], positions of the states.
             hidden_states: [T, H], the target's states or those a depth before handed on.
             attn_metadata: gives the keyword arguments of the decoder layer.
+            output_rows: [N] integers, the rows to return; every row's keys and values are
+                written all the same. None: all of them.
 
         Returns:
-            [T, H], the state that is handed on: after the last norm for `recycle="post_norm"`.
+            [T, H] or [N, H], the state that is handed on: after the last norm for
+            `recycle="post_norm"`.
         """
         embedded = self.enorm(embed_tokens(input_ids))  # [T, H]
         state = self.hnorm(hidden_states)  # [T, H]
@@ -112,6 +118,8 @@ class MTPLayer(nn.Module):
             position_ids=rope_ids,
             **attn_metadata.model_kwargs(),
         )[0]
+        if output_rows is not None:
+            x = x[output_rows]
         return self.norm(x) if self.traits.recycle == "post_norm" else x  # type: ignore[no-any-return]
 
     def shared_head(

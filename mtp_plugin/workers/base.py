@@ -528,7 +528,9 @@ class SpecWorker(nn.Module, ABC):
         hidden_states: torch.Tensor,
         *,
         single_rows: bool = False,
+        output_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """States [T, H]; with ``output_rows`` [N], of flat rows, those rows alone [N, H]."""
         spec = step.spec_metadata
         counts = getattr(spec, "all_rank_num_tokens", None)
         largest = getattr(spec, "all_rank_max_num_tokens", None)
@@ -537,6 +539,9 @@ class SpecWorker(nn.Module, ABC):
             largest = max(counts) if largest is not None and counts is not None else largest
         given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
         extra: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        selects = output_rows is not None and takes_output_rows(layer)
+        if selects:
+            extra["output_rows"] = output_rows
         states: torch.Tensor = layer(
             embed_tokens=step.embed_tokens,
             input_ids=input_ids,
@@ -545,7 +550,7 @@ class SpecWorker(nn.Module, ABC):
             attn_metadata=step.attn_metadata,
             **extra,
         )
-        return states
+        return states if selects or output_rows is None else states[output_rows]
 
     def _propose(self, logits: torch.Tensor, place: DraftColumn) -> None:
         """Draft from ``logits`` [R, V] into every place that reads the draft."""
@@ -561,6 +566,11 @@ class SpecWorker(nn.Module, ABC):
         if spec_metadata.slot_ids is None:
             raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
         return manager
+
+
+def takes_output_rows(layer: Any) -> bool:
+    """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
+    return bool(getattr(layer, "takes_output_rows", False))
 
 
 def _two_dim(logits: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,11 @@ class MTPEagleWorker(SpecWorker):
         if positions is None:
             raise MetadataError("eagle: the first pass gave no positions for the second")
         with draft_loop(step.attn_metadata) as loop:
-            outputs = self._run_layer(layer, step, first.ids, first.positions, first.states)
-            # a step without drafts still brings the layer's KV up to date
-            states = outputs[first.last_rows] if self.max_draft_len else outputs
+            # a step without drafts reads no state, and still brings the layer's KV up to date
+            proposing = first.last_rows if self.max_draft_len else first.last_rows[:0]
+            states = self._run_layer(
+                layer, step, first.ids, first.positions, first.states, output_rows=proposing
+            )
             for column in range(self.max_draft_len):
                 if column == 1:
                     loop.feed_single_rows(

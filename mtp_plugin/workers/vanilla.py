@@ -11,7 +11,7 @@ from mtp_plugin.batch import Accepted, DraftColumn, DraftInputs, FirstPass
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.metadata import draft_loop, kv_floor
 from mtp_plugin.ops.draft_inputs import concatenate
-from mtp_plugin.workers.base import SpecWorker, Step
+from mtp_plugin.workers.base import SpecWorker, Step, takes_output_rows
 
 
 class MTPWorker(SpecWorker):
@@ -173,10 +173,18 @@ class MTPWorker(SpecWorker):
             layer = step.mtp_layers[depth]
             # only ids move between depths, and only by an offset
             ids = first.ids[depth : depth + num_rows]
-            outputs = self._run_layer(layer, step, ids, first.positions, states)
             is_last = depth + 1 == self.num_depths
-            if depth < self.max_draft_len:
-                logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata)
+            drafts_here = depth < self.max_draft_len
+            proposing = None
+            if (is_last or self.chain == "none") and takes_output_rows(layer):
+                # no depth behind reads what the others become
+                proposing = first.last_rows if drafts_here else first.last_rows[:0]
+            outputs = self._run_layer(
+                layer, step, ids, first.positions, states, output_rows=proposing
+            )
+            if drafts_here:
+                alone = proposing is not None
+                logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata, alone)
                 place = DraftColumn(drafts, next_tokens, depth)
                 if not is_last:
                     place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)

@@ -24,6 +24,7 @@ from tests.workers.host import (
     ReturningLayer,
     ScriptedLayer,
     Seen,
+    SelectingLayer,
     Step,
     Turn,
 )
@@ -415,6 +416,20 @@ class DraftingContract(WorkerContract):
             again = self.step(k, 4, attention=attention, look_ahead=False)
             again.attn = step.attn
             self.assert_results(again, self.run(again))
+
+    def num_selections(self, k: int) -> int:
+        """Calls in which a layer is told which rows are read."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_a_layer_may_return_what_is_read_alone(self, k: int, seed: int) -> None:
+        step = self.step(k, seed)
+        layers = self.layers(k, SelectingLayer)
+        self.assert_results(step, self.run(step, layers))
+        seen = layers[0].seen
+        assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
+        told = [call.extra["output_rows"] for call in seen if "output_rows" in call.extra]
+        assert told == [len(step.requests)] * self.num_selections(k)
 
     def test_a_layer_that_leaves_a_change_behind(self, k: int) -> None:
         """check_metadata names the field; without it nobody looks."""

@@ -401,6 +401,19 @@ class ScriptedLayer:
         )
 
 
+class SelectingLayer(ScriptedLayer):
+    """Returns the rows that are read and no other; notes how many were asked for."""
+
+    takes_output_rows = True
+
+    def __call__(self, *, output_rows: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+        states = super().__call__(**inputs)
+        if output_rows is None:
+            return states
+        self.seen[-1].extra["output_rows"] = len(output_rows)
+        return states[output_rows]
+
+
 class ReturningLayer(ScriptedLayer):
     """Gives its very input back."""
 

@@ -28,6 +28,9 @@ class TestEagle(DraftingContract):
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - one, whatever K
         return 1
 
+    def num_selections(self, k: int) -> int:  # noqa: ARG002 - the first pass has more rows
+        return 1
+
     def tell(self, step: Step, request: Prompt | Turn) -> Told:
         k = step.k
         if isinstance(request, Prompt):

@@ -33,6 +33,9 @@ class TestVanilla(DraftingContract):
     def num_layers(self, k: int) -> int:
         return k
 
+    def num_selections(self, k: int) -> int:
+        return k if self.chain == "none" else 1
+
     def tell(self, step: Step, request: Prompt | Turn) -> Told:
         if isinstance(request, Prompt):
             first = request.start - (min(step.k, request.start) if step.look_ahead else 0)

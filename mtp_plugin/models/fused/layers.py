@@ -119,7 +119,8 @@ class FusedAttention:
             q, k = found.norms
             self._norms = HeadNorms(q.weight, k.weight, q.eps, k.eps)
 
-    def __call__(self, x: Rows, step: Pass) -> Rows:
+    def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
+        """[T, H] -> [T, H], or [N, H] of the given rows."""
         qkv = self._ops.linear(x, self._weight, self._bias)
         self._ops.rotate(qkv, self._layout, step.angles, self._norms)
         queries, keys, values = self._layout.split(qkv)
@@ -129,6 +130,8 @@ class FusedAttention:
         else:
             out = self._attend(queries, keys, values, step)
         flat = out.reshape(x.shape[0], -1)
+        if output_rows is not None:
+            flat = flat[output_rows]
         return self._ops.linear(flat, found.output.weight, found.output.bias)  # type: ignore[no-any-return]
 
     def _attend(
@@ -163,13 +166,14 @@ class PlainAttention:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, x: Rows, step: Pass) -> Rows:
+    def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
+        """As `FusedAttention`."""
         out, _ = self._module(
             hidden_states=x[None],
             position_embeddings=step.position_embeddings,
             **step.model_kwargs,
         )
-        return out[0]  # type: ignore[no-any-return]
+        return out[0] if output_rows is None else out[0][output_rows]  # type: ignore[no-any-return]
 
 
 class FusedMLP:
@@ -256,9 +260,20 @@ class FusedLayer:
         self._feed_forward = feed_forward
         self._ops = ops
 
-    def __call__(self, delta: Rows | None, residual: Rows, step: Pass) -> tuple[Rows | None, Rows]:
+    def __call__(
+        self,
+        delta: Rows | None,
+        residual: Rows,
+        step: Pass,
+        output_rows: torch.Tensor | None = None,
+    ) -> tuple[Rows | None, Rows]:
+        """(delta, residual) behind the layer, each [T, H], or [N, H] of the given rows."""
         normed, residual = normed_stream(self._ops, self._input_norm, delta, residual)
-        attended = self._attention(normed, step)
+        attended = self._attention(normed, step, output_rows)
+        if output_rows is not None:
+            residual = residual[output_rows]
+            if output_rows.shape[0] == 0:
+                return None, residual
         normed, residual = normed_stream(self._ops, self._inner_norm, attended, residual)
         return self._feed_forward(normed), residual
 

@@ -136,6 +136,8 @@ class FusedMTPLayer(nn.Module):
         ops: for the layer's own products and norms.
     """
 
+    takes_output_rows = True
+
     def __init__(
         self,
         layer: MTPLayer,
@@ -169,9 +171,10 @@ class FusedMTPLayer(nn.Module):
         position_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         attn_metadata: TransformersAttention,
+        output_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As `MTPLayer.forward`."""
+        """As `MTPLayer.forward`; rows that are not returned end behind the attention."""
         traits, ops = self.layer.traits, self._ops
         gathers = is_embedding(embed_tokens)
         joined = ops.join_norms(
@@ -187,7 +190,7 @@ class FusedMTPLayer(nn.Module):
         x = ops.linear(joined, self.layer.eh_proj.weight)
         rope_ids = position_ids + 1 if traits.position == "token" else position_ids
         step = Pass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
-        delta, residual = self._block(None, x, step)
+        delta, residual = self._block(None, x, step, output_rows)
         if traits.recycle == "post_norm":
             return normed_stream(ops, self._norm, delta, residual)[0]
         return residual if delta is None else residual + delta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -269,8 +270,8 @@ def test_no_rows(shared: int) -> None:
 def test_block_rows_grow_with_the_rows(rows: int) -> None:
     block_rows = launch.block_rows_for(rows)
     assert block_rows in (16, 32, 64, 128)
-    for dtype in (torch.float32, torch.bfloat16):
-        tiling = launch.tiling_for(block_rows, dtype)
+    for products, dtype in product((launch.GATE_UP, launch.DOWN), (torch.float32, torch.bfloat16)):
+        tiling = launch.tiling_for(products, block_rows, dtype)
         bytes_in_flight = tiling.stages * (tiling.tile + block_rows) * tiling.block * dtype.itemsize
         assert bytes_in_flight <= 128 * 1024
 

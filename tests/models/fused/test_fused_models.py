@@ -37,13 +37,19 @@ MODELS = [
 WAYS = [("reference", 0), ("triton", 0), ("triton", 4), ("triton", 64)]
 
 
-def run_mtp(model: LoadedModel, states: torch.Tensor, attention: object) -> torch.Tensor:
+def run_mtp(
+    model: LoadedModel,
+    states: torch.Tensor,
+    attention: object,
+    output_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     return model.mtp_layers[0](
         embed_tokens=model.embed_tokens,
         input_ids=IDS,
         position_ids=POSITIONS,
         hidden_states=states,
         attn_metadata=attention,
+        output_rows=output_rows,
     )
 
 
@@ -226,6 +232,25 @@ def test_attention_of_the_metadata(
     assert_close(states, expected)
     assert_close(run_mtp(fused, expected, attending), run_mtp(plain, expected, theirs))
     assert attending.calls == [(i, (10, 4, 16), (10, 2, 16), 16**-0.5) for i in range(3)]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo", "qwen3_next"])
+@pytest.mark.parametrize("rows", [[3, 4, 9], [9], [0, 0, 5], []])
+def test_an_mtp_layer_may_return_some_rows(
+    twins: Callable[..., Any], plain_attention: type, family: str, rows: list[int]
+) -> None:
+    """Their states are those of a full pass, and all rows leave keys and values."""
+    wanted = torch.tensor(rows, dtype=torch.int64)
+    states = torch.randn(len(IDS), 64, generator=torch.Generator().manual_seed(1))
+    for model in twins(family):
+        whole, part = plain_attention(*LENGTHS), plain_attention(*LENGTHS)
+        every = run_mtp(model, states, whole)
+        assert_close(run_mtp(model, states, part, wanted), every[wanted])
+        for ours, theirs in zip(part.cache.layers, whole.cache.layers, strict=True):
+            if theirs.is_initialized:
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
+        assert part.cache.layers[-1].keys.shape[-2] == len(IDS)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "dynamic"])

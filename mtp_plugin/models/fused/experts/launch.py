@@ -49,22 +49,37 @@ class Tiling:
     warps: int = 4
 
 
+GATE_UP = {
+    16: Tiling(tile=64, block=128, stages=6),
+    32: Tiling(tile=128, block=64, stages=6),
+    64: Tiling(tile=128, block=64, stages=5),
+    128: Tiling(tile=128, block=64, stages=4, warps=8),
+}
+"""By rows of a block: the fastest on an H200 of those whose reads fit into 128 KiB."""
+DOWN = {
+    16: Tiling(tile=64, block=128, stages=3),
+    32: Tiling(tile=128, block=64, stages=3),
+    64: Tiling(tile=128, block=64, stages=4),
+    128: Tiling(tile=128, block=64, stages=4, warps=8),
+}
+WIDE = Tiling(tile=32, block=32, stages=2)
+"""For fp32, whose products do not run on tensor cores."""
+
+
 def block_rows_for(num_rows: int) -> int:
     """Rows of a block for ``num_rows`` rows; a function of shapes alone."""
-    if num_rows <= 16:
+    if num_rows <= 32:
         return 16
     if num_rows <= 64:
         return 32
     return 64 if num_rows <= 512 else 128
 
 
-def tiling_for(block_rows: int, dtype: torch.dtype) -> Tiling:
-    """The tiling that is used where none is given."""
+def tiling_for(products: dict[int, Tiling], block_rows: int, dtype: torch.dtype) -> Tiling:
+    """The tiling that is used where none is given: of ``GATE_UP`` or ``DOWN``."""
     if dtype == torch.float32:
-        return Tiling(tile=32, block=32, stages=2)
-    if block_rows >= 128:
-        return Tiling(tile=128, block=64, stages=3, warps=8)
-    return Tiling(tile=64, block=128, stages=4 if block_rows < 64 else 3)
+        return WIDE
+    return products[min((size for size in products if size >= block_rows), default=128)]
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -156,7 +171,7 @@ def gate_up(
     expect_reachable(gate_up_kernel, "x", x)
     columns, width = weight.shape[1] // 2, weight.shape[2]
     out = torch.empty(blocks.weights.numel(), columns, dtype=x.dtype, device=x.device)
-    cut = tiling or tiling_for(blocks.block_rows, x.dtype)
+    cut = tiling or tiling_for(GATE_UP, blocks.block_rows, x.dtype)
     if out.numel():
         gate_up_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile // 2),)](
             x_ptr=x,
@@ -189,7 +204,7 @@ def down(
     expect_reachable(down_kernel, "active", active)
     columns, width = weight.shape[1], weight.shape[2]
     out = torch.empty(blocks.weights.numel(), columns, dtype=active.dtype, device=active.device)
-    cut = tiling or tiling_for(blocks.block_rows, active.dtype)
+    cut = tiling or tiling_for(DOWN, blocks.block_rows, active.dtype)
     if out.numel():
         down_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile),)](
             active_ptr=active,
