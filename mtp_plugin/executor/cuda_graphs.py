@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,8 @@ class CapturedSteps:
         self._previous = previous
         self._make_spec_metadata = make_spec_metadata
         self._steps: dict[StepShape, CapturedStep] = {}
+        self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered around the launch of every graph, for who wants to time it."""
         self.num_replays = 0
         self.num_bytes = 0
         """Device memory of all graphs together."""
@@ -149,7 +151,8 @@ class CapturedSteps:
         if captured is None or not self._table.holds(len(rows), stop_width):
             return None
         self._table.upload(rows)
-        captured.graph.replay()
+        with self.around_replay():
+            captured.graph.replay()
         self.num_replays += 1
         for check in captured.checks:
             check.verify()

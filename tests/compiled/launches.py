@@ -24,7 +24,6 @@ from mtp_plugin.models.fused.gating.launch import silu_mul
 from mtp_plugin.models.fused.norms.launch import add_rms_norm, join_norms, rms_norm
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
 from mtp_plugin.models.fused.rotary.launch import rotate
-from mtp_plugin.models.fused.skinny import launch as skinny
 from mtp_plugin.ops.acceptance.contract import RelaxedRule
 from mtp_plugin.ops.acceptance.launch import accept_relaxed, accept_strict
 from mtp_plugin.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
@@ -332,25 +331,6 @@ def compile_rotary() -> None:
 def compile_gating() -> None:
     for dtype, width in ((BF16, 14336), (F32, 700)):
         silu_mul(floats(8, 2 * width, dtype=dtype))
-
-
-def compile_skinny_products() -> None:
-    tickets = skinny.new_tickets("cpu")
-    for dtype, rows, width, columns, gated, biased in (
-        (BF16, 4, 4096, 6144, False, True),
-        (BF16, 40, 4096, 6144, False, False),
-        (BF16, 4, 4096, 14336, True, False),
-        (BF16, 64, 4096, 1408, True, False),
-        (BF16, 8, 4100, 6144, False, False),
-        (F32, 4, 4100, 6144, False, True),
-    ):
-        skinny.skinny_linear(
-            floats(rows, width, dtype=dtype),
-            floats(columns * (2 if gated else 1), width, dtype=dtype),
-            floats(columns, dtype=dtype) if biased else None,
-            tickets=tickets,
-            gated=gated,
-        )
 
 
 def mixture(dtype: torch.dtype, rows: int, num_experts: int, rule: RouterRule, shared: int) -> None:

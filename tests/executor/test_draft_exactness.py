@@ -112,7 +112,7 @@ def test_random_acceptance_and_chunks(bed, vanilla, overlap, seed):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_every_split_of_a_prompt_into_three_chunks(bed, vanilla):
+def test_r15_every_split_of_a_prompt_into_three_chunks(bed, vanilla):
     """R15: three chunks, every split, including chunks of one token."""
     prompt = prompts_of_lengths([8], 11)[0]
     for first in range(1, 7):

@@ -44,7 +44,7 @@ def test_greedy_text_is_the_targets(bed, target, prompts, vanilla) -> None:
 
 
 def test_greedy_text_without_drafts(bed, target, prompts) -> None:
-    model = fuse(load_model(bed.path, num_mtp_layers=0), kernels="triton", skinny_rows=8)
+    model = fuse(load_model(bed.path, num_mtp_layers=0), kernels="triton")
     with LLM(config_of(bed), model=model) as llm:
         for output in llm.generate(prompts[:3], PARAMS):
             assert output.token_ids == target.greedy(output.prompt_token_ids, 12)

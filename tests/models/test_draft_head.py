@@ -12,8 +12,6 @@ from torch import nn
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.models import fuse, load_model
 from mtp_plugin.models.draft_head import cut_head
-from mtp_plugin.models.fused.model import FusedHead
-from tests.ops.on_device import DEVICE
 
 IDS = torch.tensor([0, 3, 4, 17], dtype=torch.int32)
 
@@ -68,13 +66,3 @@ def test_every_family_and_layer(checkpoint: Callable[..., Path], plain_attention
         torch.testing.assert_close(cut, whole[:, IDS.long()])
         assert cut.shape == (2, 4)
         assert layer.shared_head(states, head, None, True).shape == (5, 4)
-
-
-def test_a_fused_head_stays_one(checkpoint: Callable[..., Path]) -> None:
-    """Where products run in a kernel of their own, so do those of drafts."""
-    model = fuse(load_model(checkpoint("glm4_moe"), device=DEVICE), kernels="triton", skinny_rows=4)
-    head, cut = model.lm_head, model.draft_head(IDS)
-    assert type(head) is type(cut) is FusedHead
-    assert cut._ops is head._ops
-    states = torch.randn(3, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    torch.testing.assert_close(cut(states), head(states)[:, IDS.long()], rtol=2e-3, atol=2e-3)

@@ -16,7 +16,7 @@ from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.bench.e2e.batch import Batch, Run, Step, run_batch, synchronize
 from mtp_plugin.bench.e2e.cases import VANILLA, Case, Options, Synthetic
 from mtp_plugin.bench.e2e.gate import Gate, Match
-from mtp_plugin.bench.e2e.phases import PHASES, PhaseClock, clock_for, watch
+from mtp_plugin.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.bench.e2e.prompts import make_prompts
 from mtp_plugin.bench.e2e.subject import Subject
 from mtp_plugin.bench.timing import Times
@@ -42,13 +42,26 @@ class Phases:
     spent: dict[str, float]
     """By phase; together the time that a step keeps the device busy."""
     host_gap: float
-    """The rest of a step's time, in which the device waits for the host. On a device the two are of
-    different runs, so that it may come out a little below zero."""
+    """What lies between two steps on the device: copies, and waiting for the host. With graphs it
+    is measured between replays, in a run of its own; else it is the rest of a step's time."""
     samples: int
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document."""
         return {**self.spent, "host_gap": self.host_gap, "samples": self.samples}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a case ran."""
+
+    timed: Run
+    again: Run
+    """Another run, whose tokens must be the same."""
+    phases: list[tuple[Step, dict[str, float]]] = field(default_factory=list)
+    """Steps of the other run."""
+    gaps: list[float] = field(default_factory=list)
+    """Milliseconds between replays; empty without graphs."""
 
 
 @dataclass(frozen=True)
@@ -213,21 +226,22 @@ class Bench:
         return make_prompts(self.subject, batch, options.input_tokens, options.seed)
 
     def _measure_off(self, case: Case) -> Outcome:
-        run, phases, second = self._run(case)
-        match = self.gate.match_off(self.prompts(case.batch), run, second)
-        figures = self._figures(case, run, phases) if match.holds else None
+        measured = self._run(case)
+        match = self.gate.match_off(self.prompts(case.batch), measured.timed, measured.again)
+        figures = self._figures(case, measured) if match.holds else None
         outcome = Outcome(case, None, figures, match)
-        self._off[case.batch] = run, outcome
+        self._off[case.batch] = measured.timed, outcome
         return outcome
 
     def _measure_on(self, case: Case) -> Outcome:
         off = self.off_run(case.batch)
         if off is None:
             raise BenchmarkError("the run without MTP has no match to compare with")
-        run, phases, second = self._run(case)
+        measured = self._run(case)
+        run = measured.timed
         acceptance = _acceptance(run.steady, case.k)
         if self.synthetic is None:
-            match = self.gate.match_on(self.prompts(case.batch), [run, second], off)
+            match = self.gate.match_on(self.prompts(case.batch), [run, measured.again], off)
         else:
             match = self.gate.match_synthetic(
                 run,
@@ -235,14 +249,13 @@ class Bench:
                 self.synthetic.shares(case.k),
                 acceptance.per_position,
             )
-        figures = self._figures(case, run, phases) if match.holds else None
+        figures = self._figures(case, measured) if match.holds else None
         return Outcome(case, self.synthetic, figures, match, off=self._off[case.batch][1].figures)
 
-    def _run(self, case: Case) -> tuple[Run, list[tuple[Step, dict[str, float]]], Run]:
-        """(The timed run, steps with their phases, the run that these are of)."""
-        run, again = self._with_executor(case, lambda llm: self._timed(llm, case))
-        if again is not None:
-            return run, [], again
+    def _run(self, case: Case) -> Measured:
+        measured = self._with_executor(case, lambda llm: self._timed(llm, case))
+        if not self.options.phases:
+            return measured
         clock = clock_for(self.subject.device)
         phases: list[tuple[Step, dict[str, float]]] = []
 
@@ -257,10 +270,9 @@ class Bench:
             second = self._with_executor(
                 case, lambda llm: self._decode(llm, case, before=clock.begin, after=after)
             )
-        return run, phases, second
+        return replace(measured, again=second, phases=phases)
 
-    def _timed(self, llm: LLM, case: Case) -> tuple[Run, Run | None]:
-        """(The timed run, another one where no phases are asked for)."""
+    def _timed(self, llm: LLM, case: Case) -> Measured:
         run = self._decode(llm, case)
         captured = llm.executor.engine.captured
         self._ran = {
@@ -270,7 +282,14 @@ class Bench:
         }
         if self.trace is not None and not case.is_off:
             self._write_trace(llm, case, self.trace)
-        return run, None if self.options.phases else self._decode(llm, case)
+        if captured is None and self.options.phases:
+            return Measured(run, run)  # the other run is that of the phases
+        gaps = GapClock()
+        if captured is not None:
+            captured.around_replay = gaps.around
+        again = self._decode(llm, case)
+        synchronize(self.subject.device)
+        return Measured(run, again, gaps=gaps.read())
 
     def _decode(
         self,
@@ -292,9 +311,8 @@ class Bench:
         )
         return run
 
-    def _figures(
-        self, case: Case, run: Run, measured: list[tuple[Step, dict[str, float]]]
-    ) -> Figures:
+    def _figures(self, case: Case, measured: Measured) -> Figures:
+        run = measured.timed
         steady = run.steady
         times = Times.of([step.seconds * 1000 for step in steady])
         return Figures(
@@ -307,7 +325,7 @@ class Bench:
             ),
             acceptance=_acceptance(steady, case.k),
             share_of_repeated_8_grams=run.share_of_repeated_8_grams,
-            phases=_phases(measured, times.median, clock_for(self.subject.device)),
+            phases=_phases(measured, times.median, on_device=self.subject.device.type == "cuda"),
         )
 
     def _with_executor(self, case: Case, use: Callable[[LLM], T]) -> T:
@@ -393,13 +411,15 @@ def _acceptance(steps: list[Step], k: int) -> AcceptanceStats:
     return stats
 
 
-def _phases(
-    measured: list[tuple[Step, dict[str, float]]], step_ms: float, clock: PhaseClock
-) -> Phases | None:
-    if not measured:
+def _phases(measured: Measured, step_ms: float, *, on_device: bool) -> Phases | None:
+    steps = measured.phases
+    if not steps:
         return None
-    spent = {name: statistics.median(each[name] for _, each in measured) for name in PHASES}
-    busy = statistics.median(sum(each.values()) for _, each in measured)
-    # on a device these steps waited for their end, so the gap is that of the timed ones
-    wall = step_ms if clock.on_device else statistics.median(s.seconds * 1000 for s, _ in measured)
-    return Phases(spent, wall - busy, len(measured))
+    spent = {name: statistics.median(each[name] for _, each in steps) for name in PHASES}
+    if measured.gaps:
+        gap = statistics.median(measured.gaps)
+    else:
+        # on a device these steps waited for their end, so the time is that of the timed ones
+        wall = step_ms if on_device else statistics.median(s.seconds * 1000 for s, _ in steps)
+        gap = wall - statistics.median(sum(each.values()) for _, each in steps)
+    return Phases(spent, gap, len(steps))

@@ -124,6 +124,26 @@ class DeviceClock:
         return None
 
 
+class GapClock:
+    """Times what lies between the replays of graphs: copies, and the device's waiting."""
+
+    def __init__(self) -> None:
+        self._replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around the launch of a replay."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._replays.append((start, end))
+
+    def read(self) -> list[float]:
+        """Milliseconds from each replay's end to the start of the next; the device must be idle."""
+        return [_elapsed(end, start) for (_, end), (start, _) in itertools.pairwise(self._replays)]
+
+
 def clock_for(device: torch.device) -> PhaseClock:
     """A clock for steps on a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()

@@ -8,8 +8,7 @@ up, the gated activation, a product. A mixture of experts is its router, one lau
 of rows and experts, two grouped products and a sum; nothing waits for the device. Weights that are
 read together are stored together, once, and transformers' modules keep views of them.
 
-Products are torch's, that is cuBLAS; `skinny` is a kernel for products of few rows that can be
-chosen instead. The kernels between the products are small ones of this package:
+Products are torch's, that is cuBLAS. The kernels between them are small ones of this package:
 
 - Liger-Kernel has norms with residuals, rotations and gated activations, made for training: they
   save statistics for a backward pass, copy the halves of a joint gate-and-up product to make them

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mtp_plugin.models.fused.ops import ExpertOps, LayerOps
@@ -121,7 +122,7 @@ class FusedAttention:
 
     def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
         """[T, H] -> [T, H], or [N, H] of the given rows."""
-        qkv = self._ops.linear(x, self._weight, self._bias)
+        qkv = functional.linear(x, self._weight, self._bias)
         self._ops.rotate(qkv, self._layout, step.angles, self._norms)
         queries, keys, values = self._layout.split(qkv)
         found = self._found
@@ -132,7 +133,7 @@ class FusedAttention:
         flat = out.reshape(x.shape[0], -1)
         if output_rows is not None:
             flat = flat[output_rows]
-        return self._ops.linear(flat, found.output.weight, found.output.bias)  # type: ignore[no-any-return]
+        return functional.linear(flat, found.output.weight, found.output.bias)
 
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Pass
@@ -185,8 +186,8 @@ class FusedMLP:
         self._down = found.down
 
     def __call__(self, x: Rows) -> Rows:
-        active = self._ops.gated_linear(x, self._gate_up)
-        return self._ops.linear(active, self._down)  # type: ignore[no-any-return]
+        active = self._ops.silu_mul(functional.linear(x, self._gate_up))
+        return functional.linear(active, self._down)
 
 
 class FusedMixture:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 
-from mtp_plugin.models.draft_head import cut_head
 from mtp_plugin.models.fused.layers import (
     FusedAttention,
     FusedLayer,
@@ -58,24 +57,6 @@ class FusionReport:
         kinds = Counter(name.rstrip(".0123456789").rpartition(".")[2] for name in self.left)
         left = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         return f"fused with {self.kernels}: {len(self.fused)} modules; left: {left or 'none'}"
-
-
-class FusedHead(nn.Module):
-    """An LM head over the op for products of the fused layers; the weight is the head's own."""
-
-    def __init__(self, head: nn.Linear, ops: LayerOps) -> None:
-        super().__init__()
-        self.weight = head.weight
-        self.bias = head.bias
-        self._ops = ops
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, V]."""
-        return self._ops.linear(hidden, self.weight, self.bias)  # type: ignore[no-any-return]
-
-    def over(self, head: nn.Linear) -> FusedHead:
-        """Another head over the same op."""
-        return FusedHead(head, self._ops)
 
 
 class FusedDecoder:
@@ -187,7 +168,7 @@ class FusedMTPLayer(nn.Module):
             hidden_eps=self._hnorm.eps,
             embedding_first=traits.concat == "embed_hidden",
         )
-        x = ops.linear(joined, self.layer.eh_proj.weight)
+        x = functional.linear(joined, self.layer.eh_proj.weight)
         rope_ids = position_ids + 1 if traits.position == "token" else position_ids
         step = Pass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
         delta, residual = self._block(None, x, step, output_rows)
@@ -212,19 +193,7 @@ class FusedModel(LoadedModel):
 
     decoder: FusedDecoder | None
     """None where the target's decoder was not recognised."""
-    head: FusedHead | None
-    """None: the target's own head."""
     report: FusionReport
-
-    @property
-    def lm_head(self) -> nn.Module:
-        """The head that target and MTP layers share."""
-        return super().lm_head if self.head is None else self.head
-
-    def draft_head(self, ids: torch.Tensor) -> nn.Module:
-        """As `LoadedModel.draft_head`."""
-        cut = cut_head(super().lm_head, ids)
-        return cut if self.head is None else self.head.over(cut)
 
     def forward_target(
         self,
@@ -242,7 +211,6 @@ def fuse(
     model: LoadedModel,
     *,
     kernels: str = "auto",
-    skinny_rows: int = 0,
     max_positions: int | None = None,
 ) -> FusedModel:
     """The model with every layer fused that is recognised, and the others as they are.
@@ -254,7 +222,6 @@ def fuse(
         model: in its final dtype, on its final device.
         kernels: ``auto``, ``triton`` or ``reference``, see `ops.select_layer_ops`. With the
             references, mixtures of experts run as transformers runs them.
-        skinny_rows: up to so many rows, products run in the kernel of ``skinny``; 0: never.
         max_positions: how far position ids go; None: one beyond the model's own limit.
 
     Returns:
@@ -264,7 +231,7 @@ def fuse(
         ConfigError: kernels that cannot run.
     """
     weight = cast(torch.Tensor, model.embed_tokens.weight)
-    ops = select_layer_ops(kernels, weight.device, skinny_rows=skinny_rows)
+    ops = select_layer_ops(kernels, weight.device)
     positions = max_positions or model.facts.max_position_embeddings + 1
     return _Fuser(model, ops, weight, positions).run()
 
@@ -305,17 +272,12 @@ class _Fuser:
             self._mtp_layer(layer, f"mtp_layers.{depth}")
             for depth, layer in enumerate(model.mtp_layers)
         ]
-        head = None
-        plain_head = model.lm_head
-        if self._ops.linear is not functional.linear and type(plain_head) is nn.Linear:
-            head = FusedHead(plain_head, self._ops)
         return FusedModel(
             target=model.target,
             mtp_layers=nn.ModuleList(mtp_layers).eval(),
             facts=model.facts,
             family=model.family,
             decoder=fused_decoder,
-            head=head,
             report=FusionReport(tuple(self._fused), tuple(self._left), self._ops.name),
         )
 

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.models.fused.gating import reference as gating
 from mtp_plugin.models.fused.norms import reference as norms
 from mtp_plugin.models.fused.rotary import reference as rotary
-
-MOST_SKINNY_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,8 @@ class LayerOps:
     join_norms: Callable[..., Any]
     rotate: Callable[..., Any]
     silu_mul: Callable[..., Any]
-    linear: Callable[..., Any]
-    """``torch.nn.functional.linear`` of [T, width]."""
-    gated_linear: Callable[..., Any]
-    """``silu_mul(linear(x, weight))``."""
     experts: ExpertOps | None
     """None: mixtures of experts run as transformers runs them."""
-
-
-def _gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return gating.silu_mul(functional.linear(x, weight))
 
 
 REFERENCE_OPS = LayerOps(
@@ -60,21 +49,15 @@ REFERENCE_OPS = LayerOps(
     join_norms=norms.join_norms,
     rotate=rotary.rotate,
     silu_mul=gating.silu_mul,
-    linear=functional.linear,
-    gated_linear=_gated_linear,
     experts=None,
 )
 
 
-def triton_ops(device: torch.device | str, skinny_rows: int = 0) -> LayerOps:
-    """The Triton kernels, around products of torch.
-
-    Args:
-        device: of the weights.
-        skinny_rows: up to so many rows products run in the kernel of ``skinny`` instead.
+def triton_ops() -> LayerOps:
+    """The Triton kernels.
 
     Raises:
-        ConfigError: triton is not installed, or a number of rows that the kernel does not take.
+        ConfigError: triton is not installed.
     """
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
@@ -84,28 +67,6 @@ def triton_ops(device: torch.device | str, skinny_rows: int = 0) -> LayerOps:
     from mtp_plugin.models.fused.gating import launch as gating_launch
     from mtp_plugin.models.fused.norms import launch as norms_launch
     from mtp_plugin.models.fused.rotary import launch as rotary_launch
-    from mtp_plugin.models.fused.skinny import launch as skinny_launch
-
-    linear: Callable[..., Any] = functional.linear
-
-    def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return gating_launch.silu_mul(functional.linear(x, weight))
-
-    if skinny_rows:
-        tickets = skinny_launch.new_tickets(device)
-        skinny = skinny_launch.skinny_linear
-
-        def linear(
-            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-        ) -> torch.Tensor:
-            if x.shape[0] > skinny_rows:
-                return functional.linear(x, weight, bias)
-            return skinny(x, weight, bias, tickets=tickets)
-
-        def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            if x.shape[0] > skinny_rows:
-                return gating_launch.silu_mul(functional.linear(x, weight))
-            return skinny(x, weight, tickets=tickets, gated=True)
 
     return LayerOps(
         name="triton",
@@ -114,8 +75,6 @@ def triton_ops(device: torch.device | str, skinny_rows: int = 0) -> LayerOps:
         join_norms=norms_launch.join_norms,
         rotate=rotary_launch.rotate,
         silu_mul=gating_launch.silu_mul,
-        linear=linear,
-        gated_linear=gated_linear,
         experts=ExpertOps(
             block_rows_for=experts_launch.block_rows_for,
             router_logits=experts_launch.router_logits,
@@ -127,23 +86,17 @@ def triton_ops(device: torch.device | str, skinny_rows: int = 0) -> LayerOps:
     )
 
 
-def select_layer_ops(kernels: str, device: torch.device | str, *, skinny_rows: int = 0) -> LayerOps:
+def select_layer_ops(kernels: str, device: torch.device | str) -> LayerOps:
     """The ops for a ``kernels`` option, which means what it means for the ops of a step.
 
     Args:
         kernels: ``triton``, ``reference``, or ``auto``: Triton on a CUDA device that has it, else
             the references.
         device: of the weights.
-        skinny_rows: see ``triton_ops``; the references ignore it.
 
     Raises:
-        ConfigError: an unknown name, ``triton`` where it cannot run, or too many skinny rows.
+        ConfigError: an unknown name, or ``triton`` where it cannot run.
     """
-    expect(
-        0 <= skinny_rows <= MOST_SKINNY_ROWS,
-        ConfigError,
-        f"skinny_rows: expected 0 to {MOST_SKINNY_ROWS}, got {skinny_rows}",
-    )
     device = torch.device(device)
     if kernels == "auto":
         able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -157,4 +110,4 @@ def select_layer_ops(kernels: str, device: torch.device | str, *, skinny_rows: i
             "kernels: 'triton' needs a CUDA device (a CPU runs them only with "
             f"TRITON_INTERPRET=1), got {device}"
         )
-    return triton_ops(device, skinny_rows)
+    return triton_ops()

@@ -15,6 +15,7 @@ from mtp_plugin.bench.e2e.phases import (
     PHASES,
     TARGET,
     DeviceClock,
+    GapClock,
     HostClock,
     watch,
 )
@@ -245,6 +246,22 @@ def test_an_eager_step_behind_a_replay_counts(stream: Stream) -> None:
     clock.mark(ACCEPTANCE)
     clock.mark(None)
     assert clock.read()[TARGET] == 6
+
+
+@pytest.mark.gpu
+def test_gaps_are_what_lies_between_replays() -> None:
+    clock, x = GapClock(), torch.randn(2048, 2048, device="cuda")
+    x @ x
+    for _ in range(6):
+        with clock.around():
+            for _ in range(4):
+                x @ x
+        torch.cuda._sleep(3_000_000)
+    torch.cuda.synchronize()
+    gaps = clock.read()
+    assert len(gaps) == 5
+    # three million cycles at 1 to 2 GHz
+    assert all(1.4 < gap < 4 for gap in gaps)
 
 
 @pytest.mark.gpu

@@ -21,13 +21,11 @@ def twins(checkpoint: Callable[..., Path]) -> Callable[..., Twins]:
     """A checkpoint as transformers runs it, and fused; one pair per set of arguments."""
     made: dict[str, Twins] = {}
 
-    def make(
-        family: str, kernels: str = "triton", skinny_rows: int = 0, **options: object
-    ) -> Twins:
-        key = f"{family} {kernels} {skinny_rows} {sorted(options.items())}"
+    def make(family: str, kernels: str = "triton", **options: object) -> Twins:
+        key = f"{family} {kernels} {sorted(options.items())}"
         if key not in made:
             path = checkpoint(family, **options)
-            fused = fuse(load_model(path), kernels=kernels, skinny_rows=skinny_rows)
+            fused = fuse(load_model(path), kernels=kernels)
             made[key] = Twins(load_model(path), fused)
         return made[key]
 

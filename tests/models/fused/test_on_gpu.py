@@ -22,7 +22,6 @@ from mtp_plugin.models.fused.recognise import mixture_of
 from mtp_plugin.models.fused.rotary import launch as rotary
 from mtp_plugin.models.fused.rotary import reference as rotary_reference
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
-from mtp_plugin.models.fused.skinny import launch as skinny
 from tests.models.fused.causal import Causal
 from tests.vocab_reduce.launches import captured
 
@@ -88,34 +87,6 @@ def test_gate(rows: int) -> None:
     assert_near(gating.silu_mul(both), gating_reference.silu_mul(both))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64])
-@pytest.mark.parametrize(
-    ("columns", "width", "gated"),
-    [
-        (6144, HIDDEN, False),
-        (HIDDEN, HIDDEN, False),
-        (WIDTH, HIDDEN, True),
-        (HIDDEN, WIDTH, False),
-        (HIDDEN, 2 * HIDDEN, False),
-        (129280, HIDDEN, False),
-    ],
-)
-def test_skinny_products(rows: int, columns: int, width: int, gated: bool) -> None:
-    x = drawn(rows, width, scale=0.1)
-    weight = drawn(2 * columns if gated else columns, width, seed=1, scale=0.02)
-    tickets = skinny.new_tickets("cuda")
-    theirs = functional.linear(x, weight)
-    truth = functional.linear(x.float(), weight.float())
-    if gated:
-        theirs, truth = gating_reference.silu_mul(theirs), gating_reference.silu_mul(truth)
-    for _ in range(3):
-        out = skinny.skinny_linear(x, weight, tickets=tickets, gated=gated)
-        assert_as_good_as(out, theirs, truth)
-        assert not tickets.any()
-    again = skinny.skinny_linear(x, weight, tickets=tickets, gated=gated)
-    assert torch.equal(again, out)
-
-
 @pytest.fixture(scope="module")
 def mixture() -> glm.Glm4MoeMoE:
     config = Glm4MoeConfig(
@@ -141,7 +112,7 @@ def mixture() -> glm.Glm4MoeMoE:
 def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
     found = mixture_of(mixture, BF16)
     assert found is not None
-    ops = triton_ops("cuda")
+    ops = triton_ops()
     fused = FusedMixture(found, ops, ops.experts, Packer())
     x = drawn(rows, HIDDEN, seed=rows)
     theirs = mixture(x[None])[0]
@@ -211,15 +182,12 @@ def step(model: LoadedModel, ids: torch.Tensor, attention: Causal) -> tuple[torc
     return model.lm_head(states), model.mtp_layers[0].shared_head(drafted, model.lm_head, attention)
 
 
-@pytest.mark.parametrize("skinny_rows", [0, 64])
 @pytest.mark.parametrize("rows", [1, 7, 40, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (BF16, 6e-2)])
 @torch.inference_mode()
-def test_whole_model_in_a_graph(
-    dtype: torch.dtype, tolerance: float, rows: int, skinny_rows: int
-) -> None:
+def test_whole_model_in_a_graph(dtype: torch.dtype, tolerance: float, rows: int) -> None:
     model = a_model(dtype)
-    fused: FusedModel = fuse(model, skinny_rows=skinny_rows)
+    fused: FusedModel = fuse(model)
     assert fused.report.kernels == "triton"
     assert fused.report.left == ()
     ids = torch.arange(rows, device="cuda") * 3 % 2000
