@@ -134,6 +134,8 @@ class MTPSampler:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.store = self.create_store()
+        self._slots: list[int] = []
+        self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def create_store(self) -> _Store:
         """Fresh store tensors."""
@@ -352,7 +354,7 @@ class MTPSampler:
     def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
         if not rows:
             return
-        slots = to_device([row.seq_slot for row in rows], torch.int64, self.device)
+        slots = self._slots_on_device([row.seq_slot for row in rows])
         count, k = len(rows), self.draft_len
         status = outputs.get("status")
         if status is None:
@@ -366,6 +368,13 @@ class MTPSampler:
         )
         together = torch.cat([column[:count].to(torch.int32) for column in columns], dim=1)
         self.store.rows.index_copy_(0, slots, together)
+
+    def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
+        """[R] int64; most steps have the slots of the step before, which are there already."""
+        if slots != self._slots:
+            self._slots = slots
+            self._device_slots = to_device(slots, torch.int64, self.device)
+        return self._device_slots
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":

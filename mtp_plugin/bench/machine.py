@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import statistics
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+import mtp_plugin
 from mtp_plugin.bench.timing import time_on_device
 
 _CEILING_BYTES = 4 * 2**30
@@ -58,7 +60,11 @@ def _rate(call: Callable[[], object], num_bytes: int) -> float:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Names and versions; ``commit`` is ``unknown`` outside of a checkout."""
+    """Names and versions; ``commit`` is ``unknown`` outside of a checkout.
+
+    ``package_tree`` names the package's files whatever the checkout says of itself: it is
+    ``git rev-parse COMMIT:mtp_plugin`` of every commit that has exactly these.
+    """
     described: dict[str, Any] = {
         "gpu": None,
         "torch": str(torch.__version__),
@@ -66,6 +72,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "package": _version("mtp-plugin"),
         "commit": _commit(),
+        "package_tree": git_tree(Path(mtp_plugin.__file__).parent),
         "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
     }
     if device.type == "cuda":
@@ -87,14 +94,41 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
-    """Of the checkout that holds this file; marked where tracked files differ from it.
+def git_tree(folder: Path) -> str:
+    """Git's name of a folder's files as they stand, caches left out."""
+    found = _tree(folder)
+    return "" if found is None else found.hex()
 
-    Where the files stand without a checkout, ``MTP_PLUGIN_COMMIT`` in the environment names it.
-    """
+
+def _tree(folder: Path) -> bytes | None:
+    entries: list[tuple[str, bytes]] = []
+    for path in folder.iterdir():
+        name = path.name.encode()
+        if path.is_file():
+            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
+            entries.append((path.name, mode + b" " + name + b"\0" + _object("blob", path)))
+        elif path.is_dir() and path.name != "__pycache__":
+            inner = _tree(path)
+            if inner is not None:
+                # folders are sorted as if their names ended with a slash
+                entries.append((f"{path.name}/", b"40000 " + name + b"\0" + inner))
+    if not entries:
+        return None
+    entries.sort(key=lambda entry: entry[0].encode())
+    return _object("tree", b"".join(entry for _, entry in entries))
+
+
+def _object(kind: str, content: Path | bytes) -> bytes:
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    header = f"{kind} {len(data)}\0".encode()
+    return hashlib.sha1(header + data, usedforsecurity=False).digest()
+
+
+def _commit() -> str:
+    """Of the checkout that holds this file; marked where tracked files differ from it."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
-        return os.environ.get("MTP_PLUGIN_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return f"{commit} with changes" if changed else commit
 

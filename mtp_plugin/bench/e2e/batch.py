@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -54,6 +55,16 @@ class Run:
     def steady(self) -> list[Step]:
         """The steps that only generate."""
         return [step for step in self.steps if step.is_steady]
+
+
+def pooled(runs: Sequence[Run]) -> Run:
+    """Runs of the same prompts as one: the steps of all, otherwise medians and the first tokens."""
+    return Run(
+        runs[0].token_ids,
+        [step for run in runs for step in run.steps],
+        statistics.median(run.seconds for run in runs),
+        statistics.median(run.first_tokens_seconds for run in runs),
+    )
 
 
 class Batch:

@@ -72,11 +72,13 @@ class Gate:
         self._num_oracle_requests = num_oracle_requests
         self._rule = TieRule(subject.dtype, tie_ulps)
 
-    def match_off(self, prompts: Sequence[list[int]], first: Run, second: Run) -> Match:
-        """Without MTP: the same tokens twice, and those of plain decoding."""
+    def match_off(self, prompts: Sequence[list[int]], runs: Sequence[Run]) -> Match:
+        """Without MTP: the same tokens in every run, and those of plain decoding."""
+        first, *others = runs
         mismatches = [
             f"request {number}: two runs without MTP differ from token {position + 1} on"
-            for number, (one, two) in enumerate(zip(first.token_ids, second.token_ids, strict=True))
+            for other in others
+            for number, (one, two) in enumerate(zip(first.token_ids, other.token_ids, strict=True))
             if (position := _first_difference(one, two)) is not None
         ]
         asked = min(self._num_oracle_requests, len(prompts))

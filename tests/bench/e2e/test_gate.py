@@ -47,7 +47,7 @@ def gate(subject: Subject) -> Gate:
 
 
 def test_plain_decoding_matches(gate: Gate, truth: Run) -> None:
-    match = gate.match_off(PROMPTS, truth, truth)
+    match = gate.match_off(PROMPTS, [truth, truth])
     assert match.holds
     assert (match.num_tokens, match.compared_with) == (16, "plain decoding of 2 requests")
     match = gate.match_on(PROMPTS, [truth, truth], truth)
@@ -57,17 +57,17 @@ def test_plain_decoding_matches(gate: Gate, truth: Run) -> None:
 
 def test_a_wrong_token_without_mtp_is_found(gate: Gate, truth: Run, subject: Subject) -> None:
     wrong = changed(truth, 1, 5, subject)
-    match = gate.match_off(PROMPTS, wrong, wrong)
+    match = gate.match_off(PROMPTS, [wrong, wrong])
     assert [line.split(":")[0] for line in match.mismatches] == ["request 1, token 6"]
 
 
 def test_oracle_requests_are_as_many_as_asked(subject: Subject, truth: Run) -> None:
     wrong = changed(truth, 1, 5, subject)
-    assert Gate(subject, 1, TIE_ULPS).match_off(PROMPTS, wrong, wrong).holds
+    assert Gate(subject, 1, TIE_ULPS).match_off(PROMPTS, [wrong, wrong]).holds
 
 
 def test_two_runs_without_mtp_must_agree(gate: Gate, truth: Run, subject: Subject) -> None:
-    match = gate.match_off(PROMPTS, truth, changed(truth, 0, 3, subject))
+    match = gate.match_off(PROMPTS, [truth, truth, changed(truth, 0, 3, subject)])
     assert match.mismatches == ["request 0: two runs without MTP differ from token 4 on"]
 
 
