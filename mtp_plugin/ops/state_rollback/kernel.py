@@ -22,7 +22,6 @@ def _mamba_state_selective_copy_kernel(
     num_slots,
     num_counts,
     WORDS: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
     # one program per chunk of a request's state in a layer, neighbours in neighbouring memory
     chunk = tl.program_id(0) % num_chunks
@@ -40,9 +39,8 @@ def _mamba_state_selective_copy_kernel(
             + count * intermediate_count_stride
         )
         target = current_ptr + layer * current_layer_stride + slot * current_slot_stride
-        for piece in tl.static_range(PIECES):
-            word = (chunk.to(tl.int64) * PIECES + piece) * WORDS + tl.arange(0, WORDS)
-            inside = word < state_words
-            # the intermediate states are dead after this read, the others read a step later
-            state = tl.load(source + word, mask=inside, eviction_policy="evict_first")
-            tl.store(target + word, state, mask=inside, eviction_policy="evict_first")
+        word = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+        inside = word < state_words
+        # the intermediate states are dead after this read, the others read a step later
+        state = tl.load(source + word, mask=inside, eviction_policy="evict_first")
+        tl.store(target + word, state, mask=inside, eviction_policy="evict_first")

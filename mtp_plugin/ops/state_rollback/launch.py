@@ -15,9 +15,9 @@ from mtp_plugin.triton_device import expect_reachable
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
-_PIECE_BYTES = 4 * 1024
-_MAX_PIECES = 2
-"""A program copies two pieces: best of the sizes from 2 to 16 KiB and 1 to 4 pieces measured."""
+_CHUNK_BYTES = 4 * 1024
+_WARPS = 4
+"""A thread moves 32 bytes: best of the sizes from 1 to 16 KiB and 1 to 16 warps measured."""
 
 
 def mamba_state_selective_copy(
@@ -55,9 +55,8 @@ def mamba_state_selective_copy(
         current_states.data_ptr(),
     )
     word = next(size for size in _WORDS if all(bound % size == 0 for bound in bounds))
-    words = min(triton.next_power_of_2(state_bytes), _PIECE_BYTES) // word
-    pieces = min(-(-state_bytes // (words * word)), _MAX_PIECES)
-    num_chunks = triton.cdiv(state_bytes // word, words * pieces)
+    words = min(triton.next_power_of_2(state_bytes), _CHUNK_BYTES) // word
+    num_chunks = triton.cdiv(state_bytes // word, words)
     _mamba_state_selective_copy_kernel[(num_chunks * num_requests, num_layers)](
         intermediate_ptr=triton.reinterpret(intermediate_states, _WORDS[word]),
         current_ptr=triton.reinterpret(current_states, _WORDS[word]),
@@ -74,8 +73,7 @@ def mamba_state_selective_copy(
         num_slots=intermediate_states.shape[1],
         num_counts=intermediate_states.shape[2],
         WORDS=words,
-        PIECES=pieces,
-        num_warps=8,
+        num_warps=_WARPS,
     )
 
 
