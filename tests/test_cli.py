@@ -1000,6 +1000,15 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
     assert "BrokenPipe" not in told
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes inherit an ignored signal, as background jobs of a script have it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_process_cleanly(config: Callable[..., str]) -> None:
     process = start("generate", "-c", config(EAGLE), "-p", "ab", "-n", "450", "--ignore-eos")
     assert process.stdout is not None
