@@ -159,6 +159,29 @@ def _attend_keys(
 
 
 @triton.jit
+def _rows_of_tile(
+    tile,
+    kv_head,
+    query_rows,  # of the sequence
+    kv_len,
+    limit,
+    max_keys,  # that the block table holds
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """(row in its sequence, query head, whether there is such a row, last key that it sees or -1)
+    of each place in a tile, and where the keys of all end."""
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offset = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    used = offset < query_rows
+    position = kv_len - query_rows + offset
+    last_key = tl.where(used & (position >= 0) & (position < limit), position, -1)
+    end_key = tl.minimum(tl.max(last_key, axis=0) + 1, max_keys)
+    return offset, head, used, last_key, end_key
+
+
+@triton.jit
 def _mean(weight, total, last_key):
     """Attended values per row; zeros where a row sees no key. What is NaN stays NaN."""
     seen = (last_key >= 0) & (weight != 0.0)
@@ -219,13 +242,9 @@ def uniform_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    offset = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    used = offset < query_rows
-    position = kv_len - query_rows + offset
-    last_key = tl.where(used & (position >= 0) & (position < limit), position, -1)
-    end_key = tl.minimum(tl.max(last_key, axis=0) + 1, table_width * BLOCK_SIZE)
+    offset, head, used, last_key, end_key = _rows_of_tile(
+        tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
+    )
     first_key = 0
     if SPLIT:
         # by the sequence's own length, in whole tiles
@@ -350,13 +369,9 @@ def ragged_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    offset = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    used = offset < query_rows
-    position = kv_len - query_rows + offset
-    last_key = tl.where(used & (position >= 0) & (position < limit), position, -1)
-    end_key = tl.minimum(tl.max(last_key, axis=0) + 1, table_width * BLOCK_SIZE)
+    offset, head, used, last_key, end_key = _rows_of_tile(
+        tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
+    )
 
     dims = tl.arange(0, BLOCK_D)
     inside = used[:, None] & (dims < WIDTH)[None, :]
