@@ -372,8 +372,8 @@ class MTPSampler:
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
         """[R] int64; most steps have the slots of the step before, which are there already."""
         if slots != self._slots:
-            self._slots = slots
             self._device_slots = to_device(slots, torch.int64, self.device)
+            self._slots = slots
         return self._device_slots
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin import sampler as sampler_module
 from mtp_plugin.batch import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.protocols import FinishReason, RequestState, Sampler
@@ -187,6 +188,29 @@ def test_tokens_go_through_sequence_slots() -> None:
     assert state.device.new_tokens_lens is sampler.store.new_tokens_lens
     assert state.scheduled_requests.context_requests == [context]
     assert state.requests == [context, *generations]
+
+
+def test_slots_change_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that stay are copied once; a copy that failed leaves nothing behind."""
+    sampler = make()
+    copied: list[list[int]] = []
+    honest = sampler_module.to_device
+
+    def to_device(values: list[int], *options: Any) -> torch.Tensor:
+        copied.append(list(values))
+        if copied[-1] == [4, 0] and copied.count([4, 0]) == 1:
+            raise RuntimeError("out of memory")
+        return honest(values, *options)
+
+    monkeypatch.setattr(sampler_module, "to_device", to_device)
+    for number, slots in enumerate([[3, 5], [3, 5], [5, 3], [4, 0], [4, 0]]):
+        requests = [Request(slot) for slot in slots]
+        try:
+            sampler.sample_async(batch([], requests), outputs([number], [10 + number]))
+        except RuntimeError:
+            continue
+        assert sampler.store.new_tokens[0, slots, 0].tolist() == [number, 10 + number]
+    assert copied == [[3, 5], [5, 3], [4, 0], [4, 0]]
 
 
 def test_extra_arguments_of_other_versions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def _version(package: str) -> str:
 
 
 def git_tree(folder: Path) -> str:
-    """Git's name of a folder's files as they stand, caches left out."""
+    """Git's name of a folder's files as they stand, without caches and hidden files."""
     found = _tree(folder)
     return "" if found is None else found.hex()
 
@@ -104,10 +105,16 @@ def _tree(folder: Path) -> bytes | None:
     entries: list[tuple[str, bytes]] = []
     for path in folder.iterdir():
         name = path.name.encode()
-        if path.is_file():
-            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
-            entries.append((path.name, mode + b" " + name + b"\0" + _object("blob", path)))
-        elif path.is_dir() and path.name != "__pycache__":
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_symlink():
+            target = _object("blob", os.readlink(path).encode())
+            entries.append((path.name, b"120000 " + name + b"\0" + target))
+        elif path.is_file():
+            mode = b"100755" if path.stat().st_mode & stat.S_IXUSR else b"100644"
+            blob = _object("blob", path.read_bytes())
+            entries.append((path.name, mode + b" " + name + b"\0" + blob))
+        elif path.is_dir():
             inner = _tree(path)
             if inner is not None:
                 # folders are sorted as if their names ended with a slash
@@ -118,8 +125,7 @@ def _tree(folder: Path) -> bytes | None:
     return _object("tree", b"".join(entry for _, entry in entries))
 
 
-def _object(kind: str, content: Path | bytes) -> bytes:
-    data = content if isinstance(content, bytes) else content.read_bytes()
+def _object(kind: str, data: bytes) -> bytes:
     header = f"{kind} {len(data)}\0".encode()
     return hashlib.sha1(header + data, usedforsecurity=False).digest()
 

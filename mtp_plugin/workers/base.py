@@ -539,7 +539,8 @@ class SpecWorker(nn.Module, ABC):
             largest = max(counts) if largest is not None and counts is not None else largest
         given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
         extra: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
-        selects = output_rows is not None and takes_output_rows(layer)
+        # ranks that exchange rows count all of them
+        selects = output_rows is not None and counts is None and takes_output_rows(layer)
         if selects:
             extra["output_rows"] = output_rows
         states: torch.Tensor = layer(
@@ -550,7 +551,17 @@ class SpecWorker(nn.Module, ABC):
             attn_metadata=step.attn_metadata,
             **extra,
         )
-        return states if selects or output_rows is None else states[output_rows]
+        if output_rows is None:
+            return states
+        if not selects:
+            return states[output_rows]
+        expect(
+            states.shape[0] == output_rows.shape[0],
+            TensorContractError,
+            f"a layer with takes_output_rows returned {states.shape[0]} rows where "
+            f"{output_rows.shape[0]} were asked for",
+        )
+        return states
 
     def _propose(self, logits: torch.Tensor, place: DraftColumn) -> None:
         """Draft from ``logits`` [R, V] into every place that reads the draft."""

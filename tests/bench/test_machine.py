@@ -21,12 +21,15 @@ def test_a_folder_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
         "a-b.py": "y\n",
         "empty/__pycache__/z.pyc": "",
         "été.txt": "é",
+        ".cache/x": "1",
     }
     folder = tmp_path / "repository" / "package"
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "a.py").chmod(0o755)
+    (folder / "a-b.py").chmod(0o645)
+    (folder / "link").symlink_to("a.py")
     where = folder.parent
     quiet = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
 
@@ -36,6 +39,6 @@ def test_a_folder_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
         ).stdout.strip()
 
     git("init")
-    (where / ".gitignore").write_text("__pycache__\n")
+    (where / ".gitignore").write_text("__pycache__\n.cache\n")
     git("add", ".")
     assert git_tree(folder) == git("rev-parse", f"{git('write-tree')}:package")

@@ -1,6 +1,7 @@
 """Compile the launches of modules, without the interpreter, and print what became of them.
 
-Usage: ``python -m tests.compiled tests.compiled.launches``. A module has functions ``compile_*``.
+Usage: ``python -m tests.compiled 90 tests.compiled.launches``, the number being the compute
+capability without its point. A module has functions ``compile_*``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import time
 from tests.compiled.compiler import Compilations, launched_kernels
 
 
-def main(*module_names: str) -> None:
-    compilations = Compilations()
+def main(capability: str, *module_names: str) -> None:
+    compilations = Compilations(int(capability))
     seconds = {}
     for module in map(importlib.import_module, module_names):
         for name, launch in vars(module).items():

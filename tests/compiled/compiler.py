@@ -1,4 +1,4 @@
-"""Compiles launches for a Hopper GPU that is not there.
+"""Compiles launches for a GPU that is not there.
 
 Triton specializes and compiles by itself, as for a launch on that GPU; only its driver is a
 stand-in, and where it would launch nothing happens.
@@ -25,10 +25,12 @@ import mtp_plugin
 from mtp_plugin import triton_device
 from mtp_plugin.executor.attention import triton as attention
 
-HOPPER = GPUTarget("cuda", 90, 32)
 HALF_FMA = re.compile(r"\bfma\.rn(\.\w+)*\.(bf16|f16)")
-SHARED_BYTES = 227 * 1024
-"""Shared memory that a program can have there."""
+SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024}
+"""Shared memory that a program can have, by compute capability: Hopper, and the least since
+Ampere."""
+OVERLAPPING = 90
+"""Capability from which on launches overlap."""
 ERROR_LINES = 5
 """Of an error: behind most of a kernel's source comes what is wrong with its last line."""
 
@@ -36,8 +38,11 @@ ERROR_LINES = 5
 class AbsentDriver:
     """What compiling asks of a driver."""
 
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -56,7 +61,8 @@ class AbsentBinary:
 class Compilations:
     """What became of every launch, by the kernel's full name."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
         self.binaries: dict[str, set[str]] = defaultdict(set)
         self.errors: dict[str, list[str]] = defaultdict(list)
         self.contracted: set[str] = set()
@@ -78,23 +84,24 @@ class Compilations:
                 given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
                 self._fail(name, error, given)
                 return AbsentBinary()
-            if binary.metadata.shared > SHARED_BYTES:
+            most = SHARED_BYTES[self.capability]
+            if binary.metadata.shared > most:
                 self.errors[name].append(
-                    f"{binary.metadata.shared} bytes of shared memory, there are {SHARED_BYTES}"
+                    f"{binary.metadata.shared} bytes of shared memory, there are {most}"
                 )
             self.binaries[name].add(binary.hash)
             if HALF_FMA.search(binary.asm["ptx"]):
                 self.contracted.add(name)
             return binary
 
-        driver.set_active(AbsentDriver())
+        driver.set_active(AbsentDriver(self.capability))
         with ExitStack() as patches:
             for target, name, stand_in in (
                 (triton.JITFunction, "run", run),
                 (CompiledKernel, "__getitem__", AbsentBinary.__getitem__),
                 # tensors count as tensors of the GPU
                 (triton_device, "expect", lambda *_: None),
-                (triton_device, "_overlaps_launches", lambda _: True),
+                (triton_device, "_overlaps_launches", lambda _: self.capability >= OVERLAPPING),
                 (attention, "_widens", lambda _: False),
             ):
                 patches.enter_context(patch.object(target, name, stand_in))

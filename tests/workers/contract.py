@@ -431,6 +431,24 @@ class DraftingContract(WorkerContract):
         told = [call.extra["output_rows"] for call in seen if "output_rows" in call.extra]
         assert told == [len(step.requests)] * self.num_selections(k)
 
+    def test_a_layer_that_returns_other_rows_than_are_read(self, k: int) -> None:
+        """A wrapper may inherit the promise and swallow the argument."""
+
+        class Swallowing(ScriptedLayer):
+            takes_output_rows = True
+
+        step = self.step(k, 3)
+        with pytest.raises(TensorContractError, match="takes_output_rows returned"):
+            self.run(step, self.layers(k, Swallowing))
+
+    def test_ranks_that_exchange_rows_exchange_all(self, k: int) -> None:
+        step = self.step(k, 3)
+        step.spec.all_rank_num_tokens = [7, 7]
+        layers = self.layers(k, SelectingLayer)
+        self.assert_results(step, self.run(step, layers))
+        told = [call for call in layers[0].seen if "output_rows" in call.extra]
+        assert all(call.extra.get("all_rank_num_tokens") is None for call in told)
+
     def test_a_layer_that_leaves_a_change_behind(self, k: int) -> None:
         """check_metadata names the field; without it nobody looks."""
         options = SimpleNamespace(check_metadata=True)

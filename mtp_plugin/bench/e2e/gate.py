@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,13 +101,11 @@ class Gate:
 
     def match_on(self, prompts: Sequence[list[int]], runs: Sequence[Run], off: Run) -> Match:
         """With MTP and real acceptance, each run: the tokens of the run without it."""
-        matches = [self.match_tokens(prompts, run.token_ids, off.token_ids) for run in runs]
-        return Match(
-            matches[0].compared_with,
-            sum(match.num_tokens for match in matches),
-            sum(match.num_ties for match in matches),
-            [line for match in matches for line in match.mismatches],
-        )
+        different: list[list[list[int]]] = []
+        for run in runs:
+            if run.token_ids not in different:
+                different.append(run.token_ids)
+        return _all_of([self.match_tokens(prompts, ids, off.token_ids) for ids in different])
 
     def match_tokens(
         self,
@@ -129,27 +127,21 @@ class Gate:
         )
 
     def match_synthetic(
-        self, run: Run, num_tokens: int, shares: Sequence[float], measured: Sequence[float]
+        self,
+        runs: Sequence[Run],
+        num_tokens: int,
+        shares: Sequence[float],
+        measure: Callable[[Run], Sequence[float]],
     ) -> Match:
-        """With synthetic acceptance: valid ids, as many as asked, accepted as often as asked."""
+        """With synthetic acceptance, each run: valid ids, as many as asked, accepted as asked.
+
+        Args:
+            num_tokens: of each request. shares: of the steps that accept drafts 1..i.
+            measure: these shares in a run. Coins fall alike in all runs, so that many of them say
+                no more than one.
+        """
         vocab = self._subject.model.facts.vocab_size
-        mismatches = []
-        for number, tokens in enumerate(run.token_ids):
-            if len(tokens) != num_tokens:
-                mismatches.append(f"request {number}: {len(tokens)} tokens, not {num_tokens}")
-            odd = [token for token in tokens if not 0 <= token < vocab]
-            if odd:
-                mismatches.append(f"request {number}: {odd[0]} is no id below {vocab}")
-        # requests of a batch may share their coins: only steps count as independent
-        steps = max(1, len(run.steady))
-        for i, (share, found) in enumerate(zip(shares, measured, strict=True), 1):
-            error = STANDARD_ERRORS * math.sqrt(share * (1 - share) / steps) + 1 / steps
-            if abs(found - share) > error:
-                mismatches.append(
-                    f"drafts 1..{i} were accepted in {found:.3f} of the steps, expected "
-                    f"{share:.3f} within {error:.3f}"
-                )
-        return Match("valid ids and the asked-for acceptance", run.num_tokens, 0, mismatches)
+        return _all_of([_match_coins(run, num_tokens, vocab, shares, measure(run)) for run in runs])
 
     def _with_tokens(self, prompt: list[int], tokens: list[int], expected: list[int]) -> Comparison:
         position = _first_difference(tokens, expected)
@@ -166,6 +158,38 @@ class Gate:
         if self._subject.dtype is torch.float32:
             return self._with_tokens(prompt, tokens, oracle.continuation(prompt, [], len(tokens)))
         return compare_forced(oracle, self._rule, prompt, tokens)
+
+
+def _match_coins(
+    run: Run, num_tokens: int, vocab: int, shares: Sequence[float], measured: Sequence[float]
+) -> Match:
+    mismatches = []
+    for number, tokens in enumerate(run.token_ids):
+        if len(tokens) != num_tokens:
+            mismatches.append(f"request {number}: {len(tokens)} tokens, not {num_tokens}")
+        odd = [token for token in tokens if not 0 <= token < vocab]
+        if odd:
+            mismatches.append(f"request {number}: {odd[0]} is no id below {vocab}")
+    # requests of a batch may share their coins: only steps count as independent
+    steps = max(1, len(run.steady))
+    for i, (share, found) in enumerate(zip(shares, measured, strict=True), 1):
+        error = STANDARD_ERRORS * math.sqrt(share * (1 - share) / steps) + 1 / steps
+        if abs(found - share) > error:
+            mismatches.append(
+                f"drafts 1..{i} were accepted in {found:.3f} of the steps, expected "
+                f"{share:.3f} within {error:.3f}"
+            )
+    return Match("valid ids and the asked-for acceptance", run.num_tokens, 0, mismatches)
+
+
+def _all_of(matches: list[Match]) -> Match:
+    """What several runs gave; what they have in common is told once."""
+    return Match(
+        matches[0].compared_with,
+        sum(match.num_tokens for match in matches),
+        sum(match.num_ties for match in matches),
+        list(dict.fromkeys(line for match in matches for line in match.mismatches)),
+    )
 
 
 def _divergence(tokens: list[int], expected: list[int], position: int) -> Divergence:

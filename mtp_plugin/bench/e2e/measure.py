@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +32,8 @@ PREFILL_TOKENS, CPU_PREFILL_TOKENS = 8192, 1024
 WARM_UP_STEPS = 6
 TRACED_STEPS = 5
 LEAST_STEADY_STEPS = 3
-LEAST_SECONDS, MOST_RUNS = 1.0, 20
-"""A device is timed over so many seconds of steps that only generate, within so many runs."""
+LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
+"""Seconds of steps that only generate over which a device is timed, within so many runs."""
 ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
 
 
@@ -45,32 +44,33 @@ class Phases:
     spent: dict[str, float]
     """By phase; together the time that a step keeps the device busy."""
     host_gap: float
-    """What lies between two steps on the device: copies, and waiting for the host. With graphs it
-    is measured between replays, in a run of its own; else it is the rest of a step's time."""
+    """What lies between two steps on the device: the sampler, copies, waiting for the host. With
+    graphs it is measured between replays, in a run of its own; else it is the rest of a step."""
     samples: int
+    gap_samples: int
+    """Of the gap where it was measured."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document."""
-        return {**self.spent, "host_gap": self.host_gap, "samples": self.samples}
+        counts = {"samples": self.samples, "gap_samples": self.gap_samples}
+        return {**self.spent, "host_gap": self.host_gap, **counts}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a case ran."""
+    """What a case ran; the tokens of every run are compared."""
 
-    runs: list[Run]
-    """Those that are timed."""
-    again: Run
-    """Another one, whose tokens must be the same."""
+    timed: list[Run]
+    others: list[Run]
+    """For the device's clocks to rise, for the gaps, for the phases."""
     phases: list[tuple[Step, dict[str, float]]] = field(default_factory=list)
-    """Steps of the other run."""
     gaps: list[float] = field(default_factory=list)
-    """Milliseconds between replays; empty without graphs."""
+    """Milliseconds between the replays of steps that only generate; empty without graphs."""
 
-    @cached_property
-    def timed(self) -> Run:
-        """The timed runs as one."""
-        return pooled(self.runs)
+    @property
+    def runs(self) -> list[Run]:
+        """All of them."""
+        return [*self.timed, *self.others]
 
 
 @dataclass(frozen=True)
@@ -236,11 +236,10 @@ class Bench:
 
     def _measure_off(self, case: Case) -> Outcome:
         measured = self._run(case)
-        runs = [*measured.runs, measured.again]
-        match = self.gate.match_off(self.prompts(case.batch), runs)
+        match = self.gate.match_off(self.prompts(case.batch), measured.runs)
         figures = self._figures(case, measured) if match.holds else None
         outcome = Outcome(case, None, figures, match)
-        self._off[case.batch] = measured.timed, outcome
+        self._off[case.batch] = measured.timed[0], outcome
         return outcome
 
     def _measure_on(self, case: Case) -> Outcome:
@@ -248,17 +247,14 @@ class Bench:
         if off is None:
             raise BenchmarkError("the run without MTP has no match to compare with")
         measured = self._run(case)
-        run = measured.timed
-        acceptance = _acceptance(run.steady, case.k)
         if self.synthetic is None:
-            runs = [*measured.runs, measured.again]
-            match = self.gate.match_on(self.prompts(case.batch), runs, off)
+            match = self.gate.match_on(self.prompts(case.batch), measured.runs, off)
         else:
             match = self.gate.match_synthetic(
-                run,
+                measured.runs,
                 self.options.output_tokens,
                 self.synthetic.shares(case.k),
-                acceptance.per_position,
+                lambda run: _acceptance(run.steady, case.k).per_position,
             )
         figures = self._figures(case, measured) if match.holds else None
         return Outcome(case, self.synthetic, figures, match, off=self._off[case.batch][1].figures)
@@ -278,18 +274,20 @@ class Bench:
 
         # graphs that are captured in here hold the clock's marks, those above do not
         with watch(self.subject.model, clock):
-            second = self._with_executor(
+            run = self._with_executor(
                 case, lambda llm: self._decode(llm, case, before=clock.begin, after=after)
             )
-        return replace(measured, again=second, phases=phases)
+        return replace(measured, others=[*measured.others, run], phases=phases)
 
     def _timed(self, llm: LLM, case: Case) -> Measured:
-        runs = [self._decode(llm, case)]
-        # a device takes its time until its clocks are where they stay
-        while llm.device.type == "cuda" and len(runs) < MOST_RUNS:
-            if sum(step.seconds for run in runs for step in run.steady) >= LEAST_SECONDS:
-                break
-            runs.append(self._decode(llm, case))
+        timed, others = [self._decode(llm, case)], []
+        if _steady_seconds(timed) < LEAST_SECONDS[llm.device.type]:
+            # too short for a device's clocks to be where they stay
+            timed, others = [], timed
+            while _steady_seconds(timed) < LEAST_SECONDS[llm.device.type]:
+                timed.append(self._decode(llm, case))
+                if len(timed) == MOST_RUNS:
+                    break
         captured = llm.executor.engine.captured
         self._ran = {
             "attention": llm.attn_backend.name,
@@ -298,14 +296,14 @@ class Bench:
         }
         if self.trace is not None and not case.is_off:
             self._write_trace(llm, case, self.trace)
-        if captured is None and self.options.phases:
-            return Measured(runs, runs[0])  # the other run is that of the phases
         gaps = GapClock()
         if captured is not None:
             captured.around_replay = gaps.around
-        again = self._decode(llm, case)
+            others.append(self._decode(llm, case, before=gaps.count_next))
+        elif not self.options.phases:
+            others.append(self._decode(llm, case))
         synchronize(self.subject.device)
-        return Measured(runs, again, gaps=gaps.read())
+        return Measured(timed, others, gaps=gaps.read())
 
     def _decode(
         self,
@@ -328,7 +326,7 @@ class Bench:
         return run
 
     def _figures(self, case: Case, measured: Measured) -> Figures:
-        run = measured.timed
+        run = pooled(measured.timed)
         steady = run.steady
         times = Times.of([step.seconds * 1000 for step in steady])
         return Figures(
@@ -419,6 +417,10 @@ def executor_config(
     return config
 
 
+def _steady_seconds(runs: list[Run]) -> float:
+    return sum(step.seconds for run in runs for step in run.steady)
+
+
 def _acceptance(steps: list[Step], k: int) -> AcceptanceStats:
     stats = AcceptanceStats(k)
     for step in steps:
@@ -438,4 +440,4 @@ def _phases(measured: Measured, step_ms: float, *, on_device: bool) -> Phases | 
         # on a device these steps waited for their end, so the time is that of the timed ones
         wall = step_ms if on_device else statistics.median(s.seconds * 1000 for s, _ in steps)
         gap = wall - statistics.median(sum(each.values()) for _, each in steps)
-    return Phases(spent, gap, len(steps))
+    return Phases(spent, gap, len(steps), len(measured.gaps))

@@ -35,9 +35,6 @@ PHASES = (TARGET, ACCEPTANCE, LAYERS, HEAD)
 class PhaseClock(Protocol):
     """Times the phases of steps."""
 
-    on_device: bool
-    """Whether phases are timed on a device, beside which the host works on."""
-
     def mark(self, phase: str | None) -> None:
         """The step enters a phase; with None it ends."""
 
@@ -57,8 +54,6 @@ class HostClock:
     Args:
         now: seconds.
     """
-
-    on_device = False
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
@@ -83,8 +78,6 @@ class HostClock:
 
 class DeviceClock:
     """Times phases of steps on a CUDA device, run eagerly or replayed from graphs."""
-
-    on_device = True
 
     def __init__(self) -> None:
         self._marks: list[tuple[str | None, torch.cuda.Event]] = []
@@ -125,14 +118,24 @@ class DeviceClock:
 
 
 class GapClock:
-    """Times what lies between the replays of graphs: copies, and the device's waiting."""
+    """Times what lies between the replays of graphs: the sampler, copies, and waiting."""
 
     def __init__(self) -> None:
-        self._replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._replays: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] = []
+        self._counts_next = False
+
+    def count_next(self) -> None:
+        """Time the next replay; a gap counts between two that are timed."""
+        self._counts_next = True
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Around the launch of a replay."""
+        if not self._counts_next:
+            self._replays.append(None)
+            yield
+            return
+        self._counts_next = False
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
@@ -141,7 +144,11 @@ class GapClock:
 
     def read(self) -> list[float]:
         """Milliseconds from each replay's end to the start of the next; the device must be idle."""
-        return [_elapsed(end, start) for (_, end), (start, _) in itertools.pairwise(self._replays)]
+        return [
+            _elapsed(before[1], behind[0])
+            for before, behind in itertools.pairwise(self._replays)
+            if before is not None and behind is not None
+        ]
 
 
 def clock_for(device: torch.device) -> PhaseClock:

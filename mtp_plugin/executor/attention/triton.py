@@ -27,6 +27,8 @@ from mtp_plugin.triton_device import early_launch, expect_reachable
 
 MAX_WIDTH = 256
 """Widest head; what a program holds of a tile grows with it."""
+WIDE_HEAD, WIDE_HEAD_BYTES = 128, 136 * 1024
+"""Shared memory that a program needs for prompts with heads wider than that."""
 KEY_TILE_BYTES = 16384
 """Bytes of keys, and again of values, that a program reads at a time."""
 SPLIT_PROGRAMS = 256
@@ -76,7 +78,7 @@ def ragged_tile(packed_rows: int, width: int, itemsize: int) -> Tile:
     if itemsize > 2:
         return _exact_tile(rows, wide, itemsize)
     keys = min(64, _keys(KEY_TILE_BYTES, wide, itemsize))
-    if rows > 64 and wide > 128:
+    if rows > 64 and wide > WIDE_HEAD:
         return Tile(rows, keys, wide, 8, 3)
     return Tile(min(rows, 64), keys, wide, 4, 3)
 
@@ -130,6 +132,14 @@ class TritonBackend:
                 f"it needs a CUDA device, got {device} (a CPU runs its kernels only with "
                 f"TRITON_INTERPRET=1)"
             )
+        if heads.key_width > WIDE_HEAD and device.type == "cuda" and torch.cuda.is_available():
+            properties: Any = torch.cuda.get_device_properties(device)
+            held = properties.shared_memory_per_block_optin
+            if held < WIDE_HEAD_BYTES:
+                return (
+                    f"heads of {heads.key_width} need {WIDE_HEAD_BYTES // 1024} KiB of shared "
+                    f"memory, {device} has {held // 1024} KiB"
+                )
         return None
 
     def write(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtp_plugin.bench.cli import app
 from mtp_plugin.bench.e2e import measure, transformers_side
-from mtp_plugin.bench.e2e.batch import Batch, run_batch
+from mtp_plugin.bench.e2e.batch import Batch, Run, run_batch
 from mtp_plugin.bench.e2e.cases import Case, Options
 from mtp_plugin.bench.e2e.gate import RANDOM_WEIGHTS_ULPS
 from mtp_plugin.bench.e2e.measure import Bench, Outcome
@@ -94,7 +94,7 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     assert eagle["phases_ms"]["draft_layers"] > 0 < eagle["phases_ms"]["draft_head"]
     assert eagle["match"] == {
         "compared_with": "the run without MTP",
-        "tokens": 160,  # the timed run and the one with phases
+        "tokens": 80,  # the timed run and the one with phases are equal
         "ties": 0,
         "mismatches": [],
     }
@@ -261,6 +261,32 @@ def test_numbers_that_are_none_are_named(bench, option: str) -> None:
 @pytest.fixture(scope="module")
 def toy() -> Subject:
     return make_shape("toy", CPU, "float32", 0, fused=False)
+
+
+@pytest.mark.parametrize(("most", "seconds", "timed"), [(3, 1e9, 3), (3, 1e-9, 1), (3, 0.0, 1)])
+def test_a_device_is_timed_long_enough_and_every_run_is_compared(
+    toy: Subject, monkeypatch: pytest.MonkeyPatch, most: int, seconds: float, timed: int
+) -> None:
+    """A run that was too short warms the device up; it is not timed, and compared all the same."""
+    monkeypatch.setattr(measure, "LEAST_SECONDS", {"cpu": seconds})
+    monkeypatch.setattr(measure, "MOST_RUNS", most)
+    pools: list[list[Run]] = []
+    honest = measure.pooled
+    monkeypatch.setattr(measure, "pooled", lambda runs: pools.append(runs) or honest(runs))
+    bench = Bench(toy, Options(isl=4, osl=24, quick=True), tie_ulps=TIE_ULPS)
+    compared: list[int] = []
+    match_off = bench.gate.match_off
+    monkeypatch.setattr(
+        bench.gate, "match_off", lambda p, runs: compared.append(len(runs)) or match_off(p, runs)
+    )
+    outcome = bench.measure(Case(1))
+    assert outcome.matched
+    assert [len(runs) for runs in pools] == [timed]
+    # the short one, and the one of the phases
+    assert compared == [timed + (seconds == 1e9) + 1]
+    steps = sum(len(run.steady) for run in pools[0])
+    assert outcome.figures is not None
+    assert outcome.figures.step_ms.samples == steps
 
 
 @pytest.mark.parametrize("text", [False, True])

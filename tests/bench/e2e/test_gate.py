@@ -52,7 +52,7 @@ def test_plain_decoding_matches(gate: Gate, truth: Run) -> None:
     assert (match.num_tokens, match.compared_with) == (16, "plain decoding of 2 requests")
     match = gate.match_on(PROMPTS, [truth, truth], truth)
     assert match.holds
-    assert match.num_tokens == 32
+    assert match.num_tokens == 16  # equal runs are compared once
 
 
 def test_a_wrong_token_without_mtp_is_found(gate: Gate, truth: Run, subject: Subject) -> None:
@@ -95,10 +95,21 @@ def test_half_precision_excuses_ties_alone(truth: Run, subject: Subject) -> None
 
 
 def synthetic(gate: Gate, texts: list[list[int]], share: float, found: float, steps: int):
-    return gate.match_synthetic(run_of(texts, steps), 4, [share], [found])
+    return gate.match_synthetic([run_of(texts, steps)], 4, [share], lambda _: [found])
 
 
 GOOD = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_every_synthetic_run_is_looked_at(gate: Gate) -> None:
+    """Each by itself: runs of the same coins are no further evidence."""
+    runs = [run_of(GOOD, 100)] * 20
+    assert gate.match_synthetic(runs, 4, [0.8], lambda _: [0.8 + 0.16]).holds
+    bad = run_of([[1, 2, 3, 4], [5, 6, 7, -1]], 100)
+    match = gate.match_synthetic([*runs, bad], 4, [0.8], lambda _: [0.8])
+    assert match.mismatches == ["request 1: -1 is no id below 256"]
+    odd = gate.match_synthetic([*runs, bad], 4, [0.8], lambda run: [0.2 if run is bad else 0.8])
+    assert len(odd.mismatches) == 2
 
 
 def test_valid_ids_and_the_asked_for_acceptance_match(gate: Gate) -> None:

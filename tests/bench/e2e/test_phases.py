@@ -26,8 +26,6 @@ from mtp_plugin.models import LoadedModel, fuse, random_model
 class Recorder:
     """A clock that keeps the names of its marks."""
 
-    on_device = False
-
     def __init__(self) -> None:
         self.marks: list[str | None] = []
 
@@ -248,20 +246,39 @@ def test_an_eager_step_behind_a_replay_counts(stream: Stream) -> None:
     assert clock.read()[TARGET] == 6
 
 
+def test_gaps_count_between_replays_that_do(stream: Stream) -> None:
+    clock = GapClock()
+
+    def replay(*, counts: bool) -> None:
+        if counts:
+            clock.count_next()
+        with clock.around():
+            stream.now += 100
+
+    for counts, pause in ((False, 50), (True, 3), (True, 4), (False, 60), (True, 70), (False, 0)):
+        replay(counts=counts)
+        stream.now += pause
+    assert clock.read() == [3 + 1]  # the mark itself takes one
+
+
 @pytest.mark.gpu
 def test_gaps_are_what_lies_between_replays() -> None:
     clock, x = GapClock(), torch.randn(2048, 2048, device="cuda")
-    x @ x
+    pauses = []
     for _ in range(6):
+        clock.count_next()
         with clock.around():
-            for _ in range(4):
-                x @ x
+            x @ x
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
         torch.cuda._sleep(3_000_000)
+        end.record()
+        pauses.append((begin, end))
     torch.cuda.synchronize()
     gaps = clock.read()
     assert len(gaps) == 5
-    # three million cycles at 1 to 2 GHz
-    assert all(1.4 < gap < 4 for gap in gaps)
+    for gap, (begin, end) in zip(gaps, pauses, strict=False):
+        assert gap == pytest.approx(begin.elapsed_time(end), abs=0.05)
 
 
 @pytest.mark.gpu

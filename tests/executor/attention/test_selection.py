@@ -85,6 +85,21 @@ def test_triton_refuses_heads(heads: HeadShape, message: str) -> None:
     assert select_backend("sdpa", heads, "cuda").name == "sdpa"
 
 
+@pytest.mark.parametrize(("held", "serves"), [(99, False), (163, True), (227, True)])
+def test_wide_heads_need_a_large_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, held: int, serves: bool
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=held * 1024)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    wide = HeadShape(8, 2, 256, 256)
+    assert select_backend("auto", wide, "cuda").name == ("triton" if serves else "sdpa")
+    assert select_backend("triton", HEADS, "cuda").name == "triton"
+    if not serves:
+        with pytest.raises(ConfigError, match="heads of 256 need 136 KiB of shared memory"):
+            select_backend("triton", wide, "cuda")
+
+
 def test_triton_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match="it needs a CUDA device, got cpu"):
