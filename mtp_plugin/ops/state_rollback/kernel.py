@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.triton_device.kernel import inputs_written
+
 
 @triton.jit
 def _mamba_state_selective_copy_kernel(
@@ -22,7 +24,9 @@ def _mamba_state_selective_copy_kernel(
     num_slots,
     num_counts,
     WORDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    inputs_written(EARLY)
     # one program per chunk of a request's state in a layer, neighbours in neighbouring memory
     chunk = tl.program_id(0) % num_chunks
     request = tl.program_id(0) // num_chunks

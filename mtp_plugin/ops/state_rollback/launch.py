@@ -11,7 +11,7 @@ import triton.language as tl
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.ops.state_rollback.contract import check_states
 from mtp_plugin.ops.state_rollback.kernel import _mamba_state_selective_copy_kernel
-from mtp_plugin.triton_device import expect_reachable
+from mtp_plugin.triton_device import early_launch, expect_reachable
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -74,6 +74,7 @@ def mamba_state_selective_copy(
         num_counts=intermediate_states.shape[2],
         WORDS=words,
         num_warps=_WARPS,
+        **early_launch(current_states.device),
     )
 
 
