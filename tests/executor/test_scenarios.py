@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -56,6 +58,27 @@ def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, plai
         assert one.token_ids == other.token_ids
         assert one.acceptance.histogram == other.acceptance.histogram
     assert sum(o.acceptance.emitted - o.acceptance.steps for o in together) > 8
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r02_sixty_four_requests_accept_as_each_does_alone(bed, vanilla):
+    """R02: at a batch of 64 as at one of 1, where there are graphs in theirs."""
+    dice = random.Random(2)
+    prompts = [[dice.randrange(VOCAB) for _ in range(1 + dice.randrange(30))] for _ in range(64)]
+    outputs = {}
+    for batch in (1, 64):
+        options = {"max_batch_size": batch, "kv_cache_config": {"max_tokens": 64 * batch}}
+        if "cuda_graph_config" in bed.host:
+            options["cuda_graph_config"] = {"batch_sizes": [batch], "enable_padding": True}
+        llm = bed.llm(vanilla=vanilla, **options)
+        params = greedy(max_new_tokens=24)
+        groups = [prompts[i : i + batch] for i in range(0, 64, batch)]
+        outputs[batch] = [output for group in groups for output in llm.generate(group, params)]
+        assert_drained(llm)
+    for one, other in zip(outputs[1], outputs[64], strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.acceptance == other.acceptance
+    assert sum(o.acceptance.emitted - o.acceptance.steps for o in outputs[64]) > 64
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
