@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.bench.machine import Ceilings
 from mtp_plugin.bench.measure import Outcome, floor_us
 from mtp_plugin.bench.timing import Times
+from mtp_plugin.errors import expect
 
 NOT_A_BENCHMARK = "not a benchmark: measured without a GPU"
 
@@ -102,6 +105,23 @@ def document(
         "targets": len(met),
         "cases": [outcome.as_dict(ceilings) for outcome in outcomes],
     }
+
+
+def check_writable(path: Path) -> None:
+    """Make the folders that lead to a document, before anything is measured for it.
+
+    Raises:
+        BenchmarkError: they cannot be made or written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchmarkError(f"--output: {path} cannot be written: {error}") from error
+    expect(
+        os.access(path if path.exists() else path.parent, os.W_OK),
+        BenchmarkError,
+        f"--output: {path} cannot be written",
+    )
 
 
 def store(path: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,20 +263,19 @@ class LLM:
         """
         (request,) = self._requests([prompt], sampling_params)
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[News] = asyncio.Queue()
+        arrived: asyncio.Queue[News | None] = asyncio.Queue()
 
         def hear(news: News) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits
+            try:
                 loop.call_soon_threadsafe(arrived.put_nowait, news)
+            except RuntimeError:  # the loop was closed: nobody waits
+                self._dispatcher.cancel([request])
 
         self._dispatcher.start([request], hear)
-        driver = self._drivers.get(loop)
-        if driver is None or driver.done():
-            self._drivers[loop] = loop.create_task(self._drive())
         try:
             finished = False
             while not finished:
-                for event in _events(await arrived.get()):
+                for event in _events(await self._driven(arrived)):
                     finished = event.finish_reason is not None
                     yield event
         finally:
@@ -365,6 +363,12 @@ class LLM:
                     f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has "
                     f"none"
                 )
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"request {request_id}: the prompt is no valid Unicode text: {error}"
+                ) from error
             ids = list(self.tokenizer.encode(prompt))
         else:
             ids = list(prompt)
@@ -416,10 +420,7 @@ class LLM:
                 else:
                     self._dispatcher.advance()
         finally:
-            self._dispatcher.cancel(requests)
-            while self._dispatcher.holds(requests):
-                self._dispatcher.advance()
-            self._dispatcher.drain()
+            self._dispatcher.leave(requests)
 
     @staticmethod
     def _output(request: LlmRequest) -> RequestOutput:
@@ -433,6 +434,33 @@ class LLM:
             finish_reason=request.finish_reason,
             acceptance=request.py_acceptance,
         )
+
+    async def _driven(self, arrived: asyncio.Queue[News | None]) -> News:
+        """The next news, while some task of the event loop steps; another one where it ended."""
+        loop = asyncio.get_running_loop()
+
+        def wake(_: object) -> None:
+            arrived.put_nowait(None)
+
+        while True:
+            driver = self._drivers.get(loop)
+            if driver is None or driver.done():
+                driver = loop.create_task(self._drive())
+                driver.add_done_callback(self._forget_driver)
+                self._drivers[loop] = driver
+            driver.add_done_callback(wake)
+            try:
+                news = await arrived.get()
+            finally:
+                driver.remove_done_callback(wake)
+            if news is not None:
+                return news
+
+    def _forget_driver(self, driver: asyncio.Task[None]) -> None:
+        """A task holds its loop, which could not go while the task is kept for it."""
+        loop = driver.get_loop()
+        if self._drivers.get(loop) is driver:
+            del self._drivers[loop]
 
     async def _drive(self) -> None:
         """Step while there is work, each time in a thread, so that the event loop goes on."""

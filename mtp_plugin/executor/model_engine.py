@@ -278,7 +278,7 @@ class ModelEngine:
             tokens=[0] * self.pieces.plan.step_rows,
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
-            first_stop=request.py_orig_prompt_len + request.params.min_tokens,
+            first_stop=request.first_stop,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )
@@ -300,7 +300,7 @@ class ModelEngine:
             is_pending=is_late,
             seq_slot=slot if is_late and slot is not None else 0,
             state_slot=self._state_slot(request.request_id),
-            first_stop=request.py_orig_prompt_len + request.params.min_tokens,
+            first_stop=request.first_stop,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.errors import ExecutorError
+from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
 from mtp_plugin.protocols import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
@@ -473,6 +474,146 @@ def test_a_failing_step_reaches_every_async_stream(bed, target, prompts, step) -
     assert_drained(llm)
     wrap_worker(llm, lambda _: worker)
     assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+
+
+class Paused(torch.nn.Module):
+    """Waits in the n-th step until it may fail."""
+
+    def __init__(self, worker: torch.nn.Module, step: int) -> None:
+        super().__init__()
+        self.worker = worker
+        self.left = step
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            raise RuntimeError("broken kernel")
+        return self.worker(**kwargs)
+
+
+def test_who_comes_while_a_step_fails_is_served(bed, target) -> None:
+    """It was not in that step."""
+    llm = bed.llm()
+    paused: list[Paused] = []
+    wrap_worker(llm, lambda worker: paused.append(Paused(worker, 3)) or paused[0])
+
+    async def main() -> list[Any]:
+        first = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(30)))
+        await asyncio.to_thread(paused[0].reached.wait, 20)
+        second = asyncio.create_task(llm.generate_async([4, 5], greedy(30)))
+        await asyncio.sleep(0.05)
+        paused[0].go_on.set()
+        return await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 30)
+
+    failed, served = asyncio.run(main())
+    assert isinstance(failed, RuntimeError)
+    assert served[0] == target.greedy([4, 5], 30)
+    assert_drained(llm)
+
+
+def test_a_task_that_steps_may_be_cancelled(bed, target) -> None:
+    """As by who cancels every task it does not know; another one steps on."""
+    llm = bed.llm()
+
+    async def main() -> tuple[list[int], str]:
+        call = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(60)))
+        await asyncio.sleep(0.02)
+        for task in asyncio.all_tasks() - {asyncio.current_task(), call}:
+            task.cancel()
+        return await asyncio.wait_for(call, 30)
+
+    assert asyncio.run(main())[0] == target.greedy([1, 2, 3], 60)
+    assert_drained(llm)
+
+
+def test_event_loops_are_not_kept(bed) -> None:
+    llm = bed.llm()
+    for _ in range(3):
+        asyncio.run(llm.generate_async([1, 2], greedy(3)))
+    gc.collect()
+    assert len(llm._drivers) == 0
+
+
+def test_a_loop_that_was_closed_loses_its_requests(bed) -> None:
+    """Nobody can hear of them any more: the next step cancels them."""
+    llm = bed.llm()
+
+    async def begin() -> Any:
+        stream = llm.stream_async([1, 2, 3], greedy(100))
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    loop.close()
+    llm.generate([[4, 5]], greedy(8))
+    assert_drained(llm)
+    del stream
+
+
+def test_a_stream_that_is_collected_within_a_step(bed, target) -> None:
+    """It is closed in the middle of another call's step, in the same thread."""
+    llm = bed.llm()
+    cycle: dict[str, Any] = {"stream": llm.stream([[1, 2, 3]], greedy(60))}
+    next(cycle["stream"])
+    cycle["self"] = cycle
+
+    class Collecting(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            gc.collect()
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Collecting)
+    gc.disable()
+    try:
+        del cycle
+        (output,) = llm.generate([[4, 5]], greedy(10))
+    finally:
+        gc.enable()
+    assert output.token_ids == target.greedy([4, 5], 10)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_a_failure_behind_the_last_token_takes_no_output_away(bed, target, plain, caplog) -> None:
+    llm = bed.llm(disable_overlap_scheduler=plain)
+    text = target.greedy([1, 2, 3], 30)
+    stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
+    honest = llm.executor.sampler.update_requests
+
+    def update_requests(state: Any) -> None:
+        if not llm._dispatcher._listeners:
+            raise RuntimeError("late")
+        honest(state)
+
+    llm.executor.sampler.update_requests = update_requests
+    (output,) = llm.generate([[1, 2, 3]], greedy(40, stop_token_ids=(stop,)))
+    assert output.token_ids == text[: text.index(stop) + 1]
+    assert ("nobody waited for" in caplog.text) is not plain
+    assert_drained(llm)
+
+
+def test_limits_beyond_any_integer_of_the_device(bed, target) -> None:
+    llm = bed.llm(max_seq_len=64)
+    huge = greedy(2**40, min_tokens=2**40, stop_token_ids=(3,))
+    small = greedy(20)
+    long, short = llm.generate([[1, 2, 3], [4, 5]], [huge, small])
+    assert len(long.token_ids) == 61
+    assert 3 not in long.token_ids
+    assert short.token_ids == target.greedy([4, 5], 20)
+
+
+def test_text_that_is_no_unicode(bed) -> None:
+    llm = bed.llm(tokenizer=Pieces())
+    with pytest.raises(RequestError, match="request 0: the prompt is no valid Unicode text"):
+        llm.generate(["\ud800"])
 
 
 def test_an_interrupt_frees_everything(bed, target, prompts) -> None:

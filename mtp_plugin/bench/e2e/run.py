@@ -20,7 +20,7 @@ from mtp_plugin.bench.e2e.report import (
 from mtp_plugin.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.bench.e2e.transformers_side import GenerateOutcome, measure_transformers
 from mtp_plugin.bench.machine import describe_machine
-from mtp_plugin.bench.report import store
+from mtp_plugin.bench.report import check_writable, store
 from mtp_plugin.errors import expect
 from mtp_plugin.executor.llm import resolve_device
 
@@ -65,6 +65,7 @@ def run(
     for label in skipped:
         log.print(f"skipped: {label}: vanilla needs a layer per draft")
     path = path or folder / f"e2e-{subject.name}.json"
+    check_writable(path)
     machine = describe_machine(place)
     bench = Bench(subject, options, tie_ulps=tie_ulps, trace=trace)
     outcomes: list[Outcome] = []

@@ -17,7 +17,7 @@ from mtp_plugin.bench.e2e.gate import Gate
 from mtp_plugin.bench.e2e.prompts import make_pieces
 from mtp_plugin.bench.e2e.subject import Subject, load_checkpoint
 from mtp_plugin.bench.machine import describe_machine
-from mtp_plugin.bench.report import store
+from mtp_plugin.bench.report import check_writable, store
 from mtp_plugin.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
 from mtp_plugin.bench.soak.outputs import Texts
 from mtp_plugin.bench.soak.traffic import Traffic, Wish, random_chunks
@@ -192,6 +192,7 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
         ConfigError: a worker or draft length that the checkpoint cannot run.
     """
     options.check()
+    gate = Gate(subject, 0, tie_ulps)
     prompts = make_pieces(subject, options.num_prompts, options.longest_prompt, options.seed)
     llm = LLM(
         _config(subject, options),
@@ -222,7 +223,7 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
     checks.append(run.thirds.check())
     wrong = run.texts.wrong_ends
     checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as asked for"))
-    mismatches, ties = run.texts.compare(Gate(subject, 0, tie_ulps))
+    mismatches, ties = run.texts.compare(gate)
     told = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
     checks.append(Check("outputs like plain decoding's", not mismatches, told))
     for stats in run.thirds.stats[1:]:
@@ -296,11 +297,12 @@ def run(
     fused = place.type == "cuda" if options.fused is None else options.fused
     subject = load_checkpoint(checkpoint, place, dtype, fused=fused)
     machine = describe_machine(place)
-    found = soak(subject, options, tie_ulps=tie_ulps)
     path = path or folder / f"soak-{subject.name}.json"
-    store(path, document(machine, subject, options, found))
+    check_writable(path)
+    found = soak(subject, options, tie_ulps=tie_ulps)
     out = Console(highlight=False, markup=False)
     out.print(_table(found))
+    store(path, document(machine, subject, options, found))
     counts = found.counts
     out.print(
         f"{counts.requests} requests, {counts.aborted} aborted, {counts.preemptions} preemptions, "

@@ -120,6 +120,22 @@ def test_the_command_leaves_a_document(path, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "/proc/none/soak.json"], "--output: /proc/none/soak.json cannot be written"),
+        (["--tie-tolerance", "-1"], "tie tolerance: expected at least 0 ulps"),
+    ],
+)
+def test_what_would_lose_the_result_is_refused_first(
+    path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(run, "LLM", None)  # nothing may run
+    result = CliRunner().invoke(app, ["soak", "-m", str(path), "--device", "cpu", *arguments])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (SoakOptions(k=0), "expected at least 1, got less for"),
