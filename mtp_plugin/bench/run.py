@@ -12,7 +12,7 @@ from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.bench.kernels import Kernels, reference_kernels, triton_kernels
 from mtp_plugin.bench.machine import describe_machine, measure_ceilings
 from mtp_plugin.bench.measure import Bench, Outcome
-from mtp_plugin.bench.report import document, heading, plot, results_table, store
+from mtp_plugin.bench.report import check_writable, document, heading, plot, results_table, store
 from mtp_plugin.bench.suites import Options, cases_of
 
 SAMPLES, QUICK_SAMPLES, CPU_SAMPLES = 50, 20, 3
@@ -23,7 +23,8 @@ def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
     """Measure the cases of ``kind``; the exit code is 1 where a result did not match.
 
     Raises:
-        BenchmarkError: no GPU and ``cpu`` not given, or no case left.
+        BenchmarkError: no GPU and ``cpu`` not given, no case left, or a path that cannot be
+            written.
     """
     if cpu:
         device = torch.device("cpu")
@@ -35,6 +36,7 @@ def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
             "without one, and its times are no benchmark"
         )
     cases = cases_of(kind, options, device)
+    check_writable(path)
     measured = measured_kernels(device)
     machine = describe_machine(device)
     samples = CPU_SAMPLES if cpu else QUICK_SAMPLES if options.quick else SAMPLES

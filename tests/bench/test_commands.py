@@ -46,6 +46,14 @@ def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int
     assert {"torch", "triton", "python", "commit"} <= told["machine"].keys()
 
 
+def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:
+    monkeypatch.setattr(run, "measured_kernels", None)  # nothing may be measured
+    arguments = ["ops", "--cpu", "--batch", "2", "--output", "/proc/none/ops.json"]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, BenchmarkError)
+    assert "--output: /proc/none/ops.json cannot be written" in str(result.exception)
+
+
 def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
     right = reference_kernels()
 

@@ -281,13 +281,12 @@ class Bench:
 
     def _timed(self, llm: LLM, case: Case) -> Measured:
         timed, others = [self._decode(llm, case)], []
-        if _steady_seconds(timed) < LEAST_SECONDS[llm.device.type]:
+        least = LEAST_SECONDS[llm.device.type]
+        if _steady_seconds(timed) < least:
             # too short for a device's clocks to be where they stay
             timed, others = [], timed
-            while _steady_seconds(timed) < LEAST_SECONDS[llm.device.type]:
+            while _steady_seconds(timed) < least and len(timed) < MOST_RUNS:
                 timed.append(self._decode(llm, case))
-                if len(timed) == MOST_RUNS:
-                    break
         captured = llm.executor.engine.captured
         self._ran = {
             "attention": llm.attn_backend.name,
