@@ -31,7 +31,7 @@ LOOP_NGRAM = 8
 LOOP_REPEATED = 0.5
 """Share of a span's n-grams that stood before in it: from here on it loops."""
 QUIET_SPANS = 64
-"""Spans of any requests without a loop after which looping is over."""
+"""So many spans' tokens, of any requests, without a loop: looping is over."""
 
 
 def repeated_share(tokens: Sequence[int], n: int) -> float:
@@ -51,7 +51,14 @@ class _Span:
 
     emitted: int = 0
     possible: int = 0
-    loops: bool = False  # the request has been counted
+    loops: bool = False  # the span before it did
+    counted: bool = False  # the request is one of those that looped
+
+    @property
+    def at_ceiling(self) -> bool:
+        """Whether acceptance is at its ceiling, or will be if nothing more is rejected."""
+        whole = max(self.emitted, LOOP_SPAN)
+        return whole >= LOOP_CEILING * (whole + self.possible - self.emitted)
 
 
 class AcceptanceAlarms:
@@ -60,6 +67,11 @@ class AcceptanceAlarms:
     Where results are recorded call `record`; the samplers of the plugin do (`MTPSampler`). A step
     costs a few additions, a request's n-grams are counted once per span, and only where acceptance
     is at its ceiling.
+
+    Looping is over when requests emitted `QUIET_SPANS` spans' tokens since one of them looped. One
+    that looped and still emits at the ceiling loops on. Tokens of an unfinished span that may yet
+    be a loop count once the request is gone; they are summed up only when enough others were
+    emitted, and then at most once per span's tokens.
 
     Attributes:
         collapsed, looping: whether the condition holds now.
@@ -75,7 +87,8 @@ class AcceptanceAlarms:
         self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
         self._total = 0
         self._spans: WeakKeyDictionary[Any, _Span] = WeakKeyDictionary()
-        self._quiet_spans = 0
+        self._since_loop = 0  # emitted tokens
+        self._next_look = 0  # how many they are when it may be over
 
     @property
     def acceptance_length(self) -> float:
@@ -119,24 +132,39 @@ class AcceptanceAlarms:
         span = self._spans.setdefault(request, _Span())
         span.emitted += num_emitted
         span.possible += num_drafted + 1
-        if span.emitted < LOOP_SPAN:
-            return
+        if span.emitted >= LOOP_SPAN:
+            self._judge(request, span)
+        if self.looping:
+            self._watch_for_quiet(span, num_emitted)
+
+    def _judge(self, request: Any, span: _Span) -> None:
         share = 0.0
-        if span.emitted >= LOOP_CEILING * span.possible:
+        if span.at_ceiling:
             share = repeated_share(request.get_tokens(0)[-LOOP_SPAN:], LOOP_NGRAM)
         span.emitted = span.possible = 0
-        if share >= LOOP_REPEATED:
+        span.loops = share >= LOOP_REPEATED
+        if span.loops:
             self._report_loop(request, span, share)
-        elif self.looping:
-            self._quiet_spans += 1
-            if self._quiet_spans == QUIET_SPANS:
-                self.looping = False
-                _logger.info("no request has looped for %d tokens", QUIET_SPANS * LOOP_SPAN)
+
+    def _watch_for_quiet(self, span: _Span, num_emitted: int) -> None:
+        enough = QUIET_SPANS * LOOP_SPAN
+        if span.loops and span.at_ceiling:
+            self._since_loop, self._next_look = 0, enough
+            return
+        self._since_loop += num_emitted
+        if self._since_loop < self._next_look:
+            return
+        undecided = sum(s.emitted for s in self._spans.values() if s.at_ceiling)
+        missing = enough + undecided - self._since_loop
+        if missing > 0:
+            self._next_look = self._since_loop + max(missing, LOOP_SPAN)
+            return
+        self.looping = False
+        _logger.info("no request has looped for %d tokens", enough)
 
     def _report_loop(self, request: Any, span: _Span, share: float) -> None:
-        self._quiet_spans = 0
-        self.num_looping_requests += not span.loops
-        span.loops = True
+        self.num_looping_requests += not span.counted
+        span.counted = True
         if self.looping:
             return
         self.looping = True

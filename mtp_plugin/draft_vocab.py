@@ -48,7 +48,7 @@ def resolve_draft_vocab(
 
 def _read_json(path: str, where: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; expected a JSON list of token ids") from None
     except OSError as error:

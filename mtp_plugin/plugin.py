@@ -234,7 +234,7 @@ class MTPPlugin:
             if alarms is not None:
                 alarms.record(request, num_emitted, num_drafted)
 
-        sampler = _sampler(host, k, on_step)
+        sampler = _sampler(host, k, config.mtp.kernels, on_step)
 
         def make_worker(draft_len: int) -> torch.nn.Module:
             chain = config.mtp.chain or host.chain
@@ -319,12 +319,15 @@ class PlainPlugin:
 
 
 def _sampler(
-    host: HostFacts, draft_len: int, on_step: Callable[[Any, int, int], None] | None = None
+    host: HostFacts,
+    draft_len: int,
+    kernels: str = "auto",
+    on_step: Callable[[Any, int, int], None] | None = None,
 ) -> MTPSampler:
     args = SimpleNamespace(
         max_num_sequences=host.max_num_sequences, max_seq_len=host.max_seq_len, max_beam_width=1
     )
-    return MTPSampler(args, nextn=draft_len, device=host.device, on_step=on_step)
+    return MTPSampler(args, nextn=draft_len, device=host.device, kernels=kernels, on_step=on_step)
 
 
 _BUILT_IN: tuple[SpeculativePlugin, ...] = (MTPPlugin(), PlainPlugin())

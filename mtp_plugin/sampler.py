@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.nn import functional
 
-from mtp_plugin.batch import PAD_TOKEN, STATUS_OK, to_device
+from mtp_plugin.batch import STATUS_OK, to_device
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
+from mtp_plugin.ops.backend import select_ops
 from mtp_plugin.protocols import FinishReason, RequestState
 
 BEAM = 0
@@ -98,11 +98,12 @@ class MTPSampler:
             ``TorchSampler.Args``.
         nextn: K, 0 for decoding without drafts.
         device: of the store; default CUDA where present.
+        kernels: what writes the store, see `ops.backend.select_ops`.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after its tokens were appended, in the batch's order.
 
     Raises:
-        ConfigError: sizes that cannot be.
+        ConfigError: sizes that cannot be, kernels that cannot run.
     """
 
     SampleState: ClassVar[Any] = SampleStateMTP
@@ -114,6 +115,7 @@ class MTPSampler:
         *,
         nextn: int,
         device: torch.device | str | None = None,
+        kernels: str = "auto",
         on_step: Callable[[Any, int, int], None] | None = None,
         **_: Any,
     ) -> None:
@@ -134,6 +136,7 @@ class MTPSampler:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.store = self.create_store()
+        self._store_results = select_ops(kernels, self.device).store_results
         self._slots: list[int] = []
         self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
@@ -279,7 +282,9 @@ class MTPSampler:
 
     def _handle_stop_criteria(self, request: Any, token: int) -> bool:
         """Finish the request if ``token``, the last one appended, ends it: a stop before a
-        limit."""
+        limit. A request may have ended itself, as where its text cannot be told."""
+        if _phase(request) == RequestState.GENERATION_COMPLETE.name:
+            return True
         reason = self._stop_reason(request, token)
         if reason is None:
             return False
@@ -355,23 +360,26 @@ class MTPSampler:
         if not rows:
             return
         slots = self._slots_on_device([row.seq_slot for row in rows])
-        count, k = len(rows), self.draft_len
-        status = outputs.get("status")
-        if status is None:
-            status = torch.full_like(outputs["new_tokens_lens"], STATUS_OK)
-        columns = (
-            _widened(outputs["new_tokens"], k + 1),
-            _widened(outputs["next_new_tokens"], k + 1),
-            _widened(outputs["next_draft_tokens"], k),
-            outputs["new_tokens_lens"].unsqueeze(1),
-            status.unsqueeze(1),
+        self._store_results(
+            self.store.rows,
+            slots,
+            outputs["new_tokens"],
+            outputs["next_new_tokens"],
+            outputs["next_draft_tokens"],
+            outputs["new_tokens_lens"],
+            outputs.get("status"),
         )
-        together = torch.cat([column[:count].to(torch.int32) for column in columns], dim=1)
-        self.store.rows.index_copy_(0, slots, together)
 
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
         """[R] int64; most steps have the slots of the step before, which are there already."""
         if slots != self._slots:
+            last = self.max_num_sequences - 1
+            expect(
+                all(0 <= slot <= last for slot in slots) and len({*slots}) == len(slots),
+                ExecutorError,
+                f"sample_async: expected a sequence slot of 0..{last} for each request, "
+                f"got {slots}",
+            )
             self._device_slots = to_device(slots, torch.int64, self.device)
             self._slots = slots
         return self._device_slots
@@ -389,12 +397,6 @@ class MTPSampler:
         event = torch.cuda.Event()
         event.record()
         return event
-
-
-def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """``rows`` of a step that was shorter than K, filled up."""
-    missing = width - rows.shape[1]
-    return functional.pad(rows, (0, missing), value=PAD_TOKEN) if missing else rows
 
 
 def _phase(request: Any) -> str:

@@ -169,6 +169,75 @@ def test_the_alarm_comes_again_after_quiet_spans(told: pytest.LogCaptureFixture)
     assert alarms.num_looping_requests == 3
 
 
+@pytest.mark.parametrize(
+    ("run", "late"),
+    [
+        pytest.param(2, 0, id="under-the-ceiling"),
+        # the text that is being emitted is undecided, and looked at every span's tokens
+        pytest.param(K + 1, 2, id="at-the-ceiling"),
+    ],
+)
+def test_texts_shorter_than_a_span_end_it(run: int, late: int) -> None:
+    alarms = AcceptanceAlarms()
+    emit(alarms, Text(), loop(3))
+    for _ in range(2 * QUIET_SPANS + late):
+        assert alarms.looping
+        emit(alarms, Text(), list(range(LOOP_SPAN // 2)), run)
+    assert not alarms.looping
+
+
+def test_one_that_loops_on_beside_many_others_keeps_it(told: pytest.LogCaptureFixture) -> None:
+    """Between two spans of it the others emit far more than what is quiet otherwise."""
+    alarms = AcceptanceAlarms()
+    request, others = Text(), [Text(i) for i in range(1, 301)]
+    emit(alarms, request, loop(3))
+    for _ in range(3 * LOOP_SPAN // (K + 1)):
+        emit(alarms, request, loop(3, K + 1))
+        for other in others:
+            emit(alarms, other, [len(other.tokens)] * 3)
+    assert alarms.looping
+    assert alarms.num_looping_requests == 1
+    for _ in range(QUIET_SPANS * LOOP_SPAN // 900 + 1):  # it ended, though somebody still holds it
+        for other in others:
+            emit(alarms, other, [len(other.tokens)] * 3)
+    assert not alarms.looping
+    assert [level for level, _ in messages(told)] == ["WARNING", "INFO"]
+
+
+def test_what_may_still_be_a_loop_is_not_quiet(told: pytest.LogCaptureFixture) -> None:
+    """A batch that loops as one: its spans are undecided until each was emitted."""
+    alarms = AcceptanceAlarms()
+    emit(alarms, Text(), loop(3))
+    batch = [Text(i) for i in range(1, 101)]
+    for _ in range(LOOP_SPAN // (K + 1) - 1):
+        for request in batch:
+            emit(alarms, request, loop(4, K + 1))
+    assert sum(len(request.tokens) for request in batch) > QUIET_SPANS * LOOP_SPAN
+    assert alarms.looping
+    for request in batch:
+        emit(alarms, request, loop(4, K + 1))
+    assert alarms.looping
+    assert alarms.num_looping_requests == 101
+    assert [level for level, _ in messages(told)] == ["WARNING"]
+
+
+@pytest.mark.parametrize("run", [pytest.param(3, id="with-rejections"), K + 1])
+def test_a_request_that_leaves_its_loop_counts_as_quiet(run: int) -> None:
+    alarms = AcceptanceAlarms()
+    request = Text()
+    emit(alarms, request, loop(3))
+    for _ in range(QUIET_SPANS - 1):
+        emit(alarms, request, list(range(LOOP_SPAN)), run)
+    assert alarms.looping
+    for _ in range(3):  # what it began while it may have looped on came on top
+        emit(alarms, request, list(range(LOOP_SPAN)), run)
+    assert not alarms.looping
+    assert alarms.num_looping_requests == 1
+    emit(alarms, request, loop(3, 2 * LOOP_SPAN))
+    assert alarms.looping
+    assert alarms.num_looping_requests == 1  # it has been counted
+
+
 def test_requests_are_not_kept_alive() -> None:
     alarms = AcceptanceAlarms()
     emit(alarms, Text(), loop(3, 12))

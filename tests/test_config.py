@@ -28,6 +28,7 @@ from mtp_plugin.config import (
     json_schema,
     load_config,
     parse_config,
+    speculative,
 )
 
 calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -138,6 +139,62 @@ class TestResolve:
     def test_of_a_file_without_mtp_changes_nothing(self, spec: OtherDecodingConfig | None) -> None:
         config = LLMConfig(model="m", speculative_config=spec)
         assert config.resolve(3) is config
+
+
+class TestStrictRelaxation:
+    """Relaxed acceptance that relaxes nothing: TensorRT-LLM's defaults, and taken as there."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        speculative._tell_if_nothing_is_relaxed.cache_clear()
+        caplog.set_level("INFO", logger="mtp_plugin")
+
+    @pytest.mark.parametrize(
+        ("topk", "delta", "told"),
+        [
+            (
+                1,
+                0.0,
+                "a relaxed_topk of 1 is strict acceptance; raise relaxed_topk and relaxed_delta",
+            ),
+            (1, 0.6, "a relaxed_topk of 1 is strict acceptance; raise relaxed_topk"),
+            (
+                10,
+                0.0,
+                "a relaxed_delta of 0 is strict acceptance but for ties: only drafts as probable "
+                "as the best token pass; raise relaxed_delta",
+            ),
+        ],
+    )
+    def test_is_told_once(
+        self, caplog: pytest.LogCaptureFixture, topk: int, delta: float, told: str
+    ) -> None:
+        config = MTPDecodingConfig(
+            use_relaxed_acceptance_for_thinking=True, relaxed_topk=topk, relaxed_delta=delta
+        )
+        assert not caplog.records
+        LLMConfig(model="m", speculative_config=config).resolve(3)
+        config.resolve(1).resolve(1)
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+            ("WARNING", f"use_relaxed_acceptance_for_thinking: {told}")
+        ]
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {
+                "use_relaxed_acceptance_for_thinking": True,
+                "relaxed_topk": 2,
+                "relaxed_delta": 0.1,
+            },
+        ],
+    )
+    def test_is_told_of_nothing_else(
+        self, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+    ) -> None:
+        MTPDecodingConfig(**options).resolve(1)
+        assert not caplog.records
 
 
 class TestDraftLenFor:
@@ -322,6 +379,11 @@ class TestFile:
             assert spec.mtp.draft_vocab == found
             assert spec.resolve(2).mtp.draft_vocab == found
         assert mtp(mtp={"draft_vocab": "ids.json"}).mtp.draft_vocab == "ids.json"
+
+    def test_a_byte_order_mark_is_no_part_of_the_first_key(self, tmp_path: Path) -> None:
+        path = tmp_path / "one.yaml"
+        path.write_text("model: /m\nmax_batch_size: 4\n", encoding="utf-8-sig")
+        assert load_config(path) == LLMConfig(model="/m", max_batch_size=4)
 
     def test_numbers_are_read_as_people_write_them(self, tmp_path: Path) -> None:
         path = tmp_path / "one.yaml"

@@ -49,6 +49,10 @@ def test_a_file_is_kept_ascending(listed: Any, ids: set[int], seed: Any) -> None
         resolve_draft_vocab(path, max(ids))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_list(listed: Any) -> None:
+    assert resolve_draft_vocab(listed("\ufeff[3, 1]")) == [1, 3]
+
+
 def test_more_ids_than_the_vocabulary() -> None:
     with pytest.raises(ConfigError) as error:
         resolve_draft_vocab(10, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,9 +86,9 @@ def outputs(*runs: list[int], status: list[int] | None = None, k: int = K) -> di
     }
 
 
-def make(max_seq_len: int = 64, nextn: int = K, **args: Any) -> MTPSampler:
+def make(max_seq_len: int = 64, nextn: int = K, kernels: str = "auto", **args: Any) -> MTPSampler:
     arguments = SimpleNamespace(max_seq_len=max_seq_len, max_num_sequences=S, **args)
-    return MTPSampler(arguments, nextn=nextn, device="cpu")
+    return MTPSampler(arguments, nextn=nextn, device="cpu", kernels=kernels)
 
 
 def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> None:
@@ -165,9 +166,10 @@ def test_states_are_built_by_keyword() -> None:
 # --- device and host ---
 
 
-def test_tokens_go_through_sequence_slots() -> None:
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_tokens_go_through_sequence_slots(kernels: str) -> None:
     """Rows and slots differ in order; device has the next inputs, host what was emitted."""
-    sampler = make()
+    sampler = make(kernels=kernels)
     for tensor in vars(sampler.store).values():
         tensor.fill_(POISON)
     context, generations = Request(4), [Request(1), Request(3)]
@@ -259,6 +261,16 @@ def test_padding_rows_are_nobody() -> None:
     assert (sampler.store.new_tokens[:, 2] == POISON).all()
     assert not (sampler.store.new_tokens == 99).any()
     assert not (sampler.store.next_new_tokens == 99).any()
+
+
+@pytest.mark.parametrize("slots", [[1, S], [-1], [2, 2]], ids=["too high", "negative", "twice"])
+def test_slots_that_cannot_be_are_refused(slots: list[int]) -> None:
+    sampler = make()
+    before = sampler.store.rows.clone()
+    told = re.escape(f"expected a sequence slot of 0..{S - 1} for each request, got {slots}")
+    with pytest.raises(ExecutorError, match=told):
+        sampler.sample_async(batch([], [Request(s) for s in slots]), outputs(*[[5]] * len(slots)))
+    assert torch.equal(sampler.store.rows, before)
 
 
 def test_an_empty_batch() -> None:
@@ -452,6 +464,22 @@ def test_a_stop_before_a_dead_row_is_no_error() -> None:
     request = Request(0, py_end_id=11)
     step(make(), request, [10, 11], status=[STATUS_NO_FINITE_LOGIT])
     assert request.finish_reason == FinishReason.END_ID
+
+
+def test_a_request_that_ends_itself_takes_nothing_more() -> None:
+    class Failing(Request):
+        def add_new_token(self, token: int, beam: int) -> None:
+            super().add_new_token(token, beam)
+            if token == 11:
+                self.finish_by(FinishReason.ERROR, beam)
+
+    request, other = Failing(0, py_max_new_tokens=2), Request(1)
+    sampler = make()
+    state = sampler.sample_async(batch([], [request, other]), outputs([10, 11, 12], [5, 6]))
+    sampler.update_requests(state)
+    assert (request.output, request.finish_reason) == ([10, 11], FinishReason.ERROR)
+    assert request.py_acceptance.emitted == 2
+    assert other.output == [5, 6]
 
 
 # --- results that come too late ---

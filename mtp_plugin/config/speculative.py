@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -25,6 +27,8 @@ from mtp_plugin.config.schema import ConfigModel, Problem, allowed, raise_proble
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
 from mtp_plugin.config.wording import got
 from mtp_plugin.errors import ConfigError
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 def _as_in_the_file(schema: dict[str, Any]) -> None:
@@ -149,6 +153,8 @@ class MTPDecodingConfig(ConfigModel):
     def resolve(self, num_mtp_layers: int) -> Self:
         """The same config with K filled in: as given, else 1 (eagle) or one per layer (vanilla).
 
+        Warns through the logger ``mtp_plugin`` of relaxed acceptance that relaxes nothing.
+
         Raises:
             ConfigError: the checkpoint has no MTP layer, or too few of them for vanilla, or an
                 option is given that the mode does not read.
@@ -166,6 +172,8 @@ class MTPDecodingConfig(ConfigModel):
             )
         for key, message in self.mode_problems():
             raise ConfigError(f"{key}: {message}")
+        if self.use_relaxed_acceptance_for_thinking:
+            _tell_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
         return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
 
     def draft_len_for(self, batch_size: int) -> int:
@@ -320,6 +328,22 @@ class MTPDecodingConfig(ConfigModel):
                     f"{got(value)} would be ignored; expected "
                     "use_relaxed_acceptance_for_thinking: true beside it",
                 )
+
+
+@functools.cache  # a config is resolved more than once
+def _tell_if_nothing_is_relaxed(topk: int, delta: float) -> None:
+    """No mistake: they are TensorRT-LLM's defaults."""
+    if topk == 1:
+        raised = "relaxed_topk" if delta else "relaxed_topk and relaxed_delta"
+        told = f"a relaxed_topk of 1 is strict acceptance; raise {raised}"
+    elif delta == 0:
+        told = (
+            "a relaxed_delta of 0 is strict acceptance but for ties: only drafts as probable as "
+            "the best token pass; raise relaxed_delta"
+        )
+    else:
+        return
+    _logger.warning("use_relaxed_acceptance_for_thinking: %s", told)
 
 
 def _open_to_options(schema: dict[str, Any]) -> None:

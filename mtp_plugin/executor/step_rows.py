@@ -133,7 +133,9 @@ class RowTable:
             rows[:, self._first_stop_column : self._first_block_column] = NO_STOP
             rows[:, self._first_block_column :] = sentinel_block
         self._arrays = [rows.numpy() for rows in self._host_rows]
-        self._written: list[list[list[int]]] = [[[] for _ in range(max_rows)] for _ in range(2)]
+        self._written: list[list[tuple[list[int], list[int]]]] = [
+            [([], []) for _ in range(max_rows)] for _ in range(2)
+        ]  # stop ids and blocks of each row
         self._copied: list[Any] = [None, None]
         self._turn = 0
 
@@ -161,12 +163,19 @@ class RowTable:
         if copied is not None:
             copied.synchronize()
         array, written = self._arrays[self._turn], self._written[self._turn]
-        first_block = self._first_block_column
+        stop, block = self._first_stop_column, self._first_block_column
         for place, row in enumerate(rows):
-            stops = [*row.stop_ids, *[NO_STOP] * (self.stop_width - len(row.stop_ids))]
+            expect(
+                len(row.blocks) <= self.table_width,
+                ExecutorError,
+                f"step rows: a request of {len(row.blocks)} blocks, the table holds "
+                f"{self.table_width}",
+            )
             fixed = [int(getattr(row, name)) for name in _FIXED]
-            array[place, :first_block] = [*row.tokens, *fixed, *stops]
-            self._write_blocks(array[place, first_block:], written[place], row.blocks)
+            array[place, :stop] = [*row.tokens, *fixed]
+            stops, blocks = written[place]
+            _bring_up_to_date(array[place, stop:block], stops, list(row.stop_ids), NO_STOP)
+            _bring_up_to_date(array[place, block:], blocks, row.blocks, self._sentinel)
         count = len(rows)
         self._device_rows[:count].copy_(self._host_rows[self._turn][:count], non_blocking=True)
         self._copied[self._turn] = copy_event(self._device_rows.device)
@@ -184,16 +193,11 @@ class RowTable:
             **fixed,
         )
 
-    def _write_blocks(self, columns: Any, written: list[int], blocks: Sequence[int]) -> None:
-        """Bring one row of the block table up to date; most steps change nothing in it."""
-        count = len(blocks)
-        expect(
-            count <= self.table_width,
-            ExecutorError,
-            f"step rows: a request of {count} blocks, the table holds {self.table_width}",
-        )
-        if written == blocks:
-            return
-        columns[:count] = blocks
-        columns[count : len(written)] = self._sentinel
-        written[:] = blocks
+
+def _bring_up_to_date(columns: Any, written: list[int], ids: Sequence[int], filler: int) -> None:
+    """Rewrite a row's ids where they differ from those written before; in most steps none do."""
+    if written == ids:
+        return
+    columns[: len(ids)] = ids
+    columns[len(ids) : len(written)] = filler
+    written[:] = ids

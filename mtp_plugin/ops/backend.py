@@ -17,6 +17,7 @@ from mtp_plugin.ops import (
     draft_step,
     first_pass,
     history,
+    result_store,
     sampling,
     synthetic_acceptance,
 )
@@ -42,6 +43,7 @@ class StepOps:
     place_last_states: Callable[..., Any]
     local_top1: Callable[..., Any]
     merge_top1: Callable[..., Any]
+    store_results: Callable[..., None]
 
 
 REFERENCE_OPS = StepOps(
@@ -61,6 +63,7 @@ REFERENCE_OPS = StepOps(
     place_last_states=draft_step.place_last_states,
     local_top1=draft_step.local_top1,
     merge_top1=draft_step.merge_top1,
+    store_results=result_store.store_results,
 )
 
 
@@ -78,6 +81,7 @@ def triton_ops() -> StepOps:
     from mtp_plugin.ops.draft_inputs import launch as draft_inputs_launch
     from mtp_plugin.ops.draft_step import launch as draft_step_launch
     from mtp_plugin.ops.draft_step import states_launch
+    from mtp_plugin.ops.result_store import launch as result_store_launch
     from mtp_plugin.ops.sampling import launch as sampling_launch
     from mtp_plugin.ops.synthetic_acceptance import launch as synthetic_acceptance_launch
 
@@ -98,6 +102,7 @@ def triton_ops() -> StepOps:
         place_last_states=states_launch.place_last_states,
         local_top1=draft_step_launch.local_top1,
         merge_top1=draft_step_launch.merge_top1,
+        store_results=result_store_launch.store_results,
     )
 
 

@@ -37,6 +37,7 @@ from mtp_plugin.ops.draft_step.launch import draft_argmax, local_top1, merge_top
 from mtp_plugin.ops.draft_step.states_launch import place_last_states
 from mtp_plugin.ops.kv_rewind.launch import rewind_kv_cache
 from mtp_plugin.ops.next_forward.launch import prepare_next_forward_pass
+from mtp_plugin.ops.result_store.launch import store_results
 from mtp_plugin.ops.sampling.contract import StepRows
 from mtp_plugin.ops.sampling.launch import early_stops_masked
 from mtp_plugin.ops.state_rollback.launch import mamba_state_selective_copy
@@ -99,6 +100,13 @@ def compile_sampling() -> None:
             floats(contexts + generations * 4, VOCAB, dtype=dtype), parameters, step
         ):
             pass
+
+
+def compile_result_store() -> None:
+    for status in (None, ints(8)):
+        store_results(
+            ints(16, 13), ints(8, dtype=I64), ints(8, 4), ints(8, 4), ints(8, 3), ints(8), status
+        )
 
 
 def compile_synthetic_acceptance() -> None:

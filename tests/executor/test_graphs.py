@@ -14,6 +14,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.executor import SamplingParams, step_rows
+from mtp_plugin.executor.model_engine import STOP_WIDTH
 from mtp_plugin.executor.step_rows import Row, RowTable
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.metadata import DraftLoop
@@ -134,7 +135,7 @@ def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stop = free[0][6]
-    stops = (*never_emitted(free, 19), stop)
+    stops = (*never_emitted(free, STOP_WIDTH), stop)
     params = greedy(stop_token_ids=stops)
     assert watched.generate(few, params) == [target.greedy(p, 16, stop=stops) for p in few]
     assert watched.eager_generations
@@ -147,6 +148,24 @@ def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts
     eager = len(watched.eager_generations)
     assert watched.generate(few, greedy()) == free
     assert len(watched.eager_generations) == eager
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_32_stop_ids_of_a_request_run_in_graphs(graphed, bed, target, prompts, plain):
+    watched = graphed(disable_overlap_scheduler=plain)
+    few = prompts[:3]
+    free = [target.greedy(p, 16) for p in few]
+    stops = (*never_emitted(free, 30), free[0][6], free[1][1])
+    stopping = greedy(stop_token_ids=stops)
+    late = greedy(stop_token_ids=stops, min_tokens=9)
+    model = bed.oracle_model.target
+    assert watched.generate(few, [stopping, late, greedy()]) == [
+        target.greedy(few[0], 16, stop=stops),
+        greedy_decode(model, few[1], 16, eos_token_ids=stops, min_tokens=9),
+        free[2],
+    ]
+    assert watched.replayed
+    assert not watched.eager_generations
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
