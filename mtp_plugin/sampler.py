@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, ValuesView
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from mtp_plugin.asked_options import unsupported_options
 from mtp_plugin.batch import STATUS_OK, to_device
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.ops.backend import select_ops
@@ -32,8 +33,7 @@ class SampleStateTensorsMTP:
         return vars(self).values()
 
 
-@dataclass(frozen=True)
-class PendingRow:
+class PendingRow(NamedTuple):
     """What a request was when its step was launched; later changes make the result late."""
 
     request: Any
@@ -174,20 +174,12 @@ class MTPSampler:
         return False
 
     def validate_request(self, request: Any) -> None:
-        """Refuse at admission what this sampler does not give.
+        """Refuse at admission what this sampler does not give; see `unsupported_options`.
 
         Raises:
             ConfigError: naming every unsupported option.
         """
-        unsupported = [
-            name
-            for name in (
-                "py_return_context_logits",
-                "py_return_generation_logits",
-                "py_return_log_probs",
-            )
-            if getattr(request, name, False)
-        ]
+        unsupported = unsupported_options(request)
         if unsupported:
             raise ConfigError(
                 f"request {request.request_id}: not supported with MTP: {', '.join(unsupported)}"
@@ -221,7 +213,7 @@ class MTPSampler:
             sampler_event=self._record_event(),
             requests=requests,
             rows=rows,
-            runtime_draft_len=int(model_outputs["new_tokens"].shape[1]) - 1,
+            runtime_draft_len=min(int(model_outputs["new_tokens"].shape[1]) - 1, self.draft_len),
         )
 
     def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> None:
@@ -232,19 +224,17 @@ class MTPSampler:
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
         rows = state.rows or self._rows_of(state)
-        tokens = host.new_tokens.squeeze(-1).T.tolist()
-        counts = _optional_list(host.new_tokens_lens)
-        drafts = _optional_list(host.next_draft_tokens)
-        status = _optional_list(host.status)
+        slots = [row.seq_slot for row in rows]
+        tokens = _of_slots(host.new_tokens.squeeze(-1).T, slots)
+        counts = _of_slots(host.new_tokens_lens, slots)
+        drafts = _of_slots(host.next_draft_tokens, slots)
+        status = _of_slots(host.status, slots) or [STATUS_OK] * len(rows)
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        for row in rows:
-            if self._is_late(row):
-                continue
-            slot = row.seq_slot
-            emitted = tokens[slot][: counts[slot]]
-            # a shorter step drafted fewer than the store holds
-            drafted = drafts[slot][:draft_len]
-            self._apply(row, emitted, drafted, status[slot] if status else 0, draft_len)
+        for i, row in enumerate(rows):
+            if not self._is_late(row):
+                # a shorter step drafted fewer than the store holds
+                drafted = drafts[i][:draft_len]
+                self._apply(row, tokens[i][: counts[i]], drafted, status[i], draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -259,19 +249,13 @@ class MTPSampler:
         request.py_rewind_len = 0 if row.is_context else draft_len - accepted_drafts
         request.py_decoding_iter += 1
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
-        num_emitted = 0
         # drafts behind the request's full length were absent
         full_length = getattr(request, "max_length", self.max_seq_len)
         room = max(full_length - request.get_num_tokens(BEAM), 0)
-        for token in tokens:
-            request.add_new_token(token, BEAM)
-            num_emitted += 1
-            if self._handle_stop_criteria(request, token):
-                break
-        else:
-            if status != STATUS_OK:
-                request.finish_by(FinishReason.ERROR, BEAM)
-        if row.is_context:
+        num_emitted, has_ended = self._append(request, tokens)
+        if status != STATUS_OK and not has_ended:
+            request.finish_by(FinishReason.ERROR, BEAM)
+        if row.is_context or _is_dummy(request):
             return
         num_drafted = min(row.num_drafted, room)
         stats = getattr(request, "py_acceptance", None)
@@ -280,41 +264,32 @@ class MTPSampler:
         if self.on_step is not None:
             self.on_step(request, num_emitted, num_drafted)
 
-    def _handle_stop_criteria(self, request: Any, token: int) -> bool:
-        """Finish the request if ``token``, the last one appended, ends it: a stop before a
-        limit. A request may have ended itself, as where its text cannot be told."""
-        if _phase(request) == RequestState.GENERATION_COMPLETE.name:
-            return True
-        reason = self._stop_reason(request, token)
-        if reason is None:
-            return False
-        request.finish_by(reason, BEAM)
-        return True
+    def _append(self, request: Any, tokens: list[int]) -> tuple[int, bool]:
+        """Append tokens up to the one that ends the request, if any does: a stop before a limit.
 
-    def _stop_reason(self, request: Any, token: int) -> FinishReason | None:
-        if token == request.py_end_id or token in getattr(request, "py_stop_ids", ()):
-            return FinishReason.END_ID
-        if self._ends_with_stop_words(request):
-            return FinishReason.STOP_WORDS
-        criterion = getattr(request, "py_stop_criterion", None)
-        if criterion is not None and criterion():
-            return FinishReason.STOP_WORDS
-        num_tokens = request.get_num_tokens(BEAM)
-        if (
-            num_tokens - request.py_orig_prompt_len >= request.py_max_new_tokens
-            or num_tokens >= self.max_seq_len
-        ):
-            return FinishReason.LENGTH
-        return None
-
-    @staticmethod
-    def _ends_with_stop_words(request: Any) -> bool:
+        Returns:
+            How many were appended, and whether the request has ended.
+        """
+        end_id, stop_ids = request.py_end_id, getattr(request, "py_stop_ids", ())
         words = _stop_words(getattr(request, "py_stop_words_list", None))
-        if not words:
-            return False
-        tokens = request.get_tokens(BEAM)
-        output = len(tokens) - request.py_orig_prompt_len
-        return any(0 < len(w) <= output and tokens[-len(w) :] == list(w) for w in words)
+        criterion = getattr(request, "py_stop_criterion", None)
+        limit = min(request.py_orig_prompt_len + request.py_max_new_tokens, self.max_seq_len)
+        before, running = request.get_num_tokens(BEAM), request.state
+        for count, token in enumerate(tokens, start=1):
+            request.add_new_token(token, BEAM)
+            if request.state != running:
+                return count, True  # by itself: its text cannot be told
+            if token == end_id or token in stop_ids:
+                reason = FinishReason.END_ID
+            elif (words and _ends_with(request, words)) or (criterion and criterion()):
+                reason = FinishReason.STOP_WORDS
+            elif before + count >= limit:
+                reason = FinishReason.LENGTH
+            else:
+                continue
+            request.finish_by(reason, BEAM)
+            return count, True
+        return len(tokens), False
 
     # ---- rows -------------------------------------------------------------------------------
 
@@ -347,12 +322,15 @@ class MTPSampler:
         request = row.request
         if getattr(request, "py_epoch", 0) != row.epoch:
             return True
-        if _phase(request) == RequestState.GENERATION_COMPLETE.name:
+        if not row.is_context and request.state is RequestState.GENERATION_IN_PROGRESS:
+            return False  # as nearly always; names take longer
+        phase = _phase(request)
+        if phase == RequestState.GENERATION_COMPLETE.name:
             return True
         if row.is_context:
             emits = row.emits
             return not (request.context_remaining_length == 0 if emits is None else emits)
-        return _phase(request) == RequestState.CONTEXT_INIT.name
+        return phase == RequestState.CONTEXT_INIT.name
 
     # ---- tensors ----------------------------------------------------------------------------
 
@@ -404,6 +382,11 @@ def _phase(request: Any) -> str:
     return getattr(request.state, "name", str(request.state))
 
 
+def _is_dummy(request: Any) -> bool:
+    """A rank without requests runs one of these: nobody reads what it emits."""
+    return any(getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy"))
+
+
 def _stop_words(listed: Any) -> list[list[int]]:
     """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
     ends (-1 behind the last), or a plain list of words."""
@@ -417,5 +400,12 @@ def _stop_words(listed: Any) -> list[list[int]]:
     return [list(word) for word in listed]
 
 
-def _optional_list(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else tensor.tolist()
+def _ends_with(request: Any, words: list[list[int]]) -> bool:
+    tokens = request.get_tokens(BEAM)
+    output = len(tokens) - request.py_orig_prompt_len
+    return any(0 < len(w) <= output and tokens[-len(w) :] == w for w in words)
+
+
+def _of_slots(tensor: torch.Tensor | None, slots: list[int]) -> Any:
+    """Rows of a host tensor as lists."""
+    return None if tensor is None else tensor.numpy()[slots].tolist()

@@ -301,7 +301,7 @@ TYPE_CASES = [
     Case(
         "not a number",
         mtp("use_relaxed_acceptance_for_thinking: true", "relaxed_delta: .nan"),
-        "speculative_config.relaxed_delta: expected a number from 0 to 1, got nan",
+        "speculative_config.relaxed_delta: expected a number of at least 0, got nan",
     ),
     Case(
         "top-k of zero",

@@ -139,10 +139,16 @@ def test_beams_are_refused() -> None:
 def test_unsupported_outputs_are_refused_at_admission() -> None:
     sampler = make()
     sampler.validate_request(Request(0, py_return_log_probs=False))
-    asked = Request(0, py_return_log_probs=True, py_return_context_logits=True)
+    asked = Request(
+        0,
+        py_return_log_probs=True,
+        py_return_context_logits=True,
+        sampling_config=SimpleNamespace(temperature=[0.7]),
+    )
     with pytest.raises(
         ConfigError,
-        match="request 100: not supported with MTP: py_return_context_logits, py_return_log_probs",
+        match="request 100: not supported with MTP: py_return_context_logits, "
+        r"py_return_log_probs, temperature=0\.7",
     ):
         sampler.validate_request(asked)
 
@@ -337,6 +343,24 @@ def test_without_drafts() -> None:
     assert request.output == [5, 6]
     assert request.py_draft_tokens == []
     assert request.py_rewind_len == 0
+
+
+@pytest.mark.parametrize("kind", ["is_dummy", "is_attention_dp_dummy"])
+def test_dummies_are_not_counted(kind: str) -> None:
+    told: list[int] = []
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(
+        arguments,
+        nextn=K,
+        device="cpu",
+        on_step=lambda request, *_: told.append(request.request_id),
+    )
+    dummy, request = Request(0, **{kind: True}), Request(1)
+    state = sampler.sample_async(batch([], [dummy, request]), outputs([5], [6, 7]))
+    sampler.update_requests(state)
+    assert told == [request.request_id]
+    assert (dummy.py_acceptance.steps, request.py_acceptance.steps) == (0, 1)
+    assert (dummy.output, dummy.py_rewind_len) == ([5], K)
 
 
 def test_a_host_without_statistics() -> None:

@@ -84,10 +84,7 @@ class MTPDecodingConfig(ConfigModel):
         default=1, ge=1, description="relaxed: a draft is among this many most probable tokens"
     )
     relaxed_delta: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="relaxed: and within this much of the highest probability",
+        default=0.0, ge=0, description="relaxed: and within this much of the highest probability"
     )
     begin_thinking_phase_token: int | None = Field(
         default=None,

@@ -295,15 +295,15 @@ class ModelEngine:
     def _generation_row(self, request: LlmRequest, is_late: bool) -> Row:
         k = self.pieces.plan.max_draft_len
         drafts = [] if is_late else request.py_draft_tokens[:k]
-        available = k if is_late else len(drafts)
-        limit = min(available, request.py_draft_state.limit)
-        if request.py_disable_speculative_decoding:
-            limit = 0
+        limit = 0
+        if not request.py_disable_speculative_decoding:
+            limit = min(k if is_late else len(drafts), request.py_draft_state.limit)
         request.py_num_drafted = limit
         slot = request.py_seq_slot
+        tokens = request.get_tokens()
         return Row(
-            tokens=[request.get_tokens()[-1], *drafts] + [0] * (k - len(drafts)),
-            length=request.get_num_tokens() - 1,
+            tokens=[tokens[-1], *drafts] + [0] * (k - len(drafts)),
+            length=len(tokens) - 1,
             draft_limit=limit,
             capacity=self._capacity(request),
             is_pending=is_late,

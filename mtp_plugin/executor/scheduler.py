@@ -87,8 +87,8 @@ class Scheduler:
         batch = ScheduledRequests()
         budget = self.max_num_tokens
         for request in list(self.active):
-            # an earlier, older request may have paused this one
-            if request not in self.active or not request.is_generating:
+            # one that an older request has paused generates no more
+            if not request.is_generating:
                 continue
             pending = request.request_id in in_flight
             if pending and request.get_num_tokens() + 1 >= request.max_length:
@@ -97,8 +97,9 @@ class Scheduler:
             if self._reserve_or_pause(request, rows, batch):
                 batch.generation_requests.append(request)
                 budget -= self.plan.step_rows
-        for request in list(self.active):
-            if request in self.active and not request.is_generating and not request.is_finished:
+        prompts = [r for r in self.active if not r.is_generating and not r.is_finished]
+        for request in prompts:
+            if request not in batch.paused_requests:
                 budget = self._schedule_chunk(request, budget, batch)
         self._admit(budget, batch)
         return batch

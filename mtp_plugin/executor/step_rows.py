@@ -8,13 +8,14 @@ the results of its step were read; where they never were, the step having failed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from mtp_plugin.errors import ExecutorError, expect
+from mtp_plugin.errors import ExecutorError
 
 NO_STOP = -1
 
@@ -44,6 +45,7 @@ _FIXED = (
     "state_slot",
     "first_stop",
 )
+_fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
 
 @dataclass(frozen=True)
@@ -121,21 +123,20 @@ class RowTable:
         self.table_width = table_width
         self._step_rows = step_rows
         self._sentinel = sentinel_block
-        self._first_stop_column = step_rows + len(_FIXED)
-        self._first_block_column = self._first_stop_column + stop_width
-        shape = (max_rows, self._first_block_column + table_width)
+        self._first_stop = step_rows + len(_FIXED)
+        self._first_block = self._first_stop + stop_width
+        shape = (max_rows, self._first_block + table_width)
         self._device_rows = torch.zeros(shape, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._host_rows = [
             torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         for rows in (self._device_rows, *self._host_rows):
-            rows[:, self._first_stop_column : self._first_block_column] = NO_STOP
-            rows[:, self._first_block_column :] = sentinel_block
-        self._arrays = [rows.numpy() for rows in self._host_rows]
-        self._written: list[list[tuple[list[int], list[int]]]] = [
-            [([], []) for _ in range(max_rows)] for _ in range(2)
-        ]  # stop ids and blocks of each row
+            rows[:, self._first_stop : self._first_block] = NO_STOP
+            rows[:, self._first_block :] = sentinel_block
+        self._host_arrays = [rows.numpy() for rows in self._host_rows]
+        self._written_stops: list[list[Sequence[int]]] = [[()] * max_rows for _ in range(2)]
+        self._written_blocks: list[list[Sequence[int]]] = [[()] * max_rows for _ in range(2)]
         self._copied: list[Any] = [None, None]
         self._turn = 0
 
@@ -151,40 +152,49 @@ class RowTable:
         Raises:
             ExecutorError: more rows, stop ids or blocks than the table holds.
         """
-        expect(
-            self.holds(len(rows), max((len(row.stop_ids) for row in rows), default=0)),
-            ExecutorError,
-            f"step rows: {len(rows)} rows of up to "
-            f"{max((len(row.stop_ids) for row in rows), default=0)} stop ids, the table holds "
-            f"{self.max_rows} of {self.stop_width}",
-        )
+        self._check(rows)
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        array, written = self._arrays[self._turn], self._written[self._turn]
-        stop, block = self._first_stop_column, self._first_block_column
-        for place, row in enumerate(rows):
-            expect(
-                len(row.blocks) <= self.table_width,
-                ExecutorError,
-                f"step rows: a request of {len(row.blocks)} blocks, the table holds "
-                f"{self.table_width}",
-            )
-            fixed = [int(getattr(row, name)) for name in _FIXED]
-            array[place, :stop] = [*row.tokens, *fixed]
-            stops, blocks = written[place]
-            _bring_up_to_date(array[place, stop:block], stops, list(row.stop_ids), NO_STOP)
-            _bring_up_to_date(array[place, block:], blocks, row.blocks, self._sentinel)
+        array, stop, block = self._host_arrays[self._turn], self._first_stop, self._first_block
         count = len(rows)
+        if rows:
+            array[:count, :stop] = [[*row.tokens, *_fixed_of(row)] for row in rows]
+        # most steps change nothing in these
+        _rewrite(
+            array[:, stop:block],
+            self._written_stops[self._turn],
+            [row.stop_ids for row in rows],
+            NO_STOP,
+        )
+        _rewrite(
+            array[:, block:],
+            self._written_blocks[self._turn],
+            [row.blocks for row in rows],
+            self._sentinel,
+        )
         self._device_rows[:count].copy_(self._host_rows[self._turn][:count], non_blocking=True)
         self._copied[self._turn] = copy_event(self._device_rows.device)
         return self.view(count)
 
+    def _check(self, rows: Sequence[Row]) -> None:
+        stops = max((len(row.stop_ids) for row in rows), default=0)
+        if not self.holds(len(rows), stops):
+            raise ExecutorError(
+                f"step rows: {len(rows)} rows of up to {stops} stop ids, the table holds "
+                f"{self.max_rows} of {self.stop_width}"
+            )
+        blocks = max((len(row.blocks) for row in rows), default=0)
+        if blocks > self.table_width:
+            raise ExecutorError(
+                f"step rows: a request of {blocks} blocks, the table holds {self.table_width}"
+            )
+
     def view(self, num_rows: int) -> StepRows:
         """The first rows on the device."""
         rows = self._device_rows[:num_rows]
-        step, stop, block = self._step_rows, self._first_stop_column, self._first_block_column
+        step, stop, block = self._step_rows, self._first_stop, self._first_block
         fixed = {name: rows[:, step + i] for i, name in enumerate(_FIXED)}
         return StepRows(
             tokens=rows[:, :step],
@@ -194,10 +204,14 @@ class RowTable:
         )
 
 
-def _bring_up_to_date(columns: Any, written: list[int], ids: Sequence[int], filler: int) -> None:
-    """Rewrite a row's ids where they differ from those written before; in most steps none do."""
-    if written == ids:
-        return
-    columns[: len(ids)] = ids
-    columns[len(ids) : len(written)] = filler
-    written[:] = ids
+def _rewrite(
+    columns: Any, written: list[Sequence[int]], rows: Sequence[Sequence[int]], filler: int
+) -> None:
+    """Put rows of ids in place of those written before, where they differ."""
+    for place, ids in enumerate(rows):
+        before = written[place]
+        if before == ids:
+            continue
+        columns[place, : len(ids)] = ids
+        columns[place, len(ids) : len(before)] = filler
+        written[place] = ids[:]

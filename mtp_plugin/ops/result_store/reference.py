@@ -21,13 +21,14 @@ def store_results(
     """Write the results of a step's requests into their rows of the store; no other row changes.
 
     A row holds the K+1 emitted tokens, the K+1 next inputs, the K next drafts, how many tokens were
-    emitted, and the status. What a step with fewer drafts left out is padding.
+    emitted, and the status. What a step with fewer drafts left out is padding; drafts beyond K are
+    dropped, so that no later step verifies, and emits, more than a row holds.
 
     Args:
         store: [S, 3K+4] int32, written.
         slots: [R] int64, all different, 0..S-1: the row of each request.
-        new_tokens, next_new_tokens: [>= R, k+1] integers, k <= K, any strides; further rows are
-            padding and are left alone, here and below.
+        new_tokens, next_new_tokens: [>= R, k+1] integers, any strides; further rows are padding
+            and are left alone, here and below.
         next_draft_tokens: [>= R, k].
         new_tokens_lens: [>= R].
         status: [>= R]; None: every request is well.
@@ -52,6 +53,5 @@ def store_results(
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """``rows`` of a step that was shorter than K, filled up."""
-    missing = width - rows.shape[1]
-    return functional.pad(rows, (0, missing), value=PAD_TOKEN) if missing else rows
+    """``rows`` filled up, or cut, to ``width`` columns."""
+    return functional.pad(rows, (0, width - rows.shape[1]), value=PAD_TOKEN)

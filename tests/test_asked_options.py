@@ -1,0 +1,86 @@
+"""Which options of a host's request are refused: all that would change a greedy output."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.asked_options import unsupported_options
+
+
+def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
+    if sampling is not None:
+        fields["sampling_config"] = SimpleNamespace(**sampling)
+    return unsupported_options(SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        None,
+        {},
+        {"beam_width": 1, "temperature": None, "top_k": None, "min_length": [1]},
+        {"temperature": [0.0], "top_p": [0.9], "top_k": [50], "min_p": [0.1]},
+        {"top_k": [1], "temperature": [0.7]},
+        {"top_p": [0.0]},
+        {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": [0.0]},
+        {"no_repeat_ngram_size": [1 << 30], "frequency_penalty": [0.0]},
+        {"no_repeat_ngram_size": [0], "num_return_sequences": 1, "top_p_decay": [0.5]},
+        {"temperature": []},
+    ],
+)
+def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
+    assert asked(sampling, py_return_log_probs=False, embedding_bias=None) == []
+    assert asked(sampling, bad_words_list=[], py_beam_width=1) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        ({"temperature": [0.7]}, ["temperature=0.7"]),
+        ({"top_p": [0.9]}, ["top_p=0.9"]),
+        ({"top_k": [50], "top_p": [1.0]}, ["top_k=50", "top_p=1.0"]),
+        ({"min_p": [0.05]}, ["min_p=0.05"]),
+        ({"temperature": [1.0], "top_p_decay": [0.5]}, ["temperature=1.0", "top_p_decay=0.5"]),
+        ({"beam_width": 4}, ["beam_width=4"]),
+        ({"num_return_sequences": 2}, ["num_return_sequences=2"]),
+        ({"min_length": [8]}, ["min_length=8"]),
+        ({"repetition_penalty": [1.3]}, ["repetition_penalty=1.3"]),
+        ({"presence_penalty": [-0.5]}, ["presence_penalty=-0.5"]),
+        ({"frequency_penalty": 0.1}, ["frequency_penalty=0.1"]),
+        ({"no_repeat_ngram_size": [3]}, ["no_repeat_ngram_size=3"]),
+    ],
+)
+def test_sampling_options(sampling: dict[str, Any], told: list[str]) -> None:
+    assert asked(sampling) == told
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"py_return_log_probs": True}, ["py_return_log_probs"]),
+        ({"py_beam_width": 2}, ["beam_width=2"]),
+        ({"embedding_bias": torch.zeros(3)}, ["embedding_bias"]),
+        ({"py_bad_words_list": [[5]]}, ["py_bad_words_list"]),
+        ({"guided_decoding_params": object()}, ["guided_decoding_params"]),
+    ],
+)
+def test_fields_of_the_request(fields: dict[str, Any], told: list[str]) -> None:
+    assert asked(**fields) == told
+
+
+def test_every_option_is_named_at_once() -> None:
+    told = asked(
+        {"temperature": [0.7], "repetition_penalty": [1.3], "beam_width": 1},
+        py_return_context_logits=True,
+        bad_words_list=[[3]],
+    )
+    assert told == [
+        "py_return_context_logits",
+        "bad_words_list",
+        "temperature=0.7",
+        "repetition_penalty=1.3",
+    ]
