@@ -126,7 +126,8 @@ def generate(
     marked; the others wait for their turn. Without a prompt, piped input is taken, else those of
     prompts.json in the folder around the checkpoint.
 
-    Exit code 1: the text is not that of decoding without MTP. 2: a named error.
+    Exit code 1: the text is not that of decoding without MTP, or the output cannot be written.
+    2: a named error.
     """
     from mtp_plugin.executor import SamplingParams
     from mtp_plugin.terminal.prompts import read_prompts
@@ -297,7 +298,7 @@ def parity(
     In half precision a token may differ where two logits are equal but for rounding: such ties are
     counted and shown, and plain decoding goes on from the emitted token.
 
-    Exit code 1: a difference that is no tie. 2: a named error.
+    Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
     from mtp_plugin.executor import SamplingParams
     from mtp_plugin.models import read_facts

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin import cli
@@ -440,7 +442,8 @@ def test_a_failed_request_is_an_error(
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     result = run("generate", "-c", config(EAGLE, model=str(broken)), "-p", "ab", "--no-marks")
     assert result.code == 2
-    assert "failed after 0 tokens: the target gave a row of logits" in result.err
+    told = "error: prompt 1 of 1 failed after 0 tokens: the target gave a row of logits without"
+    assert result.err.splitlines()[-1].startswith(told)
     assert "Traceback" not in result.err
 
 
@@ -452,6 +455,8 @@ def test_a_failed_request_is_an_error(
     [
         ("one.txt", b"def f(\n", ["def f(\n"]),
         ("one.txt", b"a\r\nb", ["a\r\nb"]),
+        ("marked.txt", b"\xef\xbb\xbfa b", ["a b"]),
+        ("marked.json", b'\xef\xbb\xbf["a"]', ["a"]),
         ("many.json", b'["a", "b\\n"]', ["a", "b\n"]),
         ("many.json", b'[{"prompt": "a", "path": "x.py"}, "b"]', ["a", "b"]),
     ],
@@ -633,8 +638,12 @@ def test_named_errors_are_one_line_each(run: Run, config: Callable[..., str]) ->
     ("arguments", "message"),
     [
         (("-p", "x", "-n", "0"), "sampling parameters: max_new_tokens must be an integer >= 1"),
-        (("-p", ""), "request 0: the prompt is empty"),
+        (("-p", ""), "prompt 1 of 1: the prompt is empty"),
         (("-p", "x" * 600), "request 0: the prompt has 600 tokens, max_seq_len is 512"),
+        (
+            ("-p", "a", "-p", "x" * 600),
+            "prompt 2 of 2: the prompt has 600 tokens, max_seq_len is 512",
+        ),
         (("-p", "x", "--stop", ""), "sampling parameters: stop must be a sequence of strings"),
         (("-p", "x", "--stop", "<eos>"), "request 0: not supported: stop='<eos>' (special tokens"),
     ],
@@ -646,6 +655,55 @@ def test_requests_refused(
     assert result.code == 2
     assert result.err.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in result.err
+
+
+EMPTY = [
+    pytest.param(("-p", "a", "-p", ""), None, "prompt 2 of 2", id="an option"),
+    pytest.param(("--prompt-file", "FILE"), ("one.txt", ""), "prompt 1 of 1", id="a text file"),
+    pytest.param(
+        ("-p", "a", "--prompt-file", "FILE"),
+        ("many.json", '["a", {"prompt": ""}, "b"]'),
+        "prompt 3 of 4",
+        id="a JSON file",
+    ),
+    pytest.param(("--prompt-file", "-"), None, "prompt 1 of 1", id="standard input"),
+]
+
+
+@pytest.mark.parametrize("command", ["generate", "parity"])
+@pytest.mark.parametrize(("arguments", "file", "place"), EMPTY)
+def test_an_empty_prompt_is_found_before_a_weight_is_loaded(
+    run: Run,
+    config: Callable[..., str],
+    stdin: Callable[[int], None],
+    tmp_path: Path,
+    command: str,
+    arguments: tuple[str, ...],
+    file: tuple[str, str] | None,
+    place: str,
+) -> None:
+    stdin(open_empty_pipe())
+    name, content = file or ("none.txt", "")
+    (tmp_path / name).write_text(content)
+    named = [str(tmp_path / name) if a == "FILE" else a for a in arguments]
+    result = run(command, "-c", config(EAGLE), *named)
+    assert (result.code, result.err) == (2, f"error: {place}: the prompt is empty\n")
+
+
+def test_an_empty_text_may_have_a_token(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Some tokenizers begin every text with one of their own."""
+    folder = tmp_path / "begins"
+    shutil.copytree(checkpoint, folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<think> $A", special_tokens=[("<think>", 257)]
+    )
+    tokenizer.save_pretrained(folder)
+    result = run("generate", "-c", config(EAGLE, model=str(folder)), "-p", "", *FEW)
+    assert result.code == 0
+    assert json.loads(result.out)["results"][0]["prompt_token_ids"] == [257]
 
 
 @pytest.mark.parametrize("command", ["generate", "config"])
@@ -998,6 +1056,53 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
     assert process.wait(60) == 141
     assert "Traceback" not in told
     assert "BrokenPipe" not in told
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
+        ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
+        ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
+        ("config", "CONFIG"),
+    ],
+    ids=["generate-json", "generate", "parity", "config"],
+)
+def test_output_that_cannot_be_written_is_one_line(
+    config: Callable[..., str], arguments: tuple[str, ...]
+) -> None:
+    file = config(EAGLE)
+    command = [sys.executable, "-m", "mtp_plugin.cli"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*command, *(file if a == "CONFIG" else a for a in arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    told = ended.stderr.decode().splitlines()
+    assert told[-1] == "error: standard output cannot be written: No space left on device"
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr.decode()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_document_that_nobody_reads_ends_the_process_quietly(
+    config: Callable[..., str], stream: str
+) -> None:
+    arguments = ("-c", config(EAGLE), "-p", "ab", "-n", "4", "--no-compare", "--json")
+    with start("generate", *arguments) as process:
+        getattr(process, stream).close()
+        other = process.stdout if stream == "stderr" else process.stderr
+        assert other is not None
+        told = other.read().decode()
+        assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "Pipe" not in told
+    assert stream == "stdout" or told == ""
 
 
 @pytest.fixture

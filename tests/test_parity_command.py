@@ -314,7 +314,8 @@ def test_a_text_that_may_differ_by_design_is_refused(
         (("-m", "CHECKPOINT", "--worker", "medusa"), "expected eagle or vanilla"),
         (("-m", "CHECKPOINT", "--k", "1,x"), "expected whole numbers above 0"),
         (("-m", "CHECKPOINT", "--batch-size", "0"), "expected whole numbers above 0"),
-        (("-m", "CHECKPOINT", "--tie-tolerance", "-1"), "expected at least 0 ulps"),
+        (("-m", "CHECKPOINT", "--tie-tolerance", "-1"), "expected at least 0 ulps, got -1"),
+        (("-m", "CHECKPOINT", "--tie-tolerance", "nan"), "expected at least 0 ulps, got nan"),
         (("-m", "CHECKPOINT", "--k", "4", "--worker", "vanilla"), "more than the checkpoint's 3"),
         (("-m", "CHECKPOINT", "--dtype", "float8"), "dtype: expected one of"),
         (("-m", "nowhere"), "nowhere"),
@@ -326,3 +327,4 @@ def test_wrong_options_are_named(
     result = run(*(checkpoint if a == "CHECKPOINT" else a for a in arguments))
     assert result.code == 2
     assert message in " ".join(result.err.replace("\u2502", " ").split())
+    assert "loading weights" not in result.err

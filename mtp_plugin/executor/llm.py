@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
-from mtp_plugin.errors import ConfigError, MTPPluginError, RequestError
+from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, RequestError
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
     HeadShape,
@@ -58,6 +58,8 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     acceptance: AcceptanceStats
+    error: str | None = None
+    """What went wrong, where ``finish_reason`` is ERROR."""
 
     @property
     def is_synthetic(self) -> bool:
@@ -152,6 +154,7 @@ class LLM:
             report("loading the tokenizer")
             tokenizer = load_tokenizer(self.config.model)
         self.tokenizer = tokenizer
+        self._detokenizer = detokenizer_of(tokenizer)
         batch_size = self.config.max_batch_size
         host = HostFacts(
             hidden_size=facts.hidden_size,
@@ -254,44 +257,36 @@ class LLM:
         """
         return self._run(self._requests(prompts, sampling_params))
 
-    async def stream_async(
+    def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[StepEvent]:
         """The events of one request; many may run at a time and share the batch.
 
         Leaving the iteration early cancels the request.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing was started.
         """
         (request,) = self._requests([prompt], sampling_params)
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[News | None] = asyncio.Queue()
-
-        def hear(news: News) -> None:
-            try:
-                loop.call_soon_threadsafe(arrived.put_nowait, news)
-            except RuntimeError:  # the loop was closed: nobody waits
-                self._dispatcher.cancel([request])
-
-        self._dispatcher.start([request], hear)
-        try:
-            finished = False
-            while not finished:
-                for event in _events(await self._driven(arrived)):
-                    finished = event.finish_reason is not None
-                    yield event
-        finally:
-            self._dispatcher.cancel([request])
-            while self._dispatcher.holds([request]):
-                await asyncio.to_thread(self._dispatcher.advance)
+        return self._run_async(request)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> tuple[list[int], str]:
-        """Token ids and text of one prompt, run beside others."""
+        """Token ids and text of one prompt, run beside others.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing was started.
+            ExecutorError: the request ended with an error.
+        """
+        (request,) = self._requests([prompt], sampling_params)
         ids: list[int] = []
         text = ""
-        async for event in self.stream_async(prompt, sampling_params):
+        async for event in self._run_async(request):
             ids += event.token_ids
             text += event.text
+        if request.error is not None:
+            raise ExecutorError(f"request {request.request_id}: {request.error}")
         return ids, text
 
     def shutdown(self) -> None:
@@ -313,12 +308,36 @@ class LLM:
         Raises:
             RequestError: naming every reason.
         """
-        request_id = next(self._ids)
+        return self._make_request(next(self._ids), prompt, params)
+
+    def make_requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[LlmRequest]:
+        """Requests that passed admission and fit, not yet enqueued.
+
+        Raises:
+            RequestError: naming every reason, and among several the prompt's place.
+        """
+        requests = []
+        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), 1):
+            request_id = next(self._ids)
+            try:
+                request = self._make_request(request_id, prompt, asked)
+                self.executor.check_fits(request)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                why = str(error).removeprefix(f"request {request_id}: ")
+                raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
+            requests.append(request)
+        return requests
+
+    def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         ids = self._prompt_ids(prompt, request_id)
         self._admit(params, request_id)
         text = None
-        if self.tokenizer is not None:
-            text = RequestText(self.tokenizer, params.stop, params.min_tokens)
+        if self._detokenizer is not None:
+            text = RequestText(self._detokenizer, params.stop, params.min_tokens)
         return LlmRequest(
             request_id,
             ids,
@@ -346,15 +365,15 @@ class LLM:
             )
         else:
             params = list(sampling_params)
-            odd = [type(p).__name__ for p in params if not isinstance(p, SamplingParams)]
+            odd = [(n, p) for n, p in enumerate(params, 1) if not isinstance(p, SamplingParams)]
             if odd:
-                raise RequestError(f"sampling_params: expected SamplingParams, got {odd[0]}")
+                raise RequestError(
+                    f"{place_of(odd[0][0], len(params))}: sampling_params: expected "
+                    f"SamplingParams, got {type(odd[0][1]).__name__}"
+                )
         if len(params) != len(batch):
             raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
-        requests = [self.make_request(p, s) for p, s in zip(batch, params, strict=True)]
-        for request in requests:
-            self.executor.check_fits(request)
-        return requests
+        return self.make_requests(batch, params)
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
         if isinstance(prompt, str):
@@ -369,7 +388,7 @@ class LLM:
                 raise RequestError(
                     f"request {request_id}: the prompt is no valid Unicode text: {error}"
                 ) from error
-            ids = list(self.tokenizer.encode(prompt))
+            ids = encode(self.tokenizer, prompt)
         else:
             ids = list(prompt)
         if not ids:
@@ -422,6 +441,28 @@ class LLM:
         finally:
             self._dispatcher.leave(requests)
 
+    async def _run_async(self, request: LlmRequest) -> AsyncIterator[StepEvent]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[News | None] = asyncio.Queue()
+
+        def hear(news: News) -> None:
+            try:
+                loop.call_soon_threadsafe(arrived.put_nowait, news)
+            except RuntimeError:  # the loop was closed: nobody waits
+                self._dispatcher.cancel([request])
+
+        self._dispatcher.start([request], hear)
+        try:
+            finished = False
+            while not finished:
+                for event in _events(await self._driven(arrived)):
+                    finished = event.finish_reason is not None
+                    yield event
+        finally:
+            self._dispatcher.cancel([request])
+            while self._dispatcher.holds([request]):
+                await asyncio.to_thread(self._dispatcher.advance)
+
     @staticmethod
     def _output(request: LlmRequest) -> RequestOutput:
         if request.finish_reason is None:
@@ -433,6 +474,7 @@ class LLM:
             text=request.text.full_text if request.text is not None else "",
             finish_reason=request.finish_reason,
             acceptance=request.py_acceptance,
+            error=request.error,
         )
 
     async def _driven(self, arrived: asyncio.Queue[News | None]) -> News:
@@ -470,7 +512,7 @@ class LLM:
     # ---- set-up -----------------------------------------------------------------------------
 
     def _encode_tag(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _num_blocks(self, num_draft_layers: int) -> int:
         """Blocks of the pool: what was asked for, else what the batch can use and memory holds."""
@@ -574,12 +616,18 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
-    for item in items:
+    for number, item in enumerate(items, 1):
         if not isinstance(item, Sequence) or isinstance(item, bytes):
             raise RequestError(
-                f"prompts: expected text or lists of token ids, got {type(item).__name__}"
+                f"{place_of(number, len(items))}: expected text or a list of token ids, "
+                f"got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def place_of(number: int, count: int) -> str:
+    """How messages call one of several prompts; ``number`` counts from 1."""
+    return f"prompt {number} of {count}"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -677,3 +725,31 @@ def load_tokenizer(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise MTPPluginError(f"tokenizer of {path}: {error}") from error
+
+
+def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Token ids of a text; transformers says nothing of long ones, which admission knows better."""
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        options["verbose"] = False
+    return list(tokenizer.encode(text, **options))
+
+
+def detokenizer_of(tokenizer: Any) -> Any:
+    """What decodes for a tokenizer: its backend where its class adds nothing but time to that.
+
+    A step decodes every token of every request, and transformers' own part of it takes several
+    times as long as the backend's.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer
+    kind = type(tokenizer)
+    inherits = (
+        kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and "decode" not in vars(tokenizer)
+    )
+    return tokenizer.backend_tokenizer if inherits else tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from mtp_plugin.executor.text import RequestText
 from mtp_plugin.protocols import FinishReason, RequestState
 from mtp_plugin.statistics import AcceptanceStats
 from mtp_plugin.turn_down import DraftState
+
+_logger = logging.getLogger("mtp_plugin")
+
+NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,7 @@ class LlmRequest:
         self.tokens = list(prompt_token_ids)
         self.state = RequestState.CONTEXT_INIT
         self.finish_reason: FinishReason | None = None
+        self._text_error: str | None = None
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
@@ -210,7 +216,7 @@ class LlmRequest:
         return self.tokens[self.py_orig_prompt_len :]
 
     def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
-        """Append an emitted token, and its text.
+        """Append an emitted token, and its text; a tokenizer that fails ends the request.
 
         Raises:
             ExecutorError: the request has finished.
@@ -223,7 +229,14 @@ class LlmRequest:
         from_draft = len(self.tokens) - self._step_start < self.py_num_accepted_draft_tokens
         self.tokens.append(token)
         if self.text is not None:
-            self.text.push(token, from_draft=from_draft)
+            try:
+                self.text.push(token, from_draft=from_draft)
+            except Exception as error:
+                self._text_error = (
+                    f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}"
+                )
+                _logger.exception("request %s: %s", self.request_id, self._text_error)
+                self.finish_by(FinishReason.ERROR)
 
     def py_stop_criterion(self) -> bool:
         """Whether the text so far contains a stop string."""
@@ -240,6 +253,13 @@ class LlmRequest:
     def is_generating(self) -> bool:
         """Whether the whole prompt has been read."""
         return self.state == RequestState.GENERATION_IN_PROGRESS
+
+    @property
+    def error(self) -> str | None:
+        """Why this request ended alone with an error; None where it did not."""
+        if self.finish_reason is not FinishReason.ERROR:
+            return None
+        return self._text_error or NO_FINITE_LOGITS
 
     def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
         """End the request; the first reason stays."""

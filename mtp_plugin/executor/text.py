@@ -8,6 +8,12 @@ from typing import Protocol
 INCOMPLETE = "\ufffd"
 """Stands in decoded text for bytes that are no character, or not yet one."""
 
+LONG = 32
+"""Tokens without a whole character at their end, of which some may leave the window."""
+
+SPAN = 4
+"""Most bytes, and so most tokens, that one character takes."""
+
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that text needs."""
@@ -31,6 +37,9 @@ class RequestText:
     first counts. The text is cut at its start. What might be the start of a stop string is not
     shown until it turned out to be none.
 
+    Decoding is asked for by :meth:`push` alone, and for a window of the last ids: its work does not
+    grow with the text, whatever the tokens are.
+
     Args:
         tokenizer: decodes ids.
         stop: stop strings.
@@ -43,10 +52,13 @@ class RequestText:
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens = min_tokens
-        self._ids: list[int] = []
-        self._prefix = 0  # ids before it no longer change the decoding of later ones
-        self._read = 0  # ids before it are in the text
-        self._early = 0  # characters that later ids have in the text already
+        self._ids: list[int] = []  # the window: ids that the decoding of later ones depends on
+        self._decoded = ""  # their text
+        self._read = 0  # ids before it are there as context
+        self._known = 0  # length of their text
+        self._taken = 0  # characters of the window that are in the text, or held
+        self._held = ""  # broken characters of ids that left the window, not in the text yet
+        self._num_tokens = 0
         self._text = ""
         self._ends: list[tuple[int, bool]] = []  # (end offset, from_draft) per token
         self._shown = 0
@@ -67,17 +79,17 @@ class RequestText:
         return self._text + self._pending()
 
     def push(self, token: int, *, from_draft: bool) -> None:
-        """Append one token's text and look for a stop string."""
-        self._ids.append(token)
-        known = len(self._decode(self._ids[self._prefix : self._read]))
-        extended = self._decode(self._ids[self._prefix :])
-        # further bytes may still make characters of such a tail
-        sure = extended.rstrip(INCOMPLETE)
-        self._text += sure[known + self._early :]
-        if len(sure) == len(extended) > known:
-            self._prefix, self._read, self._early = self._read, len(self._ids), 0
-        else:
-            self._early = max(self._early, len(sure) - known)
+        """Append one token's text and look for a stop string.
+
+        Raises:
+            Exception: what the tokenizer raises; the text stays without this token.
+        """
+        ids = [*self._ids, token]
+        decoded = self._decode(ids)
+        # what is no text even twice in a row, as a special token, changes nothing of what follows
+        if decoded != self._decoded or self._decode([token, token]):
+            self._extend(ids, decoded)
+        self._num_tokens += 1
         self._ends.append((len(self._text), from_draft))
         if self._stop and not self.stopped:
             self._search()
@@ -92,8 +104,7 @@ class RequestText:
             rest = self._pending()
             if rest:
                 self._text += rest
-                self._read = self._prefix = len(self._ids)
-                self._early = 0
+                self._held, self._taken = "", len(self._decoded)
                 from_draft = self._ends[-1][1] if self._ends else False
                 self._ends.append((len(self._text), from_draft))
         limit = self._stop_at if self._stop_at is not None else len(self._text)
@@ -112,14 +123,55 @@ class RequestText:
                 segments.append(Segment(text, from_draft))
         return segments
 
+    def _extend(self, ids: list[int], decoded: str) -> None:
+        """Take a window that is a token longer, and the text that is now sure."""
+        # further bytes may still make characters of such a tail
+        sure = decoded.rstrip(INCOMPLETE)
+        is_whole = len(sure) == len(decoded) > self._known
+        if is_whole:
+            # ids before these no longer change the decoding of later ones
+            ids = ids[self._read :]
+            decoded = self._decode(ids)
+        new = sure[self._taken :]
+        if new:
+            self._text += self._held + new
+            self._held = ""
+        self._ids, self._decoded = ids, decoded
+        if is_whole:
+            self._read = len(ids)
+            self._known = self._taken = len(decoded)
+            return
+        self._taken = max(self._taken, len(sure))
+        if (len(ids) - self._read) % LONG == 0:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Take ids out of the middle of a long window, where both its ends decode as before.
+
+        The first ids stay, since bytes may be broken by those before them, and so many of the last
+        that a character which later ids complete begins among them.
+        """
+        ids, decoded, size = self._ids, self._decoded, len(self._ids)
+        for end in range(size - SPAN, size - 2 * SPAN, -1):
+            before = self._decode(ids[:end])
+            last = decoded[len(before) :]
+            if not last or before + last != decoded:
+                continue
+            for start in range(self._read + SPAN, self._read + LONG - 2 * SPAN):
+                first, kept = self._decode(ids[:start]), ids[:start] + ids[end:]
+                if self._decode(kept) == first + last:
+                    self._held += decoded[self._taken : len(before)]
+                    self._taken = len(first) + max(0, self._taken - len(before))
+                    self._ids, self._decoded = kept, first + last
+                    return
+
     def _pending(self) -> str:
         """Text of the ids that are not in the text yet, incomplete characters included."""
-        known = len(self._decode(self._ids[self._prefix : self._read]))
-        return self._decode(self._ids[self._prefix :])[known + self._early :]
+        return self._held + self._decoded[self._taken :]
 
     def _search(self) -> None:
         longest = max(len(s) for s in self._stop)
-        if self._min_tokens and len(self._ids) <= self._min_tokens:
+        if self._min_tokens and self._num_tokens <= self._min_tokens:
             # complete too early: it does not count later either
             self._searched = len(self._text)
             return

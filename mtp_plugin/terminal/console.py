@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -19,6 +19,8 @@ DIFFERENT = 1
 """The text is not that of plain decoding, or the doctor found a problem."""
 REFUSED = 2
 """A named error: config, checkpoint or request."""
+UNWRITABLE = 1
+"""The output cannot be written, as on a full disk."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -27,14 +29,30 @@ del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
 
 
 class OutputConsole(Console):
-    """A console that ends quietly when nobody reads its output any more."""
+    """A console that ends the process when its output goes nowhere: quietly when nobody reads it
+    any more, with a line when it cannot be written."""
 
     @override
     def on_broken_pipe(self) -> None:
+        self._give_up()
+        raise SystemExit(BROKEN_PIPE)
+
+    @override
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self._give_up()
+            if not self.stderr:
+                why = error.strerror or error
+                show_error(OSError(f"standard output cannot be written: {why}"))
+            raise SystemExit(UNWRITABLE) from None
+
+    def _give_up(self) -> None:
+        """Write nothing more, nor what Python still holds when it ends."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        raise SystemExit(BROKEN_PIPE)
+        os.dup2(nowhere, self.file.fileno())
 
     @property
     def has_colors(self) -> bool:

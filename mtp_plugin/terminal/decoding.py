@@ -8,7 +8,7 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
-from mtp_plugin.executor.llm import Prompt
+from mtp_plugin.executor.llm import Prompt, place_of
 from mtp_plugin.executor.text import RequestText, Tokenizer
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.parity import (
@@ -79,9 +79,7 @@ def run_batch(
         RequestError: a prompt or an option that cannot be served; nothing was started.
         ExecutorError: a request failed.
     """
-    requests = [llm.make_request(prompt, params) for prompt in prompts]
-    for request in requests:
-        llm.executor.check_fits(request)
+    requests = llm.make_requests(prompts, [params] * len(prompts))
     few = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
     llm.generate(requests[0].get_tokens()[:WARM_UP_TOKENS], few)
 
@@ -97,16 +95,17 @@ def run_batch(
         if events and on_step is not None:
             on_step([(numbers[event.request_id], event) for event in events])
     return BatchRun(
-        [_decoded(request) for request in requests], llm.executor.num_steps - steps_before, seconds
+        [_decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
+        llm.executor.num_steps - steps_before,
+        seconds,
     )
 
 
-def _decoded(request: LlmRequest) -> Decoded:
+def _decoded(request: LlmRequest, place: str) -> Decoded:
     reason = request.finish_reason
     if reason is None or reason is FinishReason.ERROR:
         raise ExecutorError(
-            f"request {request.request_id} failed after {len(request.output_token_ids)} tokens: "
-            "the target gave a row of logits without any finite value"
+            f"{place} failed after {len(request.output_token_ids)} tokens: {request.error}"
         )
     length = request.py_orig_prompt_len
     return Decoded(

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.llm import encode
 from mtp_plugin.executor.text import Tokenizer
 from mtp_plugin.models import LoadedModel
-from mtp_plugin.parity import Comparison, Divergence, plain_attention
+from mtp_plugin.parity import Comparison, Divergence, TieRule, plain_attention
 from mtp_plugin.statistics import AcceptanceStats
 
 from .console import DIFFERENT, OK, OutputConsole, can_show
@@ -196,8 +198,9 @@ def run_parity(
     """Run the variants over the same prompts with one model, and compare each.
 
     Raises:
-        MTPPluginError: a checkpoint, config or prompt that cannot be run.
+        MTPPluginError: a checkpoint, config, prompt or tolerance that cannot be run.
     """
+    TieRule(torch.float32, tie_ulps)  # refuses what is no tolerance, before any weight is loaded
     model: LoadedModel | None = None
     tokenizer: Any = None
     prompts: list[list[int]] = []
@@ -258,7 +261,7 @@ def make_prompts(
             [dice.randrange(vocab_size) for _ in range(dice.randint(1, LONGEST_RANDOM_PROMPT))]
             for _ in range(count or RANDOM_PROMPTS)
         ]
-    whole = [list(tokenizer.encode(text)) for text in texts]
+    whole = [encode(tokenizer, text) for text in texts]
     prompts = whole[:count]
     while count is not None and len(prompts) < count:
         ids = dice.choice(whole)

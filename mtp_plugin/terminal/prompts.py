@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.errors import RequestError
+from mtp_plugin.executor.llm import encode, load_tokenizer, place_of
 
 BUNDLED = "prompts.json"
 """Prompts that lie in the folder around a checkpoint."""
@@ -33,17 +34,17 @@ def read_prompts(
         report: called with a line where the choice may surprise.
 
     Raises:
-        RequestError: a file that cannot be read, or no prompt anywhere.
+        RequestError: a file that cannot be read, an empty prompt, or no prompt anywhere.
     """
     prompts = [*given, *([] if file is None else _from_file(file))]
     if prompts:
-        return prompts
+        return _not_empty(prompts, model)
     if file is None and (text := _piped_text(report)):
         return [text]
     bundled = model.parent / BUNDLED
     if file is None and bundled.is_file():
         report(f"no prompt was given: taking those of {bundled}")
-        return _from_file(bundled)
+        return _not_empty(_from_file(bundled), model)
     raise RequestError(
         "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
         f"(and there is no {bundled})"
@@ -54,13 +55,25 @@ def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path)
     """Prompts given and those of the file, else the bundled ones; empty where there are none.
 
     Raises:
-        RequestError: a file that cannot be read.
+        RequestError: a file that cannot be read, or an empty prompt.
     """
     prompts = [*given, *([] if file is None else _from_file(file))]
     bundled = model.parent / BUNDLED
     if not prompts and file is None and bundled.is_file():
-        return _from_file(bundled)
-    return prompts
+        prompts = _from_file(bundled)
+    return _not_empty(prompts, model)
+
+
+def _not_empty(prompts: list[str], model: Path) -> list[str]:
+    """The prompts; one without a token is refused here, before any weight is loaded."""
+    empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
+    if not empty:
+        return prompts
+    # some tokenizers begin every text with a token of their own
+    has_tokenizer = (model / "tokenizer.json").is_file()
+    if has_tokenizer and encode(load_tokenizer(str(model)), ""):
+        return prompts
+    raise RequestError(f"{place_of(empty[0], len(prompts))}: the prompt is empty")
 
 
 def _from_file(file: Path) -> list[str]:
@@ -71,8 +84,8 @@ def _from_file(file: Path) -> list[str]:
             f"prompt file {file}: expected .txt (one prompt), .json (a list) or - (standard input)"
         )
     try:
-        # no newline is translated: the prompt is the file's text
-        text = file.read_bytes().decode("utf-8")
+        # no newline is translated: the prompt is the file's text, but for a byte-order mark
+        text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise RequestError(f"prompt file {file}: no such file") from None
     except OSError as error:
@@ -123,7 +136,7 @@ def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.closed:
         raise RequestError("standard input is closed; expected a prompt there")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input: expected UTF-8 text: {error}") from None
     except OSError as error:

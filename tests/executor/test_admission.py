@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, PluginError, RequestError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.models import load_model
 from mtp_plugin.protocols import FinishReason
+from mtp_plugin.terminal.parity import make_prompts
 from tests.executor.conftest import VOCAB, assert_drained
 
 END = VOCAB - 1
@@ -78,11 +82,21 @@ REQUESTS = [
     Case("nothing", None, "prompts: expected text or lists of token ids, got NoneType"),
     Case("one id", 7, "prompts: expected text or lists of token ids, got int"),
     Case("bytes", b"ab", "prompts: expected text or lists of token ids, got bytes"),
-    Case("bytes in a list", [b"ab"], "prompts: expected text or lists of token ids, got bytes"),
     Case(
-        "None in a list", [[1], None], "prompts: expected text or lists of token ids, got NoneType"
+        "bytes in a list",
+        [b"ab"],
+        "prompt 1 of 1: expected text or a list of token ids, got bytes",
     ),
-    Case("an id beside a list", [[1], 2], "prompts: expected text or lists of token ids, got int"),
+    Case(
+        "None in a list",
+        [[1], None],
+        "prompt 2 of 2: expected text or a list of token ids, got NoneType",
+    ),
+    Case(
+        "an id beside a list",
+        [[1], 2],
+        "prompt 2 of 2: expected text or a list of token ids, got int",
+    ),
     Case(
         "a tensor",
         torch.tensor([1, 2]),
@@ -157,7 +171,21 @@ REQUESTS = [
     Case(
         "the second of three",
         [[1], [500], [2]],
-        "request 1: prompt ids must be integers in [0, 128), got [500]",
+        "prompt 2 of 3: prompt ids must be integers in [0, 128), got [500]",
+    ),
+    Case("the last of three", [[1], [2], []], "prompt 3 of 3: the prompt is empty"),
+    Case(
+        "one too long beside others",
+        [[1], [1] * 16, [500]],
+        "prompt 2 of 3: the prompt has 16 tokens, max_seq_len is 16 and one token must fit behind "
+        "it",
+        options={"max_seq_len": 16},
+    ),
+    Case(
+        "options of one of several",
+        [[1], [2]],
+        "prompt 2 of 2: not supported: n=2",
+        params=[SamplingParams(), SamplingParams(n=2)],
     ),
     Case(
         "fewer parameters than prompts",
@@ -168,8 +196,14 @@ REQUESTS = [
     Case(
         "parameters of another type",
         [[1]],
-        "sampling_params: expected SamplingParams, got dict",
+        "prompt 1 of 1: sampling_params: expected SamplingParams, got dict",
         params=[{"max_new_tokens": 3}],
+    ),
+    Case(
+        "one of several parameters of another type",
+        [[1], [2]],
+        "prompt 2 of 2: sampling_params: expected SamplingParams, got NoneType",
+        params=[SamplingParams(), None],
     ),
 ]
 
@@ -186,6 +220,22 @@ def test_requests_refused_before_anything_starts(bed, case: Case, call: str) -> 
     assert_drained(llm)
 
 
+def test_a_list_counts_from_its_own_start(bed) -> None:
+    """Whatever was asked before."""
+    llm = bed.llm()
+    llm.generate([[1], [2]], SamplingParams(max_new_tokens=1))
+    with pytest.raises(RequestError, match=r"^prompt 1 of 2: the prompt is empty$"):
+        llm.generate([[], [500]])
+    with pytest.raises(RequestError, match=r"^request \d+: the prompt is empty$"):
+        llm.generate([[]])
+
+
+def test_an_async_stream_is_refused_at_its_call(bed) -> None:
+    llm = bed.llm()
+    with pytest.raises(RequestError, match=r"^request 0: the prompt is empty$"):
+        llm.stream_async([])
+
+
 def test_an_executor_goes_on_after_a_refusal(bed, target) -> None:
     llm = bed.llm()
     with pytest.raises(RequestError):
@@ -196,6 +246,27 @@ def test_an_executor_goes_on_after_a_refusal(bed, target) -> None:
 
 def test_no_prompts_give_no_outputs(bed) -> None:
     assert bed.llm().generate([]) == []
+
+
+def test_a_long_prompt_is_told_by_us_alone(bed) -> None:
+    """transformers warns of its own limit at the same text."""
+    vocab = {chr(code): code for code in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab, [])), model_max_length=8
+    )
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        llm = bed.llm(max_seq_len=16, tokenizer=tokenizer)
+        with pytest.raises(RequestError, match=r"^request 0: the prompt has 40 tokens"):
+            llm.generate("x" * 40, SamplingParams(stop=("y" * 12,)))
+        assert make_prompts(["z" * 12], tokenizer, VOCAB, 1, seed=0) == [[ord("z")] * 12]
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in records] == []
 
 
 # --- the executor's own door ---

@@ -59,6 +59,20 @@ class Failing(torch.nn.Module):
         return self.worker(**kwargs)
 
 
+class Breaking(Pieces):
+    """Cannot decode one token."""
+
+    def __init__(self, token: int, error: BaseException) -> None:
+        super().__init__()
+        self.token = token
+        self.error = error
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self.token in token_ids:
+            raise self.error
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
 def fail_in_step(llm: LLM, step: int, error: BaseException | None = None) -> None:
     error = error or RuntimeError("broken kernel")
     wrap_worker(llm, lambda worker: Failing(worker, step, error))
@@ -474,6 +488,102 @@ def test_a_failing_step_reaches_every_async_stream(bed, target, prompts, step) -
     assert_drained(llm)
     wrap_worker(llm, lambda _: worker)
     assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+
+
+def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
+    """(Text, place, token) of a token that stands in no other text, nor before in its own."""
+    return next(
+        (number, place, token)
+        for number, text in enumerate(texts)
+        for place, token in enumerate(text)
+        if place >= 3
+        and token not in text[:place]
+        and not any(token in other for other in texts[:number] + texts[number + 1 :])
+    )
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_a_tokenizer_that_fails_ends_one_request_alone(
+    bed, target, prompts, plain, vanilla, caplog
+) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    number, place, token = token_of_one_text(texts)
+    tokenizer = Breaking(token, ValueError("no such piece"))
+    llm = bed.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=plain)
+    told = f"the tokenizer cannot decode token {token}: ValueError: no such piece"
+    shown = dict.fromkeys(range(len(prompts)), "")
+    ends = {}
+    for events in llm.stream(prompts, greedy(24)):
+        for event in events:
+            shown[event.request_id] += event.text
+            ends[event.request_id] = event.finish_reason
+    outputs = llm.generate(prompts, greedy(24))
+    for i, (output, text) in enumerate(zip(outputs, texts, strict=True)):
+        tokens = text[: place + 1] if i == number else text
+        decoded = Pieces().decode(text[:place] if i == number else text, skip_special_tokens=True)
+        reason = FinishReason.ERROR if i == number else FinishReason.LENGTH
+        assert (output.token_ids, output.text) == (tokens, decoded)
+        assert (output.finish_reason, output.error) == (reason, told if i == number else None)
+        assert (shown[i], ends[i]) == (decoded, reason)
+    assert_drained(llm)
+    logged = [record for record in caplog.records if record.name == "mtp_plugin"]
+    assert [record.getMessage() for record in logged] == [
+        f"request {number}: {told}",
+        f"request {number + len(prompts)}: {told}",
+    ]
+    assert all(record.exc_info[1] is tokenizer.error for record in logged)
+
+
+@pytest.mark.parametrize("plain", LOOPS)
+def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, plain) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    number, _, token = token_of_one_text(texts)
+    tokenizer = Breaking(token, ValueError("no such piece"))
+    llm = bed.llm(tokenizer=tokenizer, disable_overlap_scheduler=plain)
+
+    async def main() -> list[Any]:
+        calls = (llm.generate_async(p, greedy(24)) for p in prompts)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+
+    results = asyncio.run(main())
+    failed = results.pop(number)
+    assert isinstance(failed, ExecutorError)
+    assert str(failed) == (
+        f"request {number}: the tokenizer cannot decode token {token}: ValueError: no such piece"
+    )
+    assert [ids for ids, _ in results] == texts[:number] + texts[number + 1 :]
+    assert_drained(llm)
+
+
+def test_an_interrupt_in_a_tokenizer_ends_everything(bed, target, prompts) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    _, _, token = token_of_one_text(texts)
+    llm = bed.llm(tokenizer=Breaking(token, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(24))
+    assert_drained(llm)
+
+
+def test_dead_logits_reach_an_async_call(bed) -> None:
+    llm = bed.llm()
+
+    class Poisoned(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            kwargs["logits"].fill_(float("nan"))
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Poisoned)
+    told = "the target gave a row of logits without any finite value"
+    (output,) = llm.generate([[1, 2]], greedy())
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, told)
+    with pytest.raises(ExecutorError, match=f"^request 1: {told}$"):
+        asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert_drained(llm)
 
 
 class Paused(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from mtp_plugin.executor import text as text_module
+from mtp_plugin.executor.llm import detokenizer_of
 from mtp_plugin.executor.text import RequestText, Segment
 
 BAD = "\ufffd"
@@ -183,6 +186,86 @@ def test_held_back_text_keeps_its_origin() -> None:
     assert text.drain(final=False) == shown
 
 
+# --- work ---
+
+
+class Counting:
+    """Counts the ids that a tokenizer decodes."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.num_ids = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.num_ids += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+NUM_TOKENS = 5000
+
+
+class Run(NamedTuple):
+    period: list[bytes | str]
+    text: str
+    note: str
+    special: bool = False
+
+
+RUNS = [
+    Run(["<pad>"], "", "special tokens", special=True),
+    Run([""], "", "tokens without text"),
+    Run([b"\x80"], BAD, "bytes that begin no character"),
+    Run([b"\xe2"], BAD, "bytes that begin a character each"),
+    Run([b"\xe2", b"\x82"], BAD, "unfinished characters"),
+    Run([b"\xf0", b"\x90", b"\x80"], BAD, "longer ones"),
+    Run([b"\xe2\x82\xe2"], BAD * 2, "several in one token"),
+    Run([b"a\xe2"], "a" + BAD, "letters beside them"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.note)
+def test_long_runs_take_work_in_proportion(run: Run) -> None:
+    count = NUM_TOKENS // len(run.period)
+    pieces = ["x", *run.period * count, "y"]
+    special = frozenset(range(1, len(pieces) - 1)) if run.special else frozenset()
+    tokenizer = Counting(Pieces(pieces, special))
+    text = RequestText(tokenizer, ("never there",))
+    shown = ""
+    for token in range(len(pieces)):
+        text.push(token, from_draft=False)
+        shown += "".join(s.text for s in text.drain(final=False))
+    assert tokenizer.num_ids < 100 * NUM_TOKENS
+    assert shown == text.full_text == f"x{run.text * count}y"
+
+
+def test_long_runs_of_tokenizers_of_transformers() -> None:
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        letter, broken = tokenizer.encode("é")
+        for run in ([broken], [broken, *[letter, broken] * (NUM_TOKENS // 2)]):
+            counting = Counting(tokenizer)
+            text = RequestText(counting)
+            run = (run * NUM_TOKENS)[:NUM_TOKENS]
+            for token in run:
+                text.push(token, from_draft=False)
+            whole = tokenizer.decode(run)
+            assert text.full_text == whole
+            assert "".join(s.text for s in text.drain(final=True)) == whole
+            assert counting.num_ids < 100 * NUM_TOKENS
+
+
+def test_what_is_shown_costs_no_decoding() -> None:
+    """So that nothing but a token's own step can fail with its tokenizer."""
+    tokenizer = Counting(Pieces(["a", b"\xe2\x82"]))
+    text = RequestText(tokenizer)
+    for token in range(2):
+        text.push(token, from_draft=False)
+    before = tokenizer.num_ids
+    assert text.full_text == "a" + BAD
+    assert text.drain(final=False) == [Segment("a", False)]
+    assert text.drain(final=True) == [Segment(BAD, False)]
+    assert tokenizer.num_ids == before
+
+
 # --- properties ---
 
 LETTERS = "ab<é€😀\n"
@@ -268,6 +351,44 @@ def test_arbitrary_bytes_give_the_decoding_of_all_of_them(
     assert "".join(shown) == full
 
 
+TRICKY = [
+    b"\x80",
+    b"\x82",
+    b"\xac",
+    b"\x90",
+    b"\xc3",
+    b"\xe2",
+    b"\xf0",
+    b"\xff",
+    b"\xe2\x82",
+    b"a\xe2",
+]
+
+
+def every_state(tokenizer, ids: list[int]) -> list[tuple[str, str]]:
+    """(Newly shown, full text) after each token, and at the end."""
+    text = RequestText(tokenizer)
+    states = []
+    for token in ids:
+        text.push(token, from_draft=False)
+        states.append(("".join(s.text for s in text.drain(final=False)), text.full_text))
+    states.append(("".join(s.text for s in text.drain(final=True)), text.full_text))
+    return states
+
+
+def with_the_whole_run_in_view(tokenizer, ids: list[int]) -> list[tuple[str, str]]:
+    with patch.object(text_module, "LONG", 10**9):
+        return every_state(tokenizer, ids)
+
+
+@given(st.lists(st.sampled_from([*TRICKY, b"", b"b"]), max_size=150))
+def test_what_leaves_the_view_is_not_missed(pieces: list[bytes]) -> None:
+    tokenizer, ids = Pieces(pieces), list(range(len(pieces)))
+    states = every_state(tokenizer, ids)
+    assert states == with_the_whole_run_in_view(tokenizer, ids)
+    assert states[-1][1] == b"".join(pieces).decode("utf-8", errors="replace")
+
+
 # --- real tokenizers ---
 
 
@@ -307,6 +428,35 @@ def test_tokenizers_of_transformers(make, text: str) -> None:
     assert request_text.drain(final=True) == []
 
 
+class Shouting(PreTrainedTokenizerFast):
+    def _decode(self, *args, **options) -> str:
+        return super()._decode(*args, **options).upper()
+
+
+class Whispering(PreTrainedTokenizerFast):
+    def decode(self, *args, **options) -> str:
+        return super().decode(*args, **options).lower()
+
+
+def test_the_backend_decodes_where_a_tokenizer_adds_nothing() -> None:
+    backend = BYTE_LEVEL.backend_tokenizer
+    assert detokenizer_of(BYTE_LEVEL) is backend
+    ids = BYTE_LEVEL.encode("naïve 日本語 \n x")
+    assert backend.decode(ids, skip_special_tokens=True) == BYTE_LEVEL.decode(
+        ids, skip_special_tokens=True
+    )
+
+
+def test_a_tokenizer_with_a_decoding_of_its_own_decodes_itself() -> None:
+    options = {"tokenizer_object": BYTE_LEVEL.backend_tokenizer}
+    patched = PreTrainedTokenizerFast(**options)
+    patched.decode = Pieces(["a"]).decode
+    cleaning = PreTrainedTokenizerFast(**options, clean_up_tokenization_spaces=True)
+    subclasses = [Shouting(**options), Whispering(**options)]
+    for own in (*subclasses, cleaning, patched, Pieces(["a"]), None):
+        assert detokenizer_of(own) is own
+
+
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=16))
 def test_streamed_text_of_random_bytes_is_the_full_text(ids: list[int]) -> None:
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
@@ -321,5 +471,23 @@ def test_streamed_text_of_random_bytes_is_the_full_text(ids: list[int]) -> None:
             assert shown == tokenizer.decode(ids)
 
 
+@given(st.lists(st.sampled_from(sorted({b for piece in TRICKY for b in piece})), max_size=150))
+def test_what_leaves_the_view_of_random_bytes_is_not_missed(data: list[int]) -> None:
+    level = [BYTE_LEVEL.convert_tokens_to_ids(BYTE_CHARACTERS[byte]) for byte in data]
+    fallback = [BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
+    for tokenizer, ids in ((BYTE_LEVEL, level), (BYTE_FALLBACK, fallback)):
+        assert every_state(tokenizer, ids) == with_the_whole_run_in_view(tokenizer, ids)
+
+
+def byte_characters() -> dict[int, str]:
+    """GPT-2's visible character of each byte."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {
+        byte: chr(256 + number) for number, byte in enumerate(others)
+    }
+
+
+BYTE_CHARACTERS = byte_characters()
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()

@@ -83,6 +83,7 @@ class Batch:
         for request in self.requests:
             self._executor.check_fits(request)
         self._unstarted = {request.request_id for request in self.requests}
+        self._by_id = {request.request_id: request for request in self.requests}
         # one step is running and one is about to be: neither may cut its drafts
         self._longest = num_tokens - 2 * llm.pieces.plan.step_rows
 
@@ -123,8 +124,7 @@ class Batch:
             expect(
                 event.finish_reason is not FinishReason.ERROR,
                 BenchmarkError,
-                f"request {event.request_id}: the target gave a row of logits without any finite "
-                "value",
+                f"request {event.request_id}: {self._by_id[event.request_id].error}",
             )
             if event.token_ids:
                 self._unstarted.discard(event.request_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.bench.e2e.subject import Subject
 from mtp_plugin.errors import expect
+from mtp_plugin.executor.llm import encode
 
 BUNDLED = "prompts.json"
 """Prompts that lie in the folder around a checkpoint."""
@@ -27,7 +28,7 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
     if not texts:
         vocab = subject.model.facts.vocab_size
         return [[dice.randrange(vocab) for _ in range(length)] for _ in range(count)]
-    whole = [list(subject.tokenizer.encode(text)) for text in texts]
+    whole = [encode(subject.tokenizer, text) for text in texts]
     prompts = []
     for number in range(count):
         last = whole[number % len(whole)]

@@ -173,8 +173,7 @@ class Soak:
             expect(
                 event.finish_reason is not FinishReason.ERROR,
                 BenchmarkError,
-                f"request {event.request_id}: the target gave a row of logits without any finite "
-                "value",
+                f"request {event.request_id}: {request.error}",
             )
             aborted = event.finish_reason is FinishReason.CANCELLED
             self.num_aborted += aborted
