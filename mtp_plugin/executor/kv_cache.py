@@ -49,11 +49,14 @@ class BlockManager:
 
     def missing_blocks(self, request_id: int, num_rows: int) -> int:
         """Further blocks that the request needs to hold ``num_rows`` rows."""
-        return max(0, self.blocks_for(num_rows) - len(self.table(request_id)))
+        missing = self.blocks_for(num_rows) - len(self.table(request_id))
+        return missing if missing > 0 else 0
 
     def try_reserve(self, request_id: int, num_rows: int) -> bool:
         """Grow the request's table to ``num_rows`` rows; False, and no change, where it cannot."""
         missing = self.missing_blocks(request_id, num_rows)
+        if missing == 0:
+            return True  # as in most steps
         if missing > len(self._free):
             return False
         table = self._tables.setdefault(request_id, [])

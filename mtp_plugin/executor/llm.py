@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -96,6 +98,7 @@ class LLM:
         kv_fill: float = 0.0,
     ) -> None:
         self.config = _as_config(config)
+        self._thaw: Callable[[], Any] = lambda: None
         try:
             self._set_up(model, tokenizer, on_progress, chunk_policy, kv_fill)
         except ConfigError as error:
@@ -165,7 +168,11 @@ class LLM:
             max_num_sequences=2 * batch_size,
             max_seq_len=self.max_seq_len,
             chain=model.traits.chain,
-            encode=self._encode_tag if tokenizer is not None else None,
+            encode=(
+                partial(encode, tokenizer, add_special_tokens=False)
+                if tokenizer is not None
+                else None
+            ),
         )
         pieces = plugin.build(speculative, plan, host)
         self.pieces = pieces
@@ -222,9 +229,11 @@ class LLM:
         self._end_ids = facts.eos_token_ids
         self._ids = itertools.count()  # its next() is one step for any number of threads
         self._dispatcher = Dispatcher(self.executor)
-        self._drivers: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
-            WeakKeyDictionary()
+        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
+            weakref.WeakKeyDictionary()
         )
+        if self.device.type == "cuda":
+            self._thaw = freeze_collected(self)
         report("ready")
 
     # ---- use --------------------------------------------------------------------------------
@@ -293,6 +302,7 @@ class LLM:
         """Cancel everything and give every resource back, with the memory of KV cache and graphs;
         who waits for a request gets an error."""
         self._dispatcher.shutdown()
+        self._thaw()
 
     def __enter__(self) -> LLM:
         return self
@@ -425,7 +435,7 @@ class LLM:
 
     def _is_text(self, word: str) -> bool:
         """Whether a model could write the word in tokens that are all decoded."""
-        ids = self._encode_tag(word)
+        ids = encode(self.tokenizer, word, add_special_tokens=False)
         shown = self.tokenizer.decode(ids, skip_special_tokens=True)
         return not ids or shown == self.tokenizer.decode(ids, skip_special_tokens=False) != ""
 
@@ -510,9 +520,6 @@ class LLM:
             await asyncio.to_thread(self._dispatcher.advance)
 
     # ---- set-up -----------------------------------------------------------------------------
-
-    def _encode_tag(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, add_special_tokens=False)
 
     def _num_blocks(self, num_draft_layers: int) -> int:
         """Blocks of the pool: what was asked for, else what the batch can use and memory holds."""
@@ -628,6 +635,17 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def place_of(number: int, count: int) -> str:
     """How messages call one of several prompts; ``number`` counts from 1."""
     return f"prompt {number} of {count}"
+
+
+def freeze_collected(owner: object) -> Callable[[], Any]:
+    """Keep Python's collector from what is there by now; the result, or the owner's end, undoes it.
+
+    While requests come and go the collector runs over everything once in a few hundred steps. Over
+    the modules of a model that takes longer than many steps.
+    """
+    gc.collect()
+    gc.freeze()
+    return weakref.finalize(owner, gc.unfreeze)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
+from mtp_plugin.executor.llm import freeze_collected
 from mtp_plugin.protocols import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 
@@ -129,6 +131,39 @@ def test_output_of_a_request(bed) -> None:
     # the first token is the prompt step's
     assert output.acceptance.emitted == len(output.token_ids) - 1
     assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_an_executor_that_nobody_holds_is_gone_at_once(bed) -> None:
+    """Nothing refers to it in a circle, so that it needs no collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = bed.llm(tokenizer=Pieces())
+        llm.generate([[1, 2]], greedy(4))
+        parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
+        del llm
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+class Owner:
+    """What can be referred to weakly."""
+
+
+def test_what_is_kept_from_the_collector_comes_back() -> None:
+    others = gc.get_freeze_count()
+    owner = Owner()
+    thaw = freeze_collected(owner)
+    assert gc.get_freeze_count() > others
+    thaw()
+    assert gc.get_freeze_count() == 0
+    thaw()
+    dropped = Owner()
+    freeze_collected(dropped)
+    assert gc.get_freeze_count() > 0
+    del dropped
+    assert gc.get_freeze_count() == 0
 
 
 def test_no_tokenizer_no_text(bed) -> None:

@@ -92,6 +92,13 @@ def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
         gc.enable()
 
 
+def test_the_collector_leaves_the_model_alone_until_the_end(graphed):
+    watched = graphed()
+    assert gc.get_freeze_count() > 0
+    watched.llm.shutdown()
+    assert gc.get_freeze_count() == 0
+
+
 def test_two_executors_of_different_sizes_share_a_model(graphed, target, prompts):
     """The larger one comes later; what the graphs of the smaller one read must stay."""
     small = graphed(sizes=(1, 2), max_batch_size=2, attn_backend="sdpa")
