@@ -1,0 +1,64 @@
+"""Multi-token-prediction speculative decoding as a plugin for PyExecutor-shaped serving loops.
+
+The names below are what a host or a user starts from. Each is imported when it is first asked for,
+so that ``import mtp_plugin`` alone loads nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtp_plugin.config import MTPDecodingConfig as MTPDecodingConfig
+    from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
+    from mtp_plugin.errors import MTPPluginError as MTPPluginError
+    from mtp_plugin.executor import LLM as LLM
+    from mtp_plugin.executor import SamplingParams as SamplingParams
+    from mtp_plugin.metadata import MTPSpecMetadata as MTPSpecMetadata
+    from mtp_plugin.plugin import find_plugin as find_plugin
+    from mtp_plugin.plugin import register_plugin as register_plugin
+    from mtp_plugin.sampler import MTPSampler as MTPSampler
+    from mtp_plugin.state import MTPHiddenStatesManager as MTPHiddenStatesManager
+    from mtp_plugin.workers import MTPEagleWorker as MTPEagleWorker
+    from mtp_plugin.workers import MTPWorker as MTPWorker
+
+_ROOMS = {
+    "LLM": "executor",
+    "MTPDecodingConfig": "config",
+    "MTPEagleWorker": "workers",
+    "MTPHiddenStatesManager": "state",
+    "MTPPluginError": "errors",
+    "MTPSampler": "sampler",
+    "MTPSpecMetadata": "metadata",
+    "MTPWorker": "workers",
+    "SamplingParams": "executor",
+    "SpeculativeDecodingMode": "config",
+    "find_plugin": "plugin",
+    "register_plugin": "plugin",
+}
+
+__all__ = [
+    "LLM",
+    "MTPDecodingConfig",
+    "MTPEagleWorker",
+    "MTPHiddenStatesManager",
+    "MTPPluginError",
+    "MTPSampler",
+    "MTPSpecMetadata",
+    "MTPWorker",
+    "SamplingParams",
+    "SpeculativeDecodingMode",
+    "find_plugin",
+    "register_plugin",
+]
+
+if not TYPE_CHECKING:  # a checker reads the imports above
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ROOMS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

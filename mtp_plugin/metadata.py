@@ -44,6 +44,11 @@ class MTPSpecMetadata:
     request_ids: Sequence[int] | None = None
     seq_lens: Sequence[int] | None = None
     gather_ids: torch.Tensor | None = None
+    num_accepted_draft_tokens: torch.Tensor | None = None  # carried for hosts, not read
+    num_extra_kv_tokens: int | None = 0  # carried for hosts, not read
+    num_layers: int = 0  # carried for hosts, not read
+    is_spec_dec_tree: bool = False  # drafts are linear
+    is_spec_dec_dynamic_tree: bool = False
     all_rank_num_tokens: list[int] | None = None
     all_rank_max_num_tokens: int | None = None
     mtp_num_modules: int = 1
@@ -52,10 +57,11 @@ class MTPSpecMetadata:
     mtp_past_tokens_ptrs: torch.Tensor | None = None  # carried for hosts, not read
     slot_ids: torch.Tensor | None = None  # [max_num_requests] int64
     batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
+    draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
     row_parameters: RowParameters | None = None
     max_position: int | None = None  # highest legal position id; None: unbounded
-    draft_window: str = "trtllm"  # decides the draft tokens that prepare() counts
+    draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
     device: torch.device | None = None
     _all_rank_num_seqs: list[int] | None = None
 
@@ -70,6 +76,9 @@ class MTPSpecMetadata:
             self.max_total_draft_tokens = self.max_draft_len
         self.batch_indices_cuda = torch.zeros(
             self.max_num_requests, dtype=torch.int32, device=self.device
+        )
+        self.draft_token_indices_cuda = torch.arange(
+            self.mtp_num_modules, dtype=torch.int64, device=self.device
         )
         if self.mtp_hidden_states_manager is not None:
             self.slot_ids = torch.zeros(
@@ -122,6 +131,18 @@ class MTPSpecMetadata:
         view.max_num_requests = max_batch_size
         view.__post_init__()
         return view
+
+    def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
+        """False: MTP reads the target's last states alone."""
+        return False
+
+    def maybe_capture_hidden_states(
+        self,
+        layer_id: int,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Nothing: no layer is captured."""
 
     def slot_of(self, request_id: int) -> int:
         """The request's row in the manager's pools; padding rows have the sentinel slot.

@@ -49,9 +49,9 @@ class SpecRequest(Protocol):
 
     Optional attributes: ``py_epoch`` (int, grows with every preemption), ``py_stop_ids`` (further
     end ids), ``py_stop_criterion`` (callable without arguments that answers True when the text so
-    far contains a stop string), ``py_stop_words_list``, ``py_acceptance`` (an
-    :class:`~mtp_plugin.statistics.AcceptanceStats`), ``py_draft_state`` (a
-    :class:`~mtp_plugin.turn_down.DraftState`), ``is_dummy``.
+    far contains a stop string), ``py_stop_words_list`` (words of one token count as stop ids),
+    ``end_id``, ``py_acceptance`` (an :class:`~mtp_plugin.statistics.AcceptanceStats`),
+    ``py_draft_state`` (a :class:`~mtp_plugin.turn_down.DraftState`), ``is_dummy``.
     """
 
     request_id: int

@@ -13,6 +13,7 @@ from mtp_plugin.batch import STATUS_OK, to_device
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.ops.backend import select_ops
 from mtp_plugin.protocols import FinishReason, RequestState
+from mtp_plugin.state.stop_ids import stop_words
 
 BEAM = 0
 
@@ -271,7 +272,7 @@ class MTPSampler:
             How many were appended, and whether the request has ended.
         """
         end_id, stop_ids = request.py_end_id, getattr(request, "py_stop_ids", ())
-        words = _stop_words(getattr(request, "py_stop_words_list", None))
+        words = stop_words(getattr(request, "py_stop_words_list", None))
         criterion = getattr(request, "py_stop_criterion", None)
         limit = min(request.py_orig_prompt_len + request.py_max_new_tokens, self.max_seq_len)
         before, running = request.get_num_tokens(BEAM), request.state
@@ -385,19 +386,6 @@ def _phase(request: Any) -> str:
 def _is_dummy(request: Any) -> bool:
     """A rank without requests runs one of these: nobody reads what it emits."""
     return any(getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy"))
-
-
-def _stop_words(listed: Any) -> list[list[int]]:
-    """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
-    ends (-1 behind the last), or a plain list of words."""
-    if not listed:
-        return []
-    if len(listed) == 2:
-        flat, ends = list(listed[0]), [end for end in listed[1] if end != -1]
-        rising = all(a < b for a, b in zip([0, *ends], ends, strict=False))
-        if ends and rising and ends[-1] <= len(flat):
-            return [flat[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return [list(word) for word in listed]
 
 
 def _ends_with(request: Any, words: list[list[int]]) -> bool:

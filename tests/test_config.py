@@ -30,6 +30,7 @@ from mtp_plugin.config import (
     parse_config,
     speculative,
 )
+from mtp_plugin.workers import MTPEagleWorker, MTPWorker
 
 calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
@@ -239,14 +240,20 @@ class TestMode:
             "is_mtp",
             "is_mtp_one_model",
             "needs_kv_cache_rewind",
-            "support_capturable_guided_decoder",
             "support_dynamic_draft_len",
-            "support_guided_decoder",
             "support_overlap_scheduler",
             "use_one_engine",
             "without_logits",
         }
         assert {name for name in asked if getattr(mode, name)()} == both | true
+
+    @pytest.mark.parametrize("mode", SpeculativeDecodingMode)
+    def test_grammars_are_not_offered(self, mode: SpeculativeDecodingMode) -> None:
+        """A host asks before it hands a worker its decoder; none has a place for one."""
+        assert not mode.support_guided_decoder()
+        assert not mode.support_capturable_guided_decoder()
+        assert not hasattr(MTPWorker, "set_guided_decoder")
+        assert not hasattr(MTPEagleWorker, "set_guided_decoder")
 
     def test_none_drafts_nothing(self) -> None:
         mode = SpeculativeDecodingMode.from_string(None)

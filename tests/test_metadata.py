@@ -13,12 +13,17 @@ from mtp_plugin.errors import MetadataError
 from mtp_plugin.metadata import DraftLoop, MTPSpecMetadata, draft_loop
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.state import MTPHiddenStatesManager
+from mtp_plugin.workers import MTPWorker
 from tests.workers.contract import snapshot
 from tests.workers.host import (
     Attention,
     KVAttention,
     LimitedAttention,
     PlainAttributes,
+    Prompt,
+    ScriptedLayer,
+    Step,
+    Turn,
     int32,
 )
 
@@ -104,6 +109,47 @@ def test_draft_tokens_of_a_step(mode: SpeculativeDecodingMode, window: str, expe
     spec.num_tokens, spec.num_generations, spec.request_ids = 20, 3, [1, 2, 3]
     spec.prepare()
     assert spec.num_tokens == expected
+
+
+def test_the_window_is_the_workers_unless_told() -> None:
+    """With both defaults a layer is fed as many rows as `prepare` counts."""
+    step = Step(2, [Prompt([1, 2, 3])], [Turn([1, 2], [5, 6], [5, 7, 8]) for _ in range(3)])
+    step.spec = MTPSpecMetadata(
+        max_num_requests=12, max_draft_len=2, mtp_hidden_states_manager=step.manager
+    )
+    worker = MTPWorker(SimpleNamespace(max_draft_len=2), device="cpu")
+    assert step.spec.draft_window == worker.draft_window == "exact"
+    step.spec.num_tokens, step.spec.num_generations = len(step.input_ids), 3
+    step.spec.request_ids = range(4)
+    step.spec.draft_tokens = int32([5, 6] * 3)
+    step.spec.prepare()
+    seen: list[Any] = []
+    worker(**step.inputs() | {"spec_metadata": step.spec}, mtp_layers=[ScriptedLayer(0, seen)] * 2)
+    assert [len(call.ids) for call in seen] == [step.spec.num_tokens] * 2
+
+
+def test_what_hosts_ask_for_that_mtp_has_no_use_for() -> None:
+    spec = make_spec(mtp_num_modules=3)
+    assert spec.draft_token_indices_cuda.tolist() == [0, 1, 2]
+    assert spec.draft_token_indices_cuda.dtype == torch.int64
+    assert (spec.num_extra_kv_tokens, spec.num_layers) == (0, 0)
+    assert spec.is_spec_dec_tree is spec.is_spec_dec_dynamic_tree is False
+    assert spec.num_accepted_draft_tokens is None
+    assert spec.is_layer_capture(0) is False
+    states = torch.ones(2, 4)
+    assert spec.maybe_capture_hidden_states(0, states) is None
+    assert spec.maybe_capture_hidden_states(0, states, states) is None
+    given = make_spec(
+        num_extra_kv_tokens=2,
+        num_layers=7,
+        is_spec_dec_tree=False,
+        is_spec_dec_dynamic_tree=False,
+        num_accepted_draft_tokens=states,
+    )
+    assert (given.num_extra_kv_tokens, given.num_layers) == (2, 7)
+    view = given.create_cuda_graph_metadata(2)
+    assert view.num_accepted_draft_tokens is states
+    assert view.draft_token_indices_cuda.tolist() == [0]
 
 
 def test_fields_that_hosts_assign() -> None:

@@ -77,7 +77,9 @@ class SpeculativeDecodingMode(IntEnum):
         return self.is_mtp()
 
     def support_guided_decoder(self) -> bool:
-        return True
+        """False: the target's tokens are chosen in the worker, which masks by no grammar."""
+        return False
 
     def support_capturable_guided_decoder(self) -> bool:
-        return self.is_mtp()
+        """False: workers have no ``set_guided_decoder``."""
+        return False

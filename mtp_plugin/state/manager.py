@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from mtp_plugin.batch import to_device
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.protocols import is_graph_dummy_id
+from mtp_plugin.state.draft_len import read_draft_len
 from mtp_plugin.state.slots import SlotManager
+from mtp_plugin.state.stop_ids import MAX_STOP_IDS, NO_STOP, TOO_MANY_STOPS, stop_ids_of
 from mtp_plugin.thinking import read_thinking_token, thinking_after
 
 ATTENTION_DP_DUMMIES = 2
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 class MTPHiddenStatesManager:
@@ -22,15 +28,18 @@ class MTPHiddenStatesManager:
     ``mtp_past_hidden_states_pool`` [S, K, H] dtype, ``mtp_past_tokens_pool`` [S, K] int32, and with
     relaxed acceptance ``mtp_relaxed_delta_pool`` [S] float32 (the delta in force: 0 outside the
     thinking phase), ``thinking_pool`` [S] int8, ``relaxed_topk_pool`` [S] int32,
-    ``relaxed_limit_pool`` [S] float32 (the request's own delta).
+    ``relaxed_limit_pool`` [S] float32 (the request's own delta), ``stop_ids_pool`` [S, P] int32
+    (ids accepted only as first choice, read where the host sets no ``row_parameters``; -1 behind
+    them; P = :data:`~mtp_plugin.state.stop_ids.MAX_STOP_IDS`, and a request that has more is
+    accepted strictly there, which is logged).
 
     S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,
     the last one, which takes every write of a graph-padding row. A slot's rows are zeroed when it
     is handed out, and its thinking phase is read from the whole prompt.
 
     Args:
-        config: any object with ``num_nextn_predict_layers`` or ``max_draft_len`` (K), and
-            optionally the relaxed-acceptance fields.
+        config: any object with ``max_draft_len`` or ``num_nextn_predict_layers`` (K; the first
+            counts where both are given), and optionally the relaxed-acceptance fields.
         dtype: of the hidden states. hidden_size: H.
         max_num_requests: requests that one batch holds.
         device: default CUDA where present, else CPU.
@@ -52,11 +61,8 @@ class MTPHiddenStatesManager:
         num_seq_slots: int | None = None,
         **_: Any,
     ) -> None:
-        draft_len = getattr(config, "num_nextn_predict_layers", None)
-        if draft_len is None:
-            draft_len = getattr(config, "max_draft_len", None)
+        draft_len = read_draft_len(config)
         for name, value in (
-            ("draft length K", draft_len),
             ("hidden_size", hidden_size),
             ("max_num_requests", max_num_requests),
         ):
@@ -68,7 +74,7 @@ class MTPHiddenStatesManager:
         self.dtype = dtype
         self.hidden_size = hidden_size
         self.max_num_requests = max_num_requests
-        self.num_nextn_predict_layers = int(draft_len)  # type: ignore[arg-type]
+        self.num_nextn_predict_layers = draft_len
         self.use_relaxed_acceptance_for_thinking = bool(
             getattr(config, "use_relaxed_acceptance_for_thinking", False)
         )
@@ -88,6 +94,7 @@ class MTPHiddenStatesManager:
         )
         self.sentinel_slot = self.slot_manager.max_num_requests
         num_rows = self.sentinel_slot + 1
+        self._told_of_stop_ids = False
         k = self.num_nextn_predict_layers
         self.mtp_past_hidden_states_pool = torch.zeros(
             num_rows, k, hidden_size, dtype=dtype, device=self.device
@@ -103,6 +110,9 @@ class MTPHiddenStatesManager:
             )
             self.relaxed_limit_pool = torch.full(
                 (num_rows,), self.relaxed_delta, dtype=torch.float32, device=self.device
+            )
+            self.stop_ids_pool = torch.full(
+                (num_rows, MAX_STOP_IDS), NO_STOP, dtype=torch.int32, device=self.device
             )
 
     def prepare_resources(self, scheduled_batch: Any) -> None:
@@ -149,8 +159,9 @@ class MTPHiddenStatesManager:
     def bytes_per_slot(self) -> int:
         """Device bytes that one slot takes in all pools."""
         pair = self.hidden_size * self.mtp_past_hidden_states_pool.element_size() + 4
-        relaxed = 4 + 1 + 4 + 4 if self.use_relaxed_acceptance_for_thinking else 0
-        return self.num_nextn_predict_layers * pair + relaxed
+        relaxed = 4 + 1 + 4 + 4 + 4 * MAX_STOP_IDS
+        pairs = self.num_nextn_predict_layers * pair
+        return pairs + (relaxed if self.use_relaxed_acceptance_for_thinking else 0)
 
     def _reset(self, slot: int, request: Any) -> None:
         """Zero the slot and take over the request's acceptance options."""
@@ -165,6 +176,26 @@ class MTPHiddenStatesManager:
         self.relaxed_limit_pool[slot].fill_(limit)
         self.thinking_pool[slot].fill_(int(thinking))
         self.mtp_relaxed_delta_pool[slot].fill_(limit if thinking else 0.0)
+        stops = self._stop_ids(request)
+        if stops:
+            row = to_device(stops, torch.int32, self.stop_ids_pool.device)
+            self.stop_ids_pool[slot, : len(stops)].copy_(row)
+
+    def _stop_ids(self, request: Any) -> list[int]:
+        """What the request's row of ``stop_ids_pool`` starts with."""
+        stops = stop_ids_of(request)
+        if len(stops) <= MAX_STOP_IDS:
+            return stops
+        if not self._told_of_stop_ids:
+            self._told_of_stop_ids = True
+            _logger.warning(
+                "request %s has %d stop ids, and relaxed acceptance keeps %d of a request: where "
+                "the host sets no row_parameters, requests with more are accepted strictly",
+                request.request_id,
+                len(stops),
+                MAX_STOP_IDS,
+            )
+        return [TOO_MANY_STOPS]
 
     def _zero(self, slot: int) -> None:
         self.mtp_past_hidden_states_pool[slot].zero_()
@@ -172,3 +203,4 @@ class MTPHiddenStatesManager:
         if self.use_relaxed_acceptance_for_thinking:
             self.mtp_relaxed_delta_pool[slot].zero_()
             self.thinking_pool[slot].zero_()
+            self.stop_ids_pool[slot].fill_(NO_STOP)

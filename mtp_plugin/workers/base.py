@@ -17,6 +17,8 @@ from mtp_plugin.ops.acceptance import RelaxedRule
 from mtp_plugin.ops.backend import select_ops
 from mtp_plugin.ops.sampling import StepRows
 from mtp_plugin.ops.synthetic_acceptance import SyntheticRule, synthetic_rule
+from mtp_plugin.state.draft_len import read_draft_len
+from mtp_plugin.state.stop_ids import TOO_MANY_STOPS
 from mtp_plugin.thinking import read_thinking_token
 from mtp_plugin.workers.metadata_check import MetadataFingerprint
 
@@ -52,24 +54,6 @@ class Step:
         """[C] on the device."""
         lens: torch.Tensor = self.attn_metadata.seq_lens_cuda[: self.num_contexts]
         return lens
-
-
-def read_draft_len(spec_config: Any, minimum: int) -> int:
-    """K from a config under either name.
-
-    Raises:
-        ConfigError: no name holds an integer >= ``minimum``.
-    """
-    for name in ("max_draft_len", "num_nextn_predict_layers"):
-        value = getattr(spec_config, name, None)
-        if value is not None:
-            expect(
-                isinstance(value, int) and value >= minimum,
-                ConfigError,
-                f"{name}: expected an integer >= {minimum}, got {value!r}",
-            )
-            return int(value)
-    raise ConfigError("the decoding config gives no max_draft_len and no num_nextn_predict_layers")
 
 
 class SpecWorker(nn.Module, ABC):
@@ -300,7 +284,7 @@ class SpecWorker(nn.Module, ABC):
         attn_metadata: Any,
     ) -> None:
         """Advance the slot pools in place by this step's inputs and states."""
-        manager = self._manager(spec_metadata)
+        manager = self._history(spec_metadata)
         num_contexts = attn_metadata.num_contexts
         self.ops.advance_history(
             manager.mtp_past_tokens_pool,
@@ -433,13 +417,18 @@ class SpecWorker(nn.Module, ABC):
         if getattr(spec_metadata, "next_prompt_tokens", None) is None and input_ids is not None:
             # a host that gives no look-ahead tokens gives no prompt phase either
             thinking = self._scan_prompts(input_ids, thinking, attn_metadata)
+        topk, limit = manager.relaxed_topk_pool[slots], manager.relaxed_limit_pool[slots]
         parameters = getattr(spec_metadata, "row_parameters", None)
-        limit = manager.relaxed_limit_pool[slots]
+        if parameters is not None:
+            stop_ids = parameters.stop_ids
+        else:
+            stop_ids = manager.stop_ids_pool[slots]
+            topk = topk.masked_fill(stop_ids[:, 0] == TOO_MANY_STOPS, 1)
         rule = RelaxedRule(
             thinking=thinking,
-            topk=manager.relaxed_topk_pool[slots],
+            topk=topk,
             delta=limit,
-            stop_ids=None if parameters is None else parameters.stop_ids,
+            stop_ids=stop_ids,
             begin_token=self.begin_token,
             end_token=self.end_token,
         )
@@ -576,6 +565,23 @@ class SpecWorker(nn.Module, ABC):
             raise MetadataError("this step needs spec_metadata.mtp_hidden_states_manager, got None")
         if spec_metadata.slot_ids is None:
             raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
+        return manager
+
+    def _history(self, spec_metadata: Any) -> Any:
+        """The manager, whose pools keep K pairs per slot.
+
+        Raises:
+            ConfigError: they keep another number.
+        """
+        manager = self._manager(spec_metadata)
+        tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
+        k = self.full_draft_len
+        if tokens.shape[1] != k or states.shape[1] != k:
+            raise ConfigError(
+                f"pools of the MTP manager: expected K = {k} past pairs per slot as this worker "
+                f"drafts, got {tokens.shape[1]} tokens and {states.shape[1]} states; give manager "
+                f"and worker the same max_draft_len"
+            )
         return manager
 
 

@@ -107,7 +107,7 @@ class MTPEagleWorker(SpecWorker):
             position_ids.reshape(-1),
             hidden_states,
             lens,
-            accepted_tokens[:num_contexts, 0],
+            accepted_tokens[:num_contexts, 0].clamp_min(0),  # a run without a token has none
             accepted_tokens[num_contexts:],
             attn_metadata.num_ctx_tokens,
         )

@@ -39,7 +39,7 @@ class MTPWorker(SpecWorker):
             f"vanilla MTP drafts K = {self.num_depths} tokens with one layer each, got "
             f"{0 if layers is None else len(layers)} layers",
         )
-        manager = self._manager(step.spec_metadata)
+        manager = self._history(step.spec_metadata)
         history_lens = self._history_lens(step)
         attention = step.attn_metadata
         kv_lens = getattr(attention, "kv_lens_cuda", None)
@@ -87,13 +87,14 @@ class MTPWorker(SpecWorker):
 
         Call it after ``update_mtp_hidden_states``: the pools then end before the bonus token.
         """
-        manager = self._manager(spec_metadata)
+        manager = self._history(spec_metadata)
         k = self.max_draft_len
         num_contexts, num_seqs = attn_metadata.num_contexts, attn_metadata.num_seqs
         num_ctx_tokens = attn_metadata.num_ctx_tokens
         positions = position_ids.reshape(-1)
         num_accepted = num_accepted_tokens.to(torch.int64)
         last = accepted_tokens.gather(1, (num_accepted - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        last = last.clamp_min(0)  # a run without a token has none
         parts: list[DraftInputs] = []
         if num_contexts > 0:
             parts.append(
@@ -112,7 +113,7 @@ class MTPWorker(SpecWorker):
                 self.ops.generation_window(
                     manager.mtp_past_tokens_pool[slots],
                     manager.mtp_past_hidden_states_pool[slots],
-                    torch.zeros_like(slots),
+                    torch.full_like(slots, self.full_draft_len - k),
                     last[num_contexts:],
                     first_position,
                     k,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
@@ -358,18 +359,26 @@ def test_r25_min_tokens(bed, prompts, plain, vanilla):
     assert free.index(stop) < 6
 
 
-def test_r34_the_phase_survives_chunks_and_preemption(bed, prompts):
+THINKING = {
+    "speculative": {
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 4,
+        "relaxed_delta": 0.9,
+        "begin_thinking_phase_token": 5,
+        "end_thinking_phase_token": 6,
+    },
+    "disable_overlap_scheduler": True,
+}
+
+
+def preempt(llm, request) -> None:
+    """Pause the request; it is not scheduled before the next step."""
+    llm.executor.scheduler._pause(request, ScheduledRequests())
+    llm.executor.resources.free_resources(request)
+
+
+def test_r34_the_phase_survives_chunks(bed, prompts):
     """R34: the thinking phase is read from the whole prompt, whatever its chunks."""
-    options = {
-        "speculative": {
-            "use_relaxed_acceptance_for_thinking": True,
-            "relaxed_topk": 4,
-            "relaxed_delta": 0.9,
-            "begin_thinking_phase_token": 5,
-            "end_thinking_phase_token": 6,
-        },
-        "disable_overlap_scheduler": True,
-    }
     plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
     for prompt, thinks in (
         ([5, *plain_tokens], True),
@@ -378,7 +387,7 @@ def test_r34_the_phase_survives_chunks_and_preemption(bed, prompts):
         (plain_tokens, False),
     ):
         for chunk in (1, 4, 100):
-            llm = bed.llm(chunk_policy=lambda _, limit, chunk=chunk: min(limit, chunk), **options)
+            llm = bed.llm(chunk_policy=lambda _, limit, chunk=chunk: min(limit, chunk), **THINKING)
             request = llm.make_request(prompt, greedy(max_new_tokens=8))
             llm.executor.enqueue(request)
             while not request.output_token_ids:
@@ -388,11 +397,68 @@ def test_r34_the_phase_survives_chunks_and_preemption(bed, prompts):
             emitted = request.output_token_ids[0]
             expected = {5: True, 6: False}.get(emitted, thinks)
             assert bool(manager.thinking_pool[slot]) is expected
-            llm.executor.scheduler._pause(request, llm.executor.scheduler.schedule(set()))
-            llm.executor.resources.free_resources(request)
+            preempt(llm, request)
             while llm.executor.has_work:
                 llm.executor.step()
             assert_drained(llm)
+
+
+class SayingWorker(torch.nn.Module):
+    """The target chooses ``token`` in every row, where one is set; keeps the phases of prompts."""
+
+    def __init__(self, worker, manager) -> None:
+        super().__init__()
+        self.worker = worker
+        self.manager = manager
+        self.token = None
+        self.phases = []
+
+    def forward(self, **kwargs):
+        if kwargs["attn_metadata"].num_contexts:
+            slot = int(kwargs["spec_metadata"].slot_ids[0])
+            self.phases.append(bool(self.manager.thinking_pool[slot]))
+        if self.token is not None:
+            kwargs["logits"] = torch.zeros_like(kwargs["logits"])
+            kwargs["logits"][:, self.token] = 1.0
+        return self.worker(**kwargs)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("began", "said", "thinks"),
+    [(False, 5, True), (True, 6, False), (True, 9, True), (False, 9, False)],
+    ids=["begins", "ends", "thinks-on", "stays-out"],
+)
+def test_r34_the_phase_survives_a_preemption(bed, prompts, began, said, thinks, chunk):
+    """R34: what was emitted before counts as prompt when a request starts over."""
+    plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
+    llm = bed.llm(chunk_policy=lambda _, limit: min(limit, chunk), **THINKING)
+    manager = llm.pieces.manager
+    worker = SayingWorker(llm.executor.engine.pieces.worker, manager)
+    wrap_worker(llm, lambda _: worker)
+    prompt = [5, *plain_tokens] if began else plain_tokens
+    request = llm.make_request(prompt, greedy(max_new_tokens=12))
+    llm.executor.enqueue(request)
+    worker.token = said
+    while not request.output_token_ids:
+        llm.executor.step()
+    worker.token = 9
+    assert set(worker.phases) == {began}
+    for _ in range(2):  # further tokens may follow the one that counts
+        preempt(llm, request)
+        assert manager.slot_manager.get_slot(request.request_id) is None
+        worker.phases.clear()
+        while not request.is_generating:
+            llm.executor.step()
+        # as the slot was told, through every chunk
+        assert worker.phases == [thinks] * -(-request.context_length // chunk)
+        slot = manager.slot_manager.get_slot(request.request_id)
+        assert bool(manager.thinking_pool[slot]) is thinks
+        assert manager.mtp_relaxed_delta_pool[slot] == (pytest.approx(0.9) if thinks else 0.0)
+    assert request.output_token_ids == [said, 9, 9]
+    while llm.executor.has_work:
+        llm.executor.step()
+    assert_drained(llm)
 
 
 def test_r34_relaxed_runs_accept_more_and_only_while_thinking(bed, target, prompts):

@@ -12,6 +12,8 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, NoFreeSlotsError
 from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, ResourceManager
 from mtp_plugin.state import MTPHiddenStatesManager
+from mtp_plugin.state.stop_ids import MAX_STOP_IDS, TOO_MANY_STOPS, stop_ids_of
+from mtp_plugin.workers import MTPEagleWorker, MTPWorker
 
 BEGIN, END = 90, 91
 RELAXED = MTPDecodingConfig(
@@ -48,6 +50,8 @@ def soil(manager: MTPHiddenStatesManager) -> None:
     """Fill every pool with what nobody may ever read."""
     manager.mtp_past_hidden_states_pool.fill_(torch.nan)
     manager.mtp_past_tokens_pool.fill_(-777)
+    if manager.use_relaxed_acceptance_for_thinking:
+        manager.stop_ids_pool.fill_(777)
 
 
 # --- construction ---
@@ -75,6 +79,25 @@ def test_pools_and_names() -> None:
     assert not manager.mtp_past_hidden_states_pool.any()
     assert manager.get_max_resource_count() == 4
     assert manager.get_needed_resource_to_completion(Request(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "k"),
+    [
+        (SimpleNamespace(max_draft_len=3, num_nextn_predict_layers=1), 3),
+        (SimpleNamespace(max_draft_len=1, num_nextn_predict_layers=3), 1),
+        (SimpleNamespace(max_draft_len=None, num_nextn_predict_layers=3), 3),
+        (SimpleNamespace(num_nextn_predict_layers=2), 2),
+    ],
+)
+def test_pools_are_as_wide_as_workers_draft(config: Any, k: int) -> None:
+    """A host may keep the checkpoint's number of layers under the older name of K."""
+    manager = make(config)
+    assert manager.num_nextn_predict_layers == k
+    assert manager.mtp_past_tokens_pool.shape[1] == k
+    assert manager.mtp_past_hidden_states_pool.shape[1] == k
+    for worker in (MTPWorker, MTPEagleWorker):
+        assert worker(config, device="cpu").max_draft_len == k
 
 
 @pytest.mark.parametrize("max_num_requests", [1, 2, 5, 64])
@@ -108,8 +131,8 @@ def test_live_and_in_flight_hold_slots_together() -> None:
 @pytest.mark.parametrize(
     ("config", "hidden_size", "max_num_requests", "message"),
     [
-        (SimpleNamespace(), 4, 2, "draft length K must be an integer >= 1, got None"),
-        (SimpleNamespace(max_draft_len=0), 4, 2, "draft length K must be an integer >= 1, got 0"),
+        (SimpleNamespace(), 4, 2, "gives no max_draft_len and no num_nextn_predict_layers"),
+        (SimpleNamespace(max_draft_len=0), 4, 2, "max_draft_len: expected an integer >= 1, got 0"),
         (SimpleNamespace(max_draft_len=1), 0, 2, "hidden_size must be an integer >= 1, got 0"),
         (SimpleNamespace(max_draft_len=1), 4, 0, "max_num_requests must be an integer >= 1, got 0"),
     ],
@@ -259,6 +282,78 @@ def test_a_preempted_request_thinks_on() -> None:
     request.tokens += [BEGIN, 4]
     manager.prepare_resources(batch(request))
     assert manager.thinking_pool[0] == 1
+
+
+# --- stop ids of requests ---
+
+
+def stops_in(manager: MTPHiddenStatesManager, slot: int) -> list[int]:
+    """What the slot's row holds before the padding."""
+    row = manager.stop_ids_pool[slot].tolist()
+    used = row.index(-1) if -1 in row else len(row)
+    assert row[used:] == [-1] * (len(row) - used)
+    return row[:used]
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, []),
+        ({"py_end_id": None}, []),
+        ({"py_end_id": -1, "end_id": -1}, []),
+        ({"py_end_id": 2}, [2]),
+        ({"end_id": 0}, [0]),
+        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, [2, 9, 7]),
+        ({"py_stop_ids": None}, []),
+        ({"py_end_id": 2, "py_stop_words_list": [[5], [6, 7], [2], [8]]}, [2, 5, 8]),
+        ({"py_stop_words_list": [[5, 6, 7, 8], [1, 3, 4, -1]]}, [5, 8]),
+        ({"py_stop_words_list": None}, []),
+    ],
+)
+def test_stop_ids_under_the_names_of_hosts(options: dict[str, Any], stops: list[int]) -> None:
+    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
+    request = Request(1, **options)
+    assert stop_ids_of(request) == stops
+    manager = make(RELAXED)
+    assert (manager.stop_ids_pool == -1).all()
+    soil(manager)
+    manager.prepare_resources(batch(request))
+    assert stops_in(manager, 0) == stops
+    assert (manager.stop_ids_pool[1:] == 777).all()
+
+
+def test_stop_ids_of_the_last_request_are_forgotten() -> None:
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1, py_end_id=2, py_stop_ids=(3, 4))))
+    manager.free_resources(Request(1))
+    assert stops_in(manager, 0) == []
+    manager.stop_ids_pool[0] = 777
+    manager.prepare_resources(batch(Request(2, py_end_id=5)))
+    assert stops_in(manager, 0) == [5]
+    manager.add_dummy_requests([3])
+    assert stops_in(manager, 1) == []
+
+
+def test_strict_acceptance_keeps_no_stop_ids() -> None:
+    manager = make()
+    manager.prepare_resources(batch(Request(1, py_end_id=2)))
+    assert not hasattr(manager, "stop_ids_pool")
+
+
+def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one of them may be lost: such a request is marked for strict acceptance, told once."""
+    manager = make(RELAXED)
+    fits = tuple(range(MAX_STOP_IDS))
+    manager.prepare_resources(batch(Request(1, py_stop_ids=fits)))
+    assert stops_in(manager, 0) == list(fits)
+    assert caplog.messages == []
+    more = (*fits, MAX_STOP_IDS)
+    manager.prepare_resources(batch(Request(7, py_stop_ids=more), Request(8, py_stop_ids=more)))
+    assert stops_in(manager, 1) == stops_in(manager, 2) == [TOO_MANY_STOPS]
+    assert caplog.messages == [
+        "request 7 has 17 stop ids, and relaxed acceptance keeps 16 of a request: where the host "
+        "sets no row_parameters, requests with more are accepted strictly"
+    ]
 
 
 def test_upper_case_names_of_a_host_are_read() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.batch import STATUS_NO_FINITE_LOGIT, RowParameters
+from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError
 from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.workers import MTPEagleWorker
@@ -143,6 +145,67 @@ def test_an_end_id_stands_only_as_first_choice() -> None:
     step.spec.row_parameters = RowParameters(int32([[SECOND], [EOS]]), None)
     result = relaxed(step)
     assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
+
+
+def end_or_not(kernels: str, row_stops: list[list[int]] | None, **request: Any) -> list[list[int]]:
+    """A request that thinks drafts 2 and 4 where 3 is a little likelier than 2, then 4 and 5.
+
+    Args:
+        row_stops: what the host sets in ``row_parameters``; None: it sets none.
+    """
+    config = SimpleNamespace(**vars(CONFIG), mtp=SimpleNamespace(kernels=kernels))
+    manager = MTPHiddenStatesManager(config, torch.float32, H, 4, device="cpu")
+    prompt = SimpleNamespace(
+        request_id=7, is_first_context_chunk=True, get_tokens=lambda _: [1, BEGIN], **request
+    )
+    other = SimpleNamespace(
+        request_id=0, is_first_context_chunk=True, get_tokens=lambda _: [1], py_end_id=9
+    )
+    manager.prepare_resources(SimpleNamespace(context_requests=[other, prompt]))
+    step = Step(2, turns=[Turn([1, 2], [2, 4], [3, 4, 5])], mode=SpeculativeDecodingMode.MTP)
+    step.spec.mtp_hidden_states_manager = manager
+    step.spec.request_ids = [7]
+    step.spec.prepare()
+    if row_stops is not None:
+        step.spec.row_parameters = RowParameters(int32(row_stops), None)
+    step.logits.fill_(-9.0)
+    for row, token in enumerate((3, 4, 5)):
+        step.logits[row, token] = 1.0
+    step.logits[0, 2] = 0.9
+    worker = MTPEagleWorker(config, device="cpu")
+    accepted, counts = worker.sample_and_accept_draft_tokens(
+        step.input_ids, step.logits, step.spec, step.attn
+    )
+    return accepted[0, : int(counts[0])].tolist()
+
+
+KERNELS = pytest.mark.parametrize("kernels", ["reference", "triton"])
+
+
+@KERNELS
+def test_ends_of_hosts_without_row_parameters(kernels: str) -> None:
+    """The manager keeps the ids: who thinks may draft its end, but only as first choice."""
+    assert end_or_not(kernels, None) == [2, 4, 5]
+    assert end_or_not(kernels, None, py_end_id=9) == [2, 4, 5]
+    assert end_or_not(kernels, None, py_end_id=2) == [3]
+    assert end_or_not(kernels, None, py_end_id=9, py_stop_ids=(8, 2)) == [3]
+    assert end_or_not(kernels, None, py_stop_words_list=[[2]]) == [3]
+    # and 4 is first choice
+    assert end_or_not(kernels, None, py_end_id=4) == [2, 4, 5]
+
+
+@KERNELS
+def test_row_parameters_of_the_host_win(kernels: str) -> None:
+    assert end_or_not(kernels, [[-1]], py_end_id=2) == [2, 4, 5]
+    assert end_or_not(kernels, [[2]]) == [3]
+    assert end_or_not(kernels, [[9]], py_stop_ids=tuple(range(20, 50))) == [2, 4, 5]
+
+
+@KERNELS
+def test_too_many_stop_ids_make_acceptance_strict(kernels: str) -> None:
+    """2 is none of them, but nobody could tell by a row that lost some."""
+    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 37))) == [3]
+    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 36))) == [2, 4, 5]
 
 
 def test_emitted_tokens_move_the_phase() -> None:

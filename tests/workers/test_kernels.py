@@ -19,6 +19,7 @@ from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.metadata import MTPSpecMetadata
 from mtp_plugin.ops.backend import REFERENCE_OPS, triton_ops
 from mtp_plugin.state import MTPHiddenStatesManager
+from mtp_plugin.state.stop_ids import NO_STOP, TOO_MANY_STOPS
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker
 from tests.workers.host import LimitedAttention
 
@@ -118,6 +119,10 @@ class Case:
         if relaxed:
             pool = self.manager.thinking_pool
             pool.copy_(integers(0, 2, *pool.shape))
+            stops = self.manager.stop_ids_pool
+            stops.copy_(integers(0, vocab, *stops.shape))
+            stops[:, 2:] = NO_STOP
+            stops[::5, 0] = TOO_MANY_STOPS
         self.attention = DeviceAttention(seq_lens, num_contexts, kv_lens)
         starts = [start for start, _, _ in chunks] + lengths
         self.attention.kv_cache_params.num_cached_tokens_per_seq = starts
@@ -143,6 +148,7 @@ class Case:
             spec_dec_mode=mode.MTP if vanilla else mode.MTP_EAGLE_ONE_MODEL,
             mtp_hidden_states_manager=self.manager,
             max_position=4 * k + 6,
+            draft_window=window,
             device=DEVICE,
         )
         self.spec.request_ids = range(requests)
@@ -371,7 +377,8 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
             getattr(captured.attention, name).copy_(getattr(fresh.attention, name))
         names = ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool"]
         names += ["thinking_pool", "mtp_relaxed_delta_pool"] if relaxed else []
-        for name in names:
+        read = ["stop_ids_pool"] if relaxed else []
+        for name in names + read:
             getattr(captured.manager, name).copy_(getattr(fresh.manager, name))
         graph.replay()
         torch.cuda.synchronize()

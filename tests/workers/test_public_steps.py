@@ -303,6 +303,56 @@ def test_vanilla_inputs_near_the_start() -> None:
     assert inputs["position_ids"].tolist() == [0, 0, 1]
 
 
+def test_vanilla_inputs_of_a_shorter_step() -> None:
+    """One draft of three: the window is the newest pair of the pools, not the oldest."""
+    spec, _, _ = with_pools(3, ["tuv"])
+    worker = MTPWorker(make_config(3), device="cpu", step_draft_len=1)
+    worker.update_mtp_hidden_states(
+        int32(ids("wx")), states("wx"), int32([2]), spec, Attention([2], 0)
+    )
+    inputs = worker.prepare_drafter_inputs(
+        int32(ids("wx")),
+        int32([10, 11]),
+        states("wx"),
+        int32([ids("xy")]),
+        int32([2]),
+        spec,
+        Attention([2], 0),
+    )
+    assert inputs["input_ids"].tolist() == ids("y")
+    assert inputs["position_ids"].tolist() == [11]
+    assert torch.equal(inputs["hidden_states"], states("x"))
+
+
+@pytest.mark.parametrize("worker_class", WORKERS)
+def test_no_negative_id_behind_a_dead_row(worker_class: Any) -> None:
+    """A prompt and a generation whose logits are NaN emit nothing; a layer still reads ids."""
+    spec, _, _ = with_pools(2, ["aa", "qr"])
+    worker = make_worker(worker_class, 2)
+    flat, attn = int32(ids("pqr" + "stu")), Attention([3, 3], 1)
+    spec.draft_tokens = int32(ids("tu"))
+    accepted, counts = worker.sample_and_accept_draft_tokens(
+        flat, torch.full((4, 8), torch.nan), spec, attn
+    )
+    assert counts.tolist() == [0, 0]
+    assert accepted.tolist() == [ids("..."), ids("...")]
+    given = {
+        "input_ids": flat,
+        "position_ids": torch.arange(6),
+        "hidden_states": states("pqr" + "stu"),
+        "accepted_tokens": accepted,
+        "attn_metadata": attn,
+        "spec_metadata": spec,
+    }
+    if worker_class is MTPEagleWorker:
+        given["last_tokens_idx"] = torch.tensor([2, 5])
+    else:
+        given["num_accepted_tokens"] = counts
+    read = worker.prepare_drafter_inputs(**given)["input_ids"].tolist()
+    assert read[:3] == ids("qra")
+    assert min(read) >= 0
+
+
 @HOSTS
 @pytest.mark.parametrize("one_dim", [True, False])
 def test_eagle_inputs(attention: Any, one_dim: bool) -> None:

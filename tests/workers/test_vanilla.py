@@ -10,12 +10,13 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.workers import MTPWorker
 from tests.ops.history import story as history
 from tests.ops.history.story import Pair
 from tests.workers import story
 from tests.workers.contract import DraftingContract, Told, assert_seen
-from tests.workers.host import Prompt, ScriptedLayer, Step, Turn
+from tests.workers.host import H, Prompt, ScriptedLayer, Step, Turn, int32
 
 
 class TestVanilla(DraftingContract):
@@ -164,6 +165,56 @@ def test_a_manager_is_needed() -> None:
     step.spec.mtp_hidden_states_manager = None
     with pytest.raises(MetadataError, match="mtp_hidden_states_manager, got None"):
         worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_pools_of_another_width_are_refused(kernels: str) -> None:
+    """Kernels would read other requests' rows without a word."""
+    step = Step(1, [Prompt([1, 2])])
+    config = SimpleNamespace(max_draft_len=3, mtp=SimpleNamespace(kernels=kernels))
+    worker = MTPWorker(config, device="cpu")
+    layers = [ScriptedLayer(depth) for depth in range(3)]
+    expected = (
+        "expected K = 3 past pairs per slot as this worker drafts, got {} tokens and {} states"
+    )
+    with pytest.raises(ConfigError, match=expected.format(1, 1)):
+        worker(**step.inputs(), mtp_layers=layers)
+    step.manager.mtp_past_tokens_pool = step.manager.mtp_past_tokens_pool.repeat(1, 3)
+    with pytest.raises(ConfigError, match=expected.format(3, 1)):
+        worker(**step.inputs(), mtp_layers=layers)
+    with pytest.raises(ConfigError, match=expected.format(3, 1)):
+        worker.update_mtp_hidden_states(
+            step.input_ids, step.hidden_states, int32([1]), step.spec, step.attn
+        )
+    with pytest.raises(ConfigError, match=expected.format(3, 1)):
+        worker.prepare_drafter_inputs(
+            step.input_ids,
+            step.position_ids,
+            step.hidden_states,
+            int32([[5, -1, -1, -1]]),
+            int32([1]),
+            step.spec,
+            step.attn,
+        )
+    assert all(layer.seen == [] for layer in layers)
+
+
+def test_a_checkpoint_with_fewer_layers_than_drafts() -> None:
+    """K under its name, the checkpoint's count under the older one: pools and worker agree."""
+    config = SimpleNamespace(max_draft_len=3, num_nextn_predict_layers=1)
+    step = Step(3, [], [Turn([1, 2, 3, 4, 5], [21, 22, 23], [21, 22, 9, 8])])
+    expected = TestVanilla().run(step)
+    other = Step(3, [], [Turn([1, 2, 3, 4, 5], [21, 22, 23], [21, 22, 9, 8])])
+    manager = MTPHiddenStatesManager(config, torch.float32, H, other.num_slots, device="cpu")
+    for name in ("mtp_past_tokens_pool", "mtp_past_hidden_states_pool"):
+        getattr(manager, name).copy_(getattr(other.manager, name))
+    manager.slot_manager.add_slot(0)
+    other.spec.mtp_hidden_states_manager = manager
+    other.spec.prepare()
+    layers = [ScriptedLayer(depth) for depth in range(3)]
+    result = MTPWorker(config, device="cpu")(**other.inputs(), mtp_layers=layers)
+    for name in ("new_tokens", "next_draft_tokens"):
+        assert torch.equal(result[name], expected[name])
 
 
 def test_token_counts_of_other_ranks_reach_the_layers() -> None:

@@ -1,0 +1,56 @@
+"""The names of the package itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import mtp_plugin
+
+PIECES = {"MTPHiddenStatesManager", "MTPWorker", "MTPEagleWorker", "MTPSampler"}
+
+
+@pytest.mark.parametrize("name", mtp_plugin.__all__)
+def test_a_public_name_is_that_of_its_module(name: str) -> None:
+    value = getattr(mtp_plugin, name)
+    assert value.__module__.startswith("mtp_plugin.")
+    assert getattr(import_module(value.__module__), name) is value
+    assert name in dir(mtp_plugin)
+
+
+def test_the_pieces_are_there() -> None:
+    assert set(mtp_plugin.__all__) == set(mtp_plugin._ROOMS)
+    assert set(mtp_plugin.__all__) >= PIECES
+    everything: dict[str, object] = {}
+    exec("from mtp_plugin import *", everything)
+    assert set(mtp_plugin.__all__) <= set(everything)
+
+
+def test_a_name_that_nobody_has() -> None:
+    with pytest.raises(AttributeError, match=r"module 'mtp_plugin' has no attribute 'MTPWalker'"):
+        mtp_plugin.MTPWalker  # noqa: B018
+
+
+def alone(code: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_package_alone_loads_nothing() -> None:
+    loaded = (
+        "import mtp_plugin, sys; print(*sorted(m for m in sys.modules if m.split('.')[0] in {}))"
+    )
+    names = {"mtp_plugin", "torch", "transformers", "triton", "pydantic", "yaml"}
+    assert alone(loaded.format(names)) == "mtp_plugin"
+
+
+def test_pieces_need_neither_triton_nor_transformers() -> None:
+    code = (
+        "import sys; sys.modules.update(triton=None, transformers=None)\n"
+        f"import mtp_plugin; print(*[getattr(mtp_plugin, n).__name__ for n in {sorted(PIECES)}])"
+    )
+    assert alone(code).split() == sorted(PIECES)
