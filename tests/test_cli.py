@@ -1039,7 +1039,7 @@ def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mtp_plugin.cli", *arguments]
+    command = [sys.executable, "-m", "mtp_plugin", *arguments]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
     )
@@ -1073,7 +1073,7 @@ def test_output_that_cannot_be_written_is_one_line(
     config: Callable[..., str], arguments: tuple[str, ...]
 ) -> None:
     file = config(EAGLE)
-    command = [sys.executable, "-m", "mtp_plugin.cli"]
+    command = [sys.executable, "-m", "mtp_plugin"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [*command, *(file if a == "CONFIG" else a for a in arguments)],
