@@ -70,8 +70,8 @@ class AcceptanceAlarms:
 
     Looping is over when requests emitted `QUIET_SPANS` spans' tokens since one of them looped. One
     that looped and still emits at the ceiling loops on. Tokens of an unfinished span that may yet
-    be a loop count once the request is gone; they are summed up only when enough others were
-    emitted, and then at most once per span's tokens.
+    be a loop count once the request has ended or is gone; they are summed up only when enough
+    others were emitted, and then at most once per span's tokens.
 
     Attributes:
         collapsed, looping: whether the condition holds now.
@@ -154,7 +154,11 @@ class AcceptanceAlarms:
         self._since_loop += num_emitted
         if self._since_loop < self._next_look:
             return
-        undecided = sum(s.emitted for s in self._spans.values() if s.at_ceiling)
+        undecided = sum(
+            span.emitted
+            for request, span in self._spans.items()
+            if span.at_ceiling and not getattr(request, "is_finished", False)
+        )
         missing = enough + undecided - self._since_loop
         if missing > 0:
             self._next_look = self._since_loop + max(missing, LOOP_SPAN)

@@ -11,6 +11,8 @@ _LISTS = (
     "py_bad_words_list",
     "embedding_bias",
     "py_embedding_bias",
+    "py_logits_post_processors",
+    "py_additional_outputs",
     "guided_decoding_params",
     "py_guided_decoding_params",
 )
@@ -19,6 +21,7 @@ _DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_p_decay")
 _NO_NGRAM_LIMIT = 1 << 30
 _NEUTRAL: dict[str, Callable[[float], bool]] = {
     "beam_width": lambda value: value == 1,
+    "beam_width_array": lambda value: value == 1,
     "num_return_sequences": lambda value: value == 1,
     "min_length": lambda value: value <= 1,
     "repetition_penalty": lambda value: value == 1,
@@ -29,7 +32,7 @@ _NEUTRAL: dict[str, Callable[[float], bool]] = {
 """Its other fields, and which values change nothing."""
 
 
-def unsupported_options(request: Any) -> list[str]:
+def unsupported_options(request: Any, *, always_greedy: bool = False) -> list[str]:
     """Every option of a request, as TensorRT-LLM holds it, that would change its output.
 
     A temperature of 0, a top-k of 1, a top-p of 0, or none of these and no min-p: decoding is
@@ -38,6 +41,7 @@ def unsupported_options(request: Any) -> list[str]:
     Args:
         request: with ``sampling_config``, whose fields are numbers, lists of one or None, and with
             fields of its own; one that is not there asks for nothing.
+        always_greedy: how a token would be drawn never matters.
 
     Returns:
         ``name`` or ``name=value``, in a fixed order.
@@ -45,12 +49,14 @@ def unsupported_options(request: Any) -> list[str]:
     config = getattr(request, "sampling_config", None)
     values = {name: _first(getattr(config, name, None)) for name in (*_DRAWS, *_NEUTRAL)}
     given = {name: value for name, value in values.items() if value is not None}
+    if given.get("min_p") == 0:
+        del given["min_p"]  # off
     beams = getattr(request, "py_beam_width", None)
     if beams is not None:
         given.setdefault("beam_width", beams)
     found = [name for name in _FLAGS if getattr(request, name, False)]
     found += [name for name in _LISTS if _is_there(getattr(request, name, None))]
-    if not _is_greedy(given):
+    if not (always_greedy or _is_greedy(given)):
         found += [f"{name}={given[name]}" for name in _DRAWS if name in given]
     found += [
         f"{name}={given[name]}"

@@ -417,3 +417,7 @@ def _load(file: Path, log: OutputConsole) -> LLMConfig:
     for warning in caught:
         log.write_line(f"warning: {warning.message}")
     return settings
+
+
+if __name__ == "__main__":
+    main()

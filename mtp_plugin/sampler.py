@@ -100,6 +100,9 @@ class MTPSampler:
         nextn: K, 0 for decoding without drafts.
         device: of the store; default CUDA where present.
         kernels: what writes the store, see `ops.backend.select_ops`.
+        always_greedy: take requests that ask for a temperature and the like, and decode them
+            greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
+            into every request. False: refuse them.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after its tokens were appended, in the batch's order.
 
@@ -117,6 +120,7 @@ class MTPSampler:
         nextn: int,
         device: torch.device | str | None = None,
         kernels: str = "auto",
+        always_greedy: bool = False,
         on_step: Callable[[Any, int, int], None] | None = None,
         **_: Any,
     ) -> None:
@@ -130,6 +134,7 @@ class MTPSampler:
                 f"MTPSampler: max_beam_width must be 1 with speculation, got {args.max_beam_width}"
             )
         self.draft_len = nextn
+        self.always_greedy = always_greedy
         self.on_step = on_step
         self.max_seq_len = int(args.max_seq_len)
         self.max_num_sequences = int(args.max_num_sequences)
@@ -180,7 +185,7 @@ class MTPSampler:
         Raises:
             ConfigError: naming every unsupported option.
         """
-        unsupported = unsupported_options(request)
+        unsupported = unsupported_options(request, always_greedy=self.always_greedy)
         if unsupported:
             raise ConfigError(
                 f"request {request.request_id}: not supported with MTP: {', '.join(unsupported)}"
@@ -224,7 +229,8 @@ class MTPSampler:
         host = state.host
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
-        rows = state.rows or self._rows_of(state)
+        # who ended since may have no slot any more
+        rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
         slots = [row.seq_slot for row in rows]
         tokens = _of_slots(host.new_tokens.squeeze(-1).T, slots)
         counts = _of_slots(host.new_tokens_lens, slots)
@@ -232,10 +238,9 @@ class MTPSampler:
         status = _of_slots(host.status, slots) or [STATUS_OK] * len(rows)
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
         for i, row in enumerate(rows):
-            if not self._is_late(row):
-                # a shorter step drafted fewer than the store holds
-                drafted = drafts[i][:draft_len]
-                self._apply(row, tokens[i][: counts[i]], drafted, status[i], draft_len)
+            # a shorter step drafted fewer than the store holds
+            drafted = drafts[i][:draft_len]
+            self._apply(row, tokens[i][: counts[i]], drafted, status[i], draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ K = 3
 class Text:
     """A request that emits a given text."""
 
+    is_finished = False
+
     def __init__(self, request_id: int = 0) -> None:
         self.request_id = request_id
         self.tokens: list[int] = []
@@ -183,6 +185,18 @@ def test_texts_shorter_than_a_span_end_it(run: int, late: int) -> None:
     for _ in range(2 * QUIET_SPANS + late):
         assert alarms.looping
         emit(alarms, Text(), list(range(LOOP_SPAN // 2)), run)
+    assert not alarms.looping
+
+
+def test_texts_that_ended_are_not_undecided_though_somebody_holds_them() -> None:
+    alarms = AcceptanceAlarms()
+    emit(alarms, Text(), loop(3))
+    held = []
+    for _ in range(2 * QUIET_SPANS + 2):
+        assert alarms.looping
+        held.append(Text())
+        emit(alarms, held[-1], list(range(LOOP_SPAN // 2)))
+        held[-1].is_finished = True
     assert not alarms.looping
 
 

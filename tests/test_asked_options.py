@@ -30,6 +30,8 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"no_repeat_ngram_size": [1 << 30], "frequency_penalty": [0.0]},
         {"no_repeat_ngram_size": [0], "num_return_sequences": 1, "top_p_decay": [0.5]},
         {"temperature": []},
+        {"min_p": [0.0]},
+        {"beam_width_array": [1]},
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
@@ -65,11 +67,20 @@ def test_sampling_options(sampling: dict[str, Any], told: list[str]) -> None:
         ({"py_beam_width": 2}, ["beam_width=2"]),
         ({"embedding_bias": torch.zeros(3)}, ["embedding_bias"]),
         ({"py_bad_words_list": [[5]]}, ["py_bad_words_list"]),
+        ({"py_logits_post_processors": [print]}, ["py_logits_post_processors"]),
+        ({"py_additional_outputs": ["x"]}, ["py_additional_outputs"]),
         ({"guided_decoding_params": object()}, ["guided_decoding_params"]),
     ],
 )
 def test_fields_of_the_request(fields: dict[str, Any], told: list[str]) -> None:
     assert asked(**fields) == told
+
+
+def test_where_decoding_is_greedy_anyway() -> None:
+    """What servers put into every request, and what still changes the output."""
+    sampling = SimpleNamespace(temperature=[1.0], top_p=[1.0], top_k=[0], repetition_penalty=[1.3])
+    request = SimpleNamespace(sampling_config=sampling)
+    assert unsupported_options(request, always_greedy=True) == ["repetition_penalty=1.3"]
 
 
 def test_every_option_is_named_at_once() -> None:

@@ -153,6 +153,12 @@ def test_unsupported_outputs_are_refused_at_admission() -> None:
         sampler.validate_request(asked)
 
 
+def test_a_temperature_is_taken_on_request() -> None:
+    warm = Request(0, sampling_config=SimpleNamespace(temperature=[1.0]))
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    MTPSampler(arguments, nextn=K, device="cpu", always_greedy=True).validate_request(warm)
+
+
 def test_states_are_built_by_keyword() -> None:
     event = object()
     older = SampleStateMTP(scheduled_requests=batch([], []), sampler_event=event)
@@ -613,6 +619,18 @@ def test_a_state_from_another_rank(by_batch: bool) -> None:
     assert context.py_draft_tokens == generation.py_draft_tokens == [9, 9, 9]
     assert context.py_acceptance.steps == 0
     assert generation.py_acceptance.emitted == 2
+
+
+@pytest.mark.parametrize("slot", [None, S], ids=["none", "of another pool"])
+def test_who_ended_since_may_have_no_slot_any_more(slot: int | None) -> None:
+    sampler = make()
+    gone, live = Request(0), Request(1)
+    state = sampler.sample_async(batch([], [gone, live]), outputs([5], [6, 7]))
+    state.rows = []  # a host's own state: rows are looked up when results come
+    gone.finish_by(FinishReason.CANCELLED, 0)
+    gone.py_seq_slot = slot
+    sampler.update_requests(state)
+    assert (gone.output, live.output) == ([], [6, 7])
 
 
 def test_a_state_without_tokens_is_refused() -> None:

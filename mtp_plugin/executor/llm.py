@@ -233,7 +233,7 @@ class LLM:
             weakref.WeakKeyDictionary()
         )
         if self.device.type == "cuda":
-            self._thaw = freeze_collected(self)
+            self._thaw = _collector_freeze.hold(self)
         report("ready")
 
     # ---- use --------------------------------------------------------------------------------
@@ -637,15 +637,33 @@ def place_of(number: int, count: int) -> str:
     return f"prompt {number} of {count}"
 
 
-def freeze_collected(owner: object) -> Callable[[], Any]:
-    """Keep Python's collector from what is there by now; the result, or the owner's end, undoes it.
+class CollectorFreeze:
+    """Keeps Python's collector from what is there when executors are ready.
 
-    While requests come and go the collector runs over everything once in a few hundred steps. Over
-    the modules of a model that takes longer than many steps.
+    While requests come and go the collector runs over everything once in a few hundred steps, and
+    over the modules of a model that takes longer than many steps. Who has frozen objects before is
+    left to it.
     """
-    gc.collect()
-    gc.freeze()
-    return weakref.finalize(owner, gc.unfreeze)
+
+    def __init__(self) -> None:
+        self._num_owners = 0
+
+    def hold(self, owner: object) -> Callable[[], Any]:
+        """Freeze what is there; calling the result, or the owner's end, undoes it."""
+        if self._num_owners == 0 and gc.get_freeze_count() > 0:
+            return lambda: None
+        gc.collect()
+        gc.freeze()
+        self._num_owners += 1
+        return weakref.finalize(owner, self._leave)
+
+    def _leave(self) -> None:
+        self._num_owners -= 1
+        if self._num_owners == 0:
+            gc.unfreeze()
+
+
+_collector_freeze = CollectorFreeze()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -749,7 +767,8 @@ def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """Token ids of a text; transformers says nothing of long ones, which admission knows better."""
     from transformers import PreTrainedTokenizerBase
 
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
+    inherited = getattr(type(tokenizer), "encode", None) is PreTrainedTokenizerBase.encode
+    if inherited and "encode" not in vars(tokenizer):
         options["verbose"] = False
     return list(tokenizer.encode(text, **options))
 

@@ -132,9 +132,9 @@ class PyExecutor:
             raise ExecutorError("the executor was shut down")
         try:
             return self._overlap_step() if self.overlap else self._plain_step()
-        except BaseException:
+        except BaseException as error:
             # a step that an interrupt cut short cannot be taken up again either
-            self._fail_all()
+            self._fail_all(f"a step failed: {type(error).__name__}: {error}")
             raise
 
     def _plain_step(self) -> list[StepEvent]:
@@ -245,10 +245,10 @@ class PyExecutor:
         del self._requests[request.request_id]
         del self._reported[request.request_id]
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, why: str) -> None:
         self._launched = None
         for request in list(self._requests.values()):
-            request.finish_by(FinishReason.ERROR)
+            request.fail(why)
             self._terminate(request)
 
     def check_fits(self, request: LlmRequest) -> None:

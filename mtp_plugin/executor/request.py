@@ -171,7 +171,7 @@ class LlmRequest:
         self.tokens = list(prompt_token_ids)
         self.state = RequestState.CONTEXT_INIT
         self.finish_reason: FinishReason | None = None
-        self._text_error: str | None = None
+        self._error: str | None = None
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
@@ -232,11 +232,9 @@ class LlmRequest:
             try:
                 self.text.push(token, from_draft=from_draft)
             except Exception as error:
-                self._text_error = (
-                    f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}"
-                )
-                _logger.exception("request %s: %s", self.request_id, self._text_error)
-                self.finish_by(FinishReason.ERROR)
+                why = f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}"
+                _logger.exception("request %s: %s", self.request_id, why)
+                self.fail(why)
 
     def py_stop_criterion(self) -> bool:
         """Whether the text so far contains a stop string."""
@@ -256,10 +254,10 @@ class LlmRequest:
 
     @property
     def error(self) -> str | None:
-        """Why this request ended alone with an error; None where it did not."""
+        """Why this request ended with an error; None where it did not."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
-        return self._text_error or NO_FINITE_LOGITS
+        return self._error or NO_FINITE_LOGITS
 
     def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
         """End the request; the first reason stays."""
@@ -268,6 +266,12 @@ class LlmRequest:
         self.state = RequestState.GENERATION_COMPLETE
         self.finish_reason = reason
         self.py_draft_tokens = []
+
+    def fail(self, why: str) -> None:
+        """End the request with an error; nothing changes where it has ended."""
+        if not self.is_finished:
+            self._error = why
+            self.finish_by(FinishReason.ERROR)
 
     def pause(self) -> None:
         """Start over: read prompt and output again, and drop what is in flight.

@@ -127,6 +127,9 @@ class RequestText:
         """Take a window that is a token longer, and the text that is now sure."""
         # further bytes may still make characters of such a tail
         sure = decoded.rstrip(INCOMPLETE)
+        if len(self._decoded) > len(decoded) > self._known:
+            # fewer characters than before: broken bytes, maybe those of U+FFFD, became whole ones
+            sure = decoded
         is_whole = len(sure) == len(decoded) > self._known
         if is_whole:
             # ids before these no longer change the decoding of later ones

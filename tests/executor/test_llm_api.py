@@ -16,7 +16,7 @@ import torch
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
-from mtp_plugin.executor.llm import freeze_collected
+from mtp_plugin.executor.llm import CollectorFreeze
 from mtp_plugin.protocols import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 
@@ -151,19 +151,34 @@ class Owner:
     """What can be referred to weakly."""
 
 
-def test_what_is_kept_from_the_collector_comes_back() -> None:
-    others = gc.get_freeze_count()
-    owner = Owner()
-    thaw = freeze_collected(owner)
-    assert gc.get_freeze_count() > others
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_kept_from_the_collector_comes_back_with_the_last_owner() -> None:
+    freeze = CollectorFreeze()
+    first, second = Owner(), Owner()
+    thaw = freeze.hold(first)
+    freeze.hold(second)
     thaw()
-    assert gc.get_freeze_count() == 0
     thaw()
-    dropped = Owner()
-    freeze_collected(dropped)
     assert gc.get_freeze_count() > 0
-    del dropped
+    del second
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_others_froze_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    owner = Owner()
+    CollectorFreeze().hold(owner)()
+    del owner
+    assert gc.get_freeze_count() == frozen
 
 
 def test_no_tokenizer_no_text(bed) -> None:
@@ -494,6 +509,18 @@ def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, plain, s
     wrap_worker(llm, lambda _: worker)
     outputs = llm.generate(prompts, greedy())
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
+
+
+def test_requests_of_a_failed_step_say_why_they_ended(bed, prompts) -> None:
+    llm = bed.llm()
+    fail_in_step(llm, 2)
+    requests = [llm.make_request(prompt, greedy(30)) for prompt in prompts[:2]]
+    for request in requests:
+        llm.executor.enqueue(request)
+    llm.executor.step()
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.executor.step()
+    assert [r.error for r in requests] == ["a step failed: RuntimeError: broken kernel"] * 2
 
 
 def test_a_failing_step_reaches_a_stream_that_another_call_steps(bed, prompts) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.executor import text as text_module
-from mtp_plugin.executor.llm import detokenizer_of
+from mtp_plugin.executor.llm import detokenizer_of, encode
 from mtp_plugin.executor.text import RequestText, Segment
 
 BAD = "\ufffd"
@@ -447,6 +447,17 @@ def test_the_backend_decodes_where_a_tokenizer_adds_nothing() -> None:
     )
 
 
+class Narrow(PreTrainedTokenizerFast):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_tokenizer_with_an_encoding_of_its_own_is_asked_for_nothing_new() -> None:
+    options = {"tokenizer_object": BYTE_LEVEL.backend_tokenizer}
+    ids = BYTE_LEVEL.encode("a b")
+    assert encode(Narrow(**options), "a b") == encode(BYTE_LEVEL, "a b") == ids
+
+
 def test_a_tokenizer_with_a_decoding_of_its_own_decodes_itself() -> None:
     options = {"tokenizer_object": BYTE_LEVEL.backend_tokenizer}
     patched = PreTrainedTokenizerFast(**options)
@@ -477,6 +488,28 @@ def test_what_leaves_the_view_of_random_bytes_is_not_missed(data: list[int]) -> 
     fallback = [BYTE_FALLBACK.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in data]
     for tokenizer, ids in ((BYTE_LEVEL, level), (BYTE_FALLBACK, fallback)):
         assert every_state(tokenizer, ids) == with_the_whole_run_in_view(tokenizer, ids)
+
+
+@pytest.mark.parametrize("count", [1, 3, 11, 40, 100])
+def test_the_replacement_character_spelled_in_bytes(count: int) -> None:
+    """Llama's decoding of it is broken until its last byte, and then shorter."""
+    text = BAD * count + "bab"
+    ids = BYTE_FALLBACK.encode(text)
+    assert len(ids) == 3 * count + 3
+    request_text = RequestText(BYTE_FALLBACK)
+    for token in ids:
+        request_text.push(token, from_draft=False)
+    assert request_text.full_text == text == BYTE_FALLBACK.decode(ids)
+
+
+@given(st.lists(st.sampled_from([BAD, "b", "ab", "é", "日"]), max_size=120))
+def test_random_texts_with_replacement_characters(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
+        request_text = RequestText(tokenizer)
+        for token in tokenizer.encode(text):
+            request_text.push(token, from_draft=False)
+        assert request_text.full_text == text
 
 
 def byte_characters() -> dict[int, str]:

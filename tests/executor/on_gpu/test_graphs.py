@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from mtp_plugin.executor import llm as llm_module
 from tests.executor.conftest import assert_drained
 from tests.executor.test_graphs import *  # noqa: F403
 from tests.executor.test_graphs import WORKERS, greedy
@@ -92,7 +93,9 @@ def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
         gc.enable()
 
 
-def test_the_collector_leaves_the_model_alone_until_the_end(graphed):
+def test_the_collector_leaves_the_model_alone_until_the_end(graphed, monkeypatch):
+    gc.unfreeze()
+    monkeypatch.setattr(llm_module, "_collector_freeze", llm_module.CollectorFreeze())
     watched = graphed()
     assert gc.get_freeze_count() > 0
     watched.llm.shutdown()
