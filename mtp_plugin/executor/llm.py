@@ -641,16 +641,19 @@ class CollectorFreeze:
     """Keeps Python's collector from what is there when executors are ready.
 
     While requests come and go the collector runs over everything once in a few hundred steps, and
-    over the modules of a model that takes longer than many steps. Who has frozen objects before is
-    left to it.
+    over the modules of a model that takes longer than many steps. Where a host has frozen objects
+    of its own, it is left to the host.
     """
+
+    HOST_FROZE = 10_000
+    """Frozen objects from which a host must have done it: Python itself keeps some hundreds."""
 
     def __init__(self) -> None:
         self._num_owners = 0
 
     def hold(self, owner: object) -> Callable[[], Any]:
         """Freeze what is there; calling the result, or the owner's end, undoes it."""
-        if self._num_owners == 0 and gc.get_freeze_count() > 0:
+        if self._num_owners == 0 and gc.get_freeze_count() >= self.HOST_FROZE:
             return lambda: None
         gc.collect()
         gc.freeze()

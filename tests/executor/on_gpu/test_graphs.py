@@ -95,11 +95,12 @@ def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
 
 def test_the_collector_leaves_the_model_alone_until_the_end(graphed, monkeypatch):
     gc.unfreeze()
-    monkeypatch.setattr(llm_module, "_collector_freeze", llm_module.CollectorFreeze())
+    freeze = llm_module.CollectorFreeze()
+    monkeypatch.setattr(llm_module, "_collector_freeze", freeze)
     watched = graphed()
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > freeze.HOST_FROZE
     watched.llm.shutdown()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < freeze.HOST_FROZE
 
 
 def test_two_executors_of_different_sizes_share_a_model(graphed, target, prompts):
