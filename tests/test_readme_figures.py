@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "integration" / "results"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-OPS_BATCHES, E2E_BATCHES = (1, 8, 64, 256), (1, 8, 64)
+OPS_BATCHES, E2E_BATCHES, LONG_BATCHES = (1, 8, 64, 256), (1, 8, 64), (1, 8, 32)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -38,27 +38,27 @@ def launches(name: str, label: str) -> str:
     return f"{case(name, f'{label}/b8')['launches']['kernels']:.0f}"
 
 
-def milliseconds(name: str, label: str) -> str:
+def milliseconds(name: str, label: str, batches: tuple[int, ...] = E2E_BATCHES) -> str:
     """Of a step, by batch size."""
     return over_batches(
-        E2E_BATCHES, lambda batch: case(name, f"{label}/b{batch}")["step_ms"]["median"], 2
+        batches, lambda batch: case(name, f"{label}/b{batch}")["step_ms"]["median"], 2
     )
 
 
-def over_off(name: str, label: str) -> str:
+def over_off(name: str, label: str, batches: tuple[int, ...] = E2E_BATCHES) -> str:
     """Of a step, as a multiple of one without MTP in the same file."""
 
     def ratio(batch: int) -> float:
         on, off = (case(name, f"{kind}/b{batch}")["step_ms"]["median"] for kind in (label, "off"))
         return on / off
 
-    return over_batches(E2E_BATCHES, ratio, 2)
+    return over_batches(batches, ratio, 2)
 
 
-def speed_ups(name: str, label: str) -> str:
+def speed_ups(name: str, label: str, batches: tuple[int, ...] = E2E_BATCHES) -> str:
     """Tokens per second of generating steps over those without MTP."""
     return over_batches(
-        E2E_BATCHES, lambda batch: case(name, f"{label}/b{batch}")["speed_up"]["steady"], 2
+        batches, lambda batch: case(name, f"{label}/b{batch}")["speed_up"]["steady"], 2
     )
 
 
@@ -92,6 +92,15 @@ def test_steps(row: str) -> None:
     name, label = STEPS[row]
     cells = milliseconds(name, label), over_off(name, label), speed_ups(name, label)
     assert f"| {row} | {' | '.join(cells)} |" in README
+
+
+def test_steps_of_long_contexts() -> None:
+    name, label = "e2e-8gb-long", "eagle-k3"
+    assert f"behind prompts of {result(name)['input_tokens']} tokens" in README
+    assert f"| MTP off | {milliseconds(name, 'off', LONG_BATCHES)} |" in README
+    cells = [of(name, label, LONG_BATCHES) for of in (milliseconds, over_off, speed_ups)]
+    assert f"| K = 3, drafts among 32768 ids | {' | '.join(cells)} |" in README
+    assert result(name)["draft_vocab"] == 32768
 
 
 PROSE = " ".join(README.split())
@@ -138,6 +147,9 @@ def test_the_soak() -> None:
     assert soak["model"]["dtype"] == "float32"
     assert f"{counts['requests']} requests, {counts['aborted']} of them aborted" in PROSE
     assert f"{counts['preemptions']} preemptions): all {counts['tokens']} tokens" in PROSE
+    shorter = result("soak-tiny_model-15min")
+    assert shorter["holds"] is True
+    assert f"`soak-tiny_model-15min.json`, {shorter['counts']['tokens']} tokens" in PROSE
     thirds = next(each for each in soak["checks"] if each["name"] == "acceptance length by third")
     assert f"in thirds of the run is {thirds['found']}" in PROSE
 
