@@ -37,8 +37,10 @@ results: $(STAMP)
 		--acceptance 0.78,0.605,0.467
 	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-draft-vocab.json
-	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3
-	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --seconds 1200
+	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,32 --worker eagle --k 3 --isl 7000 --osl 200 \
+		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-long.json
+	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
+	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage

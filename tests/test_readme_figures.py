@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,12 @@ def test_the_soak() -> None:
     assert f"`soak-tiny_model-15min.json`, {shorter['counts']['tokens']} tokens" in PROSE
     thirds = next(each for each in soak["checks"] if each["name"] == "acceptance length by third")
     assert f"in thirds of the run is {thirds['found']}" in PROSE
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+    assert any(link.endswith(".png") for link in links)
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
