@@ -94,7 +94,7 @@ class MTPSpecMetadata:
     def all_rank_num_seqs(self, value: list[int] | None) -> None:
         self._all_rank_num_seqs = value
         # later passes of a reused layer have one token per sequence
-        if self.spec_dec_mode.is_mtp_eagle():
+        if _is_eagle(self.spec_dec_mode):
             self.subseq_all_rank_num_tokens = value
 
     def prepare(self) -> None:
@@ -116,7 +116,7 @@ class MTPSpecMetadata:
             f"prepare(): {num_seqs} requests, but max_num_requests is {self.max_num_requests}",
         )
         self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
-        if self.spec_dec_mode.is_mtp_vanilla() and self.draft_window == "trtllm":
+        if _is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm":
             self.num_tokens -= self.num_generations
         if self.mtp_hidden_states_manager is not None:
             slots = [self.slot_of(request_id) for request_id in request_ids or ()]
@@ -131,6 +131,17 @@ class MTPSpecMetadata:
         view.max_num_requests = max_batch_size
         view.__post_init__()
         return view
+
+    @property
+    def is_all_greedy_sample(self) -> bool:
+        """True: hosts that draw otherwise capture graphs of their own for that."""
+        return True
+
+    def populate_sampling_params_for_one_model(self, requests: Any) -> None:
+        """Nothing: decoding is greedy."""
+
+    def update_is_all_greedy_sample(self, requests: Any) -> None:
+        """Nothing: it always is."""
 
     def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
         """False: MTP reads the target's last states alone."""
@@ -166,6 +177,19 @@ class MTPSpecMetadata:
         if buffer.is_cuda:
             host = host.pin_memory()
         buffer[: len(values)].copy_(host, non_blocking=True)
+
+
+def _is_eagle(mode: Any) -> bool:
+    """Whether one layer drafts all tokens; hosts' modes may call the one-model way by a name of its
+    own."""
+    names = ("is_mtp_eagle", "is_mtp_eagle_one_model")
+    return any(getattr(mode, name)() for name in names if hasattr(mode, name))
+
+
+def _is_vanilla(mode: Any) -> bool:
+    """Whether there is a layer per depth; older modes ask by value."""
+    asked = getattr(mode, "is_mtp_vanilla", None)
+    return bool(asked()) if asked is not None else getattr(mode, "name", None) == "MTP"
 
 
 def kv_floor(attn_metadata: Any, rows: int) -> int | None:
@@ -326,8 +350,14 @@ class DraftLoop:
         self._changed()
 
     def _rebind(self, name: str, value: torch.Tensor) -> None:
-        self._originals.setdefault(name, getattr(self._metadata, name))
-        setattr(self._metadata, name, value)
+        metadata = self._metadata
+        self._originals.setdefault(name, getattr(metadata, name))
+        setattr(metadata, name, value)
+        # TensorRT-LLM's kernels read a view of the step's rows, bound when the step was prepared
+        view = getattr(metadata, f"{name}_runtime", None)
+        if isinstance(view, torch.Tensor):
+            self._originals.setdefault(f"{name}_runtime", view)
+            setattr(metadata, f"{name}_runtime", value[: view.shape[0]])
 
     def _rebind_seq_lens(self, host: torch.Tensor, device: torch.Tensor) -> None:
         for name, value in (("seq_lens", host), ("seq_lens_cuda", device)):

@@ -96,7 +96,8 @@ class AttentionMetadata(Protocol):
     """The fields of a host's attention metadata that a worker reads or changes.
 
     Optional, used where present: ``kv_lens_cuda`` [R] int32,
-    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R],
+    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R], of these tensors the
+    views ``kv_lens_cuda_runtime`` and ``host_request_types_runtime``,
     ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
     embedded executor: ``supports_dead_rows`` (rows at negative positions are legal; elsewhere KV
     lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write

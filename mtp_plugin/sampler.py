@@ -103,6 +103,8 @@ class MTPSampler:
         always_greedy: take requests that ask for a temperature and the like, and decode them
             greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
             into every request. False: refuse them.
+        finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
+            ERROR among them a request whose logits cannot be used ends as CANCELLED.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after its tokens were appended, in the batch's order.
 
@@ -121,6 +123,7 @@ class MTPSampler:
         device: torch.device | str | None = None,
         kernels: str = "auto",
         always_greedy: bool = False,
+        finish_reasons: Any = FinishReason,
         on_step: Callable[[Any, int, int], None] | None = None,
         **_: Any,
     ) -> None:
@@ -135,6 +138,7 @@ class MTPSampler:
             )
         self.draft_len = nextn
         self.always_greedy = always_greedy
+        self.finish_reasons = finish_reasons
         self.on_step = on_step
         self.max_seq_len = int(args.max_seq_len)
         self.max_num_sequences = int(args.max_num_sequences)
@@ -260,7 +264,8 @@ class MTPSampler:
         room = max(full_length - request.get_num_tokens(BEAM), 0)
         num_emitted, has_ended = self._append(request, tokens)
         if status != STATUS_OK and not has_ended:
-            request.finish_by(FinishReason.ERROR, BEAM)
+            reasons = self.finish_reasons
+            request.finish_by(getattr(reasons, "ERROR", None) or reasons.CANCELLED, BEAM)
         if row.is_context or _is_dummy(request):
             return
         num_drafted = min(row.num_drafted, room)
@@ -281,16 +286,17 @@ class MTPSampler:
         criterion = getattr(request, "py_stop_criterion", None)
         limit = min(request.py_orig_prompt_len + request.py_max_new_tokens, self.max_seq_len)
         before, running = request.get_num_tokens(BEAM), request.state
+        reasons = self.finish_reasons
         for count, token in enumerate(tokens, start=1):
             request.add_new_token(token, BEAM)
             if request.state != running:
                 return count, True  # by itself: its text cannot be told
             if token == end_id or token in stop_ids:
-                reason = FinishReason.END_ID
+                reason = reasons.END_ID
             elif (words and _ends_with(request, words)) or (criterion and criterion()):
-                reason = FinishReason.STOP_WORDS
+                reason = reasons.STOP_WORDS
             elif before + count >= limit:
-                reason = FinishReason.LENGTH
+                reason = reasons.LENGTH
             else:
                 continue
             request.finish_by(reason, BEAM)
@@ -334,8 +340,8 @@ class MTPSampler:
         if phase == RequestState.GENERATION_COMPLETE.name:
             return True
         if row.is_context:
-            emits = row.emits
-            return not (request.context_remaining_length == 0 if emits is None else emits)
+            # paused since, the prompt is to be read again
+            return row.emits is False or request.context_remaining_length != 0
         return phase == RequestState.CONTEXT_INIT.name
 
     # ---- tensors ----------------------------------------------------------------------------

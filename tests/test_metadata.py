@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +173,44 @@ def test_sequences_per_rank_are_token_counts_of_later_passes(
     assert spec.subseq_all_rank_num_tokens == later
 
 
+class NewerMode:
+    """A host's mode in which the one-model way is none of eagle's."""
+
+    def is_mtp_eagle(self) -> bool:
+        return False
+
+    def is_mtp_eagle_one_model(self) -> bool:
+        return True
+
+    def is_mtp_vanilla(self) -> bool:
+        return False
+
+
+class OlderMode(Enum):
+    """A host's mode that asks nothing of the kind."""
+
+    MTP = 1
+    MTP_EAGLE = 2
+
+
+def test_modes_of_hosts() -> None:
+    newer = make_spec(spec_dec_mode=NewerMode())
+    newer.all_rank_num_seqs = [1, 3]
+    assert newer.subseq_all_rank_num_tokens == [1, 3]
+    for mode, counted in ((OlderMode.MTP, 6), (OlderMode.MTP_EAGLE, 8)):
+        older = make_spec(spec_dec_mode=mode, draft_window="trtllm")
+        older.request_ids, older.num_generations, older.num_tokens = [1, 2], 2, 8
+        older.prepare()
+        assert older.num_tokens == counted
+
+
+def test_hosts_that_ask_how_tokens_are_drawn() -> None:
+    spec = make_spec()
+    spec.populate_sampling_params_for_one_model([])
+    spec.update_is_all_greedy_sample([])
+    assert spec.is_all_greedy_sample
+
+
 def test_the_view_of_a_graph() -> None:
     """Buffers of its own at its own size; filling one leaves the other alone."""
     manager = make_manager(5, 6)
@@ -318,6 +357,43 @@ def test_refreshes_follow_every_change() -> None:
         assert attn.refreshed == {"kv_lens": 2, "spec_dec": 2}
     assert attn.refreshed == {"kv_lens": 3, "spec_dec": 3}
     assert attn.num_ctx_tokens == 5
+
+
+class Viewing(KVAttention):
+    """Its kernels read views of the step's rows that were bound when the step was prepared."""
+
+    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
+        super().__init__(seq_lens, num_contexts, kv_lens)
+        rows = len(seq_lens)
+        self.kv_lens_cuda = int32([*kv_lens, 99, 99])
+        self.kv_lens_cuda_runtime = self.kv_lens_cuda[:rows]
+        self.host_request_types_runtime = self.host_request_types[:rows]
+
+
+def test_views_of_the_rows_follow_every_change_and_come_back() -> None:
+    attn, plain = Viewing([5, 4, 4], 1, [5, 13, 14]), KVAttention([5, 4, 4], 1, [5, 13, 14])
+    views = attn.kv_lens_cuda_runtime, attn.host_request_types_runtime
+    with draft_loop(attn) as loop, draft_loop(plain) as other:
+        for each in (loop, other):
+            each.feed_single_rows(N, 3)
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+        assert attn.host_request_types_runtime.tolist() == [1, 1, 1]
+        for each in (loop, other):
+            each.advance()
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+    assert attn.kv_lens_cuda_runtime is views[0]
+    assert attn.host_request_types_runtime is views[1]
+    assert views[0].tolist() == [5, 13, 14]
+    assert views[1].tolist() == [0, 1, 1]
+
+
+def test_views_of_windows() -> None:
+    attn, plain = Viewing([4, 4], 0, [13, 14]), KVAttention([4, 4], 0, [13, 14])
+    with draft_loop(attn) as loop, draft_loop(plain) as other:
+        for each in (loop, other):
+            each.feed_window(int32([1, 3]), step_rows=4, window=3)
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+    assert attn.kv_lens_cuda_runtime.tolist() == [13, 14]
 
 
 # --- hosts that read the list of cached tokens ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,12 +453,12 @@ def test_stop_words(words: list[list[int]], output: list[int], reason: FinishRea
 
 @pytest.mark.parametrize(
     ("output", "stopped"),
-    [([5, 11], [5, 11]), ([5, 12, 1], [5, 12]), ([5, 1, 2], [5, 1, 2])],
+    [([5, 11], [5, 11]), ([5, 12, 13, 1], [5, 12, 13]), ([5, 1, 3], [5, 1, 3])],
     ids=["first", "second", "neither"],
 )
 def test_stop_words_as_flat_tokens_and_ends(output: list[int], stopped: list[int]) -> None:
     """TensorRT-LLM's form: all words in one list, and where each ends; -1 behind the last end."""
-    request = Request(0, py_stop_words_list=[[11, 12], [1, 2, -1]])
+    request = Request(0, py_stop_words_list=[[11, 12, 13], [1, 3, -1]])
     step(make(), request, output)
     assert request.output == stopped
 
@@ -619,6 +620,42 @@ def test_a_state_from_another_rank(by_batch: bool) -> None:
     assert context.py_draft_tokens == generation.py_draft_tokens == [9, 9, 9]
     assert context.py_acceptance.steps == 0
     assert generation.py_acceptance.emitted == 2
+
+
+def test_two_words_of_different_lengths_are_words() -> None:
+    request = Request(0, py_stop_words_list=[[5, 6], [1]])
+    step(make(), request, [5, 7, 1, 9])
+    assert request.output == [5, 7, 1]
+
+
+def test_a_prompt_that_is_paused_behind_its_last_chunk_takes_nothing() -> None:
+    """A host without epochs: the prompt is read again, and its token comes again with that."""
+    sampler, request = make(), Request(0, is_last_context_chunk=True)
+    state = sampler.sample_async(batch([request], []), outputs([5]))
+    request.state, request.context_remaining_length = RequestState.CONTEXT_INIT, 3
+    sampler.update_requests(state)
+    assert request.output == []
+
+
+class HostReason(Enum):
+    END_ID, LENGTH, STOP_WORDS, CANCELLED = range(4)
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "reason"),
+    [
+        ([7, 99, 1], 0, HostReason.END_ID),
+        ([7, 88, 1], 0, HostReason.STOP_WORDS),
+        ([7, 8, 9, 10], 0, HostReason.LENGTH),
+        ([7], STATUS_NO_FINITE_LOGIT, HostReason.CANCELLED),
+    ],
+)
+def test_reasons_are_the_hosts(run: list[int], status: int, reason: HostReason) -> None:
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
+    request = Request(0, py_end_id=99, py_stop_words_list=[[88]], py_max_new_tokens=4)
+    step(sampler, request, run, status=[status])
+    assert request.finish_reason is reason
 
 
 @pytest.mark.parametrize("slot", [None, S], ids=["none", "of another pool"])

@@ -26,10 +26,10 @@ def stop_ids_of(request: Any) -> list[int]:
 
 def stop_words(listed: Any) -> list[list[int]]:
     """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
-    ends (-1 behind the last), or a plain list of words."""
+    ends, equally long (-1 behind the last end), or a plain list of words."""
     if not listed:
         return []
-    if len(listed) == 2:
+    if len(listed) == 2 and len(listed[0]) == len(listed[1]):
         flat, ends = list(listed[0]), [end for end in listed[1] if end != -1]
         rising = all(a < b for a, b in zip([0, *ends], ends, strict=False))
         if ends and rising and ends[-1] <= len(flat):
