@@ -117,6 +117,7 @@ def check_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchmarkError(f"--output: {path} cannot be written: {error}") from error
+    expect(not path.is_dir(), BenchmarkError, f"--output: {path} is a folder, expected a file")
     expect(
         os.access(path if path.exists() else path.parent, os.W_OK),
         BenchmarkError,
