@@ -56,7 +56,8 @@ def unsupported_options(request: Any, *, always_greedy: bool = False) -> list[st
         given.setdefault("beam_width", beams)
     found = [name for name in _FLAGS if getattr(request, name, False)]
     found += [name for name in _LISTS if _is_there(getattr(request, name, None))]
-    if not (always_greedy or _is_greedy(given)):
+    drawn = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    if not (always_greedy or is_greedy(**drawn)):
         found += [f"{name}={given[name]}" for name in _DRAWS if name in given]
     found += [
         f"{name}={given[name]}"
@@ -66,10 +67,13 @@ def unsupported_options(request: Any, *, always_greedy: bool = False) -> list[st
     return found
 
 
-def _is_greedy(given: dict[str, Any]) -> bool:
-    if given.get("temperature") == 0 or given.get("top_k") == 1 or given.get("top_p") == 0:
+def is_greedy(
+    *, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
+) -> bool:
+    """Whether options describe greedy decoding; None: not given."""
+    if temperature == 0 or top_k == 1 or top_p == 0:
         return True
-    return not given.keys() & {"temperature", "top_k", "top_p", "min_p"}
+    return all(value is None for value in (temperature, top_k, top_p, min_p))
 
 
 def _first(value: Any) -> Any:

@@ -49,8 +49,7 @@ class BlockManager:
 
     def missing_blocks(self, request_id: int, num_rows: int) -> int:
         """Further blocks that the request needs to hold ``num_rows`` rows."""
-        missing = self.blocks_for(num_rows) - len(self.table(request_id))
-        return missing if missing > 0 else 0
+        return max(0, self.blocks_for(num_rows) - len(self.table(request_id)))
 
     def try_reserve(self, request_id: int, num_rows: int) -> bool:
         """Grow the request's table to ``num_rows`` rows; False, and no change, where it cannot."""

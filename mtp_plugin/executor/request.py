@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mtp_plugin.asked_options import is_greedy
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor.text import RequestText
 from mtp_plugin.protocols import FinishReason, RequestState
@@ -61,9 +62,9 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the options describe greedy decoding."""
-        if self.temperature == 0 or self.top_k == 1 or self.top_p == 0:
-            return True
-        return all(v is None for v in (self.temperature, self.top_k, self.top_p, self.min_p))
+        return is_greedy(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
 
     def unsupported(self) -> list[str]:
         """Every option that this executor does not run, as ``name=value``."""

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ExecutorError
-
-NO_STOP = -1
+from mtp_plugin.state.stop_ids import NO_STOP
 
 
 @dataclass

@@ -8,7 +8,7 @@ MAX_STOP_IDS = 16
 """P of ``stop_ids_pool``: stop ids kept per slot."""
 
 NO_STOP = -1
-"""Fills a row of ``stop_ids_pool`` behind the request's ids."""
+"""Fills a row of stop ids behind the request's own."""
 
 TOO_MANY_STOPS = -2
 """First in the row of a request with more ids than fit: its acceptance is strict."""
