@@ -79,9 +79,7 @@ class Batch:
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         self._executor = llm.executor
         self._device = llm.device
-        self.requests = [llm.make_request(prompt, params) for prompt in prompts]
-        for request in self.requests:
-            self._executor.check_fits(request)
+        self.requests = llm.make_requests(prompts, [params] * len(prompts))
         self._unstarted = {request.request_id for request in self.requests}
         self._by_id = {request.request_id: request for request in self.requests}
         # one step is running and one is about to be: neither may cut its drafts
