@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.checks import expect_output
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -31,37 +32,6 @@ def to_device(
     if torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def expect_output(
-    name: str,
-    tensor: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Check a tensor that was handed in to be written.
-
-    Raises:
-        TensorContractError: another shape, type or device, or gaps between the elements.
-    """
-    if tensor is None:
-        came = "None"
-    elif (
-        tensor.shape == shape
-        and tensor.dtype == dtype
-        and tensor.device == device
-        and tensor.is_contiguous()
-    ):
-        return
-    else:
-        came = (
-            f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
-            f"{tensor.device}"
-        )
-    raise TensorContractError(
-        f"{name}: expected contiguous {dtype} {list(shape)} on {device} to write to, got {came}"
-    )
 
 
 def expect_vocab(logits: torch.Tensor, vocab_ids: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from .model import TinyMtpModel
+from integration.tiny_model.model import TinyMtpModel
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import default_corpus, read_manifest, read_texts
-from .drafting import dense_masks, draft_states
-from .export import load_checkpoint
-from .model import TinyMtpModel
-from .simulation import (
+from integration.tiny_model.corpus import default_corpus, read_manifest, read_texts
+from integration.tiny_model.drafting import dense_masks, draft_states
+from integration.tiny_model.export import load_checkpoint
+from integration.tiny_model.model import TinyMtpModel
+from integration.tiny_model.simulation import (
     DRAFTINGS,
     EAGLE,
     VANILLA,
@@ -31,7 +31,7 @@ from .simulation import (
     replay,
     run_sampled,
 )
-from .tokenizer import encode_documents, load_tokenizer
+from integration.tiny_model.tokenizer import encode_documents, load_tokenizer
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("evaluate")

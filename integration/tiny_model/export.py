@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .model import ModelShape, TinyMtpModel
+from integration.tiny_model.model import ModelShape, TinyMtpModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -104,7 +104,7 @@ def compare_with_transformers(folder: Path, ids: Tensor, tolerance: float = 1e-3
     from transformers import AutoModelForCausalLM
     from transformers.modeling_layers import MtpModel
 
-    from .hf_patch import enable_mtp
+    from integration.tiny_model.hf_patch import enable_mtp
 
     own = load_checkpoint(folder)
     main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

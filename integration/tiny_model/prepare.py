@@ -7,9 +7,9 @@ import argparse
 import logging
 from pathlib import Path
 
-from .corpus import default_corpus, read_texts, scan, write_manifest
-from .model import ModelShape
-from .tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from integration.tiny_model.corpus import default_corpus, read_texts, scan, write_manifest
+from integration.tiny_model.model import ModelShape
+from integration.tiny_model.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("prepare")

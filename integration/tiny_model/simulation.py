@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .model import TinyMtpModel
+from integration.tiny_model.model import TinyMtpModel
 
 Choose = Callable[[Tensor], Tensor]
 

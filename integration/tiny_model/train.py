@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from .corpus import default_corpus, read_manifest, read_texts
-from .drafting import block_masks, dense_masks, draft_states
-from .export import compare_with_transformers, save_checkpoint
-from .model import ModelShape, TinyMtpModel
-from .tokenizer import encode_documents, load_tokenizer
+from integration.tiny_model.corpus import default_corpus, read_manifest, read_texts
+from integration.tiny_model.drafting import block_masks, dense_masks, draft_states
+from integration.tiny_model.export import compare_with_transformers, save_checkpoint
+from integration.tiny_model.model import ModelShape, TinyMtpModel
+from integration.tiny_model.tokenizer import encode_documents, load_tokenizer
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("train")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from .greedy import greedy_decode
-from .inferencer import (
+from mtp_plugin.infer.greedy import greedy_decode
+from mtp_plugin.infer.inferencer import (
     BasicInferencer,
     ChunkwiseInferencer,
     DecodeOutput,
     Inferencer,
     PrefillOutput,
 )
-from .kv_cache import DynamicKVCache, KVCache, KVState
-from .language_model import LanguageModel, TransformersLanguageModel
-from .sample_strategy import GreedySampleStrategy, MultinomialSampleStrategy, SampleStrategy
+from mtp_plugin.infer.kv_cache import DynamicKVCache, KVCache, KVState
+from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
+from mtp_plugin.infer.sample_strategy import (
+    GreedySampleStrategy,
+    MultinomialSampleStrategy,
+    SampleStrategy,
+)
 
 __all__ = [
     "BasicInferencer",

@@ -8,10 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mtp_plugin.errors import RequestError
-
-from .kv_cache import DynamicKVCache
-from .language_model import LanguageModel, TransformersLanguageModel
-from .sample_strategy import GreedySampleStrategy
+from mtp_plugin.infer.kv_cache import DynamicKVCache
+from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
+from mtp_plugin.infer.sample_strategy import GreedySampleStrategy
 
 
 def greedy_decode(

@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mtp_plugin.errors import ConfigError, TensorContractError
-
-from .kv_cache import KVCache
-from .language_model import LanguageModel
-from .sample_strategy import SampleStrategy
+from mtp_plugin.infer.kv_cache import KVCache
+from mtp_plugin.infer.language_model import LanguageModel
+from mtp_plugin.infer.sample_strategy import SampleStrategy
 
 
 class PrefillOutput(NamedTuple):

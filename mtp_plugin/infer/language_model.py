@@ -8,8 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from mtp_plugin.errors import CheckpointError, TensorContractError, UnsupportedModelError
-
-from .kv_cache import KVCache, KVState
+from mtp_plugin.infer.kv_cache import KVCache, KVState
 
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 

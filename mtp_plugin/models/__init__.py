@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from .facts import ModelFacts, read_facts
-from .families import FAMILIES, NOT_RUNNABLE, DraftTraits, MTPFamily, TensorNames, family_of
-from .fused import FusedModel, FusionReport, fuse
-from .loader import LoadedModel, load_model
-from .mtp_layer import MTPLayer, TransformersAttention
-from .preflight import Preflight, preflight
-from .random_model import random_model
-from .testing import write_random_checkpoint
+from mtp_plugin.models.facts import ModelFacts, read_facts
+from mtp_plugin.models.families import (
+    FAMILIES,
+    NOT_RUNNABLE,
+    DraftTraits,
+    MTPFamily,
+    TensorNames,
+    family_of,
+)
+from mtp_plugin.models.fused import FusedModel, FusionReport, fuse
+from mtp_plugin.models.loader import LoadedModel, load_model
+from mtp_plugin.models.mtp_layer import MTPLayer, TransformersAttention
+from mtp_plugin.models.preflight import Preflight, preflight
+from mtp_plugin.models.random_model import random_model
+from mtp_plugin.models.testing import write_random_checkpoint
 
 __all__ = [
     "FAMILIES",

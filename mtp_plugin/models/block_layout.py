@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from .families import MTPFamily
-from .mtp_layer import MTPLayer
+from mtp_plugin.models.families import MTPFamily
+from mtp_plugin.models.mtp_layer import MTPLayer
 
 FULL_ATTENTION = "full_attention"
 

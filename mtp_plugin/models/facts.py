@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import CheckpointError
-
-from .checkpoint_files import checkpoint_directory, read_json
-from .families import family_of
+from mtp_plugin.models.checkpoint_files import checkpoint_directory, read_json
+from mtp_plugin.models.families import family_of
 
 _DTYPES = {
     "float32": torch.float32,

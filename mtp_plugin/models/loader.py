@@ -15,14 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from mtp_plugin.errors import CheckpointError, ConfigError
-
-from .block_layout import build_layers, target_class
-from .checkpoint_files import listed, read_tensors
-from .draft_head import cut_head
-from .facts import ModelFacts
-from .families import DraftTraits, MTPFamily
-from .mtp_layer import TransformersAttention
-from .preflight import Preflight, examine
+from mtp_plugin.models.block_layout import build_layers, target_class
+from mtp_plugin.models.checkpoint_files import listed, read_tensors
+from mtp_plugin.models.draft_head import cut_head
+from mtp_plugin.models.facts import ModelFacts
+from mtp_plugin.models.families import DraftTraits, MTPFamily
+from mtp_plugin.models.mtp_layer import TransformersAttention
+from mtp_plugin.models.preflight import Preflight, examine
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from mtp_plugin.errors import UnsupportedModelError
-
-from .families import DraftTraits
+from mtp_plugin.models.families import DraftTraits
 
 
 class TransformersAttention(Protocol):

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
-
-from .block_layout import (
+from mtp_plugin.models.block_layout import (
     FULL_ATTENTION,
     TensorPlan,
     build_layers,
@@ -20,15 +19,15 @@ from .block_layout import (
     plan_target,
     without_storage,
 )
-from .checkpoint_files import (
+from mtp_plugin.models.checkpoint_files import (
     StoredTensor,
     checkpoint_directory,
     listed,
     read_headers,
     read_json,
 )
-from .facts import ModelFacts, facts_from_config
-from .families import MTPFamily, family_of
+from mtp_plugin.models.facts import ModelFacts, facts_from_config
+from mtp_plugin.models.families import MTPFamily, family_of
 
 FLOATING = ("F32", "F16", "BF16")
 _STALE_BUFFER = ".rotary_emb.inv_freq"

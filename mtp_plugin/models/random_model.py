@@ -11,12 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mtp_plugin.errors import ConfigError
-
-from .block_layout import build_layers, target_class
-from .facts import facts_from_config
-from .families import family_of
-from .loader import LoadedModel, check_attention
-from .testing import WeightDice, centred_norms, random_config
+from mtp_plugin.models.block_layout import build_layers, target_class
+from mtp_plugin.models.facts import facts_from_config
+from mtp_plugin.models.families import family_of
+from mtp_plugin.models.loader import LoadedModel, check_attention
+from mtp_plugin.models.testing import WeightDice, centred_norms, random_config
 
 
 def random_model(

@@ -12,16 +12,15 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mtp_plugin.errors import ConfigError
-
-from .block_layout import (
+from mtp_plugin.models.block_layout import (
     FULL_ATTENTION,
     build_layers,
     plan_layer,
     plan_target,
     without_storage,
 )
-from .checkpoint_files import SINGLE_FILE
-from .families import MTPFamily, family_of
+from mtp_plugin.models.checkpoint_files import SINGLE_FILE
+from mtp_plugin.models.families import MTPFamily, family_of
 
 _DENSE = {
     "vocab_size": 512,

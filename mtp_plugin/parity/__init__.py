@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from .compare import (
+from mtp_plugin.parity.compare import (
     Comparison,
     Divergence,
     compare_forced,
     compare_with_continuations,
     judge_gap,
 )
-from .oracle import Oracle, plain_attention
-from .ties import TIE_ULPS, TieRule, ulp
+from mtp_plugin.parity.oracle import Oracle, plain_attention
+from mtp_plugin.parity.ties import TIE_ULPS, TieRule, ulp
 
 __all__ = [
     "TIE_ULPS",

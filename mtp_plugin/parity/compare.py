@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .oracle import Oracle
-from .ties import TieRule
+from mtp_plugin.parity.oracle import Oracle
+from mtp_plugin.parity.ties import TieRule
 
 
 @dataclass(frozen=True)

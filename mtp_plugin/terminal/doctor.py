@@ -28,8 +28,7 @@ from mtp_plugin.plugin import (
     SpeculativePlugin,
     find_plugin,
 )
-
-from .console import DIFFERENT, OK, OutputConsole
+from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole
 
 T = TypeVar("T")
 

@@ -19,10 +19,9 @@ from mtp_plugin.executor.text import Tokenizer
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.parity import Comparison, Divergence, TieRule, plain_attention
 from mtp_plugin.statistics import AcceptanceStats
-
-from .console import DIFFERENT, OK, OutputConsole, can_show
-from .decoding import Decoded, run_batch, verdicts_of_plain_decoding
-from .report import spelled, versions
+from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
+from mtp_plugin.terminal.decoding import Decoded, run_batch, verdicts_of_plain_decoding
+from mtp_plugin.terminal.report import spelled, versions
 
 EAGLE, VANILLA, PLAIN = "eagle", "vanilla", "none"
 RANDOM_PROMPTS = 8

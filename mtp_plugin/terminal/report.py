@@ -13,10 +13,9 @@ from rich.table import Table
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.executor.text import Tokenizer
 from mtp_plugin.statistics import AcceptanceStats
-
-from .console import DIFFERENT, OK, OutputConsole, can_show
-from .decoding import BatchRun, Comparison, Decoded, Difference
-from .version import package_version
+from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
+from mtp_plugin.terminal.decoding import BatchRun, Comparison, Decoded, Difference
+from mtp_plugin.terminal.version import package_version
 
 SYNTHETIC_NOTE = (
     "synthetic acceptance: a coin accepted the drafts, the text is not the model's; for speed alone"

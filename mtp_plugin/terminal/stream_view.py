@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from mtp_plugin.executor import StepEvent
 from mtp_plugin.executor.text import Segment
-
-from .console import OutputConsole, can_show
+from mtp_plugin.terminal.console import OutputConsole, can_show
 
 DRAFT_STYLE = "green"
 QUIET_STYLE = "dim"

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from mtp_plugin.batch import Accepted, DraftColumn, FirstPass
+from mtp_plugin.kernels.top_k import Top1Partials
+from mtp_plugin.kernels.top_k import launch as vocab_reduce
 from mtp_plugin.ops.acceptance import launch as acceptance
 from mtp_plugin.ops.backend import REFERENCE_OPS, StepOps, triton_ops
 from mtp_plugin.ops.draft_inputs import launch as draft_inputs
 from mtp_plugin.ops.draft_step import launch as draft_step
-from mtp_plugin.vocab_reduce import Top1Partials
-from mtp_plugin.vocab_reduce import launch as vocab_reduce
+from tests.kernels.top_k.launches import captured
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, poisoned
-from tests.vocab_reduce.launches import captured
 
 MAX_POSITION = 90
 

@@ -9,7 +9,7 @@ attends nobody and gives zeros.
 import triton
 import triton.language as tl
 
-from mtp_plugin.triton_device.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from mtp_plugin.executor.attention.kernel import (
     write_kernel,
 )
 from mtp_plugin.executor.attention.layout import RowCounts
-from mtp_plugin.triton_device import early_launch, expect_reachable
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 
 MAX_WIDTH = 256
 """Widest head; what a program holds of a tile grows with it."""

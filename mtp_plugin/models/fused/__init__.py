@@ -24,6 +24,6 @@ transformers runs it.
 
 from __future__ import annotations
 
-from .model import FusedModel, FusedMTPLayer, FusionReport, fuse
+from mtp_plugin.models.fused.model import FusedModel, FusedMTPLayer, FusionReport, fuse
 
 __all__ = ["FusedMTPLayer", "FusedModel", "FusionReport", "fuse"]

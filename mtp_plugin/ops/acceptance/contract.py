@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.batch import Accepted, expect_output
+from mtp_plugin.batch import Accepted
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.checks import expect_output
 
 
 @dataclass(frozen=True)

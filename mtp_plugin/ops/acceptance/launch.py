@@ -6,10 +6,10 @@ import torch
 import triton
 
 from mtp_plugin.batch import Accepted
+from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.top_k import RelaxedPartials, Top1Partials, relaxed_partials, top1_partials
 from mtp_plugin.ops.acceptance.contract import RelaxedAccepted, RelaxedRule, check_rows
 from mtp_plugin.ops.acceptance.kernel import emit_kernel
-from mtp_plugin.triton_device import early_launch
-from mtp_plugin.vocab_reduce import RelaxedPartials, Top1Partials, relaxed_partials, top1_partials
 
 
 def accept_strict(

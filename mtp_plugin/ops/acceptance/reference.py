@@ -41,7 +41,7 @@ def accept_strict(
             or NaN) in its row. None: the target decides.
         out: takes the result, and is given back. None: new tensors.
         scratch: for implementations that reduce in two launches: ``Top1Partials.unwritten`` of
-            :mod:`mtp_plugin.vocab_reduce` for the logits' sizes. With ``out`` and ``scratch`` they
+            :mod:`mtp_plugin.kernels.top_k` for the logits' sizes. With ``out`` and ``scratch`` they
             allocate nothing.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.kernels.programmatic_launch import SeenLaunches, expect_reachable
 from mtp_plugin.ops.bookkeeping.contract import (
     AdvancedBatch,
     KVBlockState,
@@ -11,7 +12,6 @@ from mtp_plugin.ops.bookkeeping.contract import (
     unwritten_result,
 )
 from mtp_plugin.ops.bookkeeping.kernel import _advance_decode_batch_kernel
-from mtp_plugin.triton_device import SeenLaunches, expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 _launches = SeenLaunches(_advance_decode_batch_kernel)

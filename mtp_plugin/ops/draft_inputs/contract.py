@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.batch import FirstPass, expect_output
+from mtp_plugin.batch import FirstPass
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.checks import expect_output
 
 
 def check_vanilla_output(

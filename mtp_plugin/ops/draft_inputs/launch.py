@@ -9,6 +9,7 @@ import torch
 import triton
 
 from mtp_plugin.batch import FirstPass, to_device
+from mtp_plugin.kernels.programmatic_launch import early_launch
 from mtp_plugin.ops.draft_inputs.contract import check_eagle_output, check_vanilla_output
 from mtp_plugin.ops.draft_inputs.kernel import (
     accepted_rows_kernel,
@@ -16,7 +17,6 @@ from mtp_plugin.ops.draft_inputs.kernel import (
     context_rows_kernel,
     generation_kernel,
 )
-from mtp_plugin.triton_device import early_launch
 
 UNBOUNDED = 2**62
 LOWEST = -(2**31)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.triton_device.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
 
 
 @triton.jit

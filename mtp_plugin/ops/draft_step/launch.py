@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.batch import DraftColumn, expect_output, expect_vocab
+from mtp_plugin.batch import DraftColumn, expect_vocab
+from mtp_plugin.kernels.checks import expect_output
+from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
 from mtp_plugin.ops.draft_step.kernel import local_kernel, merge_kernel, place_kernel
-from mtp_plugin.triton_device import early_launch
-from mtp_plugin.vocab_reduce import Top1Partials, top1_partials
 
 UNBOUNDED = 2**62
 

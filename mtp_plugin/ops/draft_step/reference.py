@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.batch import DraftColumn, expect_output, expect_vocab
+from mtp_plugin.batch import DraftColumn, expect_vocab
+from mtp_plugin.kernels.checks import expect_output
 
 
 def propose(logits: torch.Tensor, place: DraftColumn, scratch: Any | None = None) -> None:  # noqa: ARG001
@@ -17,7 +18,7 @@ def propose(logits: torch.Tensor, place: DraftColumn, scratch: Any | None = None
 
     Args:
         scratch: for implementations that reduce in two launches: ``Top1Partials.unwritten`` of
-            :mod:`mtp_plugin.vocab_reduce` for the logits' sizes. With it, and with outputs handed
+            :mod:`mtp_plugin.kernels.top_k` for the logits' sizes. With it, and with outputs handed
             in, the ops of this module allocate nothing there.
 
     Raises:

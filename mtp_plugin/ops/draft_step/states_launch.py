@@ -6,9 +6,9 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.ops.draft_step import reference
 from mtp_plugin.ops.draft_step.states_kernel import place_states_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 APART, SHARED, COLUMNS = 32, 256, 64
 """Requests and columns that a program holds at a time: where outputs have memory of their own, and

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from mtp_plugin.kernels.programmatic_launch import expect_reachable
 from mtp_plugin.ops.kv_rewind.contract import RewoundBlocks, unwritten_result
 from mtp_plugin.ops.kv_rewind.kernel import _rewind_kv_cache_kernel
-from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 

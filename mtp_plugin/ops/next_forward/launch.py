@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from mtp_plugin.kernels.programmatic_launch import expect_reachable
 from mtp_plugin.ops.next_forward.contract import check_buffers
 from mtp_plugin.ops.next_forward.kernel import _prepare_next_forward_pass_kernel
-from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 

@@ -6,9 +6,9 @@ import torch
 import triton
 
 from mtp_plugin.batch import PAD_TOKEN, STATUS_OK
+from mtp_plugin.kernels.programmatic_launch import SeenLaunches, expect_reachable
 from mtp_plugin.ops.result_store.contract import check_results
 from mtp_plugin.ops.result_store.kernel import store_results_kernel
-from mtp_plugin.triton_device import SeenLaunches, expect_reachable
 
 _launches = SeenLaunches(store_results_kernel)
 

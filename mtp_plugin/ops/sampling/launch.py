@@ -9,10 +9,10 @@ import torch
 import triton
 
 from mtp_plugin.batch import RowParameters
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.ops.sampling import reference
 from mtp_plugin.ops.sampling.contract import StepRows, check_step
 from mtp_plugin.ops.sampling.kernel import hide_kernel, restore_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.ops.state_rollback.contract import check_states
 from mtp_plugin.ops.state_rollback.kernel import _mamba_state_selective_copy_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}

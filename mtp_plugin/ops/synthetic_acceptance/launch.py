@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.ops.synthetic_acceptance.contract import (
     COIN_BITS,
     SyntheticRule,
     check_positions,
 )
 from mtp_plugin.ops.synthetic_acceptance.kernel import coin_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 BLOCK = 32
 

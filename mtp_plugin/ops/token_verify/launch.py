@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from mtp_plugin.kernels.programmatic_launch import expect_reachable
 from mtp_plugin.ops.token_verify.contract import (
     VerifiedTokens,
     unwritten_indices,
@@ -14,7 +15,6 @@ from mtp_plugin.ops.token_verify.kernel import (
     _required_logit_indices_kernel,
     _verify_speculative_tokens_kernel,
 )
-from mtp_plugin.triton_device import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 _MAX_REQUESTS_AT_ONCE = 1024

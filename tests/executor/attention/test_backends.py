@@ -18,8 +18,8 @@ from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.metadata import draft_loop
 from tests.executor.attention import story
 from tests.executor.attention.case import LAYER, Case, Heads, random_case
+from tests.kernels.top_k.launches import poisoned_outputs
 from tests.ops.on_device import DEVICE, forbid_launches
-from tests.vocab_reduce.launches import poisoned_outputs
 
 BACKENDS = ["sdpa", "triton"]
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -10,10 +10,10 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.models.fused.norms import launch, reference
+from tests.kernels.top_k.launches import poisoned_outputs
 from tests.models.fused import stories
 from tests.models.fused.closeness import FLOAT, KINDS, Kind, rolled, strided
 from tests.ops.on_device import DEVICE
-from tests.vocab_reduce.launches import poisoned_outputs
 
 EPS = 1e-5
 

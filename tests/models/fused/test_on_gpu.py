@@ -22,8 +22,8 @@ from mtp_plugin.models.fused.recognise import mixture_of
 from mtp_plugin.models.fused.rotary import launch as rotary
 from mtp_plugin.models.fused.rotary import reference as rotary_reference
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
+from tests.kernels.top_k.launches import captured
 from tests.models.fused.causal import Causal
-from tests.vocab_reduce.launches import captured
 
 pytestmark = pytest.mark.gpu
 

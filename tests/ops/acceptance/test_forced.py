@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from mtp_plugin import batch as step_batch
 from mtp_plugin.batch import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, Accepted
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.top_k import launch as reduce_launch
 from mtp_plugin.ops.acceptance import launch, reference
-from mtp_plugin.vocab_reduce import launch as reduce_launch
+from tests.kernels.top_k.launches import captured, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES
 from tests.ops.acceptance import story
 from tests.ops.acceptance.test_kernel import (
     REAL,
@@ -29,8 +31,6 @@ from tests.ops.acceptance.test_kernel import (
 )
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, POISON, poisoned, read_back_forbidden
-from tests.vocab_reduce.launches import captured, poisoned_outputs
-from tests.vocab_reduce.rows import DTYPES
 
 MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 

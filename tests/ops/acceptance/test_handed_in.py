@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from mtp_plugin.batch import Accepted
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.top_k import RelaxedPartials, Top1Partials
 from mtp_plugin.ops.acceptance import RelaxedAccepted, launch, reference
-from mtp_plugin.vocab_reduce import RelaxedPartials, Top1Partials
+from tests.kernels.top_k.launches import poison
 from tests.ops.acceptance.test_kernel import (
     Case,
     assert_same,
@@ -25,7 +26,6 @@ from tests.ops.acceptance.test_kernel import (
 )
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, POISON, poisoned, replay_in_graph
-from tests.vocab_reduce.launches import poison
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 rules = pytest.mark.parametrize("relaxed", [False, True], ids=["strict", "relaxed"])

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from mtp_plugin import batch as step_batch
 from mtp_plugin.batch import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK, Accepted
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.top_k import launch as reduce_launch
+from mtp_plugin.kernels.top_k.launch import split
 from mtp_plugin.ops.acceptance import RelaxedRule, contract, launch, reference
-from mtp_plugin.vocab_reduce import launch as reduce_launch
-from mtp_plugin.vocab_reduce.launch import split
+from tests.kernels.top_k.launches import captured, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 from tests.ops.acceptance import story
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, POISON, poisoned, read_back_forbidden
-from tests.vocab_reduce.launches import captured, poisoned_outputs
-from tests.vocab_reduce.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 
 CLOSE = 1e-5
 """Nearer than this to a threshold, two orders of summation may decide differently."""

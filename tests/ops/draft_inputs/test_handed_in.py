@@ -15,6 +15,7 @@ from mtp_plugin.batch import FirstPass
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops import first_pass as reference
 from mtp_plugin.ops.draft_inputs import launch
+from tests.kernels.top_k.launches import poison
 from tests.ops.bits import same_bits
 from tests.ops.draft_inputs.test_kernel import (
     FLOATS,
@@ -27,7 +28,6 @@ from tests.ops.draft_inputs.test_kernel import (
     steps,
 )
 from tests.ops.on_device import DEVICE, replay_in_graph
-from tests.vocab_reduce.launches import poison
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 

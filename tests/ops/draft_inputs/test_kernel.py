@@ -15,13 +15,13 @@ from mtp_plugin import batch as step_batch
 from mtp_plugin.batch import FirstPass
 from mtp_plugin.ops import first_pass as reference
 from mtp_plugin.ops.draft_inputs import launch
+from tests.kernels.top_k.launches import captured, poisoned_outputs
 from tests.ops.bits import same_bits
 from tests.ops.draft_inputs import story
 from tests.ops.history import story as remembering
 from tests.ops.history.story import Pair
 from tests.ops.letters import ids
 from tests.ops.on_device import DEVICE, POISON, poisoned, read_back_forbidden
-from tests.vocab_reduce.launches import captured, poisoned_outputs
 
 FLOATS = (torch.float32, torch.bfloat16)
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.top_k import launch as reduce_launch
 from mtp_plugin.ops.draft_step import launch, reference
-from mtp_plugin.vocab_reduce import launch as reduce_launch
+from tests.kernels.top_k.launches import captured, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 from tests.ops.bits import same_bits
 from tests.ops.draft_step import story
 from tests.ops.draft_step.test_kernel import Loop, real_logits
 from tests.ops.on_device import DEVICE, forbid_launches, vector
-from tests.vocab_reduce.launches import captured, poisoned_outputs
-from tests.vocab_reduce.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 

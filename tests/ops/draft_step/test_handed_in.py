@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
 from mtp_plugin.ops.draft_step import launch, reference
-from mtp_plugin.vocab_reduce import Top1Partials, top1_partials
+from tests.kernels.top_k.launches import poison
+from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided
 from tests.ops.bits import same_bits
 from tests.ops.draft_step.test_kernel import Loop, real_logits
 from tests.ops.on_device import DEVICE, poisoned, replay_in_graph
-from tests.vocab_reduce.launches import poison
-from tests.vocab_reduce.rows import DTYPES, VOCABS, odd_rows, strided
 
 both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
 

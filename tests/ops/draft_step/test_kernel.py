@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.batch import DraftColumn
+from mtp_plugin.kernels.top_k import launch as reduce_launch
+from mtp_plugin.kernels.top_k.launch import split
 from mtp_plugin.ops.draft_step import launch, reference
-from mtp_plugin.vocab_reduce import launch as reduce_launch
-from mtp_plugin.vocab_reduce.launch import split
+from tests.kernels.top_k.launches import captured, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
 from tests.ops.bits import same_bits
 from tests.ops.draft_step import story
 from tests.ops.on_device import DEVICE, poisoned, read_back_forbidden
-from tests.vocab_reduce.launches import captured, poisoned_outputs
-from tests.vocab_reduce.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
 
 
 @dataclass

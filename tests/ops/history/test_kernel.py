@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from mtp_plugin.ops.draft_inputs import launch
 from mtp_plugin.ops.history import reference
+from tests.kernels.top_k.launches import captured, poisoned_outputs
 from tests.ops.bits import same_bits
 from tests.ops.history import story
 from tests.ops.history.story import Pair
 from tests.ops.letters import ids
 from tests.ops.on_device import DEVICE, poisoned
-from tests.vocab_reduce.launches import captured, poisoned_outputs
 
 FLOATS = (torch.float32, torch.bfloat16)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mtp_plugin.batch import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.result_store import launch, reference
+from tests.kernels.top_k.launches import captured
 from tests.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
-from tests.vocab_reduce.launches import captured
 
 MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 Results = dict[str, torch.Tensor | None]

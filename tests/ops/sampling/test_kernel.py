@@ -15,11 +15,11 @@ from mtp_plugin.batch import RowParameters
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.sampling import launch, reference
 from mtp_plugin.ops.sampling.contract import StepRows
+from tests.kernels.top_k.launches import captured, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
 from tests.ops.sampling import story
-from tests.vocab_reduce.launches import captured, poisoned_outputs
-from tests.vocab_reduce.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
 
 MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 

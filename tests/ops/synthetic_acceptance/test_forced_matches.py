@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.ops.synthetic_acceptance import SyntheticRule, launch, reference, synthetic_rule
+from tests.kernels.top_k.launches import captured, poisoned_outputs
 from tests.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.ops.synthetic_acceptance import story
-from tests.vocab_reduce.launches import captured, poisoned_outputs
 
 MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 CERTAIN = 2**30

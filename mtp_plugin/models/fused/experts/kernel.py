@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
 from mtp_plugin.models.fused.gating.kernel import silu_mul
-from mtp_plugin.triton_device.kernel import inputs_written
 
 # choices of experts in falling order: by score, NaN scores, experts of groups not chosen, taken
 NAN_CHOICE = tl.constexpr(-3.0e38)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.models.fused.experts import reference
 from mtp_plugin.models.fused.experts.contract import (
     Blocks,
@@ -23,7 +24,6 @@ from mtp_plugin.models.fused.experts.kernel import (
     gate_up_kernel,
     logits_kernel,
 )
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 LOGITS_EXPERTS = 8
 """Experts that one program of the router takes."""

@@ -6,8 +6,8 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.models.fused.gating.kernel import silu_mul_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 BLOCK = 1024
 

@@ -6,8 +6,8 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.models.fused.norms.kernel import join_kernel, rms_norm_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms, check_rotation
 from mtp_plugin.models.fused.rotary.kernel import rotate_kernel
-from mtp_plugin.triton_device import early_launch, expect_reachable
 
 HEADS = 8
 """Heads that one program turns."""

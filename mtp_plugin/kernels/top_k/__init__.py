@@ -4,7 +4,7 @@ One program per (row, piece), so that few rows still keep the whole device busy 
 read once. The kernels that follow merge the pieces of a row.
 """
 
-from mtp_plugin.vocab_reduce.launch import (
+from mtp_plugin.kernels.top_k.launch import (
     RelaxedPartials,
     Top1Partials,
     relaxed_partials,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from mtp_plugin.batch import expect_output
 from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.triton_device import early_launch
-from mtp_plugin.vocab_reduce.kernel import relaxed_kernel, top1_kernel
+from mtp_plugin.kernels.checks import expect_output
+from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.top_k.kernel import relaxed_kernel, top1_kernel
 
 BLOCK = 1024
 """Values that a program reads at a time; small enough that many programs share a multiprocessor."""

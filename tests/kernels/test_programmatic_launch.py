@@ -11,9 +11,9 @@ import torch
 import triton
 
 import mtp_plugin
-from mtp_plugin import triton_device
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.triton_device import SeenLaunches, early_launch, expect_reachable
+from mtp_plugin.kernels import programmatic_launch as triton_device
+from mtp_plugin.kernels.programmatic_launch import SeenLaunches, early_launch, expect_reachable
 
 CUDA = torch.device("cuda", 0)
 FLOATS, HALVES = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)

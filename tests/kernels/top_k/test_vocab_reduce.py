@@ -11,26 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.vocab_reduce import (
+from mtp_plugin.kernels.top_k import (
     RelaxedPartials,
     Top1Partials,
     launch,
     relaxed_partials,
     top1_partials,
 )
-from mtp_plugin.vocab_reduce.launch import BLOCK, MAX_PIECES, split
+from mtp_plugin.kernels.top_k.launch import BLOCK, MAX_PIECES, split
+from tests.kernels.top_k.launches import poison, poisoned_outputs
+from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, seams, strided, without_nan
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE
-from tests.vocab_reduce.launches import poison, poisoned_outputs
-from tests.vocab_reduce.rows import (
-    DTYPES,
-    VOCABS,
-    best_ids,
-    odd_rows,
-    seams,
-    strided,
-    without_nan,
-)
 
 BIG = 300_000
 
