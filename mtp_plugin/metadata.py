@@ -19,7 +19,7 @@ import torch
 from mtp_plugin.batch import RowParameters, to_device
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.protocols import is_graph_dummy_id
+from mtp_plugin.requests.states import is_graph_dummy_id
 
 
 @dataclass(kw_only=True)

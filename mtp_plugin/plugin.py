@@ -21,9 +21,9 @@ from mtp_plugin.draft_vocab import resolve_draft_vocab
 from mtp_plugin.errors import ConfigError, PluginError, expect
 from mtp_plugin.metadata import MTPSpecMetadata
 from mtp_plugin.protocols import ResourceManager, Sampler
+from mtp_plugin.requests.thinking import resolve_thinking_tokens
 from mtp_plugin.sampler import MTPSampler
 from mtp_plugin.state import MTPHiddenStatesManager
-from mtp_plugin.thinking import resolve_thinking_tokens
 from mtp_plugin.turn_down import DraftLengthController
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker, PlainWorker
 

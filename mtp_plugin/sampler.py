@@ -8,12 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from mtp_plugin.asked_options import unsupported_options
 from mtp_plugin.batch import STATUS_OK, to_device
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.ops.backend import select_ops
-from mtp_plugin.protocols import FinishReason, RequestState
-from mtp_plugin.state.stop_ids import stop_words
+from mtp_plugin.requests.admission import unsupported_options
+from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.requests.stop_ids import stop_words
 
 BEAM = 0
 

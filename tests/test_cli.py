@@ -27,11 +27,11 @@ from transformers import PreTrainedTokenizerFast
 from mtp_plugin import cli
 from mtp_plugin.config import json_schema, load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
-from mtp_plugin.executor.text import Segment
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import load_model, write_random_checkpoint
 from mtp_plugin.parity import oracle
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.detokenizer import Segment
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.statistics import AcceptanceStats
 from mtp_plugin.terminal import prompts
 from mtp_plugin.terminal.console import OutputConsole

@@ -12,7 +12,7 @@ import torch
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError
 from mtp_plugin.metadata import DraftLoop, MTPSpecMetadata, draft_loop
-from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.workers import MTPWorker
 from tests.workers.contract import snapshot

@@ -13,7 +13,8 @@ import torch
 from mtp_plugin import sampler as sampler_module
 from mtp_plugin.batch import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.errors import ConfigError, ExecutorError
-from mtp_plugin.protocols import FinishReason, RequestState, Sampler
+from mtp_plugin.protocols import Sampler
+from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.sampler import MTPSampler, SampleStateMTP, SampleStateTensorsMTP
 from mtp_plugin.statistics import AcceptanceStats
 

@@ -2,6 +2,7 @@
 
 from mtp_plugin.executor.llm import LLM, RequestOutput
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
-from mtp_plugin.executor.request import LlmRequest, SamplingParams
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.options import SamplingParams
 
 __all__ = ["LLM", "LlmRequest", "PyExecutor", "RequestOutput", "SamplingParams", "StepEvent"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
-from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, RequestError
+from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
     HeadShape,
@@ -28,13 +28,16 @@ from mtp_plugin.executor.dispatcher import Dispatcher, News
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
-from mtp_plugin.executor.request import LlmRequest, SamplingParams
+from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.executor.text import RequestText
 from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.plugin import DraftPlan, HostFacts, find_plugin
-from mtp_plugin.protocols import FinishReason, ResourceManager
+from mtp_plugin.protocols import ResourceManager
+from mtp_plugin.requests.detokenizer import RequestText
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.tokenizer import detokenizer_of, encode, load_tokenizer
 from mtp_plugin.state import MTPHiddenStatesManager
 from mtp_plugin.statistics import AcceptanceStats
 
@@ -755,41 +758,3 @@ def _captured_sizes(config: LLMConfig) -> list[int]:
 def _padded_sizes(config: LLMConfig) -> list[int]:
     graphs = config.cuda_graph_config
     return _captured_sizes(config) if graphs is not None and graphs.enable_padding else []
-
-
-def load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise MTPPluginError(f"tokenizer of {path}: {error}") from error
-
-
-def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    """Token ids of a text; transformers says nothing of long ones, which admission knows better."""
-    from transformers import PreTrainedTokenizerBase
-
-    inherited = getattr(type(tokenizer), "encode", None) is PreTrainedTokenizerBase.encode
-    if inherited and "encode" not in vars(tokenizer):
-        options["verbose"] = False
-    return list(tokenizer.encode(text, **options))
-
-
-def detokenizer_of(tokenizer: Any) -> Any:
-    """What decodes for a tokenizer: its backend where its class adds nothing but time to that.
-
-    A step decodes every token of every request, and transformers' own part of it takes several
-    times as long as the backend's.
-    """
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
-        return tokenizer
-    kind = type(tokenizer)
-    inherits = (
-        kind.decode is PreTrainedTokenizerBase.decode
-        and kind._decode is PreTrainedTokenizerFast._decode
-        and "decode" not in vars(tokenizer)
-    )
-    return tokenizer.backend_tokenizer if inherits else tokenizer

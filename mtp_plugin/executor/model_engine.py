@@ -21,7 +21,7 @@ from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
 from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.plugin import SpeculativePieces
-from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.workers.base import SpecWorker
 
 STOP_WIDTH = 32

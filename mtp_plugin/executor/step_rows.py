@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.state.stop_ids import NO_STOP
+from mtp_plugin.requests.stop_ids import NO_STOP
 
 
 @dataclass

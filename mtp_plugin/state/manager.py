@@ -10,11 +10,11 @@ import torch
 
 from mtp_plugin.batch import to_device
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.protocols import is_graph_dummy_id
+from mtp_plugin.requests.slots import SlotManager
+from mtp_plugin.requests.states import is_graph_dummy_id
+from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, NO_STOP, TOO_MANY_STOPS, stop_ids_of
+from mtp_plugin.requests.thinking import read_thinking_token, thinking_after
 from mtp_plugin.state.draft_len import read_draft_len
-from mtp_plugin.state.slots import SlotManager
-from mtp_plugin.state.stop_ids import MAX_STOP_IDS, NO_STOP, TOO_MANY_STOPS, stop_ids_of
-from mtp_plugin.thinking import read_thinking_token, thinking_after
 
 ATTENTION_DP_DUMMIES = 2
 
@@ -30,7 +30,7 @@ class MTPHiddenStatesManager:
     thinking phase), ``thinking_pool`` [S] int8, ``relaxed_topk_pool`` [S] int32,
     ``relaxed_limit_pool`` [S] float32 (the request's own delta), ``stop_ids_pool`` [S, P] int32
     (ids accepted only as first choice, read where the host sets no ``row_parameters``; -1 behind
-    them; P = :data:`~mtp_plugin.state.stop_ids.MAX_STOP_IDS`, and a request that has more is
+    them; P = :data:`~mtp_plugin.requests.stop_ids.MAX_STOP_IDS`, and a request that has more is
     accepted strictly there, which is logged).
 
     S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,

@@ -9,7 +9,6 @@ from time import perf_counter
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.executor.llm import Prompt, place_of
-from mtp_plugin.executor.text import RequestText, Tokenizer
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.parity import (
     TIE_ULPS,
@@ -19,7 +18,8 @@ from mtp_plugin.parity import (
     judge_gap,
 )
 from mtp_plugin.parity import Comparison as Verdict
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.detokenizer import RequestText, Tokenizer
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.statistics import AcceptanceStats
 
 WARM_UP_TOKENS = 4

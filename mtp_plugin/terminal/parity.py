@@ -14,10 +14,10 @@ from rich.table import Table
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.llm import encode
-from mtp_plugin.executor.text import Tokenizer
 from mtp_plugin.models import LoadedModel
 from mtp_plugin.parity import Comparison, Divergence, TieRule, plain_attention
+from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.statistics import AcceptanceStats
 from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.terminal.decoding import Decoded, run_batch, verdicts_of_plain_decoding

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.executor.text import Tokenizer
+from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.statistics import AcceptanceStats
 from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.terminal.decoding import BatchRun, Comparison, Decoded, Difference

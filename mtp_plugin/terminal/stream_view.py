@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtp_plugin.executor import StepEvent
-from mtp_plugin.executor.text import Segment
+from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.terminal.console import OutputConsole, can_show
 
 DRAFT_STYLE = "green"

@@ -17,9 +17,9 @@ from mtp_plugin.ops.acceptance import RelaxedRule
 from mtp_plugin.ops.backend import select_ops
 from mtp_plugin.ops.sampling import StepRows
 from mtp_plugin.ops.synthetic_acceptance import SyntheticRule, synthetic_rule
+from mtp_plugin.requests.stop_ids import TOO_MANY_STOPS
+from mtp_plugin.requests.thinking import read_thinking_token
 from mtp_plugin.state.draft_len import read_draft_len
-from mtp_plugin.state.stop_ids import TOO_MANY_STOPS
-from mtp_plugin.thinking import read_thinking_token
 from mtp_plugin.workers.metadata_check import MetadataFingerprint
 
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained
 
 NUM_TOKENS = 12

@@ -11,8 +11,8 @@ import pytest
 
 from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
 from mtp_plugin.executor import LlmRequest, SamplingParams
-from mtp_plugin.executor.text import RequestText, Segment
-from mtp_plugin.protocols import FinishReason, RequestState
+from mtp_plugin.requests.detokenizer import RequestText, Segment
+from mtp_plugin.requests.states import FinishReason, RequestState
 
 # --- sampling parameters ---
 

@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 

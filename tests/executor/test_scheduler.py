@@ -15,7 +15,7 @@ from mtp_plugin.executor import LlmRequest, SamplingParams
 from mtp_plugin.executor.kv_cache import BlockManager
 from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler, whole_budget
 from mtp_plugin.plugin import DraftPlan
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 
 EAGLE = DraftPlan(max_draft_len=3, num_draft_layers=1, loop_rows=2)
 VANILLA = DraftPlan(max_draft_len=3, num_draft_layers=3, history_rows=3)

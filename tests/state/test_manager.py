@@ -10,9 +10,10 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, NoFreeSlotsError
-from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID, ResourceManager
+from mtp_plugin.protocols import ResourceManager
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, TOO_MANY_STOPS, stop_ids_of
 from mtp_plugin.state import MTPHiddenStatesManager
-from mtp_plugin.state.stop_ids import MAX_STOP_IDS, TOO_MANY_STOPS, stop_ids_of
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker
 
 BEGIN, END = 90, 91

@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.metadata import MTPSpecMetadata
-from mtp_plugin.protocols import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.state import MTPHiddenStatesManager
 from tests.workers import story
 from tests.workers.story import VOCAB

@@ -18,8 +18,8 @@ from mtp_plugin.batch import RowParameters
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.metadata import MTPSpecMetadata
 from mtp_plugin.ops.backend import REFERENCE_OPS, triton_ops
+from mtp_plugin.requests.stop_ids import NO_STOP, TOO_MANY_STOPS
 from mtp_plugin.state import MTPHiddenStatesManager
-from mtp_plugin.state.stop_ids import NO_STOP, TOO_MANY_STOPS
 from mtp_plugin.workers import MTPEagleWorker, MTPWorker
 from tests.workers.host import LimitedAttention
 

@@ -13,7 +13,7 @@ import torch
 from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 
 
 @dataclass(frozen=True)

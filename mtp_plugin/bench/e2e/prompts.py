@@ -9,7 +9,7 @@ from pathlib import Path
 from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.bench.e2e.subject import Subject
 from mtp_plugin.errors import expect
-from mtp_plugin.executor.llm import encode
+from mtp_plugin.requests.tokenizer import encode
 
 BUNDLED = "prompts.json"
 """Prompts that lie in the folder around a checkpoint."""

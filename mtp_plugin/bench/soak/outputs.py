@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mtp_plugin.bench.e2e.gate import Gate
 from mtp_plugin.bench.soak.traffic import Wish
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 
 MAX_ODD = 200
 """Outputs that differ from the prompt's others and are kept for the oracle."""

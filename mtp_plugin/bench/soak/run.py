@@ -24,7 +24,7 @@ from mtp_plugin.bench.soak.traffic import Traffic, Wish, random_chunks
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
 from mtp_plugin.executor.llm import resolve_device
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 
 TOKENS_PER_BLOCK = 16
 MAX_STALLED_STEPS = 20_000

@@ -24,7 +24,7 @@ from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import write_random_checkpoint
 from mtp_plugin.parity import TIE_ULPS, plain_attention
-from mtp_plugin.protocols import FinishReason
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.statistics import AcceptanceStats
 
 SMALL = SoakOptions(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.asked_options import unsupported_options
+from mtp_plugin.requests.admission import unsupported_options
 
 
 def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:

@@ -8,7 +8,11 @@ import pytest
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.thinking import read_thinking_token, resolve_thinking_tokens, thinking_after
+from mtp_plugin.requests.thinking import (
+    read_thinking_token,
+    resolve_thinking_tokens,
+    thinking_after,
+)
 
 WORDS = {"<think>": [7], "</think>": [8], "<reason>": [9], "<two>": [1, 2], "<none>": []}
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mtp_plugin.executor import text as text_module
-from mtp_plugin.executor.llm import detokenizer_of, encode
-from mtp_plugin.executor.text import RequestText, Segment
+from mtp_plugin.requests import detokenizer as text_module
+from mtp_plugin.requests.detokenizer import RequestText, Segment
+from mtp_plugin.requests.tokenizer import detokenizer_of, encode
 
 BAD = "\ufffd"
 

@@ -1,0 +1,1 @@
+"""What a request may ask for, where it stands, and when it ends."""
