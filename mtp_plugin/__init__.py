@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
     from mtp_plugin.executor import LLM as LLM
     from mtp_plugin.executor import SamplingParams as SamplingParams
-    from mtp_plugin.metadata import MTPSpecMetadata as MTPSpecMetadata
     from mtp_plugin.plugin import find_plugin as find_plugin
     from mtp_plugin.plugin import register_plugin as register_plugin
-    from mtp_plugin.sampler import MTPSampler as MTPSampler
-    from mtp_plugin.state import MTPHiddenStatesManager as MTPHiddenStatesManager
-    from mtp_plugin.workers import MTPEagleWorker as MTPEagleWorker
-    from mtp_plugin.workers import MTPWorker as MTPWorker
+    from mtp_plugin.speculative.drafting import MTPEagleWorker as MTPEagleWorker
+    from mtp_plugin.speculative.drafting import MTPWorker as MTPWorker
+    from mtp_plugin.speculative.metadata import MTPSpecMetadata as MTPSpecMetadata
+    from mtp_plugin.speculative.sampler import MTPSampler as MTPSampler
+    from mtp_plugin.speculative.state import MTPHiddenStatesManager as MTPHiddenStatesManager
 
 _ROOMS = {
     "LLM": "executor",
     "MTPDecodingConfig": "config",
-    "MTPEagleWorker": "workers",
-    "MTPHiddenStatesManager": "state",
+    "MTPEagleWorker": "speculative.drafting",
+    "MTPHiddenStatesManager": "speculative.state",
     "MTPPluginError": "errors",
-    "MTPSampler": "sampler",
-    "MTPSpecMetadata": "metadata",
-    "MTPWorker": "workers",
-    "SamplingParams": "executor",
+    "MTPSampler": "speculative.sampler",
+    "MTPSpecMetadata": "speculative.metadata",
+    "MTPWorker": "speculative.drafting",
+    "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
     "find_plugin": "plugin",
     "register_plugin": "plugin",

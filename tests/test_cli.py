@@ -32,7 +32,7 @@ from mtp_plugin.models import load_model, write_random_checkpoint
 from mtp_plugin.parity import oracle
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.terminal import prompts
 from mtp_plugin.terminal.console import OutputConsole
 from mtp_plugin.terminal.decoding import Decoded, compare_with_plain_decoding

@@ -30,7 +30,7 @@ from mtp_plugin.config import (
     parse_config,
     speculative,
 )
-from mtp_plugin.workers import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 
 calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 

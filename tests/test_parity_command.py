@@ -19,7 +19,7 @@ from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import load_model, write_random_checkpoint
 from mtp_plugin.parity import Oracle, oracle
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.terminal import parity
 from mtp_plugin.terminal.decoding import PIECE, Decoded, verdicts_of_plain_decoding
 

@@ -11,7 +11,11 @@ from mtp_plugin.bench.dice import Dice
 from mtp_plugin.bench.kernels import Kernels
 from mtp_plugin.bench.shapes import REFERENCE, Shape
 from mtp_plugin.bench.targets import BOOKKEEPING, STATE_COPY
-from mtp_plugin.ops.bookkeeping import AdvancedBatch, KVBlockState, NextForwardBuffers
+from mtp_plugin.hosts.megatron.ops.bookkeeping import (
+    AdvancedBatch,
+    KVBlockState,
+    NextForwardBuffers,
+)
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 64

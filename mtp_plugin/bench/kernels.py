@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_plugin.ops import bookkeeping, kv_rewind, next_forward, state_rollback, token_verify
-from mtp_plugin.ops.backend import REFERENCE_OPS, StepOps, triton_ops
+from mtp_plugin.hosts.megatron.ops import bookkeeping, kv_rewind, next_forward, token_verify
+from mtp_plugin.speculative.ops import state_rollback
+from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, StepOps, triton_ops
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ def triton_kernels() -> Kernels:
         ConfigError: triton is not installed.
     """
     step = triton_ops()
-    from mtp_plugin.ops.bookkeeping import launch as bookkeeping_launch
-    from mtp_plugin.ops.kv_rewind import launch as kv_rewind_launch
-    from mtp_plugin.ops.next_forward import launch as next_forward_launch
-    from mtp_plugin.ops.state_rollback import launch as state_rollback_launch
-    from mtp_plugin.ops.token_verify import launch as token_verify_launch
+    from mtp_plugin.hosts.megatron.ops.bookkeeping import launch as bookkeeping_launch
+    from mtp_plugin.hosts.megatron.ops.kv_rewind import launch as kv_rewind_launch
+    from mtp_plugin.hosts.megatron.ops.next_forward import launch as next_forward_launch
+    from mtp_plugin.hosts.megatron.ops.token_verify import launch as token_verify_launch
+    from mtp_plugin.speculative.ops.state_rollback import launch as state_rollback_launch
 
     return Kernels(
         name="triton",

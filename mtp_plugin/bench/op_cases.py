@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.batch import DraftColumn
 from mtp_plugin.bench.case import Case, Trial
 from mtp_plugin.bench.dice import Dice
 from mtp_plugin.bench.kernels import Kernels
@@ -19,7 +18,8 @@ from mtp_plugin.bench.targets import (
     Target,
     graph_target,
 )
-from mtp_plugin.ops.acceptance import RelaxedRule
+from mtp_plugin.speculative.ops.acceptance import RelaxedRule
+from mtp_plugin.speculative.step import DraftColumn
 
 TOPK, DELTA = 10, 0.6
 HIGHEST_POSITION = 131071

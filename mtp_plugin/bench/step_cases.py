@@ -17,9 +17,9 @@ from mtp_plugin.bench.kernels import Kernels
 from mtp_plugin.bench.shapes import Shape, has_reference_sizes
 from mtp_plugin.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.metadata import MTPSpecMetadata
-from mtp_plugin.state import MTPHiddenStatesManager
-from mtp_plugin.workers import MTPEagleWorker, MTPWorker, SpecWorker
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
 
 HIGHEST_POSITION = 131071
 

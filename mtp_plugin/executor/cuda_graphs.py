@@ -14,7 +14,7 @@ import torch
 from mtp_plugin.errors import ConfigError, MTPPluginError
 from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.workers.metadata_check import DeferredCheck, deferred_checks
+from mtp_plugin.speculative.drafting.trace_check import DeferredCheck, deferred_checks
 
 WARM_UP_STEPS = 2
 """Eager steps before a capture: kernels are compiled, libraries made ready, pools allocated."""

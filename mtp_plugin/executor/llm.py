@@ -32,14 +32,14 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, read_facts
-from mtp_plugin.plugin import DraftPlan, HostFacts, find_plugin
-from mtp_plugin.protocols import ResourceManager
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import detokenizer_of, encode, load_tokenizer
-from mtp_plugin.state import MTPHiddenStatesManager
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.plugin import DraftPlan, HostFacts, find_plugin
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
 
 CPU_KV_BYTES = 2 * 2**30
 """Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtp_plugin.batch import RowParameters, to_device
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
 from mtp_plugin.executor.cuda_graphs import CapturedSteps
@@ -20,9 +19,10 @@ from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
 from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.models import LoadedModel
-from mtp_plugin.plugin import SpeculativePieces
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.workers.base import SpecWorker
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.plugin import SpeculativePieces
+from mtp_plugin.speculative.step import RowParameters, to_device
 
 STOP_WIDTH = 32
 """Stop ids for which a row of a step has room: a warp's lanes.

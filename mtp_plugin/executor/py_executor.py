@@ -10,10 +10,10 @@ from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
 from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler
-from mtp_plugin.protocols import Sampler
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.host import Sampler
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
-from mtp_plugin.statistics import AcceptanceStats
-from mtp_plugin.turn_down import DraftState
+from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 _logger = logging.getLogger("mtp_plugin")
 

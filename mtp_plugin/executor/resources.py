@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mtp_plugin.protocols import ResourceManager
-from mtp_plugin.state import SlotManager
+from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.state import SlotManager
 
 
 class SeqSlotManager:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor.kv_cache import BlockManager
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.plugin import DraftPlan
+from mtp_plugin.speculative.plugin import DraftPlan
 
 ChunkPolicy = Callable[[LlmRequest, int], int]
 """(request, most tokens that fit) -> chunk length; held to 1 .. that number."""

@@ -20,7 +20,7 @@ from mtp_plugin.parity import (
 from mtp_plugin.parity import Comparison as Verdict
 from mtp_plugin.requests.detokenizer import RequestText, Tokenizer
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 WARM_UP_TOKENS = 4
 PIECE = 16

@@ -18,7 +18,7 @@ from mtp_plugin.models import LoadedModel
 from mtp_plugin.parity import Comparison, Divergence, TieRule, plain_attention
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.terminal.decoding import Decoded, run_batch, verdicts_of_plain_decoding
 from mtp_plugin.terminal.report import spelled, versions

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.terminal.decoding import BatchRun, Comparison, Decoded, Difference
 from mtp_plugin.terminal.version import package_version

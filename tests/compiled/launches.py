@@ -12,38 +12,41 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.batch import DraftColumn, FirstPass, RowParameters
 from mtp_plugin.executor.attention.layout import RowCounts
 from mtp_plugin.executor.attention.triton import TritonBackend
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.executor.step_inputs.launch import generation_inputs
 from mtp_plugin.executor.step_rows import Row, RowTable
+from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
+from mtp_plugin.hosts.megatron.ops.bookkeeping.launch import advance_decode_batch
+from mtp_plugin.hosts.megatron.ops.kv_rewind.launch import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward.launch import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
+    required_logit_indices,
+    verify_speculative_tokens,
+)
 from mtp_plugin.models.fused.experts import launch as experts
 from mtp_plugin.models.fused.experts.contract import RouterRule
 from mtp_plugin.models.fused.gating.launch import silu_mul
 from mtp_plugin.models.fused.norms.launch import add_rms_norm, join_norms, rms_norm
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
 from mtp_plugin.models.fused.rotary.launch import rotate
-from mtp_plugin.ops.acceptance.contract import RelaxedRule
-from mtp_plugin.ops.acceptance.launch import accept_relaxed, accept_strict
-from mtp_plugin.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
-from mtp_plugin.ops.bookkeeping.launch import advance_decode_batch
-from mtp_plugin.ops.draft_inputs.launch import (
+from mtp_plugin.speculative.ops.acceptance.contract import RelaxedRule
+from mtp_plugin.speculative.ops.acceptance.launch import accept_relaxed, accept_strict
+from mtp_plugin.speculative.ops.draft.launch import draft_argmax, local_top1, merge_top1, propose
+from mtp_plugin.speculative.ops.draft.states_launch import place_last_states
+from mtp_plugin.speculative.ops.draft_inputs.launch import (
     advance_history,
     eagle_first_pass,
     vanilla_first_pass,
 )
-from mtp_plugin.ops.draft_step.launch import draft_argmax, local_top1, merge_top1, propose
-from mtp_plugin.ops.draft_step.states_launch import place_last_states
-from mtp_plugin.ops.kv_rewind.launch import rewind_kv_cache
-from mtp_plugin.ops.next_forward.launch import prepare_next_forward_pass
-from mtp_plugin.ops.result_store.launch import store_results
-from mtp_plugin.ops.sampling.contract import StepRows
-from mtp_plugin.ops.sampling.launch import early_stops_masked
-from mtp_plugin.ops.state_rollback.launch import mamba_state_selective_copy
-from mtp_plugin.ops.synthetic_acceptance.contract import synthetic_rule
-from mtp_plugin.ops.synthetic_acceptance.launch import forced_matches
-from mtp_plugin.ops.token_verify.launch import required_logit_indices, verify_speculative_tokens
+from mtp_plugin.speculative.ops.logits.contract import StepRows
+from mtp_plugin.speculative.ops.logits.launch import early_stops_masked
+from mtp_plugin.speculative.ops.sampler_store.launch import store_results
+from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
+from mtp_plugin.speculative.ops.synthetic_acceptance.contract import synthetic_rule
+from mtp_plugin.speculative.ops.synthetic_acceptance.launch import forced_matches
+from mtp_plugin.speculative.step import DraftColumn, FirstPass, RowParameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64

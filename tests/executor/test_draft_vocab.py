@@ -16,7 +16,7 @@ from mtp_plugin.models import fuse, load_model
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle
 from tests.executor.test_scenarios import RecordingWorker
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 NUM_TOKENS, K = 24, 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]

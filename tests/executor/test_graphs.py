@@ -17,9 +17,9 @@ from mtp_plugin.executor import SamplingParams, step_rows
 from mtp_plugin.executor.model_engine import STOP_WIDTH
 from mtp_plugin.executor.step_rows import Row, RowTable
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.metadata import DraftLoop
-from mtp_plugin.workers import MTPEagleWorker
-from mtp_plugin.workers.metadata_check import DeferredCheck
+from mtp_plugin.speculative.drafting import MTPEagleWorker
+from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
+from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches
 from tests.executor.replays import WatchedGraphs
 

@@ -10,9 +10,9 @@ import torch
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError, RequestError
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.metadata import draft_loop
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
-from tests.workers.host import KVAttention
+from mtp_plugin.speculative.drafting.attention_loop import draft_loop
+from tests.speculative.drafting.host import KVAttention
 
 
 class Renamed(MTPPlugin):

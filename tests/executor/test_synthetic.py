@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.test_scenarios import RecordingWorker
 

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from mtp_plugin import alarms
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.turn_down import GateState
+from mtp_plugin.speculative.draft_length.gate import GateState
+from mtp_plugin.speculative.metrics import alarms
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 

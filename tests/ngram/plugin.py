@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.batch import Accepted, StepOutput
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.metadata import MTPSpecMetadata
-from mtp_plugin.ops.acceptance import accept_strict
 from mtp_plugin.plugin import DraftPlan, HostFacts, SpeculativePieces
-from mtp_plugin.sampler import MTPSampler
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.ops.acceptance import accept_strict
+from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.step import Accepted, StepOutput
 
 
 class TextPool:

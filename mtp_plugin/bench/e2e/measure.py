@@ -22,7 +22,7 @@ from mtp_plugin.bench.e2e.subject import Subject
 from mtp_plugin.bench.timing import Times
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from mtp_plugin.models import LoadedModel
-from mtp_plugin.workers.base import SpecWorker
+from mtp_plugin.speculative.drafting.worker import SpecWorker
 
 TARGET = "target"
 """The target's layers, and its head."""

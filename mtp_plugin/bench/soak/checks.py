@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.executor import LLM
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 MAX_DEVICE_GROWTH = 16 * 2**20
 """Bytes beyond what was held after the warm-up, drained both times."""

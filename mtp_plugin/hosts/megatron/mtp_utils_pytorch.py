@@ -1,19 +1,19 @@
 """Megatron's ``mtp_utils_pytorch``: the bookkeeping ops in plain torch, on any device."""
 
-from mtp_plugin.ops.bookkeeping import (
+from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
     advance_decode_batch,
 )
-from mtp_plugin.ops.kv_rewind import RewoundBlocks, rewind_kv_cache
-from mtp_plugin.ops.next_forward import prepare_next_forward_pass
-from mtp_plugin.ops.state_rollback import mamba_state_selective_copy
-from mtp_plugin.ops.token_verify import (
+from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify import (
     VerifiedTokens,
     required_logit_indices,
     verify_speculative_tokens,
 )
+from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 
 __all__ = [
     "AdvancedBatch",

@@ -13,17 +13,21 @@ except ImportError as error:
         "mtp_utils_pytorch has the same functions without it"
     ) from error
 
-from mtp_plugin.ops.bookkeeping import AdvancedBatch, KVBlockState, NextForwardBuffers
-from mtp_plugin.ops.bookkeeping.launch import advance_decode_batch
-from mtp_plugin.ops.kv_rewind import RewoundBlocks
-from mtp_plugin.ops.kv_rewind.launch import rewind_kv_cache
-from mtp_plugin.ops.next_forward.launch import prepare_next_forward_pass
-from mtp_plugin.ops.state_rollback.launch import mamba_state_selective_copy
-from mtp_plugin.ops.token_verify import VerifiedTokens
-from mtp_plugin.ops.token_verify.launch import (
+from mtp_plugin.hosts.megatron.ops.bookkeeping import (
+    AdvancedBatch,
+    KVBlockState,
+    NextForwardBuffers,
+)
+from mtp_plugin.hosts.megatron.ops.bookkeeping.launch import advance_decode_batch
+from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks
+from mtp_plugin.hosts.megatron.ops.kv_rewind.launch import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward.launch import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify import VerifiedTokens
+from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
     required_logit_indices,
     verify_speculative_tokens,
 )
+from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
 
 __all__ = [
     "AdvancedBatch",

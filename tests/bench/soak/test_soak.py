@@ -25,7 +25,7 @@ from mtp_plugin.infer import greedy_decode
 from mtp_plugin.models import write_random_checkpoint
 from mtp_plugin.parity import TIE_ULPS, plain_attention
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.statistics import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 SMALL = SoakOptions(
     steps=60, batch_size=3, k=2, num_prompts=4, longest_prompt=16, longest_output=10

@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
 from mtp_plugin.executor.kv_cache import PagedKVPools
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 LAYER = 3
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from tests.executor.attention.case import Case
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 
 def write(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

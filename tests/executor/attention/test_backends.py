@@ -15,11 +15,11 @@ from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
 from mtp_plugin.executor.attention import PagedAttentionMetadata, find_backend
 from mtp_plugin.executor.attention import triton as launch
 from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.metadata import draft_loop
+from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from tests.executor.attention import story
 from tests.executor.attention.case import LAYER, Case, Heads, random_case
 from tests.kernels.top_k.launches import poisoned_outputs
-from tests.ops.on_device import DEVICE, forbid_launches
+from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
 BACKENDS = ["sdpa", "triton"]
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

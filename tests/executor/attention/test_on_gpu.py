@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.executor.attention import find_backend
 from tests.executor.attention.case import LAYER, Case, Heads
 from tests.kernels.top_k.launches import captured
-from tests.ops.on_device import DEVICE, read_back_forbidden
+from tests.speculative.ops.on_device import DEVICE, read_back_forbidden
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from mtp_plugin.errors import ExecutorError, TensorContractError
 from mtp_plugin.executor.step_inputs import generation_inputs, launch
 from mtp_plugin.executor.step_rows import Row, RowTable
 from tests.kernels.top_k.launches import captured, poisoned_outputs
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 K, NUM_SLOTS, MAX_SEQ_LEN, SENTINEL = 3, 6, 40, 99
 

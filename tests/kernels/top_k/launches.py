@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from tests.ops.on_device import POISON, read_back_forbidden
+from tests.speculative.ops.on_device import POISON, read_back_forbidden
 
 Outputs = TypeVar("Outputs")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.kernels.top_k.launch import BLOCK, split
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 2, 7, 127, 1023, 1025, 2049, 3001, 4999)

@@ -21,8 +21,8 @@ from mtp_plugin.kernels.top_k import (
 from mtp_plugin.kernels.top_k.launch import BLOCK, MAX_PIECES, split
 from tests.kernels.top_k.launches import poison, poisoned_outputs
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, seams, strided, without_nan
-from tests.ops.bits import same_bits
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.on_device import DEVICE
 
 BIG = 300_000
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 
 class Kind(NamedTuple):

@@ -18,7 +18,7 @@ from mtp_plugin.models.fused.experts.contract import Blocks, RouterRule, most_bl
 from tests.kernels.top_k.launches import poisoned_outputs
 from tests.models.fused import stories
 from tests.models.fused.closeness import FLOAT, HALF, KINDS, Kind, rolled
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 PLAIN = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=True, scale=1.0)
 GROUPED = RouterRule(top_k=3, num_groups=4, topk_group=2, normalise=False, scale=2.5)

@@ -15,7 +15,7 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model
 from mtp_plugin.models.fused import FusedMTPLayer
 from mtp_plugin.models.fused import model as fused_model
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="models on a CPU need interpreted kernels; see test_on_gpu"

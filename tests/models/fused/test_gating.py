@@ -12,7 +12,7 @@ from mtp_plugin.models.fused.gating import launch, reference
 from tests.kernels.top_k.launches import poisoned_outputs
 from tests.models.fused import stories
 from tests.models.fused.closeness import FLOAT, KINDS, rolled, strided
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 
 def test_reference_is_the_story() -> None:

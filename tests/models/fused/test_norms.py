@@ -13,7 +13,7 @@ from mtp_plugin.models.fused.norms import launch, reference
 from tests.kernels.top_k.launches import poisoned_outputs
 from tests.models.fused import stories
 from tests.models.fused.closeness import FLOAT, KINDS, Kind, rolled, strided
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 EPS = 1e-5
 

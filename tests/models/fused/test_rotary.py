@@ -16,7 +16,7 @@ from mtp_plugin.models.fused.rotary import launch, reference
 from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
 from tests.models.fused import stories
 from tests.models.fused.closeness import FLOAT, KINDS, Kind, rolled, strided
-from tests.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE
 
 POSITIONS = [0, 8, 3, 8, 5]
 

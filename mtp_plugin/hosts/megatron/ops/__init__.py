@@ -1,0 +1,1 @@
+"""Steps of engines that keep token state on the device."""

@@ -1,0 +1,9 @@
+"""Sampled tokens -> which drafts stand; the kernels are in ``launch``, which needs Triton."""
+
+from mtp_plugin.hosts.megatron.ops.token_verify.contract import VerifiedTokens
+from mtp_plugin.hosts.megatron.ops.token_verify.reference import (
+    required_logit_indices,
+    verify_speculative_tokens,
+)
+
+__all__ = ["VerifiedTokens", "required_logit_indices", "verify_speculative_tokens"]

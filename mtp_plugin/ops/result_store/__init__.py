@@ -1,5 +1,0 @@
-"""A step's results -> the sampler's store, by sequence slot; the kernel is in ``launch``."""
-
-from mtp_plugin.ops.result_store.reference import store_results
-
-__all__ = ["store_results"]

@@ -1,6 +1,0 @@
-"""Positions -> how many drafts a coin accepts, whatever the target thinks of them."""
-
-from mtp_plugin.ops.synthetic_acceptance.contract import SyntheticRule, synthetic_rule
-from mtp_plugin.ops.synthetic_acceptance.reference import forced_matches
-
-__all__ = ["SyntheticRule", "forced_matches", "synthetic_rule"]

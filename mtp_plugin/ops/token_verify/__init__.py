@@ -1,6 +1,0 @@
-"""Sampled tokens -> which drafts stand; the kernels are in ``launch``, which needs Triton."""
-
-from mtp_plugin.ops.token_verify.contract import VerifiedTokens
-from mtp_plugin.ops.token_verify.reference import required_logit_indices, verify_speculative_tokens
-
-__all__ = ["VerifiedTokens", "required_logit_indices", "verify_speculative_tokens"]

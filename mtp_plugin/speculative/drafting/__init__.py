@@ -1,0 +1,8 @@
+"""One step on the device: accept, advance history, draft."""
+
+from mtp_plugin.speculative.drafting.eagle import MTPEagleWorker
+from mtp_plugin.speculative.drafting.no_drafts import NoDraftsWorker
+from mtp_plugin.speculative.drafting.vanilla import MTPWorker
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+
+__all__ = ["MTPEagleWorker", "MTPWorker", "NoDraftsWorker", "SpecWorker"]

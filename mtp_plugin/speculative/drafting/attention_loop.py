@@ -1,0 +1,248 @@
+"""The changes that the draft loop makes to a host's attention metadata, and their way back.
+
+Nothing else changes it. Every field that the loop touches is rebound to a tensor of the loop's own;
+the originals are put back on exit, also when the body raises, so that no trace is left on host or
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.speculative.step import to_device
+
+
+def kv_floor(attn_metadata: Any, rows: int) -> int | None:
+    """The least KV length of a generation that feeds ``rows`` rows: as many, except where the host
+    takes rows at negative positions; None then."""
+    return None if getattr(attn_metadata, "supports_dead_rows", False) else rows
+
+
+@contextmanager
+def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
+    """Change attention metadata for the draft loop; every field is put back on exit.
+
+    Raises:
+        MetadataError: a draft loop over this metadata is already open.
+    """
+    loop = DraftLoop(attn_metadata)
+    loop.open()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+class DraftLoop:
+    """The changes that the draft loop makes: fields are rebound to tensors of its own, not edited.
+
+    KV lengths may be handed in ready made, by kernels that computed them on the way; otherwise they
+    are computed here.
+    """
+
+    _ones: ClassVar[dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]] = {}
+
+    def __init__(self, attn_metadata: Any) -> None:
+        self._metadata = attn_metadata
+        self._originals: dict[str, Any] = {}
+        self._num_contexts = 0
+        self._num_cached_tokens: list[int] | None = None
+        self._host_kv_lens: torch.Tensor | None = None  # for backends that read counts on the host
+
+    def open(self) -> None:
+        """Start changing; nothing is copied before it changes."""
+        metadata = self._metadata
+        expect(
+            not getattr(metadata, "_draft_loop_open", False),
+            MetadataError,
+            "draft loop: this attention metadata is already changed for a draft loop",
+        )
+        self._num_contexts = metadata.num_contexts
+        params = getattr(metadata, "kv_cache_params", None)
+        reads_counts = getattr(metadata, "reads_cached_token_counts", False)
+        if params is not None and reads_counts and not metadata.is_cuda_graph:
+            counts = params.num_cached_tokens_per_seq
+            expect(
+                len(counts) == metadata.num_seqs,
+                MetadataError,
+                f"num_cached_tokens_per_seq: expected {metadata.num_seqs}, got {len(counts)}",
+            )
+            self._host_kv_lens = torch.tensor(counts) + metadata._seq_lens
+            self._num_cached_tokens = counts
+            params.num_cached_tokens_per_seq = list(counts)
+        metadata._draft_loop_open = True
+
+    def close(self) -> None:
+        """Put the originals back."""
+        metadata = self._metadata
+        for name, original in self._originals.items():
+            setattr(metadata, name, original)
+        if self._num_cached_tokens is not None:
+            metadata.kv_cache_params.num_cached_tokens_per_seq = self._num_cached_tokens
+            self._num_cached_tokens = None
+        metadata.num_contexts = self._num_contexts
+        del metadata._draft_loop_open
+        self._changed()
+
+    @property
+    def kv_lens(self) -> torch.Tensor | None:
+        """The loop's own KV lengths on the device, free to be moved on in place; None where the
+        host has none."""
+        lens: torch.Tensor | None = getattr(self._metadata, "kv_lens_cuda", None)
+        return lens if "kv_lens_cuda" in self._originals else None
+
+    def feed_window(
+        self,
+        num_accepted: torch.Tensor,
+        step_rows: int,
+        window: int,
+        history_lens: list[int] | None = None,
+        kv_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Vanilla: a generation feeds ``window`` rows that end at its last accepted position.
+
+        ``seq_lens`` of generations fall by K+1 - window and ``kv_lens`` by K+1 - n; those of
+        contexts count the history rows in front of their chunk.
+
+        Args:
+            num_accepted: [R] int32. step_rows: K+1. history_lens: per context, on the host.
+            kv_lens: [>= R] the lengths that result, where they are known; the loop owns them now.
+        """
+        metadata = self._metadata
+        has_history = history_lens is not None and any(history_lens)
+        if has_history or window != step_rows:
+            host, device = metadata._seq_lens.clone(), metadata._seq_lens_cuda.clone()
+            if has_history:
+                contexts = slice(0, metadata.num_contexts)
+                lens = history_lens or []
+                host[contexts] += torch.tensor(lens, dtype=host.dtype)
+                device[contexts] += to_device(lens, device.dtype, device.device)
+            generations = slice(metadata.num_contexts, metadata.num_seqs)
+            host[generations] -= step_rows - window
+            device[generations] -= step_rows - window
+            self._rebind_seq_lens(host, device)
+        self._rewind(num_accepted, step_rows, window, 0, kv_lens)
+        self._changed()
+
+    def feed_single_rows(
+        self,
+        num_accepted: torch.Tensor,
+        max_draft_len: int,
+        real_contexts: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+    ) -> None:
+        """Eagle, before pass 2: one row per request, right behind its last accepted position.
+
+        Args:
+            num_accepted: [R] int32. max_draft_len: K.
+            real_contexts: [C] bool; the others are padding rows from here on. None: all are real.
+            kv_lens: as :meth:`feed_window`.
+        """
+        metadata = self._metadata
+        num_contexts = metadata.num_contexts
+        self._rewind(num_accepted, max_draft_len, 1, 1, kv_lens)
+        self._rebind_seq_lens(
+            torch.ones_like(metadata._seq_lens), self._ones_like(metadata._seq_lens_cuda)
+        )
+        if isinstance(getattr(metadata, "host_request_types", None), torch.Tensor):
+            types = metadata.host_request_types.clone()
+            types[:num_contexts] = 1
+            self._rebind("host_request_types", types)
+        if isinstance(getattr(metadata, "kv_write_limit", None), torch.Tensor):
+            limit = metadata.kv_capacity
+            if real_contexts is not None:
+                limit = limit.clone()
+                limit[:num_contexts] *= real_contexts.to(limit.dtype)
+            self._rebind("kv_write_limit", limit)
+        metadata.num_contexts = 0
+        self._changed()
+
+    def advance(self, *, moved: bool = False) -> None:
+        """Eagle, between later passes: every request one row further.
+
+        Args:
+            moved: :attr:`kv_lens` were moved on already.
+        """
+        if not moved and self.kv_lens is not None:
+            self.kv_lens[: self._metadata.num_seqs] += 1
+        if self._host_kv_lens is not None:
+            self._host_kv_lens += 1
+        self._changed()
+
+    def _rebind(self, name: str, value: torch.Tensor) -> None:
+        metadata = self._metadata
+        self._originals.setdefault(name, getattr(metadata, name))
+        setattr(metadata, name, value)
+        # TensorRT-LLM's kernels read a view of the step's rows, bound when the step was prepared
+        view = getattr(metadata, f"{name}_runtime", None)
+        if isinstance(view, torch.Tensor):
+            self._originals.setdefault(f"{name}_runtime", view)
+            setattr(metadata, f"{name}_runtime", value[: view.shape[0]])
+
+    def _rebind_seq_lens(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        for name, value in (("seq_lens", host), ("seq_lens_cuda", device)):
+            self._rebind(f"_{name}", value)
+            # a property on most hosts; a plain attribute would keep showing the original
+            if name in getattr(self._metadata, "__dict__", {}):
+                self._rebind(name, value)
+
+    def _rewind(
+        self,
+        num_accepted: torch.Tensor,
+        step_rows: int,
+        fed_rows: int,
+        context_rows: int,
+        kv_lens: torch.Tensor | None,
+    ) -> None:
+        """KV lengths: contexts + context_rows, generations - (step_rows - n)."""
+        metadata = self._metadata
+        contexts = slice(0, metadata.num_contexts)
+        generations = slice(metadata.num_contexts, metadata.num_seqs)
+        original = getattr(metadata, "kv_lens_cuda", None)
+        own = kv_lens
+        if own is None and isinstance(original, torch.Tensor):
+            own = original.clone()
+        for lens in (None if own is kv_lens else own, self._host_kv_lens):
+            if lens is None:
+                continue
+            if context_rows:
+                lens[contexts] += context_rows
+            # only backends that declare to read the host list pay for this read-back
+            lens[generations] -= (step_rows - num_accepted[generations]).to(lens)
+            floor = kv_floor(metadata, fed_rows)
+            if floor is not None:
+                lens[generations].clamp_(min=floor)
+        if own is not None:
+            self._rebind("kv_lens_cuda", own)
+
+    @classmethod
+    def _ones_like(cls, lens: torch.Tensor) -> torch.Tensor:
+        """Ones that nobody writes to; kept, so that a captured loop launches nothing for them.
+
+        Those that became too short are kept too: a graph may read them.
+        """
+        kept = cls._ones.setdefault((lens.device, lens.dtype), [])
+        size = lens.shape[0]
+        if not kept or kept[-1].shape[0] < size:
+            # in powers of two, so that few are kept
+            ones = lens.new_ones(1 << max(size - 1, 0).bit_length())
+            if lens.is_cuda and torch.cuda.is_current_stream_capturing():
+                return ones[:size]
+            kept.append(ones)
+        return kept[-1][:size]
+
+    def _changed(self) -> None:
+        metadata = self._metadata
+        if self._num_cached_tokens is not None and self._host_kv_lens is not None:
+            cached = self._host_kv_lens - metadata._seq_lens
+            metadata.kv_cache_params.num_cached_tokens_per_seq[:] = cached.tolist()
+        metadata.on_update()
+        for hook in ("on_update_kv_lens", "update_for_spec_dec"):
+            method = getattr(metadata, hook, None)
+            if method is not None:
+                method()

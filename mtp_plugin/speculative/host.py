@@ -1,0 +1,155 @@
+"""What the plugin asks of a host: requests, scheduled batches, attention metadata, draft layers.
+
+Names follow TensorRT-LLM's PyTorch executor, so that its objects satisfy these protocols as they
+are. Attributes that only some hosts have are optional and read with a default; they are listed in
+the docstrings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+
+class SpecRequest(Protocol):
+    """A request as samplers and resource managers see it.
+
+    Optional attributes: ``py_epoch`` (int, grows with every preemption), ``py_stop_ids`` (further
+    end ids), ``py_stop_criterion`` (callable without arguments that answers True when the text so
+    far contains a stop string), ``py_stop_words_list`` (words of one token count as stop ids),
+    ``end_id``, ``py_acceptance`` (an ``AcceptanceStats`` of :mod:`mtp_plugin.speculative.metrics`),
+    ``py_draft_state`` (a ``DraftState`` of :mod:`mtp_plugin.speculative.draft_length`),
+    ``is_dummy``.
+    """
+
+    request_id: int
+    py_seq_slot: int | None
+    state: Any
+    py_end_id: int | None
+    py_max_new_tokens: int
+    py_orig_prompt_len: int
+    py_draft_tokens: list[int]
+    py_rewind_len: int
+    py_num_accepted_draft_tokens: int
+    py_decoding_iter: int
+
+    @property
+    def is_first_context_chunk(self) -> bool: ...
+
+    @property
+    def context_remaining_length(self) -> int: ...
+
+    def get_tokens(self, beam: int) -> list[int]: ...
+
+    def get_num_tokens(self, beam: int) -> int: ...
+
+    def add_new_token(self, token: int, beam: int) -> Any: ...
+
+    def finish_by(self, reason: Any, beam: int) -> Any: ...
+
+
+class ScheduledBatch(Protocol):
+    """The requests of one step, contexts before generations."""
+
+    @property
+    def context_requests(self) -> Sequence[Any]: ...
+
+    @property
+    def generation_requests(self) -> Sequence[Any]: ...
+
+    def all_requests(self) -> Sequence[Any]: ...
+
+
+class AttentionMetadata(Protocol):
+    """The fields of a host's attention metadata that a worker reads or changes.
+
+    Optional, used where present: ``kv_lens_cuda`` [R] int32,
+    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R], of these tensors the
+    views ``kv_lens_cuda_runtime`` and ``host_request_types_runtime``,
+    ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
+    embedded executor: ``supports_dead_rows`` (rows at negative positions are legal; elsewhere KV
+    lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write
+    to the sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
+    ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change
+    it).
+    """
+
+    _seq_lens: torch.Tensor
+    _seq_lens_cuda: torch.Tensor
+    num_contexts: int
+    is_cuda_graph: bool
+
+    @property
+    def num_seqs(self) -> int: ...
+
+    @property
+    def num_generations(self) -> int: ...
+
+    @property
+    def num_ctx_tokens(self) -> int: ...
+
+    @property
+    def seq_lens_cuda(self) -> torch.Tensor: ...
+
+    def on_update(self) -> None: ...
+
+
+class DraftLayer(Protocol):
+    """One MTP layer of a checkpoint.
+
+    A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
+    integers: the flat rows whose states are read. It then returns [N, H], and of the other rows
+    only keys and values need to be computed. No other layer sees that argument, and none does
+    where ranks exchange rows (``all_rank_num_tokens``).
+    """
+
+    def __call__(
+        self,
+        *,
+        embed_tokens: Any,
+        input_ids: torch.Tensor,  # [T]
+        position_ids: torch.Tensor,  # [1, T]
+        hidden_states: torch.Tensor,  # [T, H]
+        attn_metadata: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...  # [T, H]
+
+    def shared_head(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+
+
+class SlotSource(Protocol):
+    """Answers which slot a request has."""
+
+    def get_slot(self, request_id: int) -> int | None: ...
+
+
+@runtime_checkable
+class ResourceManager(Protocol):
+    """TensorRT-LLM's ``BaseResourceManager``, duck-typed."""
+
+    def get_max_resource_count(self) -> int: ...
+
+    def get_needed_resource_to_completion(self, request: Any) -> int: ...
+
+    def add_dummy_requests(self, request_ids: Sequence[int]) -> None: ...
+
+    def prepare_resources(self, scheduled_batch: Any) -> None: ...
+
+    def update_resources(self, scheduled_batch: Any) -> None: ...
+
+    def free_resources(self, request: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Sampler(Protocol):
+    """What an executor asks of a sampler; ``SampleState`` is the class of what ``sample_async``
+    returns."""
+
+    SampleState: ClassVar[Any]
+
+    def sample_async(self, scheduled_requests: Any, model_outputs: dict[str, Any]) -> Any: ...
+
+    def update_requests(self, state: Any) -> None: ...

@@ -1,0 +1,185 @@
+"""Per-step speculative metadata, with TensorRT-LLM's fields."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.requests.states import is_graph_dummy_id
+from mtp_plugin.speculative.step import RowParameters
+
+
+@dataclass(kw_only=True)
+class MTPSpecMetadata:
+    """Speculative metadata of one step; buffers are allocated once and keep their addresses.
+
+    The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then
+    calls :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
+    """
+
+    max_num_requests: int
+    max_draft_len: int
+    spec_dec_mode: SpeculativeDecodingMode = SpeculativeDecodingMode.MTP
+    max_total_draft_tokens: int | None = None
+    runtime_draft_len: int | None = None
+    is_cuda_graph: bool = False
+    num_generations: int = 0
+    num_tokens: int = 0
+    draft_tokens: torch.Tensor | None = None  # [G*K] int32
+    draft_lens: torch.Tensor | None = None  # [G] int32; None: K everywhere
+    next_prompt_tokens: torch.Tensor | None = None  # [C] int32, -1 where the chunk ends the prompt
+    request_ids: Sequence[int] | None = None
+    seq_lens: Sequence[int] | None = None
+    gather_ids: torch.Tensor | None = None
+    num_accepted_draft_tokens: torch.Tensor | None = None  # carried for hosts, not read
+    num_extra_kv_tokens: int | None = 0  # carried for hosts, not read
+    num_layers: int = 0  # carried for hosts, not read
+    is_spec_dec_tree: bool = False  # drafts are linear
+    is_spec_dec_dynamic_tree: bool = False
+    all_rank_num_tokens: list[int] | None = None
+    all_rank_max_num_tokens: int | None = None
+    mtp_num_modules: int = 1
+    mtp_hidden_states_manager: Any | None = None
+    mtp_hidden_states_ptrs: torch.Tensor | None = None  # carried for hosts, not read
+    mtp_past_tokens_ptrs: torch.Tensor | None = None  # carried for hosts, not read
+    slot_ids: torch.Tensor | None = None  # [max_num_requests] int64
+    batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
+    draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
+    subseq_all_rank_num_tokens: list[int] | None = None
+    row_parameters: RowParameters | None = None
+    max_position: int | None = None  # highest legal position id; None: unbounded
+    draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
+    device: torch.device | None = None
+    _all_rank_num_seqs: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            manager = self.mtp_hidden_states_manager
+            if manager is not None:
+                self.device = torch.device(manager.device)
+            else:
+                self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.max_total_draft_tokens is None:
+            self.max_total_draft_tokens = self.max_draft_len
+        self.batch_indices_cuda = torch.zeros(
+            self.max_num_requests, dtype=torch.int32, device=self.device
+        )
+        self.draft_token_indices_cuda = torch.arange(
+            self.mtp_num_modules, dtype=torch.int64, device=self.device
+        )
+        if self.mtp_hidden_states_manager is not None:
+            self.slot_ids = torch.zeros(
+                self.max_num_requests, dtype=torch.int64, device=self.device
+            )
+
+    @property
+    def all_rank_num_seqs(self) -> list[int] | None:
+        """Sequences per rank under attention data parallelism."""
+        return self._all_rank_num_seqs
+
+    @all_rank_num_seqs.setter
+    def all_rank_num_seqs(self, value: list[int] | None) -> None:
+        self._all_rank_num_seqs = value
+        # later passes of a reused layer have one token per sequence
+        if _is_eagle(self.spec_dec_mode):
+            self.subseq_all_rank_num_tokens = value
+
+    def prepare(self) -> None:
+        """Fill the device buffers of this step; call once, on the object that the forward uses.
+
+        Raises:
+            MetadataError: a request without a slot, or more requests than the buffers hold.
+        """
+        request_ids = self.request_ids
+        expect(
+            request_ids is not None,
+            MetadataError,
+            "prepare(): request_ids must be assigned before it is called",
+        )
+        num_seqs = len(request_ids or ())
+        expect(
+            num_seqs <= self.max_num_requests,
+            MetadataError,
+            f"prepare(): {num_seqs} requests, but max_num_requests is {self.max_num_requests}",
+        )
+        self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
+        if _is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm":
+            self.num_tokens -= self.num_generations
+        if self.mtp_hidden_states_manager is not None:
+            slots = [self.slot_of(request_id) for request_id in request_ids or ()]
+            self._upload(self.slot_ids, slots, torch.int64)
+
+    def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
+        """A view for graphs of up to ``max_batch_size`` rows with buffers of its own."""
+        if self.is_cuda_graph:
+            return self
+        view = copy.copy(self)
+        view.is_cuda_graph = True
+        view.max_num_requests = max_batch_size
+        view.__post_init__()
+        return view
+
+    @property
+    def is_all_greedy_sample(self) -> bool:
+        """True: hosts that draw otherwise capture graphs of their own for that."""
+        return True
+
+    def populate_sampling_params_for_one_model(self, requests: Any) -> None:
+        """Nothing: decoding is greedy."""
+
+    def update_is_all_greedy_sample(self, requests: Any) -> None:
+        """Nothing: it always is."""
+
+    def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
+        """False: MTP reads the target's last states alone."""
+        return False
+
+    def maybe_capture_hidden_states(
+        self,
+        layer_id: int,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Nothing: no layer is captured."""
+
+    def slot_of(self, request_id: int) -> int:
+        """The request's row in the manager's pools; padding rows have the sentinel slot.
+
+        Raises:
+            MetadataError: the manager gave it none.
+        """
+        manager = self.mtp_hidden_states_manager
+        slot = manager.slot_manager.get_slot(request_id) if manager is not None else None
+        if slot is None and manager is not None and is_graph_dummy_id(request_id):
+            slot = manager.sentinel_slot
+        if slot is None:
+            raise MetadataError(f"request {request_id} has no slot in the MTP manager")
+        return int(slot)
+
+    @staticmethod
+    def _upload(buffer: torch.Tensor | None, values: list[int], dtype: torch.dtype) -> None:
+        if buffer is None or not values:
+            return
+        host = torch.tensor(values, dtype=dtype)
+        if buffer.is_cuda:
+            host = host.pin_memory()
+        buffer[: len(values)].copy_(host, non_blocking=True)
+
+
+def _is_eagle(mode: Any) -> bool:
+    """Whether one layer drafts all tokens; hosts' modes may call the one-model way by a name of its
+    own."""
+    names = ("is_mtp_eagle", "is_mtp_eagle_one_model")
+    return any(getattr(mode, name)() for name in names if hasattr(mode, name))
+
+
+def _is_vanilla(mode: Any) -> bool:
+    """Whether there is a layer per depth; older modes ask by value."""
+    asked = getattr(mode, "is_mtp_vanilla", None)
+    return bool(asked()) if asked is not None else getattr(mode, "name", None) == "MTP"

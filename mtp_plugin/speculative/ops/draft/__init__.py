@@ -1,0 +1,11 @@
+"""One draft pass -> the inputs of the next."""
+
+from mtp_plugin.speculative.ops.draft.reference import (
+    draft_argmax,
+    local_top1,
+    merge_top1,
+    place_last_states,
+    propose,
+)
+
+__all__ = ["draft_argmax", "local_top1", "merge_top1", "place_last_states", "propose"]

@@ -1,0 +1,6 @@
+"""Positions -> how many drafts a coin accepts, whatever the target thinks of them."""
+
+from mtp_plugin.speculative.ops.synthetic_acceptance.contract import SyntheticRule, synthetic_rule
+from mtp_plugin.speculative.ops.synthetic_acceptance.reference import forced_matches
+
+__all__ = ["SyntheticRule", "forced_matches", "synthetic_rule"]

@@ -1,0 +1,47 @@
+"""Forced acceptance in plain torch: the CPU path and the oracle of the kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.speculative.ops.synthetic_acceptance.contract import (
+    COIN_BITS,
+    SyntheticRule,
+    check_positions,
+)
+
+_MASK = 2**32 - 1
+# Murmur3's finalizer; as signed numbers, so that no product with 32 bits leaves int64
+_FIRST, _SECOND = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
+_SEED_OFFSET = 0x9E3779B9
+
+
+def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.Tensor:
+    """How many drafts of every generation the coins accept [G] int32, 0..K.
+
+    One coin per absolute token position, from the seed and the position alone: no other request,
+    step or rank moves it, and a position that a run did not reach keeps its coin for the next step.
+    Requests at equal positions decide alike. With coins that accept positions 11, 12 and 14: last
+    position 10 and K = 4 give 2.
+
+    Args:
+        last_positions: [G] integer, any stride: position of each request's last emitted token, the
+            one in front of its first draft. rule: the thresholds of the K drafts and the seed.
+
+    Raises:
+        TensorContractError: positions that are no vector of integers.
+    """
+    check_positions(last_positions)
+    max_draft_len = rule.thresholds.shape[0]
+    offsets = torch.arange(1, max_draft_len + 1, device=last_positions.device)
+    positions = (last_positions.to(torch.int64).unsqueeze(1) + offsets) & _MASK  # [G, K]
+    coins = _mix(_mix((rule.seed + _SEED_OFFSET) & _MASK) ^ positions) >> (32 - COIN_BITS)
+    stands = coins < rule.thresholds
+    return stands.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Every bit of an unsigned 32-bit number, held in int64, spread over all of them."""
+    x = ((x ^ (x >> 16)) * _FIRST) & _MASK
+    x = ((x ^ (x >> 13)) * _SECOND) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,30 @@
+"""Ways to speculate, behind one contract."""
+
+from mtp_plugin.speculative.plugin.contract import (
+    DraftPlan,
+    HostFacts,
+    SpeculativePieces,
+    SpeculativePlugin,
+)
+from mtp_plugin.speculative.plugin.mtp import MTPPlugin
+from mtp_plugin.speculative.plugin.none import NO_SPECULATION, NoSpeculationPlugin
+from mtp_plugin.speculative.plugin.registry import (
+    ENTRY_POINT_GROUP,
+    find_plugin,
+    register_plugin,
+    unregister_plugin,
+)
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "NO_SPECULATION",
+    "DraftPlan",
+    "HostFacts",
+    "MTPPlugin",
+    "NoSpeculationPlugin",
+    "SpeculativePieces",
+    "SpeculativePlugin",
+    "find_plugin",
+    "register_plugin",
+    "unregister_plugin",
+]

@@ -1,0 +1,143 @@
+"""What a way to speculate gives an executor, and what it may know of it.
+
+An executor asks the registry for the plugin of its ``decoding_type``, calls
+:meth:`~SpeculativePlugin.plan` before any weight is loaded, and :meth:`~SpeculativePlugin.build`
+once the model is there. It then runs the pieces without knowing what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+
+from mtp_plugin.speculative.draft_length.controller import DraftLengthController
+from mtp_plugin.speculative.host import ResourceManager, Sampler
+from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a plugin may know of its host when it builds its pieces."""
+
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    max_batch_size: int  # requests of one batch
+    max_num_sequences: int  # sequences that hold a slot at a time
+    max_seq_len: int
+    chain: str = "output"  # how the checkpoint's MTP depths hand states on
+    encode: Callable[[str], list[int]] | None = None  # text -> ids, where a tokenizer is loaded
+
+    @property
+    def sampler_args(self) -> SimpleNamespace:
+        """What samplers ask of a host, as ``TorchSampler.Args``."""
+        return SimpleNamespace(
+            max_num_sequences=self.max_num_sequences, max_seq_len=self.max_seq_len, max_beam_width=1
+        )
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What speculation costs a host per step; the one rule for KV rows and token budgets."""
+
+    max_draft_len: int  # K
+    num_draft_layers: int = 0  # MTP layers to load, each with a KV pool of its own
+    loop_rows: int = 0  # KV rows that the draft loop writes behind the step's own rows
+    history_rows: int = 0  # rows that a continued prompt chunk feeds to the draft layers again
+
+    @property
+    def step_rows(self) -> int:
+        """Target rows of a generation: K+1."""
+        return self.max_draft_len + 1
+
+    def rows_to_reserve(self, length: int, *, in_flight: bool) -> int:
+        """KV rows that a generation may touch in its next step.
+
+        Args:
+            length: committed tokens as the host knows them.
+            in_flight: a step whose result the host has not seen is running.
+        """
+        pending = self.step_rows if in_flight else 0
+        return length + pending + self.step_rows + self.loop_rows
+
+    def prompt_rows_to_reserve(self, end: int) -> int:
+        """KV rows that a prompt chunk ending at ``end`` may touch."""
+        return end + self.loop_rows
+
+    def chunk_tokens(self, start: int, chunk: int) -> int:
+        """Token budget that a prompt chunk takes, history rows counted."""
+        return chunk + min(self.history_rows, start)
+
+
+@dataclass(frozen=True)
+class SpeculativePieces:
+    """The pieces that an executor plugs into its loop."""
+
+    manager: ResourceManager | None
+    worker: torch.nn.Module
+    sampler: Sampler
+    make_metadata: Callable[[], Any]
+    plan: DraftPlan
+    draft_lengths: DraftLengthController | None = None
+    """Chooses every step's draft length; None: K in every step."""
+    alarms: AcceptanceAlarms | None = None
+    """Hears of every request-step from the sampler; None: nobody does."""
+    is_synthetic: bool = False
+    """A coin accepts the drafts: whatever reports acceptance or text has to say so."""
+
+    make_worker: Callable[[int], torch.nn.Module] | None = None
+    """Draft length -> the worker of turned-down steps; None: every step has K, of which
+    ``draft_lengths`` lets requests verify fewer."""
+    draft_vocab_ids: torch.Tensor | None = None
+    """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
+    head."""
+    _workers: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def worker_for(self, draft_len: int) -> torch.nn.Module:
+        """The worker of steps that verify and make ``draft_len`` drafts."""
+        if self.make_worker is None or draft_len == self.plan.max_draft_len:
+            return self.worker
+        if draft_len not in self._workers:
+            self._workers[draft_len] = self.make_worker(draft_len)
+        return self._workers[draft_len]
+
+    def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The draft lengths that may be chosen, of all batch sizes or of these."""
+        if self.draft_lengths is None or self.make_worker is None:
+            return (self.plan.max_draft_len,)
+        return tuple(self.draft_lengths.draft_lens(batch_sizes))
+
+    def choose_draft_len(self, batch: Any) -> int:
+        """The draft length that a scheduled batch runs with; call once per launched step.
+
+        Afterwards the ``py_draft_state.limit`` of the batch's requests holds for this step.
+        """
+        if self.draft_lengths is None:
+            return self.plan.max_draft_len
+        chosen = self.draft_lengths.plan(batch)
+        return self.plan.max_draft_len if self.make_worker is None else chosen
+
+
+class SpeculativePlugin(Protocol):
+    """One way to speculate, under one ``decoding_type``."""
+
+    decoding_type: str
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
+        """What the pieces will cost, from the config and the checkpoint's MTP layer count alone.
+
+        Raises:
+            ConfigError: an option or a draft length that cannot be.
+        """
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
+        """The pieces for a host.
+
+        Raises:
+            ConfigError: an option that this host cannot serve.
+        """

@@ -1,0 +1,164 @@
+"""Multi-token prediction: what it costs, and its pieces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.requests.thinking import resolve_thinking_tokens
+from mtp_plugin.speculative.draft_length.controller import DraftLengthController
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
+from mtp_plugin.speculative.plugin.contract import (
+    DraftPlan,
+    HostFacts,
+    SpeculativePieces,
+)
+from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+
+
+class MTPPlugin:
+    """Multi-token prediction with the checkpoint's own MTP layers."""
+
+    decoding_type = "MTP"
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
+        """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
+        config = self._own(config).resolve(num_mtp_layers)
+        self._refuse_unbuilt(config)
+        resolve_draft_vocab(config.mtp.draft_vocab)
+        k = config.draft_len
+        if config.use_mtp_vanilla:
+            return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
+        return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
+        """Manager, worker and sampler for the planned draft length."""
+        k = plan.max_draft_len
+        config = self._own(config)
+        if config.max_draft_len is None:
+            config = config.model_copy(update={"max_draft_len": k})
+        settings = SimpleNamespace(
+            max_draft_len=k,
+            num_nextn_predict_layers=k,
+            use_relaxed_acceptance_for_thinking=config.use_relaxed_acceptance_for_thinking,
+            relaxed_topk=config.relaxed_topk,
+            relaxed_delta=config.relaxed_delta,
+            begin_thinking_phase_token=None,
+            end_thinking_phase_token=None,
+            mtp=config.mtp,
+        )
+        if config.use_relaxed_acceptance_for_thinking:
+            begin, end = resolve_thinking_tokens(config, host.encode)
+            for edge, token in (("begin", begin), ("end", end)):
+                if not 0 <= token < host.vocab_size:
+                    raise ConfigError(
+                        f"{edge}_thinking_phase_token: {token} is outside the vocabulary of "
+                        f"{host.vocab_size}"
+                    )
+            settings.begin_thinking_phase_token = begin
+            settings.end_thinking_phase_token = end
+        vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
+        draft_vocab_ids = None
+        if vocab is not None:
+            draft_vocab_ids = torch.tensor(vocab, dtype=torch.int32, device=host.device)
+        vanilla = config.use_mtp_vanilla
+        worker_class = MTPWorker if vanilla else MTPEagleWorker
+        worker = worker_class(
+            settings,
+            chain=config.mtp.chain or host.chain,
+            device=host.device,
+            draft_vocab_ids=draft_vocab_ids,
+        )
+        manager = MTPHiddenStatesManager(
+            settings,
+            host.dtype,
+            host.hidden_size,
+            host.max_batch_size,
+            device=host.device,
+            num_seq_slots=host.max_num_sequences,
+        )
+        mode = (
+            SpeculativeDecodingMode.MTP if vanilla else SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+        )
+
+        def make_metadata() -> MTPSpecMetadata:
+            return MTPSpecMetadata(
+                max_num_requests=host.max_batch_size,
+                max_draft_len=k,
+                spec_dec_mode=mode,
+                mtp_num_modules=k if vanilla else 1,
+                mtp_hidden_states_manager=manager,
+                max_position=host.max_seq_len - 1,
+                draft_window=config.mtp.draft_window,
+                device=host.device,
+            )
+
+        lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
+        # a coin's acceptance says nothing about the drafts
+        alarms = None if config.mtp.verification == "synthetic" else AcceptanceAlarms()
+
+        def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:
+            lengths.record(num_emitted, num_drafted)
+            if alarms is not None:
+                alarms.record(request, num_emitted, num_drafted)
+
+        sampler = MTPSampler(
+            host.sampler_args,
+            nextn=k,
+            device=host.device,
+            kernels=config.mtp.kernels,
+            on_step=on_step,
+        )
+
+        def make_worker(draft_len: int) -> torch.nn.Module:
+            chain = config.mtp.chain or host.chain
+            cold = draft_len == 0 and not config.mtp.keep_warm
+            chosen = NoDraftsWorker if cold else worker_class
+            return chosen(
+                settings,
+                chain=chain,
+                device=host.device,
+                step_draft_len=draft_len,
+                draft_vocab_ids=draft_vocab_ids,
+            )
+
+        return SpeculativePieces(
+            manager,
+            worker,
+            sampler,
+            make_metadata,
+            plan,
+            lengths,
+            alarms,
+            worker.is_synthetic,
+            make_worker,
+            draft_vocab_ids,
+        )
+
+    @staticmethod
+    def _own(config: Any) -> MTPDecodingConfig:
+        if not isinstance(config, MTPDecodingConfig):
+            raise ConfigError(f"MTP: expected an MTPDecodingConfig, got {type(config).__name__}")
+        return config
+
+    @staticmethod
+    def _refuse_unbuilt(config: MTPDecodingConfig) -> None:
+        """Name every option that the schema knows and this version does not run."""
+        unbuilt = [
+            f"mtp.{name}={getattr(config.mtp, name)}"
+            for name, built in (
+                ("verification", ("coupled", "synthetic")),
+                ("draft_sampling", ("coupled", "greedy")),
+            )
+            if getattr(config.mtp, name) not in built
+        ]
+        if unbuilt:
+            raise ConfigError(f"not built in this version: {', '.join(unbuilt)}")

@@ -1,0 +1,283 @@
+"""Story, reference and kernel of the KV rewind."""
+
+from __future__ import annotations
+
+import copy
+import random
+from inspect import signature
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, launch, reference
+from tests.hosts.megatron.ops.kv_rewind import story
+from tests.hosts.megatron.ops.kv_rewind.story import Request
+from tests.hosts.megatron.ops.kv_rewind.tables import Tables
+from tests.speculative.ops.on_device import (
+    DEVICE,
+    INDEX_DTYPES,
+    forbid_launches,
+    poisoned,
+    replay_in_graph,
+    vector,
+)
+
+both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+
+
+def rewind(
+    ops: ModuleType,
+    tables: Tables,
+    requests: list[Request],
+    num_drafts: int,
+    block_size: int,
+    **options: object,
+) -> RewoundBlocks:
+    return ops.rewind_kv_cache(
+        vector(request.accepted for request in requests),
+        vector((0 if request.is_decode else 1 for request in requests), torch.int32),
+        *tables.tensors(),
+        num_drafts,
+        block_size,
+        **options,
+    )
+
+
+def rows(values: list[list], dtype: torch.dtype) -> torch.Tensor:
+    """[N, W], or [N] where W is 1."""
+    tensor = vector(values, dtype)
+    return tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
+
+
+@both
+@pytest.mark.parametrize(
+    ("num_drafts", "block_size", "offset", "accepted", "kept", "new_offset", "released", "marks"),
+    [
+        (3, 4, 1, 0, [7], 2, [9], [True]),
+        (3, 4, 3, 0, [7, 9], 0, [9], [False]),
+        (3, 4, 0, 3, [7, 9], 0, [9], [False]),
+        (4, 4, 0, 0, [7], 0, [9], [True]),
+        (5, 2, 0, 0, [3], 1, [9, 7, 5], [True, True, True]),
+        (5, 2, 1, 0, [3, 5], 0, [9, 7, 0], [True, True, False]),
+        (5, 2, 0, 4, [3, 5, 7], 1, [9, 0, 0], [True, False, False]),
+        (5, 2, 1, 4, [3, 5, 7, 9], 0, [9, 0, 0], [False, False, False]),
+        (3, 1, 0, 1, [3, 5], 0, [9, 7, 0], [True, True, False]),
+        (0, 4, 2, 0, [7, 9], 2, [9], [False]),
+    ],
+    ids=[
+        "crosses",
+        "stays_at_the_edge",
+        "all_accepted",
+        "a_whole_block",
+        "three_blocks",
+        "two_of_three",
+        "one_of_three",
+        "none_of_three",
+        "blocks_of_one_token",
+        "no_drafts",
+    ],
+)
+def test_one_request(
+    ops: ModuleType,
+    num_drafts: int,
+    block_size: int,
+    offset: int,
+    accepted: int,
+    kept: list[int],
+    new_offset: int,
+    released: list[int],
+    marks: list[bool],
+) -> None:
+    blocks = [7, 9] if len(released) == 1 else [3, 5, 7, 9]
+    request = Request(True, blocks, offset, length=100, accepted=accepted)
+    tables = Tables.of([request], width=5, dtype=torch.int32)
+    after = Request(True, kept, new_offset, 100 - (num_drafts - accepted), accepted)
+    result = rewind(ops, tables, [request], num_drafts, block_size)
+    tables.assert_equal(Tables.of([after], width=5, dtype=torch.int32))
+    assert torch.equal(result.blocks_to_release, rows([released], torch.int32))
+    assert torch.equal(result.remove_mask, rows([marks], torch.bool))
+    assert story.rewind([request], num_drafts, block_size, 1) == ([released], [marks])
+    assert request == after
+
+
+@both
+@given(
+    kinds=st.lists(st.booleans(), min_size=1, max_size=6) | st.just([True, False, True] * 12),
+    num_padding=st.integers(0, 3),
+    sizes=st.sampled_from([(0, 4), (1, 1), (1, 16), (3, 4), (4, 4), (5, 2), (5, 4)]),
+    dtype=st.sampled_from(INDEX_DTYPES),
+    on_device=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_batch(
+    ops: ModuleType,
+    kinds: list[bool],
+    num_padding: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    on_device: bool,
+    seed: int,
+) -> None:
+    """Decode and prefill requests in any order, then padding, which is not to be touched."""
+    num_drafts, block_size = sizes
+    dice = random.Random(seed)
+    requests = story.random_requests(dice, kinds + [True] * num_padding, num_drafts, block_size)
+    width = max(len(request.blocks) for request in requests)
+    tables = Tables.of(requests, width, dtype)
+    columns = max(-(-num_drafts // block_size), 1)
+    shape = (len(requests), columns) if columns > 1 else (len(requests),)
+    out = poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=torch.bool)
+    active = len(kinds)
+    num_active = vector([active], torch.int32) if on_device else active
+    after = copy.deepcopy(requests)
+    released, marks = story.rewind(after, num_drafts, block_size, active)
+
+    result = rewind(
+        ops, tables, requests, num_drafts, block_size, num_active_requests=num_active, out=out
+    )
+    tables.assert_equal(Tables.of(after, width, dtype))
+    assert torch.equal(result.blocks_to_release, rows(released, dtype))
+    assert torch.equal(result.remove_mask, rows(marks, torch.bool))
+    assert result.blocks_to_release is out[0]
+    assert result.remove_mask is out[1]
+
+
+@given(
+    num_drafts=st.sampled_from([1, 5]),
+    block_size=st.sampled_from([2, 4]),
+    max_blocks=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_any_values(num_drafts: int, block_size: int, max_blocks: int, seed: int) -> None:
+    """Stale rows of a padded batch: the kernel stays inside the table and with the reference."""
+    dice = random.Random(seed)
+    n = 5
+    guard = 2
+
+    def numbers(low: int, high: int) -> torch.Tensor:
+        return vector([dice.randint(low, high) for _ in range(n)])
+
+    ids = vector([dice.randrange(50) for _ in range((n + 2 * guard) * max_blocks)])
+    whole = ids.view(n + 2 * guard, max_blocks)
+    first = Tables(
+        offset=numbers(-2 * block_size, 3 * block_size),
+        length=numbers(-3, 3),
+        count=numbers(-2, max_blocks + 3),
+        last=numbers(-1, 50),
+        ids=whole,
+    )
+    second = first.clone()
+    accepted, status = numbers(-2, num_drafts + 2), numbers(-1, 1)
+    results = []
+    for ops, tables in ((reference, first), (launch, second)):
+        state = [*tables.tensors()[:-1], tables.ids[guard : n + guard]]
+        results.append(ops.rewind_kv_cache(accepted, status, *state, num_drafts, block_size))
+    first.assert_equal(second)
+    assert torch.equal(results[0].blocks_to_release, results[1].blocks_to_release)
+    assert torch.equal(results[0].remove_mask, results[1].remove_mask)
+    outside = [*range(guard), *range(n + guard, n + 2 * guard)]
+    assert torch.equal(second.ids[outside], ids.view_as(whole)[outside])
+
+
+@both
+def test_a_bool_status(ops: ModuleType) -> None:
+    tables = Tables.of([Request(True, [7, 9], 0, 10, 0)] * 2, width=2, dtype=torch.int64)
+    result = ops.rewind_kv_cache(
+        vector([0, 0]), vector([0, 1], torch.bool), *tables.tensors(), 1, 4
+    )
+    assert torch.equal(result.remove_mask, vector([1, 0], torch.bool))
+    assert torch.equal(tables.count[:2], vector([1, 2]))
+
+
+@both
+def test_types_may_differ(ops: ModuleType) -> None:
+    """int64 counts from the device's sampler, int32 tables of the host."""
+    tables = Tables.of([Request(True, [7, 9], 0, 10, 0)], width=2, dtype=torch.int32)
+    tables.ids = tables.ids.to(torch.int64)
+    result = ops.rewind_kv_cache(vector([0]), vector([0]), *tables.tensors(), 1, 4)
+    assert result.blocks_to_release.dtype == torch.int32
+    assert torch.equal(tables.ids[0], vector([7, -1]))
+
+
+def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    for ops in (reference, launch):
+        tables = Tables.of([], width=4, dtype=torch.int32)
+        before = tables.clone()
+        assert rewind(ops, tables, [], 3, 4).remove_mask.shape == (0,)
+        assert rewind(ops, tables, [], 9, 4).blocks_to_release.shape == (0, 3)
+        tables.assert_equal(before)
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accepted_counts": poisoned(2, 1)}, r"accepted_counts: .*got .*\[2, 1\]"),
+        ({"prefill_status": poisoned(1)}, "prefill_status: expected .* at least 2 entries"),
+        ({"prefill_status": poisoned(2, dtype=torch.float32)}, "prefill_status: .*float32"),
+        ({"last_kv_block_offset": poisoned(4)[::2]}, "last_kv_block_offset: .*strides"),
+        ({"kv_length_offsets": poisoned(2, dtype=torch.bool)}, "kv_length_offsets: .*bool"),
+        ({"kv_block_counts": poisoned(0)}, "kv_block_counts: expected"),
+        ({"last_kv_block_id": torch.zeros(2, device="meta")}, "last_kv_block_id: .* on meta"),
+        ({"kv_block_ids": poisoned(1, 4)}, r"kv_block_ids: .*at least 2, .*\[1, 4\]"),
+        ({"kv_block_ids": poisoned(2, 0)}, r"kv_block_ids: .*at least 1\].*\[2, 0\]"),
+        ({"kv_block_ids": poisoned(4, 2).T}, "kv_block_ids: .*dense rows"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens >= 0 .* got -1 and 4"),
+        ({"block_size_tokens": 0}, "block_size_tokens >= 1, got 3 and 0"),
+        ({"num_active_requests": poisoned(2)}, "num_active_requests: expected an int, or one"),
+        ({"out": (poisoned(2), poisoned(2))}, "out, remove_mask: .*torch.bool"),
+        ({"out": (poisoned(3), poisoned(2))}, r"out, blocks_to_release: .*\[2\]"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+    requests = [Request(True, [7, 9], 0, 10, 0)] * 2
+    tables = Tables.of(requests, width=4, dtype=torch.int64)
+    values = [vector([0, 0]), vector([0, 0]), *tables.tensors(), 3, 4, None, None]
+    arguments = dict(zip(signature(ops.rewind_kv_cache).parameters, values, strict=True)) | change
+    with pytest.raises(TensorContractError, match=message):
+        ops.rewind_kv_cache(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_drafts", "block_size"), [(3, 64), (7, 256), (9, 4)])
+def test_graph_replays_with_changed_counts_and_batch(num_drafts: int, block_size: int) -> None:
+    """256 rows; between replays the counts, the tables and the number of requests change."""
+    dice = random.Random(num_drafts)
+
+    def new_tables() -> tuple[Tables, list[Request]]:
+        requests = story.random_requests(dice, [True] * 256, num_drafts, block_size)
+        return Tables.of(requests, 64, torch.int32), requests
+
+    tables, requests = new_tables()
+    changed, others = new_tables()
+    accepted = vector(request.accepted for request in requests)
+    status = torch.zeros(256, dtype=torch.int32, device=DEVICE)
+    active = vector([256], torch.int32)
+    columns = max(-(-num_drafts // block_size), 1)
+    shape = (256, columns) if columns > 1 else (256,)
+    out = poisoned(*shape, dtype=torch.int32), poisoned(*shape, dtype=torch.bool)
+
+    def step() -> None:
+        launch.rewind_kv_cache(
+            accepted, status, *tables.tensors(), num_drafts, block_size, active, out=out
+        )
+
+    def change() -> None:
+        for old, new in zip(tables.tensors(), changed.tensors(), strict=True):
+            old.copy_(new)
+        accepted.copy_(vector(request.accepted for request in others))
+        active.fill_(201)
+
+    replay_in_graph(step, change)
+    expected = reference.rewind_kv_cache(
+        accepted, status, *changed.tensors(), num_drafts, block_size, 201
+    )
+    tables.assert_equal(changed)
+    assert torch.equal(out[0], expected.blocks_to_release)
+    assert torch.equal(out[1], expected.remove_mask)

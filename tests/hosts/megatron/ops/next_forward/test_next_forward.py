@@ -1,0 +1,194 @@
+"""Story, reference and kernel of the next forward's inputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.hosts.megatron.ops.next_forward import launch, reference
+from tests.hosts.megatron.ops.next_forward import story
+from tests.hosts.megatron.ops.next_forward.story import Left
+from tests.hosts.megatron.ops.token_verify import story as verification
+from tests.hosts.megatron.ops.token_verify.batches import flat_tokens, random_decodes
+from tests.hosts.megatron.ops.token_verify.story import Decode
+from tests.speculative.ops.letters import ids
+from tests.speculative.ops.on_device import (
+    INDEX_DTYPES,
+    POISON,
+    forbid_launches,
+    poisoned,
+    replay_in_graph,
+    vector,
+)
+
+both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+
+
+@dataclass
+class Call:
+    """A verified step and poisoned buffers, `spare` rows longer than the batch."""
+
+    decodes: list[Decode]
+    prefills: list[int]
+    rows: list[int]
+    num_drafts: int
+    dtype: torch.dtype = torch.int64
+    spare: int = 2
+
+    def __post_init__(self) -> None:
+        self.inputs, self.outputs = flat_tokens(self.decodes, self.prefills, [], self.dtype)
+        last, mask = verification.verify(self.decodes, len(self.prefills))
+        self.last, self.mask = vector(last), vector(mask, torch.bool)
+        requests = len(last) + self.spare
+        self.sampled = poisoned(requests, dtype=self.dtype)
+        self.sequence = poisoned(requests)
+        # one column more than drafts, so that rows do not follow each other in memory
+        self.drafts = poisoned(len(self.decodes) + self.spare, self.num_drafts + 1)[:, 1:]
+        self.counts = poisoned(len(self.decodes) + self.spare, dtype=self.dtype)
+
+    def run(self, ops: ModuleType) -> None:
+        ops.prepare_next_forward_pass(**self.arguments())
+
+    def arguments(self) -> dict:
+        return {
+            "num_decode_requests": len(self.decodes),
+            "output_tokens": self.outputs,
+            "required_logit_indices": vector(self.rows, self.dtype),
+            "last_one_indices": self.last,
+            "accepted_tokens_mask": self.mask,
+            "input_tokens": self.inputs,
+            "sampled_tokens_buf": self.sampled,
+            "last_accepted_seq_buf": self.sequence,
+            "accepted_tokens_per_request": self.drafts,
+            "accepted_token_counts": self.counts,
+            "num_speculative_tokens": self.num_drafts,
+        }
+
+    def assert_left(self, left: list[Left]) -> None:
+        untold = [POISON] * self.spare
+        decodes = [request for request in left if request.drafts is not None]
+        self._assert_is(self.sampled, [request.sampled for request in left] + untold)
+        self._assert_is(self.sequence, [request.row for request in left] + untold)
+        self._assert_is(self.counts, [request.count for request in decodes] + untold)
+        drafts = [request.drafts for request in decodes] + [[POISON] * self.num_drafts] * self.spare
+        expected = vector(drafts).view(len(drafts), self.num_drafts)
+        assert torch.equal(self.drafts, expected)
+
+    @staticmethod
+    def _assert_is(tensor: torch.Tensor, values: list) -> None:
+        assert torch.equal(tensor, vector(values, tensor.dtype))
+
+
+@both
+def test_letters(ops: ModuleType) -> None:
+    """`a b c d` with outputs `b c x y`: sampled `x`, drafts `b c .`; a prompt `p` just goes on."""
+    decode = Decode(ids("abcd"), ids("bcxy"))
+    call = Call([decode], ids("p"), rows=[10, 11, 12, 13, 20], num_drafts=3)
+    x, q = ids("xq")
+    left = [Left(x, 12, ids("bc."), 2), Left(q, 20, None, None)]
+    assert story.after_step([decode], [q], call.rows) == left
+    call.run(ops)
+    call.assert_left(left)
+
+
+@both
+@given(
+    num_decodes=st.integers(0, 5) | st.just(35),
+    num_prefills=st.integers(0, 4) | st.just(33),
+    num_drafts=st.sampled_from([0, 1, 3, 4]),
+    dtype=st.sampled_from(INDEX_DTYPES),
+    spare=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_any_batch(
+    ops: ModuleType,
+    num_decodes: int,
+    num_prefills: int,
+    num_drafts: int,
+    dtype: torch.dtype,
+    spare: int,
+    seed: int,
+) -> None:
+    dice = random.Random(seed)
+    decodes = random_decodes(dice, num_decodes, num_drafts)
+    prefills = [dice.randrange(3) for _ in range(num_prefills)]
+    rows = [dice.randrange(1000) for _ in range(num_decodes * (num_drafts + 1) + num_prefills)]
+    call = Call(decodes, prefills, rows, num_drafts, dtype, spare)
+    call.run(ops)
+    call.assert_left(story.after_step(decodes, [token + 1 for token in prefills], rows))
+
+
+@both
+def test_the_mask_decides_about_each_draft(ops: ModuleType) -> None:
+    """A mask of the caller's own need not be a prefix."""
+    call = Call([Decode(ids("abcd"), ids("xxxx"))], [], rows=[0, 1, 2, 3], num_drafts=3)
+    call.mask = vector([1, 0, 1, 1], torch.bool)
+    call.run(ops)
+    assert torch.equal(call.drafts[0], vector(ids(".cd")))
+    assert torch.equal(call.counts, vector([2, POISON, POISON]))
+
+
+def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    for ops in (reference, launch):
+        call = Call([], [], rows=[], num_drafts=2)
+        call.run(ops)
+        call.assert_left([])
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_decode_requests": 3}, "last_one_indices: expected .* num_decode_requests = 3"),
+        ({"num_decode_requests": -1}, "last_one_indices: expected .* num_decode_requests = -1"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens >= 0, got .* and -1"),
+        ({"last_one_indices": poisoned(2, 1)}, r"last_one_indices: .*got \[2, 1\]"),
+        ({"output_tokens": poisoned(4)}, "output_tokens: expected .* at least 5"),
+        ({"required_logit_indices": poisoned(4)}, "required_logit_indices: expected .* at least 5"),
+        ({"input_tokens": poisoned(1, 5)}, "input_tokens: expected"),
+        ({"sampled_tokens_buf": poisoned(1)}, "sampled_tokens_buf: expected .* at least 2"),
+        ({"last_accepted_seq_buf": poisoned(2, dtype=torch.float32)}, "last_accepted_seq_buf: .*f"),
+        ({"accepted_token_counts": poisoned(8)[::2]}, "accepted_token_counts: .*strides"),
+        ({"accepted_tokens_mask": poisoned(5)}, "accepted_tokens_mask: expected .* bool"),
+        ({"accepted_tokens_per_request": poisoned(1, 2)}, r"accepted_tokens_per_request: .*, 3\]"),
+        ({"accepted_tokens_per_request": poisoned(3, 3).T}, "accepted_tokens_per_request: .*dense"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+    call = Call([Decode(ids("abcd"), ids("bcxy"))], ids("p"), rows=[0] * 5, num_drafts=3)
+    with pytest.raises(TensorContractError, match=message):
+        ops.prepare_next_forward_pass(**(call.arguments() | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("num_decodes", [1, 256, 2048])
+def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) -> None:
+    dice = random.Random(num_decodes)
+
+    def new_call() -> Call:
+        decodes = random_decodes(dice, num_decodes, num_drafts)
+        rows = list(range(num_decodes * (num_drafts + 1) + 4))
+        return Call(decodes, ids("pqrs"), rows, num_drafts)
+
+    arguments, changed = new_call().arguments(), new_call().arguments()
+
+    def change() -> None:
+        for name, tensor in arguments.items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(changed[name])
+
+    replay_in_graph(lambda: launch.prepare_next_forward_pass(**arguments), change)
+    reference.prepare_next_forward_pass(**changed)
+    for name, tensor in arguments.items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, changed[name]), name

@@ -1,0 +1,485 @@
+"""How many drafts a step makes: schedule, gate, and what each request may still draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.speculative.draft_length.controller import DraftLengthController
+from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.draft_length.gate import GateState, LengthGate
+
+calm = settings(max_examples=150, deadline=None)
+
+
+def controller(
+    *, max_batch_size: int = 16, mtp: dict[str, Any] | None = None, **config: Any
+) -> DraftLengthController:
+    options = {"max_draft_len": 3, "mtp": mtp or {}, **config}
+    return DraftLengthController(MTPDecodingConfig(**options), max_batch_size=max_batch_size)
+
+
+def gated(*, window: int = 4, threshold: float = 2.0, **options: Any) -> DraftLengthController:
+    mtp = {"gate_margin": 0.5, "gate_probe_interval": 8, "gate_max_probe_interval": 20}
+    mtp.update(options.pop("mtp", {}))
+    return controller(
+        acceptance_window=window, acceptance_length_threshold=threshold, mtp=mtp, **options
+    )
+
+
+def run(of: DraftLengthController, num_steps: int, emitted: dict[int, int]) -> list[int]:
+    """Steps of one request: ``emitted`` tokens by drafts verified; the lengths that were chosen."""
+    chosen = []
+    for _ in range(num_steps):
+        length = of.choose(1)
+        chosen.append(length)
+        of.record(emitted.get(length, 1), length)
+    return chosen
+
+
+# --- the schedule ---
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "by_size"),
+    [
+        ({}, (3,), {1: 3, 16: 3}),
+        ({"max_concurrency": 4}, (0, 3), {4: 3, 5: 0}),
+        ({"max_concurrency": 16}, (3,), {16: 3}),
+        ({"draft_len_schedule": {2: 3, 8: 1}}, (0, 1, 3), {2: 3, 3: 1, 8: 1, 9: 0}),
+        ({"draft_len_schedule": {2: 3, 16: 2, 32: 1}}, (2, 3), {2: 3, 16: 2}),
+    ],
+)
+def test_lengths_of_a_schedule(
+    config: dict[str, Any], lengths: tuple[int, ...], by_size: dict[int, int]
+) -> None:
+    of = controller(**config)
+    assert of.draft_lens() == lengths
+    assert {size: of.choose(size) for size in by_size} == by_size
+    assert all(of.draft_lens([size]) == (k,) for size, k in by_size.items())
+
+
+def test_lengths_of_a_gate_are_those_that_the_schedule_names_and_none() -> None:
+    """Also those of batches that never come: so a gate gets its steps."""
+    assert gated().draft_lens() == (0, 3)
+    of = gated(draft_len_schedule={2: 3, 16: 2, 99: 1})
+    assert of.draft_lens() == (0, 1, 2, 3)
+    assert of.draft_lens([1, 2]) == (0, 1, 2, 3)
+    assert of.draft_lens(range(3, 17)) == (0, 1, 2)
+    assert of.draft_lens([]) == ()
+
+
+def test_cold_batches_need_the_shorter_lengths_too() -> None:
+    of = controller(draft_len_schedule={2: 3, 4: 1}, mtp={"keep_warm": False})
+    assert of.draft_lens([1]) == (0, 1, 3)
+    assert of.draft_lens([3]) == (0, 1)
+    assert controller(mtp={"keep_warm": False}).draft_lens() == (3,)
+
+
+@pytest.mark.parametrize("size", [0, -1, 17])
+def test_batches_that_cannot_be(size: int) -> None:
+    message = f"expected a batch of 1 to 16 requests, got {size}"
+    with pytest.raises(ExecutorError, match=message):
+        controller().choose(size)
+    with pytest.raises(ExecutorError, match=message):
+        controller().draft_lens([1, size])
+
+
+def test_an_unknown_k_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_draft_len: not known yet"):
+        DraftLengthController(MTPDecodingConfig(), max_batch_size=1)
+
+
+# --- the gate ---
+
+
+def test_no_decision_before_the_window_is_full() -> None:
+    of = gated(window=5)
+    assert run(of, 5, {3: 1}) == [3] * 5
+    assert of.choose(1) == 0
+
+
+def test_the_threshold_itself_pays() -> None:
+    of = gated(window=2, threshold=2.0)
+    for emitted in (3, 1) * 20:
+        assert of.choose(1) == 3
+        of.record(emitted, 3)
+    of.record(1, 3)
+    assert of.choose(1) == 0
+
+
+def test_the_probe_comes_later_and_later() -> None:
+    """Window 4, interval 8: four steps of proof, then 8, 16, 20, 20 ... steps between probes."""
+    of = gated()
+    chosen = run(of, 200, {3: 1})
+    pauses, steps, length = [], 0, 3
+    for k in chosen:
+        if k == length:
+            steps += 1
+        else:
+            pauses.append((length, steps))
+            length, steps = k, 1
+    # the last probe step closes the gate: the next one is due `interval` steps after it
+    assert pauses[:8] == [(3, 4), (0, 7), (3, 4), (0, 15), (3, 4), (0, 19), (3, 4), (0, 19)]
+    gate = of.gates[3]
+    assert (gate.num_closings, gate.num_openings) == (1, 0)
+    assert gate.num_probes == chosen[4:].count(3) // 4
+
+
+def test_a_probe_that_pays_opens_for_good_and_resets_the_pause() -> None:
+    of = gated()
+    run(of, 4 + 7 + 4, {3: 1})
+    assert of.gates[3].state is GateState.CLOSED
+    assert run(of, 15 + 50, {3: 3})[15:] == [3] * 50
+    gate = of.gates[3]
+    assert (gate.state, gate.num_probes, gate.num_openings) == (GateState.OPEN, 2, 1)
+    assert gate.acceptance_length == 3.0
+    chosen = run(of, 20, {3: 1})
+    # 3 is left behind after two of four steps; then the first pause again
+    assert chosen[: chosen.index(0)] == [3] * 3
+    assert chosen[chosen.index(0) :].index(3) == 7
+
+
+@pytest.mark.parametrize("emitted", [[2, 2, 2, 2], [2, 3, 2, 2]])
+def test_between_the_bars_a_closed_gate_stays_closed_and_an_open_one_open(
+    emitted: list[int],
+) -> None:
+    """Threshold 2, margin 0.5: means of 2 and 2.25 neither close nor open."""
+    of = gated()
+    for step in range(100):
+        assert of.choose(1) == 3
+        of.record(emitted[step % 4], 3)
+    run(of, 4, {3: 1})
+    assert of.gates[3].state is GateState.CLOSED
+    for step in range(400):
+        if of.choose(1) == 3:
+            of.record(emitted[step % 4], 3)
+    assert of.gates[3].num_probes > 3
+    assert of.gates[3].num_openings == 0
+
+
+def test_results_of_steps_launched_before_it_closed_change_nothing() -> None:
+    """Under overlap a step with drafts is running when the gate closes."""
+    of = gated()
+    run(of, 4, {3: 1})
+    assert of.choose(1) == 0
+    for _ in range(4):
+        of.record(4, 3)
+    assert of.gates[3].acceptance_length == 0.0
+    assert of.choose(1) == 0
+
+
+def test_steps_without_drafts_or_with_another_length_do_not_count() -> None:
+    of = gated()
+    for num_drafted in (0, 1, 2) * 10:
+        of.record(1, num_drafted)
+    assert of.choose(1) == 3
+
+
+def test_falls_through_the_lengths_of_the_schedule() -> None:
+    """K = 3 at threshold 2.5: three drafts owe 1.5 tokens, one owes 0.5."""
+    of = gated(threshold=2.5, draft_len_schedule={8: 3, 16: 1})
+    assert (of.gates[3].close_below, of.gates[1].close_below) == (2.5, 1.5)
+    assert of.gates[1].open_at == pytest.approx(1.5 + 0.5 / 3)
+    pays = run(of, 40, {3: 2, 1: 2})
+    assert set(pays) == {1, 3}
+    assert pays[4] == 1
+    assert run(gated(threshold=2.5, draft_len_schedule={8: 3, 16: 1}), 9, {3: 1})[8] == 0
+
+
+def test_the_schedule_stays_the_most() -> None:
+    of = gated(draft_len_schedule={2: 3, 8: 1})
+    assert [of.choose(size) for size in (1, 3, 9)] == [3, 1, 0]
+    run(of, 4, {3: 1})
+    assert [of.choose(size) for size in (1, 3, 9)] == [1, 1, 0]
+
+
+def test_the_gate_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="mtp_plugin")
+    of = gated()
+    run(of, 4 + 7, {3: 1})
+    run(of, 4, {3: 4})
+    assert [record.getMessage() for record in caplog.records] == [
+        "acceptance gate: 3 drafts do not pay, 1.000 tokens per step over 4 request-steps "
+        "(bar 2.000)",
+        "acceptance gate: 3 drafts pay again, 4.000 tokens per step over 4 request-steps",
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+@calm
+@given(
+    pattern=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    repeats=st.integers(1, 4),
+    threshold=st.floats(1.01, 3.5),
+)
+def test_a_constant_signal_never_flaps(pattern: list[int], repeats: int, threshold: float) -> None:
+    """Windows of whole periods: the mean is constant, and so is the verdict."""
+    window = len(pattern) * repeats
+    of = gated(window=window, threshold=threshold)
+    count = 0
+    for _ in range(60 * window):
+        if of.choose(1) == 3:
+            of.record(pattern[count % len(pattern)], 3)
+            count += 1
+    gate = of.gates[3]
+    assert gate.num_openings == 0
+    assert gate.num_closings == (sum(pattern) / len(pattern) < threshold)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", [0.47, 0.5, 0.53])
+def test_a_noisy_signal_at_the_threshold_hardly_flaps(seed: int, rate: float) -> None:
+    dice = random.Random(seed)
+    of = controller(
+        max_draft_len=1, acceptance_window=200, acceptance_length_threshold=1.5, max_batch_size=8
+    )
+    for _ in range(20_000):
+        length = of.choose(8)
+        for _ in range(8 * length):
+            of.record(1 + (dice.random() < rate), 1)
+    assert of.gates[1].num_openings <= 1
+
+
+step = st.tuples(
+    st.integers(1, 16), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=4)
+)
+
+
+@calm
+@given(
+    steps=st.lists(step, max_size=120),
+    window=st.integers(1, 4),
+    schedule=st.sampled_from([None, {2: 3, 8: 1}, {4: 3, 8: 2, 99: 1}]),
+    vanilla=st.booleans(),
+    keep_warm=st.booleans(),
+    has_gate=st.booleans(),
+)
+def test_choices_are_among_the_lengths_and_alike_on_every_rank(
+    steps: list[Any],
+    window: int,
+    schedule: dict[int, int] | None,
+    vanilla: bool,
+    keep_warm: bool,
+    has_gate: bool,
+) -> None:
+    options = {"draft_len_schedule": schedule, "use_mtp_vanilla": vanilla}
+    make = gated if has_gate else controller
+    if has_gate:
+        options["window"] = window
+    ranks = [make(mtp={"keep_warm": keep_warm}, **options) for _ in range(2)]
+    for size, results in steps:
+        chosen = {of.choose(size) for of in ranks}
+        assert len(chosen) == 1
+        assert chosen <= set(ranks[0].draft_lens([size]))
+        assert chosen <= set(ranks[0].draft_lens())
+        for of in ranks:
+            for num_emitted, num_drafted in results:
+                of.record(num_emitted, num_drafted)
+
+
+class MeanOfTheLast:
+    """The gate in plain lists: every request-step ever, the verdict read off the newest."""
+
+    def __init__(self, window: int, close_below: float, open_at: float, pause: int, most: int):
+        self.window, self.close_below, self.open_at = window, close_below, open_at
+        self.first_pause = self.pause = pause
+        self.most = most
+        self.seen: list[int] = []
+        self.state = "open"
+        self.closed_at = 0
+
+    def admits(self, step: int) -> bool:
+        if self.state == "closed" and step - self.closed_at >= self.pause:
+            self.state, self.seen = "probing", []
+        return self.state != "closed"
+
+    def record(self, emitted: int, step: int) -> None:
+        if self.state == "closed":
+            return
+        self.seen.append(emitted)
+        if len(self.seen) < self.window:
+            return
+        bar = self.open_at if self.state == "probing" else self.close_below
+        if sum(self.seen[-self.window :]) / self.window >= bar:
+            self.state = "open"
+        else:
+            self.pause = (
+                min(2 * self.pause, self.most) if self.state == "probing" else self.first_pause
+            )
+            self.state, self.closed_at = "closed", step
+
+
+@calm
+@given(
+    results=st.lists(st.lists(st.integers(1, 4), max_size=3), max_size=150),
+    window=st.sampled_from([1, 2, 4, 8]),  # powers of two: means without rounding
+    pause=st.integers(1, 6),
+)
+def test_a_gate_against_its_story(results: list[list[int]], window: int, pause: int) -> None:
+    gate = LengthGate(
+        3, window=window, close_below=2.0, open_at=2.5, interval=pause, max_interval=20
+    )
+    story = MeanOfTheLast(window, 2.0, 2.5, pause, 20)
+    for now, emitted in enumerate(results, 1):
+        assert gate.admits(now) == story.admits(now)
+        for tokens in emitted:
+            gate.record(tokens, now)
+            story.record(tokens, now)
+        assert gate.state.value == story.state
+
+
+# --- what each request may draft ---
+
+
+def new_request(**attributes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        py_draft_state=DraftState.fresh(3), is_first_context_chunk=True, **attributes
+    )
+
+
+def batch_of(
+    contexts: Iterable[SimpleNamespace] = (), generations: Iterable[SimpleNamespace] = ()
+) -> SimpleNamespace:
+    contexts, generations = list(contexts), list(generations)
+    return SimpleNamespace(
+        context_requests=contexts,
+        generation_requests=generations,
+        all_requests=lambda: contexts + generations,
+    )
+
+
+def test_warm_requests_miss_one_step_after_a_pause() -> None:
+    """Up to two requests draft three tokens: alone, in a crowd, and alone again."""
+    of = controller(max_concurrency=2)
+    request, crowd = new_request(), [new_request() for _ in range(2)]
+    limits = [of.plan(batch_of([request]))]
+    for beside in ([], [], crowd, crowd, [], [], []):
+        of.plan(batch_of([], [request, *beside]))
+        limits.append(request.py_draft_state.limit)
+    assert limits == [3, 3, 3, 0, 0, 0, 3, 3]
+    assert request.py_draft_state.warm == 3
+
+
+def test_a_shorter_step_proposes_less() -> None:
+    of = controller(draft_len_schedule={1: 3, 2: 1})
+    request, other = new_request(), new_request()
+    of.plan(batch_of([request]))
+    limits = []
+    for beside in ([], [other], [], []):
+        of.plan(batch_of([], [request, *beside]))
+        limits.append(request.py_draft_state.limit)
+    assert limits == [3, 1, 1, 3]
+
+
+@pytest.mark.parametrize("vanilla", [False, True])
+def test_cold_requests_never_draft_again_and_new_ones_do(vanilla: bool) -> None:
+    of = controller(max_concurrency=2, use_mtp_vanilla=vanilla, mtp={"keep_warm": False})
+    old = [new_request() for _ in range(3)]
+    assert of.plan(batch_of(old)) == 0
+    del old[1:]
+    # a batch without a warm request runs without drafts
+    assert of.plan(batch_of([], old)) == 0
+    young = new_request()
+    assert of.plan(batch_of([young], old)) == 3
+    assert of.plan(batch_of([], [*old, young])) == 3
+    assert [r.py_draft_state.limit for r in (*old, young)] == [0, 3]
+    # preempted, read again: warm
+    assert of.plan(batch_of(old, [young])) == 3
+    assert of.plan(batch_of([], [*old, young])) == 3
+    assert [r.py_draft_state.limit for r in (*old, young)] == [3, 3]
+
+
+def test_further_chunks_do_not_warm_a_cold_prompt() -> None:
+    of = controller(max_concurrency=2, mtp={"keep_warm": False})
+    request, crowd = new_request(), [new_request() for _ in range(2)]
+    assert of.plan(batch_of([request, *crowd])) == 0
+    request.is_first_context_chunk = False
+    assert of.plan(batch_of([request])) == 0
+    assert request.py_draft_state.warm == 0
+
+
+@pytest.mark.parametrize(("vanilla", "limits"), [(False, [1, 1, 3]), (True, [1, 1, 1])])
+def test_shorter_steps_cool_the_deeper_layers_only(vanilla: bool, limits: list[int]) -> None:
+    of = controller(
+        draft_len_schedule={1: 3, 2: 1}, use_mtp_vanilla=vanilla, mtp={"keep_warm": False}
+    )
+    request, other = new_request(), new_request()
+    of.plan(batch_of([request]))
+    seen = []
+    for beside in ([other], [], []):
+        of.plan(batch_of([], [request, *beside]))
+        seen.append(request.py_draft_state.limit)
+    assert seen == limits
+
+
+def test_requests_that_do_not_speculate_need_no_drafts() -> None:
+    """Where a shorter length was captured anyway."""
+    silent = new_request(py_disable_speculative_decoding=True)
+    assert gated().plan(batch_of([silent])) == 0
+    assert gated().plan(batch_of([silent, new_request()])) == 3
+    assert controller().plan(batch_of([silent])) == 3
+
+
+class LaunchedLengths:
+    """A request by the lengths of all its steps since it began to read its prompt."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def ready(self, vanilla: bool, keep_warm: bool) -> int:
+        """Drafts whose layers ran in every one of those steps."""
+        for k in (3, 2, 1):
+            runs_in = [
+                keep_warm or (length >= k if vanilla else length > 0) for length in self.lengths
+            ]
+            if all(runs_in):
+                return k
+        return 0
+
+    def limit(self, now: int, vanilla: bool, keep_warm: bool) -> int:
+        before = self.lengths[-1] if self.lengths else 0
+        return min(now, before, self.ready(vanilla, keep_warm))
+
+
+@calm
+@given(
+    steps=st.lists(st.lists(st.sampled_from("-rp"), min_size=6, max_size=6), max_size=40),
+    vanilla=st.booleans(),
+    keep_warm=st.booleans(),
+    schedule=st.sampled_from([{1: 3, 3: 1}, {2: 3, 4: 2, 5: 1}, {3: 3}]),
+)
+def test_limits_against_the_history_of_launches(
+    steps: list[list[str]], vanilla: bool, keep_warm: bool, schedule: dict[int, int]
+) -> None:
+    """Six requests; in each step one runs (r), was preempted and reads its prompt (p), or waits."""
+    of = controller(
+        draft_len_schedule=schedule, use_mtp_vanilla=vanilla, mtp={"keep_warm": keep_warm}
+    )
+    requests = [new_request() for _ in range(6)]
+    stories = [LaunchedLengths() for _ in range(6)]
+    for marks in steps:
+        marks = ["p" if m == "r" and not s.lengths else m for m, s in zip(marks, stories)]  # noqa: B905
+        reading = [i for i, mark in enumerate(marks) if mark == "p"]
+        running = [i for i, mark in enumerate(marks) if mark == "r"]
+        if not reading + running:
+            continue
+        for i in reading:
+            stories[i].lengths.clear()
+        length = of.plan(batch_of([requests[i] for i in reading], [requests[i] for i in running]))
+        assert length in of.draft_lens([len(reading + running)])
+        usable = max(stories[i].ready(vanilla, keep_warm) for i in reading + running)
+        assert length <= usable
+        for i in reading + running:
+            want = stories[i].limit(length, vanilla, keep_warm)
+            assert requests[i].py_draft_state.limit == want
+        for i in reading + running:
+            stories[i].lengths.append(length)

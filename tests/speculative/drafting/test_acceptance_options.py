@@ -1,0 +1,268 @@
+"""Options of single requests that reach acceptance through the worker: stops, phases, pools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import MetadataError
+from mtp_plugin.speculative.drafting import MTPEagleWorker
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
+from tests.speculative.drafting.story import VOCAB
+
+EOS, SECOND = 50, 51
+
+
+def with_second_choice(step: Step) -> Step:
+    """`SECOND` comes next in every row."""
+    step.logits[:, SECOND] = step.logits[:, SECOND].clamp_min(-1.0)
+    return step
+
+
+def run(step: Step, stop_ids: list[list[int]], first: list[int] | None) -> dict[str, torch.Tensor]:
+    step.spec.row_parameters = RowParameters(
+        int32(stop_ids), None if first is None else int32(first)
+    )
+    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k), device="cpu")
+    return worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
+
+
+# --- a stop that comes too early ---
+
+
+def test_a_drafted_end_waits_for_min_tokens() -> None:
+    """Prompt of 3, 2 tokens out, at least 4: the rows draw tokens 2, 3, 4 and 5 of the output."""
+    text = [1, 2, 3, 10, 11]
+
+    def emitted(drafts: list[int], target: list[int]) -> list[int]:
+        step = with_second_choice(Step(3, turns=[Turn(text, drafts, target)]))
+        result = run(step, [[EOS]], [3 + 4])
+        count = int(result["new_tokens_lens"][0])
+        return result["new_tokens"][0, :count].tolist()
+
+    assert emitted([EOS, 21, 22], [EOS, 21, 22, 23]) == [SECOND]
+    assert emitted([20, EOS, 22], [20, EOS, 22, 23]) == [20, SECOND]
+    assert emitted([20, SECOND, 22], [20, EOS, 22, 23]) == [20, SECOND, 22, 23]
+    assert emitted([20, 21, EOS], [20, 21, EOS, 23]) == [20, 21, EOS, 23]
+    assert emitted([20, 21, 22], [20, 21, 22, EOS]) == [20, 21, 22, EOS]
+
+
+def test_every_request_has_its_own_least() -> None:
+    """Prompts draw token 0 of their output; masks follow requests, not rows."""
+    prompts = [Prompt([1, 2], choice=EOS), Prompt([1, 2], choice=EOS)]
+    turns = [Turn([1, 2, 9], [EOS], [EOS, 30]), Turn([1, 2, 9], [EOS], [EOS, 30])]
+    step = with_second_choice(Step(1, prompts, turns))
+    result = run(step, [[EOS, -1], [-1, -1], [EOS, 30], [7, -1]], [3, 3, 4, 4])
+    assert result["new_tokens"].tolist() == [[SECOND, -1], [EOS, -1], [SECOND, -1], [EOS, 30]]
+
+
+@pytest.mark.parametrize(("first", "emitted"), [(2, EOS), (3, SECOND)])
+def test_a_prompt_draws_the_token_behind_it(first: int, emitted: int) -> None:
+    step = with_second_choice(Step(1, [Prompt([1, 2], choice=EOS)]))
+    assert run(step, [[EOS]], [first])["new_tokens"].tolist() == [[emitted, -1]]
+
+
+def test_positions_at_the_limit_do_not_mislead() -> None:
+    """Positions of absent drafts are clamped; the index of a row counts on."""
+    text = [1 + i % 40 for i in range(200)]
+    step = with_second_choice(Step(2, turns=[Turn(text, [20, 21], [20, EOS, 22])]))
+    assert step.position_ids[0].tolist() == [199, 200, 200]
+    result = run(step, [[EOS]], [202])
+    assert result["new_tokens"].tolist() == [[20, SECOND, -1]]
+    step = with_second_choice(Step(2, turns=[Turn(text, [20, 21], [20, EOS, 22])]))
+    assert run(step, [[EOS]], [201])["new_tokens"].tolist() == [[20, EOS, -1]]
+
+
+def test_nothing_but_stops() -> None:
+    """A row that only has an early stop to offer is dead."""
+    step = Step(1, [Prompt([1, 2], choice=EOS)])
+    step.logits.fill_(-torch.inf)
+    step.logits[0, EOS] = 0.0
+    result = run(step, [[EOS]], [9])
+    assert result["status"].tolist() == [STATUS_NO_FINITE_LOGIT]
+    assert result["logits"][0, EOS] == 0.0
+
+
+def test_stops_without_a_least_are_left_to_the_sampler() -> None:
+    step = Step(1, [Prompt([1, 2], choice=EOS)])
+    assert run(step, [[EOS]], None)["new_tokens"].tolist() == [[EOS, -1]]
+
+
+def test_the_bare_step_cannot_count() -> None:
+    step = Step(1, [Prompt([1, 2])])
+    step.spec.row_parameters = RowParameters(int32([[EOS]]), int32([9]))
+    worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
+    with pytest.raises(MetadataError, match="min_stop_index: acceptance needs position_ids"):
+        worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
+
+
+# --- relaxed acceptance ---
+
+BEGIN, END = 40, 41
+CONFIG = SimpleNamespace(
+    max_draft_len=2,
+    use_relaxed_acceptance_for_thinking=True,
+    relaxed_topk=2,
+    relaxed_delta=0.5,
+    begin_thinking_phase_token=BEGIN,
+    end_thinking_phase_token=END,
+)
+
+
+def relaxed_step(prompts: list[Prompt], turns: list[Turn], padding: int = 0) -> Step:
+    """`SECOND` is a close second choice in every row."""
+    step = Step(2, prompts, turns, padding=padding)
+    manager = MTPHiddenStatesManager(CONFIG, torch.float32, H, 12, device="cpu")
+    for request_id in range(len(step.requests)):
+        manager.slot_manager.add_slot(request_id)
+    step.manager = step.spec.mtp_hidden_states_manager = manager
+    step.spec.prepare()
+    step.logits[:, SECOND] = step.logits[:, SECOND].clamp_min(-0.2)
+    return step
+
+
+def relaxed(step: Step) -> dict[str, torch.Tensor]:
+    return MTPEagleWorker(CONFIG, device="cpu")(**step.inputs(), mtp_layers=[ScriptedLayer()])
+
+
+def test_only_who_thinks_is_relaxed() -> None:
+    turns = [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)]
+    step = relaxed_step([], turns)
+    step.manager.thinking_pool[1] = 1
+    result = relaxed(step)
+    assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
+
+
+def test_an_end_id_stands_only_as_first_choice() -> None:
+    step = relaxed_step([], [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)])
+    step.manager.thinking_pool[:2] = 1
+    step.spec.row_parameters = RowParameters(int32([[SECOND], [EOS]]), None)
+    result = relaxed(step)
+    assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
+
+
+def end_or_not(kernels: str, row_stops: list[list[int]] | None, **request: Any) -> list[list[int]]:
+    """A request that thinks drafts 2 and 4 where 3 is a little likelier than 2, then 4 and 5.
+
+    Args:
+        row_stops: what the host sets in ``row_parameters``; None: it sets none.
+    """
+    config = SimpleNamespace(**vars(CONFIG), mtp=SimpleNamespace(kernels=kernels))
+    manager = MTPHiddenStatesManager(config, torch.float32, H, 4, device="cpu")
+    prompt = SimpleNamespace(
+        request_id=7, is_first_context_chunk=True, get_tokens=lambda _: [1, BEGIN], **request
+    )
+    other = SimpleNamespace(
+        request_id=0, is_first_context_chunk=True, get_tokens=lambda _: [1], py_end_id=9
+    )
+    manager.prepare_resources(SimpleNamespace(context_requests=[other, prompt]))
+    step = Step(2, turns=[Turn([1, 2], [2, 4], [3, 4, 5])], mode=SpeculativeDecodingMode.MTP)
+    step.spec.mtp_hidden_states_manager = manager
+    step.spec.request_ids = [7]
+    step.spec.prepare()
+    if row_stops is not None:
+        step.spec.row_parameters = RowParameters(int32(row_stops), None)
+    step.logits.fill_(-9.0)
+    for row, token in enumerate((3, 4, 5)):
+        step.logits[row, token] = 1.0
+    step.logits[0, 2] = 0.9
+    worker = MTPEagleWorker(config, device="cpu")
+    accepted, counts = worker.sample_and_accept_draft_tokens(
+        step.input_ids, step.logits, step.spec, step.attn
+    )
+    return accepted[0, : int(counts[0])].tolist()
+
+
+KERNELS = pytest.mark.parametrize("kernels", ["reference", "triton"])
+
+
+@KERNELS
+def test_ends_of_hosts_without_row_parameters(kernels: str) -> None:
+    """The manager keeps the ids: who thinks may draft its end, but only as first choice."""
+    assert end_or_not(kernels, None) == [2, 4, 5]
+    assert end_or_not(kernels, None, py_end_id=9) == [2, 4, 5]
+    assert end_or_not(kernels, None, py_end_id=2) == [3]
+    assert end_or_not(kernels, None, py_end_id=9, py_stop_ids=(8, 2)) == [3]
+    assert end_or_not(kernels, None, py_stop_words_list=[[2]]) == [3]
+    # and 4 is first choice
+    assert end_or_not(kernels, None, py_end_id=4) == [2, 4, 5]
+
+
+@KERNELS
+def test_row_parameters_of_the_host_win(kernels: str) -> None:
+    assert end_or_not(kernels, [[-1]], py_end_id=2) == [2, 4, 5]
+    assert end_or_not(kernels, [[2]]) == [3]
+    assert end_or_not(kernels, [[9]], py_stop_ids=tuple(range(20, 50))) == [2, 4, 5]
+
+
+@KERNELS
+def test_too_many_stop_ids_make_acceptance_strict(kernels: str) -> None:
+    """2 is none of them, but nobody could tell by a row that lost some."""
+    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 37))) == [3]
+    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 36))) == [2, 4, 5]
+
+
+def test_emitted_tokens_move_the_phase() -> None:
+    """Begin as a bonus, end inside a run, begin behind a prompt; the delta mirrors it."""
+    prompt = Prompt([1, 2], choice=BEGIN)
+    turns = [Turn([1, 2], [20, 21], [20, 21, BEGIN]), Turn([1, 2], [END, 21], [END, 21, 22])]
+    step = relaxed_step([prompt], turns)
+    step.manager.thinking_pool[:3] = torch.tensor([0, 0, 1], dtype=torch.int8)
+    relaxed(step)
+    assert step.manager.thinking_pool[:3].tolist() == [1, 1, 0]
+    assert step.manager.mtp_relaxed_delta_pool[:3].tolist() == [0.5, 0.5, 0.0]
+
+
+def test_pieces_of_prompts_and_padding_move_no_phase() -> None:
+    piece = Prompt([1, BEGIN, 3], 0, 2, choice=END)
+    step = relaxed_step([piece], [])
+    step.manager.thinking_pool[:2] = 1
+    relaxed(step)
+    assert step.manager.thinking_pool[:2].tolist() == [1, 1]
+    padded = relaxed_step([], [Turn([1, 2], [20, 21], [20, 21, 22])], padding=3)
+    padded.logits[3:] = -100.0
+    padded.logits[3:, BEGIN] = 0.0
+    before = padded.manager.thinking_pool.clone()
+    relaxed(padded)
+    sentinel = padded.manager.sentinel_slot
+    assert torch.equal(padded.manager.thinking_pool[:sentinel], before[:sentinel])
+
+
+def test_the_last_piece_knows_the_whole_prompt() -> None:
+    """The begin token stood in an earlier chunk; the slot was told at admission."""
+    prompt = Prompt([1, BEGIN, 3, 4], 2, choice=20)
+    step = relaxed_step([prompt], [])
+    step.manager.thinking_pool[0] = 1
+    relaxed(step)
+    assert step.manager.thinking_pool[0] == 1
+
+
+def test_a_dead_row_ends_no_phase() -> None:
+    """Token 0 is what the argmax of nothing looks like; as an end token it must not count."""
+    config = SimpleNamespace(**{**vars(CONFIG), "end_thinking_phase_token": 0})
+    step = relaxed_step([], [Turn([1, 2], [0, 0], [None, None, None])])
+    step.logits.fill_(-torch.inf)
+    step.manager.thinking_pool[0] = 1
+    worker = MTPEagleWorker(config, device="cpu")
+    result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
+    assert result["new_tokens_lens"].tolist() == [0]
+    assert step.manager.thinking_pool[0] == 1
+
+
+def test_thinking_tokens_given_to_the_worker_win() -> None:
+    worker = MTPEagleWorker(CONFIG, thinking_tokens=(7, 8), device="cpu")
+    assert (worker.begin_token, worker.end_token) == (7, 8)
+
+
+def test_ids_of_every_result_are_tokens() -> None:
+    step = relaxed_step([Prompt([1, 2])], [Turn([1, 2], [SECOND, SECOND], [20, 21, 22])])
+    step.manager.thinking_pool[:2] = 1
+    result = relaxed(step)
+    assert result["next_new_tokens"].ge(0).all()
+    assert result["next_new_tokens"].lt(VOCAB).all()

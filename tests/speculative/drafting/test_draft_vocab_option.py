@@ -1,0 +1,102 @@
+"""Which ids may be drafted: read from an option, and every mistake named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Any:
+    """Writes a file and gives its path."""
+
+    def write(content: str) -> str:
+        path = tmp_path / "ids.json"
+        path.write_text(content, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_nothing_is_cut_unless_asked() -> None:
+    assert resolve_draft_vocab(None) is None
+    assert resolve_draft_vocab(None, 9) is None
+
+
+@pytest.mark.parametrize("vocab_size", [None, 4, 9])
+def test_a_count_is_of_the_lowest_ids(vocab_size: int | None) -> None:
+    assert list(resolve_draft_vocab(4, vocab_size) or ()) == [0, 1, 2, 3]
+
+
+@given(ids=st.sets(st.integers(0, 40), min_size=1), seed=st.randoms(use_true_random=False))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_is_kept_ascending(listed: Any, ids: set[int], seed: Any) -> None:
+    """In whatever order; an id at or past the vocabulary is refused once that is known."""
+    shuffled = list(ids)
+    seed.shuffle(shuffled)
+    path = listed(json.dumps(shuffled))
+    assert resolve_draft_vocab(path) == resolve_draft_vocab(path, 41) == sorted(ids)
+    assert resolve_draft_vocab(path, max(ids) + 1) == sorted(ids)
+    with pytest.raises(ConfigError, match=rf"of the vocabulary of {max(ids)}, got {max(ids)}$"):
+        resolve_draft_vocab(path, max(ids))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_list(listed: Any) -> None:
+    assert resolve_draft_vocab(listed("\ufeff[3, 1]")) == [1, 3]
+
+
+def test_more_ids_than_the_vocabulary() -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_draft_vocab(10, 9)
+    assert str(error.value) == "mtp.draft_vocab: expected at most the vocabulary of 9, got 10"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "expected at least one token id, got an empty list"),
+        ('{"ids": [1]}', "expected a list of token ids, got dict"),
+        ("7", "expected a list of token ids, got int"),
+        ("[1, -2, 3]", "expected integers of at least 0, got -2"),
+        (
+            '[1, true, null, 2.0, "3", [4], {}, -1]',
+            'expected integers of at least 0, got true, null, 2.0, "3", [4] and 2 more',
+        ),
+        ("[5, 1, 5, 2, 1, 5]", "expected every id once, got 1, 5 more than once"),
+        ("[8, 12, 1, 9]", "expected ids of the vocabulary of 9, got 9, 12"),
+        ("[1, 2", "not valid JSON: Expecting ',' delimiter: line 1 column 6 (char 5)"),
+        ("", "not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_files_that_list_no_ids(listed: Any, content: str, message: str) -> None:
+    path = listed(content)
+    with pytest.raises(ConfigError) as error:
+        resolve_draft_vocab(path, 9)
+    assert str(error.value) == f"mtp.draft_vocab: {path}: {message}"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing, folder, binary = tmp_path / "none.json", tmp_path, tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe[1]")
+    for path, message in (
+        (missing, "no such file; expected a JSON list of token ids"),
+        (folder, "cannot be read: Is a directory"),
+        (binary, "not valid JSON: 'utf-8' codec can't decode"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve_draft_vocab(str(path))
+        assert str(error.value).startswith(f"mtp.draft_vocab: {path}: {message}")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[" + "9" * 5000 + "]"])
+def test_files_that_are_too_deep_or_too_long(listed: Any, content: str) -> None:
+    with pytest.raises(ConfigError, match="not valid JSON: "):
+        resolve_draft_vocab(listed(content))

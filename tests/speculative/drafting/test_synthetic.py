@@ -1,0 +1,141 @@
+"""Synthetic acceptance through the workers: coins by position, whatever the target says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+from mtp_plugin.speculative.ops.backend import triton_ops
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn, int32
+from tests.speculative.drafting.story import VOCAB
+from tests.speculative.ops.synthetic_acceptance import story
+
+K, SEED = 3, 11
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are here")
+OPS = [
+    pytest.param(None, id="reference"),
+    pytest.param(triton_ops(), id="kernels", marks=INTERPRETED),
+]
+WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
+
+
+def config(rates: Any, k: int = K, seed: int = SEED, **options: Any) -> MTPDecodingConfig:
+    return MTPDecodingConfig(
+        max_draft_len=k,
+        mtp={
+            "verification": "synthetic",
+            "synthetic_acceptance": rates,
+            "synthetic_seed": seed,
+            **options,
+        },
+    )
+
+
+def run(step: Step, rates: Any, kind: type = MTPEagleWorker, ops: Any = None) -> dict[str, Any]:
+    worker = kind(config(rates, step.k), device="cpu")
+    if ops is not None:
+        worker.ops = ops
+    return worker(**step.inputs(), mtp_layers=[ScriptedLayer(d) for d in range(step.k)])
+
+
+def turn(length: int, draft_len: int | None = None) -> Turn:
+    """A text of so many tokens with a state; the target agrees with no draft."""
+    text = [1 + i % 40 for i in range(length + 1)]
+    return Turn(text, [20, 21, 22], [30, 31, 32, 33], draft_len)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", WORKERS)
+def test_coins_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
+    """The newest token of a text stands at its length; the drafts behind it are told their coins.
+
+    A prompt in front and one request's neighbours move nothing.
+    """
+    rates = [0.75, 0.5, 0.25]
+    thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
+    lengths = [2, 3, 5, 8, 13, 21, 34, 55]
+    step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(length) for length in lengths])
+    result = run(step, rates, kind, ops)
+    told = [story.forced(length, thresholds, SEED) for length in lengths]
+    assert len(set(told)) > 2
+    tokens = [
+        [[20, 21, 22][:count] + [30 + count] + [-1] * (K - count) for count in told][i]
+        for i in range(len(lengths))
+    ]
+    assert result["new_tokens"].tolist() == [[7, -1, -1, -1], *tokens]
+    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
+    alone = run(Step(K, [], [turn(lengths[3])]), rates, kind, ops)
+    assert alone["new_tokens"][0].tolist() == tokens[3]
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize(("rates", "count"), [(1.0, 3), (0.0, 0), ([1.0, 1.0, 0.0], 2)])
+def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, ops: Any) -> None:
+    """R45: drafts outside the vocabulary, absent ones and rows without values end a run."""
+    turns = [turn(9), turn(9, draft_len=1), turn(9), turn(9)]
+    turns[2].drafts[1] = VOCAB
+    turns[3].target[1] = None
+    result = run(Step(K, [], turns), rates, ops=ops)
+    lens = [count + 1, min(count, 1) + 1, min(count, 1) + 1, 1]
+    assert result["new_tokens_lens"].tolist() == lens
+    failed = STATUS_NO_FINITE_LOGIT if count else 0
+    assert result["status"].tolist() == [0, 0, 0, failed]
+    for name in ("next_new_tokens", "next_draft_tokens"):
+        assert ((result[name] >= 0) & (result[name] < VOCAB)).all()
+    for row, length in zip(result["new_tokens"].tolist(), lens, strict=True):
+        assert all(0 <= token < VOCAB for token in row[:length])
+        assert row[length:] == [-1] * (K + 1 - length)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_a_stop_that_comes_too_early_is_not_forced(ops: Any) -> None:
+    """A masked token is emitted in no mode; the logits are given back as they came."""
+    step = Step(K, [], [turn(9), turn(9)])
+    step.spec.row_parameters = RowParameters(int32([[21], [21]]), int32([12, 11]))
+    before = step.logits.clone()
+    result = run(step, 1.0, ops=ops)
+    # drafts stand at 10, 11 and 12; the second of them is a stop
+    assert result["new_tokens"].tolist() == [[20, 31, -1, -1], [20, 21, 22, 33]]
+    assert torch.equal(step.logits, before)
+    assert result["logits"] is step.logits
+
+
+def test_positions_must_be_there() -> None:
+    step = Step(K, [], [turn(9)])
+    worker = MTPEagleWorker(config(0.5), device="cpu")
+    with pytest.raises(MetadataError, match="synthetic acceptance: its coins need position_ids"):
+        worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
+
+
+def test_a_host_cannot_relax_it() -> None:
+    options = config(0.5).mtp
+    relaxed = SimpleNamespace(
+        max_draft_len=K, use_relaxed_acceptance_for_thinking=True, mtp=options
+    )
+    with pytest.raises(ConfigError, match="synthetic acceptance cannot be relaxed"):
+        MTPEagleWorker(relaxed, device="cpu")
+
+
+def test_rates_of_another_k() -> None:
+    options = SimpleNamespace(max_draft_len=2, mtp=config([0.5, 0.4, 0.3]).mtp)
+    with pytest.raises(ConfigError, match="expected 2 rates, one per draft"):
+        MTPEagleWorker(options, device="cpu")
+
+
+def test_workers_say_whether_coins_decide() -> None:
+    assert MTPEagleWorker(config(0.5), device="cpu").is_synthetic
+    assert not MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu").is_synthetic
+    assert not NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu").is_synthetic
+
+
+def test_rates_are_buffers_that_no_checkpoint_holds() -> None:
+    worker = MTPEagleWorker(config(0.5), device="cpu")
+    assert set(dict(worker.named_buffers())) == {"synthetic_thresholds", "synthetic_seed"}
+    assert not worker.state_dict()

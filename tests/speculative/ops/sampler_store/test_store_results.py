@@ -1,0 +1,177 @@
+"""Results into the sampler's store: the list story equals the reference equals the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.speculative.ops.sampler_store import launch, reference
+from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
+from tests.kernels.top_k.launches import captured
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
+
+MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
+Results = dict[str, torch.Tensor | None]
+
+
+def make_results(
+    seed: int, rows: int, k: int, dtype: torch.dtype = torch.int32, spare: int = 0
+) -> Results:
+    """Results of `rows` requests with k drafts; all are columns of wider tensors if `spare`."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        wide = torch.randint(-1, 500, (*shape, 1 + spare), generator=dice, dtype=dtype)
+        return wide.to(DEVICE)[..., 0]
+
+    return {
+        "new_tokens": numbers(rows, k + 1),
+        "next_new_tokens": numbers(rows, k + 1),
+        "next_draft_tokens": numbers(rows, k),
+        "new_tokens_lens": numbers(rows),
+        "status": numbers(rows),
+    }
+
+
+def story(results: Results, row: int, most: int) -> list[int]:
+    def padded(name: str, width: int) -> list[int]:
+        numbers = results[name][row].tolist()  # type: ignore[index]
+        return (numbers + [PAD_TOKEN] * width)[:width]
+
+    status = results["status"]
+    return [
+        *padded("new_tokens", most + 1),
+        *padded("next_new_tokens", most + 1),
+        *padded("next_draft_tokens", most),
+        int(results["new_tokens_lens"][row]),  # type: ignore[index]
+        STATUS_OK if status is None else int(status[row]),
+    ]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    slots=st.lists(st.integers(0, 8), max_size=7, unique=True),
+    most=st.integers(0, 5),
+    k=st.integers(0, 6),
+    padding=st.integers(0, 2),
+    spare=st.integers(0, 2),
+    dtype=st.sampled_from(INDEX_DTYPES),
+    has_status=st.booleans(),
+)
+def test_story_reference_and_kernel_agree(
+    seed: int,
+    slots: list[int],
+    most: int,
+    k: int,
+    padding: int,
+    spare: int,
+    dtype: torch.dtype,
+    has_status: bool,
+) -> None:
+    results = make_results(seed, len(slots) + padding, k, dtype, spare)
+    if not has_status:
+        results["status"] = None
+    before = poisoned(9, 3 * most + 4, dtype=torch.int32)
+    expected = before.tolist()
+    for row, slot in enumerate(slots):
+        expected[slot] = story(results, row, most)
+    for module in (reference, launch):
+        store = before.clone()
+        module.store_results(store, vector(slots), **results)
+        assert store.tolist() == expected
+
+
+def test_letters() -> None:
+    """K = 2: a step with one draft emitted `a b` for slot 3, its next draft is `c`."""
+    a, b, c = 97, 98, 99
+    results = {
+        "new_tokens": vector([a, b], torch.int32).reshape(1, 2),
+        "next_new_tokens": vector([b, c], torch.int32).reshape(1, 2),
+        "next_draft_tokens": vector([c], torch.int32).reshape(1, 1),
+        "new_tokens_lens": vector([2], torch.int32),
+        "status": vector([STATUS_NO_FINITE_LOGIT], torch.int32),
+    }
+    for module in (reference, launch):
+        store = poisoned(5, 10, dtype=torch.int32)
+        module.store_results(store, vector([3]), **results)
+        assert store[3].tolist() == [a, b, -1, b, c, -1, c, -1, 2, 1]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_rows_that_are_columns_of_a_wider_store(module: Any) -> None:
+    wide = poisoned(4, 9, dtype=torch.int32)
+    results = make_results(1, 2, 1)
+    module.store_results(wide[:, 1:8], vector([2, 0]), **results)
+    assert wide[2, 1:8].tolist() == story(results, 0, 1)
+    assert wide[0, 1:8].tolist() == story(results, 1, 1)
+    untouched = wide.clone()
+    untouched[[0, 2], 1:8] = poisoned(2, 7, dtype=torch.int32)
+    assert torch.equal(untouched, poisoned(4, 9, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_requests(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    store = poisoned(4, 7, dtype=torch.int32)
+    module.store_results(store, vector([]), **make_results(0, 0, 1))
+    assert torch.equal(store, poisoned(4, 7, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"store": torch.zeros(4, 8, dtype=torch.int32)}, r"store: expected int32 \[S, 3K\+4\]"),
+        ({"store": torch.zeros(4, 7)}, "store: expected int32"),
+        ({"store": torch.zeros(7, 4, dtype=torch.int32).T}, "contiguous rows"),
+        ({"slots": torch.zeros(2, dtype=torch.int32)}, r"slots: expected int64 \[R\]"),
+        ({"next_draft_tokens": torch.zeros(2, 2, dtype=torch.int32)}, r"new_tokens: .* R, 3\]"),
+        ({"next_draft_tokens": torch.zeros(2, dtype=torch.int32)}, "next_draft_tokens: expected"),
+        ({"new_tokens": torch.zeros(2, 1, dtype=torch.int32)}, r"new_tokens: .* \[>= R, 2\]"),
+        ({"next_new_tokens": torch.zeros(1, 2, dtype=torch.int32)}, "next_new_tokens: .* R = 2"),
+        (
+            {"new_tokens_lens": torch.zeros(2, 1, dtype=torch.int32)},
+            r"_lens: .* \[>= R\]",
+        ),
+        ({"new_tokens_lens": torch.zeros(2)}, "new_tokens_lens: expected integers"),
+        ({"status": torch.zeros(1, dtype=torch.int32)}, "status: expected integers"),
+        ({"status": torch.zeros(2, dtype=torch.bool)}, "status: expected integers"),
+    ],
+)
+@pytest.mark.parametrize("module", MODULES)
+def test_odd_tensors_are_refused(module: Any, changed: dict[str, torch.Tensor], told: str) -> None:
+    tensors = {
+        "store": poisoned(4, 7, dtype=torch.int32),
+        "slots": vector([1, 2]),
+        **make_results(0, 2, 1),
+    }
+    moved = {name: tensor.to(DEVICE) for name, tensor in changed.items()}
+    with pytest.raises(TensorContractError, match=told):
+        module.store_results(**(tensors | moved))
+    assert torch.equal(tensors["store"], poisoned(4, 7, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    """Replays read slots and results where they were."""
+    store, slots, results = (
+        poisoned(6, 13, dtype=torch.int32),
+        vector([4, 1]),
+        make_results(0, 2, 3),
+    )
+    graph, _ = captured(lambda: launch.store_results(store, slots, **results))
+    for seed in range(1, 4):
+        fresh = make_results(seed, 2, 3)
+        for name, tensor in fresh.items():
+            results[name].copy_(tensor)  # type: ignore[union-attr, arg-type]
+        slots.copy_(vector([seed, 5]))
+        store.fill_(-777)
+        graph.replay()
+        expected = poisoned(6, 13, dtype=torch.int32)
+        reference.store_results(expected, slots, **fresh)
+        assert torch.equal(store, expected)

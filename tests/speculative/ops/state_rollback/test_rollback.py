@@ -1,0 +1,280 @@
+"""Story, reference and kernel of the state rollback."""
+
+from __future__ import annotations
+
+import math
+import random
+from inspect import signature
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.speculative.ops.state_rollback import launch, reference
+from tests.hosts.megatron.ops.token_verify.batches import random_decodes
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.on_device import (
+    DEVICE,
+    INDEX_DTYPES,
+    forbid_launches,
+    poisoned,
+    replay_in_graph,
+    vector,
+)
+from tests.speculative.ops.state_rollback import story
+from tests.speculative.ops.state_rollback.story import Row
+
+both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.bool,
+    torch.complex128,
+)
+
+
+def random_states(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bits, NaN among them; a bool is 0 or 1."""
+    item = torch.empty((), dtype=dtype).element_size()
+    top = 2 if dtype == torch.bool else 256
+    return torch.randint(0, top, (*shape, item), dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def as_lists(states: torch.Tensor, leading: int) -> list:
+    """Nested lists over the leading dimensions; a state is the list of its bytes."""
+    flat = states.cpu().unsqueeze(-1).contiguous().view(torch.uint8)
+    size = math.prod(flat.shape[leading:])
+    return flat.reshape(*flat.shape[:leading], size).tolist()
+
+
+def roll_back(
+    ops: ModuleType,
+    intermediate: torch.Tensor,
+    current: torch.Tensor,
+    rows: list[Row],
+    num_layers: int,
+    dtype: torch.dtype = torch.int64,
+) -> None:
+    ops.mamba_state_selective_copy(
+        intermediate,
+        current,
+        vector((0 if row.is_decode else 1 for row in rows), torch.int32),
+        vector((row.slot for row in rows), dtype),
+        vector((row.accepted for row in rows), dtype),
+        num_layers,
+    )
+
+
+@both
+@given(
+    kinds=st.lists(st.booleans(), min_size=1, max_size=5),
+    num_padding=st.integers(0, 2),
+    num_drafts=st.integers(0, 3),
+    shape=st.sampled_from([(), (1,), (3,), (4, 8), (2, 3, 5)]),
+    dtype=st.sampled_from(DTYPES),
+    index_dtype=st.sampled_from(INDEX_DTYPES),
+    gap=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_any_states(
+    ops: ModuleType,
+    kinds: list[bool],
+    num_padding: int,
+    num_drafts: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    index_dtype: torch.dtype,
+    gap: int,
+    seed: int,
+) -> None:
+    """Requests in any slots, spare slots and layers, gaps between slots, counts of all sizes."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    num_slots = len(kinds) + 2
+    slots = dice.sample(range(num_slots), len(kinds))
+    rows = [
+        Row(kind, slot, dice.randint(0, num_drafts))
+        for kind, slot in zip(kinds, slots, strict=True)
+    ] + [Row(True, -1, 0)] * num_padding
+    pool = random_states(dtype, 3, num_slots + gap, num_drafts + 1 + gap, *shape).to(DEVICE)
+    intermediate = pool[:, :num_slots, : num_drafts + 1]
+    current = random_states(dtype, 2, num_slots + gap, *shape).to(DEVICE)[:, :num_slots]
+    before = as_lists(intermediate, 3)
+    expected = as_lists(current, 2)
+    story.roll_back(before, expected, rows, 2)
+
+    roll_back(ops, intermediate, current, rows, 2, index_dtype)
+    assert as_lists(current, 2) == expected
+    assert as_lists(intermediate, 3) == before
+
+
+@both
+def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(ops: ModuleType) -> None:
+    """Scenario R42: accepted counts 0..K in one batch, a prefill and a padded row beside them."""
+    dice = random.Random(42)
+    num_layers, num_drafts = 2, 3
+    decodes = random_decodes(dice, 20, num_drafts)
+    accepted = [request.num_standing() - 1 for request in decodes]
+    assert set(accepted) == {0, 1, 2, 3}
+    start = [[[slot + layer, 7] for slot in range(23)] for layer in range(num_layers)]
+    slots = dice.sample(range(22), len(decodes))
+
+    intermediate = poisoned(num_layers, 23, num_drafts + 1, 2)
+    replayed = [list(layer) for layer in start]
+    for layer in range(num_layers):
+        for slot, request, matches in zip(slots, decodes, accepted, strict=True):
+            state = start[layer][slot]
+            for column, token in enumerate(request.read):
+                state = story.read(state, token)
+                intermediate[layer, slot, column] = vector(state)
+                if column <= matches:
+                    replayed[layer][slot] = state
+
+    rows = [Row(True, slot, n) for slot, n in zip(slots, accepted, strict=True)]
+    rows += [Row(False, 22, 0), Row(True, -1, 2)]
+    current = vector(start)
+    roll_back(ops, intermediate, current, rows, num_layers)
+    assert torch.equal(current, vector(replayed))
+
+
+@both
+def test_rows_that_share_a_slot(ops: ModuleType) -> None:
+    """A prefill row does not undo a decode row; equal decode rows agree; strangers stay out."""
+    intermediate = vector(range(3 * 4)).view(1, 3, 4).clone()
+    current = vector([[100, 101, 102]])
+    rows = [
+        Row(False, 1, 0),
+        Row(True, 1, 2),
+        Row(True, 1, 2),
+        Row(False, 1, 3),
+        Row(True, 3, 0),
+        Row(True, -1, 0),
+        Row(True, 0, 4),
+        Row(True, 2, -1),
+    ]
+    roll_back(ops, intermediate, current, rows, 1)
+    assert torch.equal(current, vector([[100, 6, 102]]))
+
+
+@both
+def test_a_state_of_several_chunks(ops: ModuleType) -> None:
+    """More than one program per state, the last one partly filled."""
+    size = 16 * 1024 // 4 * 2 + 5
+    intermediate = torch.arange(2 * 3 * size, device=DEVICE).view(1, 3, 2, size).to(torch.float32)
+    current = torch.full((1, 3, size), torch.nan, device=DEVICE)
+    roll_back(ops, intermediate, current, [Row(True, 2, 1), Row(True, 0, 0)], 1)
+    assert torch.equal(current[0, 2], intermediate[0, 2, 1])
+    assert torch.equal(current[0, 0], intermediate[0, 0, 0])
+    assert current[0, 1].isnan().all()
+
+
+@both
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+def test_states_at_odd_addresses(ops: ModuleType, offset: int) -> None:
+    """Bytes that begin anywhere: the words are as wide as address, strides and size allow."""
+    torch.manual_seed(offset)
+    size = 12
+    memory = random_states(torch.int8, 2 * 3 * size + offset).to(DEVICE)
+    intermediate = memory[offset:].view(1, 2, 3, size)
+    current = torch.zeros(1, 2, size, dtype=torch.int8, device=DEVICE)
+    roll_back(ops, intermediate, current, [Row(True, 1, 2)], 1)
+    assert torch.equal(current[0, 1], intermediate[0, 1, 2])
+    assert not current[0, 0].any()
+
+
+def test_nothing_to_copy_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    row = [Row(True, 0, 1)]
+    for ops in (reference, launch):
+        current = poisoned(1, 2, 4)
+        roll_back(ops, poisoned(1, 2, 3, 4), current, [], 1)
+        roll_back(ops, poisoned(1, 2, 3, 4), current, row, 0)
+        roll_back(ops, poisoned(1, 2, 3, 0), poisoned(1, 2, 0), row, 1)
+        roll_back(ops, poisoned(1, 0, 3, 4), poisoned(1, 0, 4), row, 1)
+        assert torch.equal(current, poisoned(1, 2, 4))
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_states": poisoned(2, 3)}, r"intermediate_states: expected \[L, M, S\+1,"),
+        ({"intermediate_states": torch.zeros(2, 3, 4, 5, device="meta")}, "got .* on meta"),
+        (
+            {"current_states": poisoned(2, 2, 5)},
+            r"current_states: expected torch.int64 \['L', 3, 5",
+        ),
+        ({"current_states": poisoned(2, 3, 5, dtype=torch.int32)}, "current_states: .*int32"),
+        ({"num_layers": 3}, "num_layers: expected 0..2, .* got 3"),
+        ({"num_layers": -1}, "num_layers: expected 0..2, .* got -1"),
+        ({"prefill_status": poisoned(2, 1)}, "prefill_status: expected a contiguous"),
+        ({"state_idx": poisoned(1)}, "state_idx: expected .* at least 2"),
+        ({"accepted_counts": poisoned(2, dtype=torch.bool)}, "accepted_counts: .*torch.bool"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+    values = [poisoned(2, 3, 4, 5), poisoned(2, 3, 5), *(vector([0, 0]) for _ in range(3)), 2]
+    names = signature(ops.mamba_state_selective_copy).parameters
+    arguments = dict(zip(names, values, strict=True)) | change
+    with pytest.raises(TensorContractError, match=message):
+        ops.mamba_state_selective_copy(**arguments)
+
+
+def test_only_the_kernel_needs_dense_states() -> None:
+    intermediate = vector(range(2 * 3 * 4)).view(1, 2, 3, 2, 2).transpose(3, 4)
+    current = poisoned(1, 2, 2, 2)
+    rows = [Row(True, 1, 0)]
+    with pytest.raises(TensorContractError, match=r"intermediate_states: .*dense .*\[1, 2\]"):
+        roll_back(launch, intermediate, current, rows, 1)
+    with pytest.raises(TensorContractError, match=r"current_states: .*dense"):
+        roll_back(launch, intermediate.contiguous(), current.transpose(2, 3), rows, 1)
+    roll_back(reference, intermediate, current, rows, 1)
+    assert torch.equal(current[0, 1], intermediate[0, 1, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((64, 64, 4), torch.float32), ((64, 128, 8), torch.bfloat16), ((4, 1538), torch.bfloat16)],
+    ids=["ssm_64KB", "ssm_128KB", "conv"],
+)
+def test_graph_replays_with_changed_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_layers, num_slots, num_drafts = 4, 64, 3
+    intermediate = torch.randn(num_layers, num_slots, num_drafts + 1, *shape, device=DEVICE)
+    intermediate = intermediate.to(dtype)
+    current = torch.randn(num_layers, num_slots, *shape, device=DEVICE).to(dtype)
+    status = torch.zeros(50, dtype=torch.int32, device=DEVICE)
+    slots, counts = torch.arange(50, device=DEVICE), torch.zeros_like(status)
+    arguments = intermediate, current, status, slots, counts, num_layers
+    expected = torch.randn_like(current)
+
+    def change() -> None:
+        status.copy_(torch.arange(50) % 5 == 0)
+        slots.copy_(torch.randperm(num_slots)[:50])
+        slots[7] = -1
+        counts.copy_(torch.randint(0, num_drafts + 1, (50,)))
+        current.copy_(expected)
+
+    replay_in_graph(lambda: launch.mamba_state_selective_copy(*arguments), change)
+    reference.mamba_state_selective_copy(intermediate, expected, status, slots, counts, num_layers)
+    assert same_bits(current, expected)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last slot of the last layer begins more than 2**32 elements into the buffer."""
+    intermediate = torch.zeros(3, 512, 3, 2**20, dtype=torch.int8, device=DEVICE)
+    current = torch.zeros(3, 512, 2**20, dtype=torch.int8, device=DEVICE)
+    assert intermediate.numel() > 2**32
+    intermediate[2, 511, 2] = 7
+    roll_back(launch, intermediate, current, [Row(True, 511, 2)], 3)
+    assert (current[2, 511] == 7).all()
+    assert not current[:2].any()
+    assert not current[2, :511].any()

@@ -1,0 +1,372 @@
+"""The resource manager: slots with zeroed rows, dummies, the sentinel, the thinking phase."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, NoFreeSlotsError
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, TOO_MANY_STOPS, stop_ids_of
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+
+BEGIN, END = 90, 91
+RELAXED = MTPDecodingConfig(
+    max_draft_len=2,
+    use_relaxed_acceptance_for_thinking=True,
+    relaxed_topk=5,
+    relaxed_delta=0.25,
+    begin_thinking_phase_token=BEGIN,
+    end_thinking_phase_token=END,
+)
+
+
+class Request(SimpleNamespace):
+    """A request on its first chunk unless told otherwise."""
+
+    def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
+        super().__init__(**{"request_id": request_id, "is_first_context_chunk": True, **options})
+        self.tokens = tokens or [1]
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self.tokens[beam:]
+
+
+def batch(*contexts: Request) -> SimpleNamespace:
+    return SimpleNamespace(context_requests=list(contexts), generation_requests=[])
+
+
+def make(config: Any = None, max_num_requests: int = 2, **options: Any) -> MTPHiddenStatesManager:
+    config = config or MTPDecodingConfig(max_draft_len=2)
+    return MTPHiddenStatesManager(config, torch.float32, 4, max_num_requests, **options)
+
+
+def soil(manager: MTPHiddenStatesManager) -> None:
+    """Fill every pool with what nobody may ever read."""
+    manager.mtp_past_hidden_states_pool.fill_(torch.nan)
+    manager.mtp_past_tokens_pool.fill_(-777)
+    if manager.use_relaxed_acceptance_for_thinking:
+        manager.stop_ids_pool.fill_(777)
+
+
+# --- construction ---
+
+
+def test_pools_and_names() -> None:
+    manager = MTPHiddenStatesManager(
+        config=MTPDecodingConfig(num_nextn_predict_layers=3),
+        dtype=torch.bfloat16,
+        hidden_size=8,
+        max_num_requests=4,
+        device="cpu",
+        sa_manager=None,  # another version's argument
+    )
+    assert isinstance(manager, ResourceManager)
+    assert manager.num_nextn_predict_layers == 3
+    assert (manager.dtype, manager.hidden_size, manager.max_num_requests) == (torch.bfloat16, 8, 4)
+    rows = manager.mtp_past_hidden_states_pool.shape[0]
+    assert manager.mtp_past_hidden_states_pool.shape == (rows, 3, 8)
+    assert manager.mtp_past_hidden_states_pool.dtype == torch.bfloat16
+    assert manager.mtp_past_tokens_pool.shape == (rows, 3)
+    assert manager.mtp_past_tokens_pool.dtype == torch.int32
+    assert not manager.use_relaxed_acceptance_for_thinking
+    assert not hasattr(manager, "mtp_relaxed_delta_pool")
+    assert not manager.mtp_past_hidden_states_pool.any()
+    assert manager.get_max_resource_count() == 4
+    assert manager.get_needed_resource_to_completion(Request(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "k"),
+    [
+        (SimpleNamespace(max_draft_len=3, num_nextn_predict_layers=1), 3),
+        (SimpleNamespace(max_draft_len=1, num_nextn_predict_layers=3), 1),
+        (SimpleNamespace(max_draft_len=None, num_nextn_predict_layers=3), 3),
+        (SimpleNamespace(num_nextn_predict_layers=2), 2),
+    ],
+)
+def test_pools_are_as_wide_as_workers_draft(config: Any, k: int) -> None:
+    """A host may keep the checkpoint's number of layers under the older name of K."""
+    manager = make(config)
+    assert manager.num_nextn_predict_layers == k
+    assert manager.mtp_past_tokens_pool.shape[1] == k
+    assert manager.mtp_past_hidden_states_pool.shape[1] == k
+    for worker in (MTPWorker, MTPEagleWorker):
+        assert worker(config, device="cpu").max_draft_len == k
+
+
+@pytest.mark.parametrize("max_num_requests", [1, 2, 5, 64])
+@pytest.mark.parametrize("num_seq_slots", [None, 3, 200])
+def test_slots_cover_all_who_may_need_one(max_num_requests: int, num_seq_slots: int | None) -> None:
+    """A full batch, its replacement under overlap, dummies; then the sentinel."""
+    manager = make(max_num_requests=max_num_requests, num_seq_slots=num_seq_slots)
+    sequences = max(num_seq_slots or 2 * max_num_requests, max_num_requests)
+    manager.prepare_resources(batch(*(Request(i) for i in range(sequences))))
+    dummies = [10_000 + i for i in range(max_num_requests)]
+    manager.add_dummy_requests(dummies)
+    slots = [manager.slot_manager.get_slot(i) for i in [*range(sequences), *dummies]]
+    assert len(set(slots)) == sequences + max_num_requests
+    rows = manager.mtp_past_tokens_pool.shape[0]
+    assert manager.sentinel_slot == rows - 1
+    assert manager.sentinel_slot not in slots
+    assert rows >= sequences + max_num_requests + 1
+
+
+def test_live_and_in_flight_hold_slots_together() -> None:
+    """Two full batches hold slots at a time; a third meets a named error."""
+    manager = make(max_num_requests=2)
+    for start in (0, 2):
+        manager.prepare_resources(batch(Request(start), Request(start + 1)))
+    spare = manager.slot_manager.max_num_requests - 4
+    manager.prepare_resources(batch(*(Request(100 + i) for i in range(spare))))
+    with pytest.raises(NoFreeSlotsError, match="No free slots"):
+        manager.prepare_resources(batch(Request(999)))
+
+
+@pytest.mark.parametrize(
+    ("config", "hidden_size", "max_num_requests", "message"),
+    [
+        (SimpleNamespace(), 4, 2, "gives no max_draft_len and no num_nextn_predict_layers"),
+        (SimpleNamespace(max_draft_len=0), 4, 2, "max_draft_len: expected an integer >= 1, got 0"),
+        (SimpleNamespace(max_draft_len=1), 0, 2, "hidden_size must be an integer >= 1, got 0"),
+        (SimpleNamespace(max_draft_len=1), 4, 0, "max_num_requests must be an integer >= 1, got 0"),
+    ],
+)
+def test_sizes_that_cannot_be(
+    config: Any, hidden_size: int, max_num_requests: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MTPHiddenStatesManager(config, torch.float32, hidden_size, max_num_requests)
+
+
+def test_bytes_per_slot_are_those_of_the_pools() -> None:
+    for manager in (make(), make(RELAXED)):
+        pools = [value for value in vars(manager).values() if isinstance(value, torch.Tensor)]
+        assert manager.bytes_per_slot() == sum(
+            pool[0].numel() * pool.element_size() for pool in pools
+        )
+
+
+# --- the life of a slot ---
+
+
+def test_a_first_chunk_gets_a_slot_and_a_later_one_keeps_it() -> None:
+    manager = make()
+    manager.prepare_resources(batch(Request(4), Request(9)))
+    assert [manager.slot_manager.get_slot(i) for i in (4, 9)] == [0, 1]
+    manager.mtp_past_tokens_pool[1] = 5
+    manager.prepare_resources(batch(Request(9, is_first_context_chunk=False)))
+    assert manager.slot_manager.get_slot(9) == 1
+    assert manager.mtp_past_tokens_pool[1].tolist() == [5, 5]
+    manager.update_resources(batch())
+    assert manager.mtp_past_tokens_pool[1].tolist() == [5, 5]
+
+
+def test_a_reused_slot_is_zero() -> None:
+    manager = make()
+    manager.prepare_resources(batch(Request(1)))
+    soil(manager)
+    manager.free_resources(Request(1))
+    soil(manager)
+    manager.prepare_resources(batch(Request(2)))
+    assert manager.slot_manager.get_slot(2) == 0
+    assert not manager.mtp_past_hidden_states_pool[0].any()
+    assert not manager.mtp_past_tokens_pool[0].any()
+    # and only that one
+    assert manager.mtp_past_hidden_states_pool[1:].isnan().all()
+    assert (manager.mtp_past_tokens_pool[1:] == -777).all()
+
+
+def test_free_is_idempotent_and_knows_no_strangers() -> None:
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1), Request(2)))
+    soil(manager)
+    manager.free_resources(Request(77))
+    assert (manager.mtp_past_tokens_pool == -777).all()
+    manager.free_resources(Request(1))
+    manager.prepare_resources(batch(Request(3)))
+    manager.mtp_past_tokens_pool.fill_(-777)
+    manager.free_resources(Request(1))
+    assert manager.slot_manager.get_slot(3) == 0
+    assert (manager.mtp_past_tokens_pool == -777).all()
+
+
+def test_replaced_pools_are_read_afresh() -> None:
+    manager = make()
+    tokens = torch.full((2, 2), -777, dtype=torch.int32)
+    states = torch.full((2, 2, 4), torch.nan)
+    manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool = tokens, states
+    manager.prepare_resources(batch(Request(1)))
+    assert tokens.tolist() == [[0, 0], [-777, -777]]
+    assert not states[0].any()
+
+
+def test_dummies() -> None:
+    """Warm-up dummies get slots of their own, graph-padding ids none: theirs is the sentinel."""
+    manager = make()
+    soil(manager)
+    manager.add_dummy_requests([5, CUDA_GRAPH_DUMMY_REQUEST_ID, CUDA_GRAPH_DUMMY_REQUEST_ID - 3])
+    assert manager.slot_manager.get_slot(5) == 0
+    assert not manager.mtp_past_tokens_pool[0].any()
+    assert manager.slot_manager.get_slot(CUDA_GRAPH_DUMMY_REQUEST_ID) is None
+    manager.free_resources(Request(CUDA_GRAPH_DUMMY_REQUEST_ID))
+    manager.free_resources(Request(5))
+    assert len(manager.slot_manager.free_slots) == manager.slot_manager.max_num_requests
+
+
+def test_a_padding_id_that_a_host_gave_a_slot_gives_it_back() -> None:
+    manager = make()
+    manager.slot_manager.add_slot(CUDA_GRAPH_DUMMY_REQUEST_ID)
+    manager.add_dummy_requests([CUDA_GRAPH_DUMMY_REQUEST_ID])
+    assert manager.slot_manager.get_slot(CUDA_GRAPH_DUMMY_REQUEST_ID) is None
+    assert len(manager.slot_manager.free_slots) == manager.slot_manager.max_num_requests
+
+
+def test_shutdown_gives_every_slot_back() -> None:
+    manager = make()
+    manager.prepare_resources(batch(Request(1), Request(2)))
+    manager.shutdown()
+    assert len(manager.slot_manager.free_slots) == manager.slot_manager.max_num_requests
+    assert manager.slot_manager.get_slot(1) is None
+
+
+# --- relaxed acceptance ---
+
+
+@pytest.mark.parametrize(
+    ("tokens", "thinks"),
+    [
+        ([1, 2], False),
+        ([1, BEGIN, 2], True),
+        ([BEGIN, END, 2], False),
+        ([END, 1, BEGIN], True),
+        ([BEGIN, END, BEGIN, 3, END], False),
+    ],
+)
+def test_the_phase_is_that_of_the_whole_prompt(tokens: list[int], thinks: bool) -> None:
+    manager = make(RELAXED)
+    manager.thinking_pool.fill_(7)
+    manager.mtp_relaxed_delta_pool.fill_(7.0)
+    manager.prepare_resources(batch(Request(1, tokens)))
+    assert bool(manager.thinking_pool[0]) is thinks
+    assert manager.mtp_relaxed_delta_pool[0] == (0.25 if thinks else 0.0)
+    assert manager.relaxed_topk_pool[0] == 5
+    assert manager.relaxed_limit_pool[0] == 0.25
+    # nobody else's
+    assert (manager.thinking_pool[1:] == 7).all()
+    manager.free_resources(Request(1))
+    assert manager.thinking_pool[0] == 0
+    assert manager.mtp_relaxed_delta_pool[0] == 0.0
+
+
+def test_a_request_may_decline() -> None:
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_relaxed_acceptance=False)))
+    assert manager.thinking_pool[0] == 1
+    assert manager.relaxed_topk_pool[0] == 1
+    assert manager.relaxed_limit_pool[0] == 0.0
+    assert manager.mtp_relaxed_delta_pool[0] == 0.0
+
+
+def test_a_preempted_request_thinks_on() -> None:
+    """Its emitted tokens come back as part of the prompt."""
+    manager = make(RELAXED)
+    request = Request(1, [1, 2])
+    manager.prepare_resources(batch(request))
+    manager.free_resources(request)
+    request.tokens += [BEGIN, 4]
+    manager.prepare_resources(batch(request))
+    assert manager.thinking_pool[0] == 1
+
+
+# --- stop ids of requests ---
+
+
+def stops_in(manager: MTPHiddenStatesManager, slot: int) -> list[int]:
+    """What the slot's row holds before the padding."""
+    row = manager.stop_ids_pool[slot].tolist()
+    used = row.index(-1) if -1 in row else len(row)
+    assert row[used:] == [-1] * (len(row) - used)
+    return row[:used]
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, []),
+        ({"py_end_id": None}, []),
+        ({"py_end_id": -1, "end_id": -1}, []),
+        ({"py_end_id": 2}, [2]),
+        ({"end_id": 0}, [0]),
+        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, [2, 9, 7]),
+        ({"py_stop_ids": None}, []),
+        ({"py_end_id": 2, "py_stop_words_list": [[5], [6, 7], [2], [8]]}, [2, 5, 8]),
+        ({"py_stop_words_list": [[5, 6, 7, 8], [1, 3, 4, -1]]}, [5, 8]),
+        ({"py_stop_words_list": None}, []),
+    ],
+)
+def test_stop_ids_under_the_names_of_hosts(options: dict[str, Any], stops: list[int]) -> None:
+    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
+    request = Request(1, **options)
+    assert stop_ids_of(request) == stops
+    manager = make(RELAXED)
+    assert (manager.stop_ids_pool == -1).all()
+    soil(manager)
+    manager.prepare_resources(batch(request))
+    assert stops_in(manager, 0) == stops
+    assert (manager.stop_ids_pool[1:] == 777).all()
+
+
+def test_stop_ids_of_the_last_request_are_forgotten() -> None:
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1, py_end_id=2, py_stop_ids=(3, 4))))
+    manager.free_resources(Request(1))
+    assert stops_in(manager, 0) == []
+    manager.stop_ids_pool[0] = 777
+    manager.prepare_resources(batch(Request(2, py_end_id=5)))
+    assert stops_in(manager, 0) == [5]
+    manager.add_dummy_requests([3])
+    assert stops_in(manager, 1) == []
+
+
+def test_strict_acceptance_keeps_no_stop_ids() -> None:
+    manager = make()
+    manager.prepare_resources(batch(Request(1, py_end_id=2)))
+    assert not hasattr(manager, "stop_ids_pool")
+
+
+def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one of them may be lost: such a request is marked for strict acceptance, told once."""
+    manager = make(RELAXED)
+    fits = tuple(range(MAX_STOP_IDS))
+    manager.prepare_resources(batch(Request(1, py_stop_ids=fits)))
+    assert stops_in(manager, 0) == list(fits)
+    assert caplog.messages == []
+    more = (*fits, MAX_STOP_IDS)
+    manager.prepare_resources(batch(Request(7, py_stop_ids=more), Request(8, py_stop_ids=more)))
+    assert stops_in(manager, 1) == stops_in(manager, 2) == [TOO_MANY_STOPS]
+    assert caplog.messages == [
+        "request 7 has 17 stop ids, and relaxed acceptance keeps 16 of a request: where the host "
+        "sets no row_parameters, requests with more are accepted strictly"
+    ]
+
+
+def test_upper_case_names_of_a_host_are_read() -> None:
+    config = SimpleNamespace(
+        num_nextn_predict_layers=2,
+        use_relaxed_acceptance_for_thinking=True,
+        relaxed_topk=3,
+        relaxed_delta=0.5,
+        BEGIN_THINKING_PHASE_TOKEN=BEGIN,
+        END_THINKING_PHASE_TOKEN=END,
+    )
+    manager = make(config)
+    assert manager.thinking_tokens == (BEGIN, END)
+    manager.prepare_resources(batch(Request(1, [BEGIN])))
+    assert manager.mtp_relaxed_delta_pool[0] == 0.5

@@ -1,0 +1,485 @@
+"""Speculative metadata of a step, and what the draft loop does to a host's attention metadata."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.errors import MetadataError
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.speculative.drafting import MTPWorker
+from mtp_plugin.speculative.drafting.attention_loop import DraftLoop, draft_loop
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from tests.speculative.drafting.contract import snapshot
+from tests.speculative.drafting.host import (
+    Attention,
+    KVAttention,
+    LimitedAttention,
+    PlainAttributes,
+    Prompt,
+    ScriptedLayer,
+    Step,
+    Turn,
+    int32,
+)
+
+VANILLA = SpeculativeDecodingMode.MTP
+EAGLE = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+
+
+def make_manager(*request_ids: int) -> MTPHiddenStatesManager:
+    config = MTPDecodingConfig(max_draft_len=2)
+    manager = MTPHiddenStatesManager(config, torch.float32, 4, 4, device="cpu")
+    for request_id in request_ids:
+        manager.slot_manager.add_slot(request_id)
+    return manager
+
+
+def make_spec(manager: Any = None, **options: Any) -> MTPSpecMetadata:
+    given = {"max_num_requests": 6, "max_draft_len": 2, "mtp_hidden_states_manager": manager}
+    return MTPSpecMetadata(**{**given, **options})
+
+
+# --- prepare ---
+
+
+def test_prepare_finds_slots_in_batch_order() -> None:
+    spec = make_spec(make_manager(70, 71, 72))
+    addresses = spec.slot_ids.data_ptr(), spec.batch_indices_cuda.data_ptr()
+    spec.slot_ids.fill_(-1)
+    spec.request_ids = [72, 70]
+    spec.prepare()
+    assert spec.slot_ids.tolist() == [2, 0, -1, -1, -1, -1]
+    assert spec.batch_indices_cuda[:2].tolist() == [0, 1]
+    assert (spec.slot_ids.dtype, spec.batch_indices_cuda.dtype) == (torch.int64, torch.int32)
+    spec.request_ids = range(70, 73)
+    spec.prepare()
+    assert spec.slot_ids[:3].tolist() == [0, 1, 2]
+    assert (spec.slot_ids.data_ptr(), spec.batch_indices_cuda.data_ptr()) == addresses
+
+
+def test_padding_rows_share_the_sentinel() -> None:
+    manager = make_manager(5)
+    spec = make_spec(manager)
+    spec.request_ids = [5, CUDA_GRAPH_DUMMY_REQUEST_ID, CUDA_GRAPH_DUMMY_REQUEST_ID - 3]
+    spec.prepare()
+    assert spec.slot_ids[:3].tolist() == [0, manager.sentinel_slot, manager.sentinel_slot]
+
+
+def test_prepare_refuses_what_cannot_be() -> None:
+    spec = make_spec(make_manager(5))
+    with pytest.raises(MetadataError, match=r"prepare\(\): request_ids must be assigned"):
+        spec.prepare()
+    spec.request_ids = [5, 6]
+    with pytest.raises(MetadataError, match="request 6 has no slot in the MTP manager"):
+        spec.prepare()
+    spec.request_ids = [5] * 7
+    with pytest.raises(MetadataError, match="7 requests, but max_num_requests is 6"):
+        spec.prepare()
+
+
+def test_prepare_without_requests_or_manager() -> None:
+    spec = make_spec()
+    assert spec.slot_ids is None
+    spec.batch_indices_cuda.fill_(-1)
+    spec.request_ids = []
+    spec.prepare()
+    assert spec.batch_indices_cuda.tolist() == [-1] * 6
+    spec.request_ids = [1, 2]
+    spec.prepare()
+    assert spec.batch_indices_cuda[:2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "window", "expected"),
+    [
+        (VANILLA, "trtllm", 17),
+        (VANILLA, "exact", 20),
+        (EAGLE, "trtllm", 20),
+        (SpeculativeDecodingMode.NONE, "trtllm", 20),
+    ],
+)
+def test_draft_tokens_of_a_step(mode: SpeculativeDecodingMode, window: str, expected: int) -> None:
+    """Three generations: K rows each instead of K+1 where the window is one row short."""
+    spec = make_spec(spec_dec_mode=mode, draft_window=window)
+    spec.num_tokens, spec.num_generations, spec.request_ids = 20, 3, [1, 2, 3]
+    spec.prepare()
+    assert spec.num_tokens == expected
+
+
+def test_the_window_is_the_workers_unless_told() -> None:
+    """With both defaults a layer is fed as many rows as `prepare` counts."""
+    step = Step(2, [Prompt([1, 2, 3])], [Turn([1, 2], [5, 6], [5, 7, 8]) for _ in range(3)])
+    step.spec = MTPSpecMetadata(
+        max_num_requests=12, max_draft_len=2, mtp_hidden_states_manager=step.manager
+    )
+    worker = MTPWorker(SimpleNamespace(max_draft_len=2), device="cpu")
+    assert step.spec.draft_window == worker.draft_window == "exact"
+    step.spec.num_tokens, step.spec.num_generations = len(step.input_ids), 3
+    step.spec.request_ids = range(4)
+    step.spec.draft_tokens = int32([5, 6] * 3)
+    step.spec.prepare()
+    seen: list[Any] = []
+    worker(**step.inputs() | {"spec_metadata": step.spec}, mtp_layers=[ScriptedLayer(0, seen)] * 2)
+    assert [len(call.ids) for call in seen] == [step.spec.num_tokens] * 2
+
+
+def test_what_hosts_ask_for_that_mtp_has_no_use_for() -> None:
+    spec = make_spec(mtp_num_modules=3)
+    assert spec.draft_token_indices_cuda.tolist() == [0, 1, 2]
+    assert spec.draft_token_indices_cuda.dtype == torch.int64
+    assert (spec.num_extra_kv_tokens, spec.num_layers) == (0, 0)
+    assert spec.is_spec_dec_tree is spec.is_spec_dec_dynamic_tree is False
+    assert spec.num_accepted_draft_tokens is None
+    assert spec.is_layer_capture(0) is False
+    states = torch.ones(2, 4)
+    assert spec.maybe_capture_hidden_states(0, states) is None
+    assert spec.maybe_capture_hidden_states(0, states, states) is None
+    given = make_spec(
+        num_extra_kv_tokens=2,
+        num_layers=7,
+        is_spec_dec_tree=False,
+        is_spec_dec_dynamic_tree=False,
+        num_accepted_draft_tokens=states,
+    )
+    assert (given.num_extra_kv_tokens, given.num_layers) == (2, 7)
+    view = given.create_cuda_graph_metadata(2)
+    assert view.num_accepted_draft_tokens is states
+    assert view.draft_token_indices_cuda.tolist() == [0]
+
+
+def test_fields_that_hosts_assign() -> None:
+    spec = make_spec(max_total_draft_tokens=2, mtp_num_modules=2, runtime_draft_len=1)
+    spec.runtime_draft_len = 2
+    spec.mtp_hidden_states_ptrs = spec.mtp_past_tokens_ptrs = torch.zeros(6)
+    assert (spec.max_total_draft_tokens, spec.runtime_draft_len) == (2, 2)
+    assert make_spec().max_total_draft_tokens == 2
+    assert make_spec().spec_dec_mode.is_mtp()
+
+
+@pytest.mark.parametrize(("mode", "later"), [(EAGLE, [1, 3]), (VANILLA, None)])
+def test_sequences_per_rank_are_token_counts_of_later_passes(
+    mode: SpeculativeDecodingMode, later: list[int] | None
+) -> None:
+    spec = make_spec(spec_dec_mode=mode)
+    assert spec.all_rank_num_seqs is None
+    spec.all_rank_num_seqs = [1, 3]
+    assert spec.all_rank_num_seqs == [1, 3]
+    assert spec.subseq_all_rank_num_tokens == later
+
+
+class NewerMode:
+    """A host's mode in which the one-model way is none of eagle's."""
+
+    def is_mtp_eagle(self) -> bool:
+        return False
+
+    def is_mtp_eagle_one_model(self) -> bool:
+        return True
+
+    def is_mtp_vanilla(self) -> bool:
+        return False
+
+
+class OlderMode(Enum):
+    """A host's mode that asks nothing of the kind."""
+
+    MTP = 1
+    MTP_EAGLE = 2
+
+
+def test_modes_of_hosts() -> None:
+    newer = make_spec(spec_dec_mode=NewerMode())
+    newer.all_rank_num_seqs = [1, 3]
+    assert newer.subseq_all_rank_num_tokens == [1, 3]
+    for mode, counted in ((OlderMode.MTP, 6), (OlderMode.MTP_EAGLE, 8)):
+        older = make_spec(spec_dec_mode=mode, draft_window="trtllm")
+        older.request_ids, older.num_generations, older.num_tokens = [1, 2], 2, 8
+        older.prepare()
+        assert older.num_tokens == counted
+
+
+def test_hosts_that_ask_how_tokens_are_drawn() -> None:
+    spec = make_spec()
+    spec.populate_sampling_params_for_one_model([])
+    spec.update_is_all_greedy_sample([])
+    assert spec.is_all_greedy_sample
+
+
+def test_the_view_of_a_graph() -> None:
+    """Buffers of its own at its own size; filling one leaves the other alone."""
+    manager = make_manager(5, 6)
+    spec = make_spec(manager, spec_dec_mode=EAGLE)
+    spec.request_ids = [5, 6]
+    spec.prepare()
+    view = spec.create_cuda_graph_metadata(2)
+    assert (view.is_cuda_graph, view.max_num_requests) == (True, 2)
+    assert (spec.is_cuda_graph, spec.max_num_requests) == (False, 6)
+    assert view.slot_ids.shape == view.batch_indices_cuda.shape == (2,)
+    assert view.mtp_hidden_states_manager is manager
+    assert view.create_cuda_graph_metadata(1) is view
+    view.request_ids = [6, 5]
+    view.prepare()
+    assert view.slot_ids.tolist() == [1, 0]
+    assert spec.slot_ids[:2].tolist() == [0, 1]
+    view.request_ids = [5, 6, 5]
+    with pytest.raises(MetadataError, match="3 requests, but max_num_requests is 2"):
+        view.prepare()
+
+
+def test_the_device_is_that_of_the_manager() -> None:
+    assert make_spec(make_manager()).device == torch.device("cpu")
+    assert make_spec(device=torch.device("meta")).batch_indices_cuda.device.type == "meta"
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert make_spec().device == torch.device(expected)
+
+
+# --- the draft loop ---
+
+
+HOSTS = {
+    "least": lambda: Attention([5, 4, 4], 1),
+    "plain": lambda: PlainAttributes([5, 4, 4], 1),
+    "kv_lens": lambda: KVAttention([5, 4, 4], 1, [5, 13, 14]),
+    "limited": lambda: LimitedAttention([5, 4, 4], 1, [5, 13, 14]),
+}
+EVERY_HOST = pytest.mark.parametrize("make", HOSTS.values(), ids=HOSTS)
+N = int32([1, 1, 4])  # emitted of K = 3: a prompt, a run of one, a full run
+
+
+def windows(loop: DraftLoop) -> None:
+    loop.feed_window(N, step_rows=4, window=3, history_lens=[2])
+
+
+def single_rows(loop: DraftLoop) -> None:
+    loop.feed_single_rows(N, 3, torch.tensor([True]))
+    loop.advance()
+
+
+def fail_inside(attn: Any, change: Any) -> None:
+    before = snapshot(attn)
+    with draft_loop(attn) as loop:
+        change(loop)
+        assert snapshot(attn) != before
+        raise RuntimeError("broken")
+
+
+@EVERY_HOST
+@pytest.mark.parametrize("change", [windows, single_rows])
+@pytest.mark.parametrize("broken", [False, True])
+def test_everything_is_put_back(make: Any, change: Any, broken: bool) -> None:
+    """R04: values, identities, host lists, number of contexts; also when the body raises."""
+    attn = make()
+    before = snapshot(attn)
+    if broken:
+        with pytest.raises(RuntimeError, match="broken"):
+            fail_inside(attn, change)
+    else:
+        with draft_loop(attn) as loop:
+            change(loop)
+            assert snapshot(attn) != before
+    assert snapshot(attn) == before
+    assert attn.num_ctx_tokens == 5
+    # and it may be opened again
+    with draft_loop(attn):
+        pass
+
+
+@EVERY_HOST
+def test_one_loop_at_a_time(make: Any) -> None:
+    attn = make()
+    before = snapshot(attn)
+    with draft_loop(attn) as loop:
+        windows(loop)
+        changed = snapshot(attn)
+        with pytest.raises(MetadataError, match="already changed for a draft loop"):
+            DraftLoop(attn).open()
+        assert snapshot(attn) == changed
+    assert snapshot(attn) == before
+
+
+@EVERY_HOST
+def test_windows(make: Any) -> None:
+    """Two rows of history before the prompt's five; generations feed three rows."""
+    attn = make()
+    with draft_loop(attn) as loop:
+        windows(loop)
+        assert attn._seq_lens.tolist() == attn.seq_lens_cuda.tolist() == [7, 3, 3]
+        if hasattr(attn, "kv_lens_cuda"):
+            assert attn.kv_lens_cuda.tolist() == [5, 13 - 3, 14]
+
+
+@EVERY_HOST
+def test_single_rows(make: Any) -> None:
+    """Right behind the last accepted position, then one further each."""
+    attn = make()
+    with draft_loop(attn) as loop:
+        loop.feed_single_rows(N, 3)
+        assert attn._seq_lens.tolist() == attn.seq_lens_cuda.tolist() == [1, 1, 1]
+        assert attn.num_contexts == 0
+        if hasattr(attn, "kv_lens_cuda"):
+            assert attn.kv_lens_cuda.tolist() == [6, 13 - 2, 14 + 1]
+            assert attn.host_request_types.tolist() == [1, 1, 1]
+        loop.advance()
+        if hasattr(attn, "kv_lens_cuda"):
+            assert attn.kv_lens_cuda.tolist() == [7, 12, 16]
+
+
+def test_rows_of_a_prompt_that_goes_on_are_written_nowhere() -> None:
+    attn = LimitedAttention([5, 2, 4], 2, [5, 9, 14])
+    with draft_loop(attn) as loop:
+        loop.feed_single_rows(N, 3, torch.tensor([False, True]))
+        assert attn.kv_write_limit.tolist() == [0, 17, 22]
+    assert attn.kv_write_limit.tolist() == [5, 9, 14]
+
+
+@pytest.mark.parametrize(("host", "least"), [(KVAttention, 3), (LimitedAttention, 1)])
+def test_lengths_of_short_sequences(host: type, least: int) -> None:
+    """Rows before the start are dead where that is legal; elsewhere there are never fewer keys."""
+    attn = host([4], 0, [5])
+    with draft_loop(attn) as loop:
+        loop.feed_window(int32([0]), step_rows=4, window=3)
+        assert attn.kv_lens_cuda.tolist() == [least]
+
+
+def test_refreshes_follow_every_change() -> None:
+    attn = KVAttention([5, 4, 4], 1, [5, 13, 14])
+    with draft_loop(attn) as loop:
+        loop.feed_single_rows(N, 3)
+        assert attn.refreshed == {"kv_lens": 1, "spec_dec": 1}
+        assert attn.num_ctx_tokens == 0
+        loop.advance()
+        assert attn.refreshed == {"kv_lens": 2, "spec_dec": 2}
+    assert attn.refreshed == {"kv_lens": 3, "spec_dec": 3}
+    assert attn.num_ctx_tokens == 5
+
+
+class Viewing(KVAttention):
+    """Its kernels read views of the step's rows that were bound when the step was prepared."""
+
+    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
+        super().__init__(seq_lens, num_contexts, kv_lens)
+        rows = len(seq_lens)
+        self.kv_lens_cuda = int32([*kv_lens, 99, 99])
+        self.kv_lens_cuda_runtime = self.kv_lens_cuda[:rows]
+        self.host_request_types_runtime = self.host_request_types[:rows]
+
+
+def test_views_of_the_rows_follow_every_change_and_come_back() -> None:
+    attn, plain = Viewing([5, 4, 4], 1, [5, 13, 14]), KVAttention([5, 4, 4], 1, [5, 13, 14])
+    views = attn.kv_lens_cuda_runtime, attn.host_request_types_runtime
+    with draft_loop(attn) as loop, draft_loop(plain) as other:
+        for each in (loop, other):
+            each.feed_single_rows(N, 3)
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+        assert attn.host_request_types_runtime.tolist() == [1, 1, 1]
+        for each in (loop, other):
+            each.advance()
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+    assert attn.kv_lens_cuda_runtime is views[0]
+    assert attn.host_request_types_runtime is views[1]
+    assert views[0].tolist() == [5, 13, 14]
+    assert views[1].tolist() == [0, 1, 1]
+
+
+def test_views_of_windows() -> None:
+    attn, plain = Viewing([4, 4], 0, [13, 14]), KVAttention([4, 4], 0, [13, 14])
+    with draft_loop(attn) as loop, draft_loop(plain) as other:
+        for each in (loop, other):
+            each.feed_window(int32([1, 3]), step_rows=4, window=3)
+        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
+    assert attn.kv_lens_cuda_runtime.tolist() == [13, 14]
+
+
+# --- hosts that read the list of cached tokens ---
+
+
+class Counting(KVAttention):
+    """Its backend reads how many tokens are cached from the host's list."""
+
+    reads_cached_token_counts = True
+
+    @property
+    def counts(self) -> list[int]:
+        return self.kv_cache_params.num_cached_tokens_per_seq
+
+
+def assert_consistent(attn: Counting) -> None:
+    """Cached tokens and rows of the step add up to the KV length, on host and device."""
+    host = torch.tensor(attn.counts) + attn._seq_lens
+    assert torch.equal(host.int(), attn.kv_lens_cuda)
+
+
+def test_cached_counts_of_windows() -> None:
+    """A prompt's second chunk with two rows of history, and two generations."""
+    attn = Counting([5, 4, 4], 1, [8, 13, 14])
+    original = attn.counts
+    with draft_loop(attn) as loop:
+        windows(loop)
+        assert attn.counts == [8 - 7, 10 - 3, 14 - 3]
+        assert_consistent(attn)
+    assert attn.counts is original
+    assert attn.counts == [3, 9, 10]
+
+
+def test_cached_counts_of_single_rows() -> None:
+    """All but the row that is being written."""
+    attn = Counting([5, 4, 4], 1, [5, 13, 14])
+    with draft_loop(attn) as loop:
+        loop.feed_single_rows(N, 3)
+        assert attn.counts == [5, 10, 14]
+        assert_consistent(attn)
+        loop.advance()
+        assert attn.counts == [6, 11, 15]
+        assert_consistent(attn)
+    assert attn.counts == [0, 9, 10]
+
+
+def test_cached_counts_without_lengths_on_the_device() -> None:
+    attn = Attention([4, 4], 0, num_cached=[9, 10])
+    attn.reads_cached_token_counts = True
+    with draft_loop(attn) as loop:
+        loop.feed_window(int32([1, 4]), step_rows=4, window=3)
+        assert attn.kv_cache_params.num_cached_tokens_per_seq == [7, 11]
+    assert attn.kv_cache_params.num_cached_tokens_per_seq == [9, 10]
+
+
+def test_cached_counts_never_fall_below_nothing() -> None:
+    attn = Counting([4], 0, [5])
+    with draft_loop(attn) as loop:
+        loop.feed_window(int32([0]), step_rows=4, window=3)
+        assert attn.counts == [0]
+        assert_consistent(attn)
+
+
+@pytest.mark.parametrize("reason", ["graph", "undeclared"])
+def test_cached_counts_stay_in_a_graph_and_where_nobody_reads_them(reason: str) -> None:
+    attn = Counting([4], 0, [13]) if reason == "graph" else KVAttention([4], 0, [13])
+    attn.is_cuda_graph = reason == "graph"
+    original = attn.kv_cache_params.num_cached_tokens_per_seq
+    with draft_loop(attn) as loop:
+        loop.feed_window(int32([1]), step_rows=4, window=3)
+        assert attn.kv_cache_params.num_cached_tokens_per_seq is original
+        assert original == [9]
+
+
+def test_a_host_without_cache_parameters() -> None:
+    attn = SimpleNamespace(
+        _seq_lens=int32([4]),
+        _seq_lens_cuda=int32([4]),
+        num_contexts=0,
+        num_seqs=1,
+        is_cuda_graph=False,
+        on_update=lambda: None,
+    )
+    before = snapshot(attn)
+    with draft_loop(attn) as loop:
+        loop.feed_window(int32([1]), step_rows=4, window=3)
+        assert attn._seq_lens.tolist() == [3]
+    assert snapshot(attn) == before

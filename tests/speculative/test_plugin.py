@@ -1,0 +1,388 @@
+"""The registry, what MTP costs a host, and the pieces it builds."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mtp_plugin.speculative.plugin.registry as registry
+from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError, PluginError
+from mtp_plugin.plugin import (
+    ENTRY_POINT_GROUP,
+    DraftPlan,
+    HostFacts,
+    MTPPlugin,
+    NoSpeculationPlugin,
+    SpeculativePieces,
+    find_plugin,
+    register_plugin,
+    unregister_plugin,
+)
+from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+
+
+class Lookup:
+    """A plugin that only has a name."""
+
+    decoding_type = "LOOKUP"
+
+    def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
+        raise NotImplementedError
+
+    def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
+        raise NotImplementedError
+
+
+LOOKUP = Lookup()
+
+
+class Misnamed(Lookup):
+    decoding_type = "ANOTHER"
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    offer(monkeypatch)
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
+    """Installed packages offer these entry points, name -> `module:object`."""
+    offered = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in points.items()]
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        assert group == "mtp_plugin.plugins"
+        return offered
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+# --- the registry ---
+
+
+@pytest.mark.parametrize("name", ["MTP", "mtp", "Mtp"])
+def test_mtp_is_built_in(name: str) -> None:
+    assert isinstance(find_plugin(name), MTPPlugin)
+
+
+@pytest.mark.parametrize("name", [None, "none", "NONE"])
+def test_no_speculation_is_built_in(name: str | None) -> None:
+    assert isinstance(find_plugin(name), NoSpeculationPlugin)
+
+
+def test_a_registered_plugin_answers_to_its_name() -> None:
+    register_plugin(LOOKUP)
+    register_plugin(LOOKUP)
+    assert find_plugin("lookup") is LOOKUP
+    unregister_plugin("Lookup")
+    with pytest.raises(PluginError, match="'lookup' has no plugin"):
+        find_plugin("lookup")
+
+
+@pytest.mark.parametrize("taken", ["LOOKUP", "MTP"])
+def test_a_name_belongs_to_one(taken: str) -> None:
+    register_plugin(LOOKUP)
+    other = Lookup()
+    other.decoding_type = taken
+    with pytest.raises(PluginError, match=f"'{taken}' is already served by"):
+        register_plugin(other)
+    assert find_plugin("LOOKUP") is LOOKUP
+
+
+@pytest.mark.parametrize("name", ["MTP", "none", "unheard"])
+def test_what_cannot_be_forgotten(name: str) -> None:
+    with pytest.raises(PluginError, match=f"'{name}' has no plugin that could be removed"):
+        unregister_plugin(name)
+    assert isinstance(find_plugin("MTP"), MTPPlugin)
+
+
+def test_an_unknown_name_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, SUFFIX="tests.speculative.test_plugin:LOOKUP")
+    register_plugin(LOOKUP)
+    with pytest.raises(
+        PluginError, match=r"'EAGLE9' has no plugin; known: lookup, mtp, none, suffix$"
+    ):
+        find_plugin("EAGLE9")
+
+
+@pytest.mark.parametrize("target", ["LOOKUP", "Lookup"], ids=["object", "class"])
+def test_packages_offer_plugins(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Under the entry-point group, in any case, loaded once."""
+    offer(monkeypatch, Lookup=f"tests.speculative.test_plugin:{target}")
+    found = find_plugin("LOOKUP")
+    assert found.decoding_type == "LOOKUP"
+    offer(monkeypatch)
+    assert find_plugin("lookup") is found
+
+
+def test_a_built_in_name_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, MTP="tests.speculative.test_plugin:LOOKUP")
+    assert isinstance(find_plugin("MTP"), MTPPlugin)
+
+
+def test_an_entry_point_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, Lookup="tests.speculative.test_plugin:Misnamed")
+    with pytest.raises(
+        PluginError,
+        match=r"entry point 'Lookup' of mtp_plugin\.plugins: expected a plugin with that "
+        r"decoding_type, got 'ANOTHER'",
+    ):
+        find_plugin("lookup")
+    with pytest.raises(PluginError, match="'another' has no plugin"):
+        find_plugin("another")
+
+
+# --- what MTP costs ---
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers", "plan"),
+    [
+        ({}, 3, DraftPlan(1, num_draft_layers=1, loop_rows=0)),
+        ({"max_draft_len": 4}, 1, DraftPlan(4, num_draft_layers=1, loop_rows=3)),
+        ({"use_mtp_vanilla": True}, 3, DraftPlan(3, num_draft_layers=3, history_rows=3)),
+        (
+            {"use_mtp_vanilla": True, "max_draft_len": 2},
+            3,
+            DraftPlan(2, num_draft_layers=2, history_rows=2),
+        ),
+    ],
+)
+def test_plans(config: dict[str, Any], num_layers: int, plan: DraftPlan) -> None:
+    assert MTPPlugin().plan(MTPDecodingConfig(**config), num_layers) == plan
+
+
+def test_rows_of_a_plan() -> None:
+    """Eagle, K = 3: four rows a step, twice with a step in flight, and two behind the loop."""
+    eagle = DraftPlan(3, num_draft_layers=1, loop_rows=2)
+    assert eagle.step_rows == 4
+    assert eagle.rows_to_reserve(10, in_flight=False) == 16
+    assert eagle.rows_to_reserve(10, in_flight=True) == 20
+    assert eagle.prompt_rows_to_reserve(10) == 12
+    assert eagle.chunk_tokens(8, 5) == 5
+    vanilla = DraftPlan(3, num_draft_layers=3, history_rows=3)
+    assert vanilla.rows_to_reserve(10, in_flight=True) == 18
+    assert vanilla.prompt_rows_to_reserve(10) == 10
+    assert [vanilla.chunk_tokens(start, 5) for start in (0, 2, 3, 8)] == [5, 7, 8, 8]
+
+
+def test_plain_decoding_costs_one_row() -> None:
+    plan = NoSpeculationPlugin().plan(None, 0)
+    assert plan == DraftPlan(0)
+    assert plan.rows_to_reserve(10, in_flight=True) == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True), "3 is more than the checkpoint"),
+        (
+            MTPDecodingConfig(mtp={"verification": "block", "draft_sampling": "plain"}),
+            "not built in this version: mtp.verification=block, mtp.draft_sampling=plain",
+        ),
+        (OtherDecodingConfig("NGRAM"), "expected an MTPDecodingConfig, got OtherDecodingConfig"),
+        (None, "expected an MTPDecodingConfig, got NoneType"),
+    ],
+    ids=["layers", "sampling", "foreign", "nothing"],
+)
+def test_configs_that_cannot_serve(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MTPPlugin().plan(config, 1)
+
+
+# --- the pieces ---
+
+
+def host(**facts: Any) -> HostFacts:
+    given = {
+        "hidden_size": 8,
+        "vocab_size": 32,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "max_batch_size": 4,
+        "max_num_sequences": 8,
+        "max_seq_len": 64,
+    }
+    return HostFacts(**{**given, **facts})
+
+
+def build(facts: HostFacts | None = None, layers: int = 3, **config: Any) -> SpeculativePieces:
+    decoding = MTPDecodingConfig(**config)
+    plugin = MTPPlugin()
+    return plugin.build(decoding, plugin.plan(decoding, layers), facts or host())
+
+
+@pytest.mark.parametrize(
+    ("vanilla", "worker", "mode", "modules"),
+    [
+        (False, MTPEagleWorker, SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL, 1),
+        (True, MTPWorker, SpeculativeDecodingMode.MTP, 3),
+    ],
+)
+def test_pieces(vanilla: bool, worker: type, mode: SpeculativeDecodingMode, modules: int) -> None:
+    pieces = build(max_draft_len=3, use_mtp_vanilla=vanilla)
+    assert type(pieces.worker) is worker
+    assert pieces.worker.max_draft_len == pieces.sampler.draft_len == 3
+    assert pieces.manager.mtp_past_hidden_states_pool.shape[1:] == (3, 8)
+    assert pieces.manager.dtype == torch.bfloat16
+    assert pieces.manager.get_max_resource_count() == 4
+    assert pieces.sampler.max_num_sequences == 8
+    assert pieces.sampler.max_seq_len == 64
+    metadata = pieces.make_metadata()
+    assert metadata is not pieces.make_metadata()
+    assert metadata.spec_dec_mode is mode
+    assert metadata.mtp_num_modules == modules
+    assert metadata.mtp_hidden_states_manager is pieces.manager
+    assert (metadata.max_num_requests, metadata.max_draft_len) == (4, 3)
+    assert metadata.max_position == 63
+    assert metadata.draft_window == "exact"
+
+
+def test_pieces_of_plain_decoding() -> None:
+    plugin = NoSpeculationPlugin()
+    pieces = plugin.build(None, plugin.plan(None, 0), host())
+    assert isinstance(pieces.worker, NoDraftsWorker)
+    assert pieces.manager is None
+    assert pieces.sampler.draft_len == 0
+    metadata = pieces.make_metadata()
+    assert metadata.spec_dec_mode.is_none()
+    assert metadata.max_draft_len == 0
+    assert pieces.choose_draft_len(SimpleNamespace()) == 0
+    assert pieces.draft_lengths is None
+    assert pieces.alarms is None
+
+
+def test_the_chain_is_the_checkpoints_unless_the_config_says() -> None:
+    shifted = host(chain="target_shift")
+    options = {"max_draft_len": 2, "use_mtp_vanilla": True}
+    assert build(shifted, **options).worker.chain == "target_shift"
+    assert build(shifted, **options, mtp={"chain": "none"}).worker.chain == "none"
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ({"max_draft_len": 3}, {1: 3, 99: 3}),
+        ({"max_draft_len": 3, "max_concurrency": 2}, {1: 3, 2: 3, 3: 0}),
+        (
+            {"max_draft_len": 3, "draft_len_schedule": {2: 3, 8: 1}},
+            {1: 3, 2: 3, 3: 1, 8: 1, 9: 0},
+        ),
+    ],
+)
+def test_drafts_by_batch_size(config: dict[str, Any], limits: dict[int, int]) -> None:
+    pieces = build(host(max_batch_size=99), **config)
+    assert {size: pieces.choose_draft_len(batch_of(size)) for size in limits} == limits
+
+
+def batch_of(size: int) -> SimpleNamespace:
+    requests = [SimpleNamespace(py_draft_state=DraftState.fresh(3)) for _ in range(size)]
+    return SimpleNamespace(context_requests=[], all_requests=lambda: requests)
+
+
+def test_results_reach_the_gate_and_the_alarms() -> None:
+    """What the sampler hears of a step, with drafts and without, at the length it verified."""
+    pieces = build(max_draft_len=3, acceptance_window=2, acceptance_length_threshold=1.5)
+    request = SlotRequest(7)
+    for num_emitted, num_drafted in ((1, 3), (1, 0), (3, 2), (3, 3)):
+        pieces.sampler.on_step(request, num_emitted, num_drafted)
+    assert pieces.draft_lengths.gates[3].acceptance_length == 2.0
+    assert pieces.alarms.acceptance_length == pytest.approx(7 / 3)
+
+
+class SlotRequest:
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+
+
+def test_synthetic_pieces_say_so() -> None:
+    options = {"verification": "synthetic", "synthetic_acceptance": [0.5, 0.25]}
+    pieces = build(max_draft_len=2, mtp=options)
+    assert pieces.is_synthetic
+    assert pieces.worker.is_synthetic
+    assert pieces.worker.synthetic_thresholds.tolist() == [2**29, 2**29]
+    assert not build(max_draft_len=2).is_synthetic
+
+
+# --- a cut draft vocabulary ---
+
+
+def test_a_draft_vocabulary_reaches_every_worker(tmp_path: Path) -> None:
+    """One tensor, ascending, for the host and for the workers of shorter steps, cold ones too."""
+    listed = tmp_path / "ids.json"
+    listed.write_text("[9, 31, 2]")
+    for option, ids in ((4, [0, 1, 2, 3]), (str(listed), [2, 9, 31]), (32, list(range(32)))):
+        for keep_warm in (True, False):
+            options = {"draft_vocab": option, "keep_warm": keep_warm}
+            pieces = build(max_draft_len=2, mtp=options)
+            assert pieces.draft_vocab_ids.dtype == torch.int32
+            assert pieces.draft_vocab_ids.tolist() == ids
+            for draft_len in (0, 1, 2):
+                worker = pieces.worker_for(draft_len)
+                assert worker.draft_vocab_ids.data_ptr() == pieces.draft_vocab_ids.data_ptr()
+    whole = build(max_draft_len=2)
+    assert whole.draft_vocab_ids is None
+    assert whole.worker.draft_vocab_ids is None
+
+
+def test_draft_vocabularies_that_cannot_be(tmp_path: Path) -> None:
+    """A file is read before weights are; the vocabulary is known when the pieces are built."""
+    plugin, listed = MTPPlugin(), tmp_path / "ids.json"
+    for option, message in (
+        (33, "mtp.draft_vocab: expected at most the vocabulary of 32, got 33"),
+        (str(listed), "expected ids of the vocabulary of 32, got 32, 40"),
+    ):
+        listed.write_text("[40, 1, 32]")
+        config = MTPDecodingConfig(max_draft_len=2, mtp={"draft_vocab": option})
+        plan = plugin.plan(config, 1)
+        with pytest.raises(ConfigError, match=message):
+            plugin.build(config, plan, host())
+    listed.write_text("[1, 1]")
+    with pytest.raises(ConfigError, match="expected every id once, got 1 more than once"):
+        plugin.plan(config, 1)
+
+
+# --- thinking tokens ---
+
+RELAXED = {
+    "max_draft_len": 2,
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 4,
+    "relaxed_delta": 0.5,
+}
+
+
+@pytest.fixture
+def tokenizer() -> dict[str, list[int]]:
+    return {"<think>": [7], "</think>": [8], "<far>": [99]}
+
+
+def test_thinking_tokens_reach_worker_and_manager(tokenizer: dict[str, list[int]]) -> None:
+    pieces = build(host(encode=tokenizer.__getitem__), **RELAXED)
+    assert (pieces.worker.begin_token, pieces.worker.end_token) == (7, 8)
+    assert pieces.manager.thinking_tokens == (7, 8)
+    assert (pieces.manager.relaxed_topk, pieces.manager.relaxed_delta) == (4, 0.5)
+    given = build(begin_thinking_phase_token=3, end_thinking_phase_token=4, **RELAXED)
+    assert (given.worker.begin_token, given.worker.end_token) == (3, 4)
+
+
+def test_thinking_tokens_outside_the_vocabulary(tokenizer: dict[str, list[int]]) -> None:
+    encode = tokenizer.__getitem__
+    with pytest.raises(
+        ConfigError, match="end_thinking_phase_token: 99 is outside the vocabulary of 32"
+    ):
+        build(host(encode=encode), mtp={"end_thinking_phase": "<far>"}, **RELAXED)
+    with pytest.raises(ConfigError, match="no id is set and no tokenizer is loaded"):
+        build(**RELAXED)
+
+
+def test_strict_decoding_needs_no_thinking_tokens() -> None:
+    worker = build(max_draft_len=2).worker
+    assert (worker.begin_token, worker.end_token) == (-1, -1)

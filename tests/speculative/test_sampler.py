@@ -1,0 +1,676 @@
+"""The sampler's contract with executors: store, states, stops, and results that come too late."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.speculative import sampler as sampler_module
+from mtp_plugin.speculative.host import Sampler
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP, SampleStateTensorsMTP
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
+
+S, K = 6, 3
+POISON = -777
+
+
+class Request:
+    """A request as hosts have it: prompt of three tokens, generating unless told otherwise."""
+
+    def __init__(self, slot: int, **options: Any) -> None:
+        self.request_id = 100 + slot
+        self.py_seq_slot = slot
+        self.tokens = [1, 2, 3]
+        self.state = RequestState.GENERATION_IN_PROGRESS
+        self.finish_reason: FinishReason | None = None
+        self.py_end_id: int | None = None
+        self.py_max_new_tokens = 50
+        self.py_orig_prompt_len = 3
+        self.py_draft_tokens: list[int] = []
+        self.py_rewind_len = POISON
+        self.py_num_accepted_draft_tokens = POISON
+        self.py_decoding_iter = 0
+        self.context_remaining_length = 0
+        self.py_acceptance = AcceptanceStats(K)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.py_orig_prompt_len :]
+
+    def get_tokens(self, beam: int) -> list[int]:
+        assert beam == 0
+        return self.tokens
+
+    def get_num_tokens(self, beam: int) -> int:
+        assert beam == 0
+        return len(self.tokens)
+
+    def add_new_token(self, token: int, beam: int) -> None:
+        assert beam == 0
+        assert self.finish_reason is None, "a token after the end"
+        self.tokens.append(token)
+
+    def finish_by(self, reason: FinishReason, beam: int) -> None:
+        assert beam == 0
+        self.finish_reason = reason
+        self.state = RequestState.GENERATION_COMPLETE
+
+
+def batch(contexts: list[Request], generations: list[Request]) -> SimpleNamespace:
+    return SimpleNamespace(context_requests=contexts, generation_requests=generations)
+
+
+def outputs(*runs: list[int], status: list[int] | None = None, k: int = K) -> dict[str, Any]:
+    """What a worker returns for these runs: drafts are 40 + row, 41 + row, 42 + row."""
+    new_tokens = [run + [-1] * (k + 1 - len(run)) for run in runs]
+    drafts = [[40 + row + i for i in range(k)] for row in range(len(runs))]
+    last = [run[-1] if run else 0 for run in runs]
+    int32 = {"dtype": torch.int32}
+    return {
+        "logits": None,
+        "new_tokens": torch.tensor(new_tokens, **int32),
+        "new_tokens_lens": torch.tensor([len(run) for run in runs], **int32),
+        "next_draft_tokens": torch.tensor(drafts, **int32).reshape(len(runs), k),
+        "next_new_tokens": torch.tensor(
+            [[token, *row] for token, row in zip(last, drafts, strict=True)], **int32
+        ),
+        "status": torch.tensor(status or [0] * len(runs), **int32),
+    }
+
+
+def make(max_seq_len: int = 64, nextn: int = K, kernels: str = "auto", **args: Any) -> MTPSampler:
+    arguments = SimpleNamespace(max_seq_len=max_seq_len, max_num_sequences=S, **args)
+    return MTPSampler(arguments, nextn=nextn, device="cpu", kernels=kernels)
+
+
+def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> None:
+    """One generation step of one request."""
+    sampler.update_requests(sampler.sample_async(batch([], [request]), outputs(run, **options)))
+
+
+# --- construction ---
+
+
+def test_the_store() -> None:
+    sampler = make(max_beam_width=1, max_draft_len=K, max_total_draft_tokens=K)
+    store = sampler.store
+    assert store.new_tokens.shape == store.next_new_tokens.shape == (K + 1, S, 1)
+    assert store.next_draft_tokens.shape == (S, K)
+    assert store.new_tokens_lens.shape == store.status.shape == (S,)
+    assert {tensor.dtype for tensor in vars(store).values()} == {torch.int32}
+
+
+def test_what_executors_ask() -> None:
+    sampler = make()
+    as_asked: Sampler = sampler
+    assert as_asked.SampleState is SampleStateMTP
+    assert sampler.beam_width([]) == 1
+    assert sampler.is_generation_model()
+    assert not sampler.should_provide_draft_probs(Request(0))
+    assert sampler.get_cache_indirection() is None
+    assert sampler.setup_sampler_step(batch([], [])) is None
+
+
+def test_the_device_is_found() -> None:
+    sampler = MTPSampler(SimpleNamespace(max_seq_len=8, max_num_sequences=2), nextn=1)
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert sampler.store.new_tokens.device.type == expected
+
+
+@pytest.mark.parametrize("nextn", [-1, None, 1.5])
+def test_a_draft_length_that_cannot_be(nextn: Any) -> None:
+    with pytest.raises(ConfigError, match="nextn must be an integer >= 0"):
+        make(nextn=nextn)
+
+
+def test_beams_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_beam_width must be 1 with speculation, got 4"):
+        make(max_beam_width=4)
+
+
+def test_unsupported_outputs_are_refused_at_admission() -> None:
+    sampler = make()
+    sampler.validate_request(Request(0, py_return_log_probs=False))
+    asked = Request(
+        0,
+        py_return_log_probs=True,
+        py_return_context_logits=True,
+        sampling_config=SimpleNamespace(temperature=[0.7]),
+    )
+    with pytest.raises(
+        ConfigError,
+        match="request 100: not supported with MTP: py_return_context_logits, "
+        r"py_return_log_probs, temperature=0\.7",
+    ):
+        sampler.validate_request(asked)
+
+
+def test_a_temperature_is_taken_on_request() -> None:
+    warm = Request(0, sampling_config=SimpleNamespace(temperature=[1.0]))
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    MTPSampler(arguments, nextn=K, device="cpu", always_greedy=True).validate_request(warm)
+
+
+def test_states_are_built_by_keyword() -> None:
+    event = object()
+    older = SampleStateMTP(scheduled_requests=batch([], []), sampler_event=event)
+    assert older.sampler_event is event
+    assert older.device is None
+    newer = MTPSampler.SampleState(
+        requests=[Request(0)], device=None, host=None, sampler_event=event, runtime_draft_len=K
+    )
+    assert newer.runtime_draft_len == K
+    tensors = [torch.zeros(1), torch.ones(1), torch.ones(2)]
+    state = SampleStateTensorsMTP(
+        new_tokens=tensors[0], new_tokens_lens=tensors[1], next_draft_tokens=tensors[2]
+    )
+    assert [value for value in state.values() if value is not None] == tensors
+
+
+# --- device and host ---
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_tokens_go_through_sequence_slots(kernels: str) -> None:
+    """Rows and slots differ in order; device has the next inputs, host what was emitted."""
+    sampler = make(kernels=kernels)
+    for tensor in vars(sampler.store).values():
+        tensor.fill_(POISON)
+    context, generations = Request(4), [Request(1), Request(3)]
+    state = sampler.sample_async(batch([context], generations), outputs([7], [8, 9], [5, 6, 7, 8]))
+    emitted = {4: [7, -1, -1, -1], 1: [8, 9, -1, -1], 3: [5, 6, 7, 8]}
+    following = {4: [7, 40, 41, 42], 1: [9, 41, 42, 43], 3: [8, 42, 43, 44]}
+    assert state.device.new_tokens.shape == state.host.new_tokens.shape == (K + 1, S, 1)
+    for slot in range(S):
+        assert state.host.new_tokens[:, slot, 0].tolist() == emitted.get(slot, [POISON] * 4)
+        assert state.device.new_tokens[:, slot, 0].tolist() == following.get(slot, [POISON] * 4)
+        drafts = following.get(slot, [POISON] * 4)[1:]
+        for tensors in (state.device, state.host):
+            assert tensors.next_draft_tokens[slot].tolist() == drafts
+            expected = sum(t >= 0 for t in emitted[slot]) if slot in emitted else POISON
+            assert tensors.new_tokens_lens[slot] == expected
+    # the next step's inputs are read at addresses that never change
+    assert state.device.new_tokens is sampler.store.next_new_tokens
+    assert state.device.new_tokens_lens is sampler.store.new_tokens_lens
+    assert state.scheduled_requests.context_requests == [context]
+    assert state.requests == [context, *generations]
+
+
+def test_slots_change_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that stay are copied once; a copy that failed leaves nothing behind."""
+    sampler = make()
+    copied: list[list[int]] = []
+    honest = sampler_module.to_device
+
+    def to_device(values: list[int], *options: Any) -> torch.Tensor:
+        copied.append(list(values))
+        if copied[-1] == [4, 0] and copied.count([4, 0]) == 1:
+            raise RuntimeError("out of memory")
+        return honest(values, *options)
+
+    monkeypatch.setattr(sampler_module, "to_device", to_device)
+    for number, slots in enumerate([[3, 5], [3, 5], [5, 3], [4, 0], [4, 0]]):
+        requests = [Request(slot) for slot in slots]
+        try:
+            sampler.sample_async(batch([], requests), outputs([number], [10 + number]))
+        except RuntimeError:
+            continue
+        assert sampler.store.new_tokens[0, slots, 0].tolist() == [number, 10 + number]
+    assert copied == [[3, 5], [5, 3], [4, 0], [4, 0]]
+
+
+def test_extra_arguments_of_other_versions() -> None:
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([5]), [0, 1], resource_manager=None)
+    sampler.update_requests(state, resource_manager=None)
+    assert request.output == [5]
+    state = sampler.sample_async(batch([], [request]), outputs([6]), None, None)
+    sampler.update_requests(state, None)
+    assert request.output == [5, 6]
+
+
+def test_a_step_in_flight_does_not_change_the_one_before() -> None:
+    sampler, request = make(), Request(2)
+    first = sampler.sample_async(batch([], [request]), outputs([5, 6]))
+    second = sampler.sample_async(batch([], [request]), outputs([7]))
+    sampler.update_requests(first)
+    assert request.output == [5, 6]
+    sampler.update_requests(second)
+    assert request.output == [5, 6, 7]
+
+
+def test_the_event_comes_before_the_tokens() -> None:
+    """Host tensors are only valid once the device is there."""
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([POISON]))
+
+    def arrive() -> None:
+        state.host.new_tokens[0, 0, 0] = 5
+
+    state.sampler_event = SimpleNamespace(synchronize=arrive)
+    sampler.update_requests(state)
+    assert request.output == [5]
+
+
+def test_padding_rows_are_nobody() -> None:
+    """Five live rows padded to eight: five updates, five counts, no other slot written."""
+    sampler = make()
+    requests = [Request(slot) for slot in (0, 1, 3, 4, 5)]
+    for tensor in vars(sampler.store).values():
+        tensor[...] = POISON
+    padded = outputs(*([10 + i, 20 + i] for i in range(5)), [99], [99], [99])
+    sampler.update_requests(sampler.sample_async(batch([], requests), padded))
+    assert [request.output for request in requests] == [[10 + i, 20 + i] for i in range(5)]
+    assert [request.py_acceptance.emitted for request in requests] == [2] * 5
+    assert (sampler.store.new_tokens[:, 2] == POISON).all()
+    assert not (sampler.store.new_tokens == 99).any()
+    assert not (sampler.store.next_new_tokens == 99).any()
+
+
+@pytest.mark.parametrize("slots", [[1, S], [-1], [2, 2]], ids=["too high", "negative", "twice"])
+def test_slots_that_cannot_be_are_refused(slots: list[int]) -> None:
+    sampler = make()
+    before = sampler.store.rows.clone()
+    told = re.escape(f"expected a sequence slot of 0..{S - 1} for each request, got {slots}")
+    with pytest.raises(ExecutorError, match=told):
+        sampler.sample_async(batch([], [Request(s) for s in slots]), outputs(*[[5]] * len(slots)))
+    assert torch.equal(sampler.store.rows, before)
+
+
+def test_an_empty_batch() -> None:
+    sampler = make()
+    before = sampler.store.new_tokens.clone()
+    state = sampler.sample_async(batch([], []), outputs([5], [6]))
+    sampler.update_requests(state)
+    assert torch.equal(sampler.store.new_tokens, before)
+    assert state.requests == []
+
+
+def test_outputs_without_a_status() -> None:
+    """A worker of the host's own may give none."""
+    sampler, request = make(), Request(0)
+    plain = outputs([5])
+    del plain["status"]
+    sampler.update_requests(sampler.sample_async(batch([], [request]), plain))
+    assert request.output == [5]
+    assert request.finish_reason is None
+
+
+# --- what a request gets ---
+
+
+def test_a_generation() -> None:
+    sampler, request = make(), Request(1, py_draft_tokens=[8, 9, 9])
+    step(sampler, request, [8, 5])
+    assert request.output == [8, 5]
+    assert request.py_draft_tokens == [40, 41, 42]
+    assert request.py_num_accepted_draft_tokens == 1
+    assert request.py_rewind_len == 2
+    assert request.py_decoding_iter == 1
+    assert request.py_acceptance.histogram == [0, 0, 1, 0, 0]
+    assert request.py_acceptance.num_drafted == 3
+    assert request.state == RequestState.GENERATION_IN_PROGRESS
+
+
+def test_a_prompt() -> None:
+    """One token; no drafts were verified, rows for the first ones are reserved at once."""
+    sampler = make()
+    request = Request(1, state=RequestState.CONTEXT_INIT, is_last_context_chunk=True)
+    state = sampler.sample_async(batch([request], []), outputs([5]))
+    assert request.py_draft_tokens == [1, 1, 1]
+    request.state = RequestState.GENERATION_IN_PROGRESS
+    sampler.update_requests(state)
+    assert request.output == [5]
+    assert request.py_draft_tokens == [40, 41, 42]
+    assert request.py_rewind_len == 0
+    assert request.py_num_accepted_draft_tokens == 0
+    assert request.py_acceptance.steps == 0
+
+
+def test_drafts_that_were_really_verified_are_counted() -> None:
+    sampler, request = make(), Request(1, py_draft_tokens=[8, 9, 9], py_num_drafted=1)
+    step(sampler, request, [8, 5])
+    assert request.py_acceptance.num_drafted == 1
+    assert request.py_acceptance.acceptance_rate == 1.0
+
+
+def test_without_drafts() -> None:
+    sampler, request = make(nextn=0), Request(0)
+    step(sampler, request, [5], k=0)
+    step(sampler, request, [6], k=0)
+    assert request.output == [5, 6]
+    assert request.py_draft_tokens == []
+    assert request.py_rewind_len == 0
+
+
+@pytest.mark.parametrize("kind", ["is_dummy", "is_attention_dp_dummy"])
+def test_dummies_are_not_counted(kind: str) -> None:
+    told: list[int] = []
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(
+        arguments,
+        nextn=K,
+        device="cpu",
+        on_step=lambda request, *_: told.append(request.request_id),
+    )
+    dummy, request = Request(0, **{kind: True}), Request(1)
+    state = sampler.sample_async(batch([], [dummy, request]), outputs([5], [6, 7]))
+    sampler.update_requests(state)
+    assert told == [request.request_id]
+    assert (dummy.py_acceptance.steps, request.py_acceptance.steps) == (0, 1)
+    assert (dummy.output, dummy.py_rewind_len) == ([5], K)
+
+
+def test_a_host_without_statistics() -> None:
+    sampler, request = make(), Request(0)
+    del request.py_acceptance
+    step(sampler, request, [5, 6])
+    assert request.output == [5, 6]
+
+
+# --- stops ---
+
+
+def test_a_stop_inside_a_run() -> None:
+    """Five drafts stand, the third is the end: three tokens, counted as three, rewound as six."""
+    end = 9
+    sampler = make(nextn=5)
+    request = Request(0, py_end_id=end, py_draft_tokens=[1, 2, end, 4, 5])
+    request.py_acceptance = AcceptanceStats(5)
+    step(sampler, request, [1, 2, end, 4, 5, 6], k=5)
+    assert request.output == [1, 2, end]
+    assert request.finish_reason == FinishReason.END_ID
+    assert request.py_acceptance.emitted == 3
+    assert request.py_acceptance.acceptance_length == 3.0
+    assert request.py_num_accepted_draft_tokens == 5
+    assert request.py_rewind_len == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "limit", "reason", "output"),
+    [
+        ([10, 11, 9, 20], 5, FinishReason.END_ID, [10, 11, 9]),
+        ([10, 11, 9, 20], 2, FinishReason.LENGTH, [10, 11]),
+        ([10, 11, 9, 20], 3, FinishReason.END_ID, [10, 11, 9]),
+        ([10, 11, 12, 13], 3, FinishReason.LENGTH, [10, 11, 12]),
+        ([10, 11, 12, 13], 4, FinishReason.LENGTH, [10, 11, 12, 13]),
+        ([10, 11, 12, 13], 5, None, [10, 11, 12, 13]),
+    ],
+    ids=["stop_first", "cap_first", "together", "cap_inside", "cap_at_the_end", "neither"],
+)
+def test_the_earlier_of_stop_and_cap(
+    run: list[int], limit: int, reason: FinishReason | None, output: list[int]
+) -> None:
+    request = Request(0, py_end_id=9, py_max_new_tokens=limit)
+    step(make(), request, run)
+    assert request.output == output
+    assert request.finish_reason == reason
+    assert request.py_acceptance.emitted == len(output)
+    assert request.py_rewind_len == 0
+
+
+def test_the_longest_sequence() -> None:
+    """max_seq_len counts the prompt."""
+    request = Request(0)
+    step(make(max_seq_len=5), request, [10, 11, 12])
+    assert request.output == [10, 11]
+    assert request.finish_reason == FinishReason.LENGTH
+
+
+def test_further_end_ids() -> None:
+    request = Request(0, py_end_id=9, py_stop_ids=(9, 11))
+    step(make(), request, [10, 11, 12])
+    assert request.output == [10, 11]
+    assert request.finish_reason == FinishReason.END_ID
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "reason"),
+    [
+        ([[11, 12]], [10, 11, 12], FinishReason.STOP_WORDS),
+        ([[3, 10]], [10, 11, 12, 13], None),
+        ([[12], [10]], [10], FinishReason.STOP_WORDS),
+        ([[]], [10, 11, 12, 13], None),
+        ([[10, 11, 12, 13, 14]], [10, 11, 12, 13], None),
+    ],
+    ids=["words", "not_in_the_prompt", "first_of_two", "empty", "longer_than_the_output"],
+)
+def test_stop_words(words: list[list[int]], output: list[int], reason: FinishReason | None) -> None:
+    request = Request(0, py_stop_words_list=words)
+    step(make(), request, [10, 11, 12, 13])
+    assert request.output == output
+    assert request.finish_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("output", "stopped"),
+    [([5, 11], [5, 11]), ([5, 12, 13, 1], [5, 12, 13]), ([5, 1, 3], [5, 1, 3])],
+    ids=["first", "second", "neither"],
+)
+def test_stop_words_as_flat_tokens_and_ends(output: list[int], stopped: list[int]) -> None:
+    """TensorRT-LLM's form: all words in one list, and where each ends; -1 behind the last end."""
+    request = Request(0, py_stop_words_list=[[11, 12, 13], [1, 3, -1]])
+    step(make(), request, output)
+    assert request.output == stopped
+
+
+def test_stop_words_over_two_runs() -> None:
+    sampler, request = make(), Request(0, py_stop_words_list=[[11, 12]])
+    step(sampler, request, [10, 11])
+    step(sampler, request, [12, 13])
+    assert request.output == [10, 11, 12]
+
+
+def test_a_stop_criterion_of_the_host() -> None:
+    request = Request(0)
+    request.py_stop_criterion = lambda: request.tokens[-1] == 11
+    step(make(), request, [10, 11, 12])
+    assert request.output == [10, 11]
+    assert request.finish_reason == FinishReason.STOP_WORDS
+
+
+@pytest.mark.parametrize("run", [[], [10, 11]], ids=["at_once", "inside_a_run"])
+def test_a_dead_row_fails_its_request_alone(run: list[int]) -> None:
+    sampler, dead, other = make(), Request(0), Request(1)
+    state = sampler.sample_async(
+        batch([], [dead, other]), outputs(run, [5, 6], status=[STATUS_NO_FINITE_LOGIT, 0])
+    )
+    sampler.update_requests(state)
+    assert dead.output == run
+    assert dead.finish_reason == FinishReason.ERROR
+    assert other.output == [5, 6]
+    assert other.finish_reason is None
+
+
+def test_a_stop_before_a_dead_row_is_no_error() -> None:
+    request = Request(0, py_end_id=11)
+    step(make(), request, [10, 11], status=[STATUS_NO_FINITE_LOGIT])
+    assert request.finish_reason == FinishReason.END_ID
+
+
+def test_a_request_that_ends_itself_takes_nothing_more() -> None:
+    class Failing(Request):
+        def add_new_token(self, token: int, beam: int) -> None:
+            super().add_new_token(token, beam)
+            if token == 11:
+                self.finish_by(FinishReason.ERROR, beam)
+
+    request, other = Failing(0, py_max_new_tokens=2), Request(1)
+    sampler = make()
+    state = sampler.sample_async(batch([], [request, other]), outputs([10, 11, 12], [5, 6]))
+    sampler.update_requests(state)
+    assert (request.output, request.finish_reason) == ([10, 11], FinishReason.ERROR)
+    assert request.py_acceptance.emitted == 2
+    assert other.output == [5, 6]
+
+
+# --- results that come too late ---
+
+
+def untouched(request: Request) -> None:
+    assert request.output == []
+    assert request.py_decoding_iter == 0
+    assert request.py_rewind_len == POISON
+    assert request.py_acceptance.steps == 0
+
+
+def test_a_finished_request_takes_nothing() -> None:
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([5]))
+    request.finish_by(FinishReason.CANCELLED, 0)
+    request.py_seq_slot = None
+    sampler.update_requests(state)
+    untouched(request)
+    assert request.finish_reason == FinishReason.CANCELLED
+
+
+def test_a_paused_request_takes_nothing() -> None:
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([5]))
+    request.state = RequestState.CONTEXT_INIT
+    sampler.update_requests(state)
+    untouched(request)
+
+
+@pytest.mark.parametrize("is_context", [False, True])
+def test_a_request_that_started_over_takes_nothing(is_context: bool) -> None:
+    """It generates again by the time the old result arrives; the epoch tells."""
+    sampler = make()
+    request = Request(0, py_epoch=0, is_last_context_chunk=True)
+    rows = ([request], []) if is_context else ([], [request])
+    state = sampler.sample_async(batch(*rows), outputs([5]))
+    request.py_epoch = 1
+    sampler.update_requests(state)
+    untouched(request)
+
+
+def test_a_piece_of_a_prompt_takes_nothing() -> None:
+    """Also where the host has scheduled the last piece by then."""
+    sampler = make()
+    request = Request(0, state=RequestState.CONTEXT_INIT, is_last_context_chunk=False)
+    state = sampler.sample_async(batch([request], []), outputs([]))
+    request.is_last_context_chunk = True
+    request.state = RequestState.GENERATION_IN_PROGRESS
+    sampler.update_requests(state)
+    untouched(request)
+
+
+@pytest.mark.parametrize(("remaining", "output"), [(4, []), (0, [5])])
+def test_a_host_that_only_knows_what_is_left(remaining: int, output: list[int]) -> None:
+    sampler = make()
+    request = Request(0)
+    state = sampler.sample_async(batch([request], []), outputs([5]))
+    request.context_remaining_length = remaining
+    sampler.update_requests(state)
+    assert request.output == output
+
+
+def test_a_slot_given_on_brings_no_foreign_tokens() -> None:
+    """The old owner's result arrives after the new owner's was launched."""
+    sampler, old, new = make(), Request(0), Request(0)
+    first = sampler.sample_async(batch([], [old]), outputs([5, 6]))
+    second = sampler.sample_async(batch([], [new]), outputs([7]))
+    sampler.update_requests(first)
+    sampler.update_requests(second)
+    assert (old.output, new.output) == ([5, 6], [7])
+
+
+def test_states_of_other_enums_are_read_by_name() -> None:
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([5]))
+    request.state = "GENERATION_COMPLETE"
+    sampler.update_requests(state)
+    untouched(request)
+
+
+# --- states that a host builds ---
+
+
+def host_tensors() -> SampleStateTensorsMTP:
+    """Slots 0 and 1: a prompt's token, then a run of two."""
+    new_tokens = torch.zeros(K + 1, S, 1, dtype=torch.int32)
+    new_tokens[0, 0, 0] = 5
+    new_tokens[:2, 1, 0] = torch.tensor([6, 7])
+    lens = torch.tensor([1, 2, 0, 0, 0, 0], dtype=torch.int32)
+    return SampleStateTensorsMTP(new_tokens, lens, torch.full((S, K), 9, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("by_batch", [True, False], ids=["scheduled_requests", "requests"])
+def test_a_state_from_another_rank(by_batch: bool) -> None:
+    """It holds requests and tensors, but not what this sampler noted at launch."""
+    context = Request(0, is_last_context_chunk=True)
+    generation = Request(1, py_decoding_iter=4, py_draft_tokens=[1, 1, 1])
+    named: dict[str, Any] = (
+        {"scheduled_requests": batch([context], [generation])}
+        if by_batch
+        else {"requests": [context, generation], "runtime_draft_len": K}
+    )
+    make().update_requests(SampleStateMTP(host=host_tensors(), **named))
+    assert (context.output, generation.output) == ([5], [6, 7])
+    assert (context.py_rewind_len, generation.py_rewind_len) == (0, 2)
+    assert context.py_draft_tokens == generation.py_draft_tokens == [9, 9, 9]
+    assert context.py_acceptance.steps == 0
+    assert generation.py_acceptance.emitted == 2
+
+
+def test_two_words_of_different_lengths_are_words() -> None:
+    request = Request(0, py_stop_words_list=[[5, 6], [1]])
+    step(make(), request, [5, 7, 1, 9])
+    assert request.output == [5, 7, 1]
+
+
+def test_a_prompt_that_is_paused_behind_its_last_chunk_takes_nothing() -> None:
+    """A host without epochs: the prompt is read again, and its token comes again with that."""
+    sampler, request = make(), Request(0, is_last_context_chunk=True)
+    state = sampler.sample_async(batch([request], []), outputs([5]))
+    request.state, request.context_remaining_length = RequestState.CONTEXT_INIT, 3
+    sampler.update_requests(state)
+    assert request.output == []
+
+
+class HostReason(Enum):
+    END_ID, LENGTH, STOP_WORDS, CANCELLED = range(4)
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "reason"),
+    [
+        ([7, 99, 1], 0, HostReason.END_ID),
+        ([7, 88, 1], 0, HostReason.STOP_WORDS),
+        ([7, 8, 9, 10], 0, HostReason.LENGTH),
+        ([7], STATUS_NO_FINITE_LOGIT, HostReason.CANCELLED),
+    ],
+)
+def test_reasons_are_the_hosts(run: list[int], status: int, reason: HostReason) -> None:
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
+    request = Request(0, py_end_id=99, py_stop_words_list=[[88]], py_max_new_tokens=4)
+    step(sampler, request, run, status=[status])
+    assert request.finish_reason is reason
+
+
+@pytest.mark.parametrize("slot", [None, S], ids=["none", "of another pool"])
+def test_who_ended_since_may_have_no_slot_any_more(slot: int | None) -> None:
+    sampler = make()
+    gone, live = Request(0), Request(1)
+    state = sampler.sample_async(batch([], [gone, live]), outputs([5], [6, 7]))
+    state.rows = []  # a host's own state: rows are looked up when results come
+    gone.finish_by(FinishReason.CANCELLED, 0)
+    gone.py_seq_slot = slot
+    sampler.update_requests(state)
+    assert (gone.output, live.output) == ([], [6, 7])
+
+
+def test_a_state_without_tokens_is_refused() -> None:
+    with pytest.raises(ExecutorError, match="holds no host tensors"):
+        make().update_requests(SampleStateMTP(scheduled_requests=batch([], [])))
