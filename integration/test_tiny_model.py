@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from integration.tiny_model.hf_patch import load_with_mtp
 from mtp_plugin.config import load_config
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import LoadedModel, load_model, preflight
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import LoadedModel, load_model, preflight
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "integration" / "tiny_model"

@@ -301,7 +301,7 @@ def parity(
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
     from mtp_plugin.executor import SamplingParams
-    from mtp_plugin.models import read_facts
+    from mtp_plugin.executor.models import read_facts
     from mtp_plugin.parity import TIE_ULPS
     from mtp_plugin.terminal import parity as room
     from mtp_plugin.terminal.prompts import prompts_for_comparison
@@ -384,7 +384,7 @@ def show_config(
     log = messages()
     settings = _load(file, log)
     if settings.speculative_config is not None:
-        from mtp_plugin.models import read_facts
+        from mtp_plugin.executor.models import read_facts
 
         try:
             settings = settings.resolve(read_facts(settings.model).num_mtp_layers)

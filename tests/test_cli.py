@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from mtp_plugin import cli
 from mtp_plugin.config import json_schema, load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
+from mtp_plugin.executor.models import load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import load_model, write_random_checkpoint
 from mtp_plugin.parity import oracle
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
@@ -808,7 +808,7 @@ def test_doctor_loads_no_weight(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("mtp_plugin.models.loader.read_tensors", refuse)
+    monkeypatch.setattr("mtp_plugin.executor.models.loader.read_tensors", refuse)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
     assert run("doctor", "-c", config(EAGLE)).code == 0
     assert run("doctor", "-c", config(None)).code == 0

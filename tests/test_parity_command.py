@@ -15,8 +15,8 @@ import yaml
 
 from mtp_plugin import cli
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor.models import load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import load_model, write_random_checkpoint
 from mtp_plugin.parity import Oracle, oracle
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats

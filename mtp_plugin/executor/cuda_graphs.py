@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ConfigError, MTPPluginError
-from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepShape
+from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck, deferred_checks
 

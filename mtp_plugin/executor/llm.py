@@ -27,11 +27,11 @@ from mtp_plugin.executor.attention import (
 from mtp_plugin.executor.dispatcher import Dispatcher, News
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
+from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason

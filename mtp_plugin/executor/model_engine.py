@@ -14,11 +14,11 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
 from mtp_plugin.executor.cuda_graphs import CapturedSteps
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
+from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
-from mtp_plugin.executor.step_rows import HostLists, Row, RowTable, StepRows, StepShape
-from mtp_plugin.models import LoadedModel
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.plugin import SpeculativePieces

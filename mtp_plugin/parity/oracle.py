@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import LoadedModel
 
 PLAIN_ATTENTION = "sdpa"
 """An attention of transformers' own."""

@@ -9,7 +9,7 @@ from time import perf_counter
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.executor.llm import Prompt, place_of
-from mtp_plugin.models import LoadedModel
+from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.parity import (
     TIE_ULPS,
     Oracle,

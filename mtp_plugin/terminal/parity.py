@@ -14,7 +14,7 @@ from rich.table import Table
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.models import LoadedModel
+from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.parity import Comparison, Divergence, TieRule, plain_attention
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode

@@ -15,8 +15,14 @@ import torch
 from mtp_plugin.executor.attention.layout import RowCounts
 from mtp_plugin.executor.attention.triton import TritonBackend
 from mtp_plugin.executor.kv_cache import PagedKVPools
+from mtp_plugin.executor.layers.experts import launch as experts
+from mtp_plugin.executor.layers.experts.contract import RouterRule
+from mtp_plugin.executor.layers.mlp.launch import silu_mul
+from mtp_plugin.executor.layers.norm.launch import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
+from mtp_plugin.executor.layers.rotary.launch import rotate
+from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.executor.step_inputs.launch import generation_inputs
-from mtp_plugin.executor.step_rows import Row, RowTable
 from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
 from mtp_plugin.hosts.megatron.ops.bookkeeping.launch import advance_decode_batch
 from mtp_plugin.hosts.megatron.ops.kv_rewind.launch import rewind_kv_cache
@@ -25,12 +31,6 @@ from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
     required_logit_indices,
     verify_speculative_tokens,
 )
-from mtp_plugin.models.fused.experts import launch as experts
-from mtp_plugin.models.fused.experts.contract import RouterRule
-from mtp_plugin.models.fused.gating.launch import silu_mul
-from mtp_plugin.models.fused.norms.launch import add_rms_norm, join_norms, rms_norm
-from mtp_plugin.models.fused.rotary.contract import Angles, HeadLayout, HeadNorms
-from mtp_plugin.models.fused.rotary.launch import rotate
 from mtp_plugin.speculative.ops.acceptance.contract import RelaxedRule
 from mtp_plugin.speculative.ops.acceptance.launch import accept_relaxed, accept_strict
 from mtp_plugin.speculative.ops.draft.launch import draft_argmax, local_top1, merge_top1, propose

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor import LLM
-from mtp_plugin.models import fuse, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import fuse, load_model, write_random_checkpoint
 from tests.executor.oracles import Oracle
 
 VOCAB = 128

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from mtp_plugin.models import LoadedModel
+from mtp_plugin.executor.models import LoadedModel
 
 
 @dataclass

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from mtp_plugin.executor import model_engine
 from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps
 from mtp_plugin.executor.llm import _captured_sizes
-from mtp_plugin.executor.step_rows import StepShape
+from mtp_plugin.executor.row_table import StepShape
 
 
 class EagerReplays(CapturedSteps):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, PluginError, RequestError
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.models import load_model
+from mtp_plugin.executor.models import load_model
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.terminal.parity import make_prompts
 from tests.executor.conftest import VOCAB, assert_drained

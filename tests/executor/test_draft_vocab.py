@@ -11,8 +11,8 @@ from torch import nn
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import fuse, load_model
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import fuse, load_model
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle
 from tests.executor.test_scenarios import RecordingWorker

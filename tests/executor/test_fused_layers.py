@@ -6,7 +6,7 @@ import pytest
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.models import FusedModel, fuse, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import FusedModel, fuse, load_model, write_random_checkpoint
 from tests.speculative.ops.on_device import DEVICE
 
 pytestmark = pytest.mark.skipif(

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, MetadataError
-from mtp_plugin.executor import SamplingParams, step_rows
+from mtp_plugin.executor import SamplingParams, row_table
 from mtp_plugin.executor.model_engine import STOP_WIDTH
-from mtp_plugin.executor.step_rows import Row, RowTable
+from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
@@ -369,7 +369,7 @@ def test_rows_wait_for_the_copy_of_their_buffer(monkeypatch):
             values = [int(rows[0, 0]) for rows in table._host_rows]
             log.append(f"wait {self.number} {values}")
 
-    monkeypatch.setattr(step_rows, "copy_event", lambda _: CopyEvent())
+    monkeypatch.setattr(row_table, "copy_event", lambda _: CopyEvent())
     table = RowTable(
         2,
         step_rows=1,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel
 
-from mtp_plugin.models import load_model, write_random_checkpoint
+from mtp_plugin.executor.models import load_model, write_random_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import torch
 
 from mtp_plugin.errors import ConfigError, PluginError
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import LoadedModel, load_model, write_random_checkpoint
 from mtp_plugin.plugin import register_plugin, unregister_plugin
 from mtp_plugin.speculative.host import ResourceManager
 from tests.ngram.plugin import NgramPlugin, TextPool, look_up

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import LoadedModel, load_model, write_random_checkpoint
 from mtp_plugin.parity import (
     Comparison,
     Divergence,

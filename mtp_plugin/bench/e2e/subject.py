@@ -10,7 +10,14 @@ import torch
 
 from mtp_plugin.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
-from mtp_plugin.models import FusedModel, LoadedModel, fuse, load_model, random_model, read_facts
+from mtp_plugin.executor.models import (
+    FusedModel,
+    LoadedModel,
+    fuse,
+    load_model,
+    random_model,
+    read_facts,
+)
 from mtp_plugin.requests.tokenizer import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,8 +17,8 @@ from mtp_plugin.bench.e2e.batch import Run, synchronize
 from mtp_plugin.bench.e2e.gate import Gate, Match
 from mtp_plugin.bench.e2e.subject import Subject
 from mtp_plugin.errors import expect
-from mtp_plugin.models import LoadedModel
-from mtp_plugin.models.loader import quiet_transformers
+from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.executor.models.loader import quiet_transformers
 from mtp_plugin.parity import plain_attention
 
 SHARE_OF_SHORT_RUN = 4

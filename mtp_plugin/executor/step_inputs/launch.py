@@ -8,9 +8,9 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.executor.row_table import StepRows
 from mtp_plugin.executor.step_inputs.kernel import generation_inputs_kernel
 from mtp_plugin.executor.step_inputs.reference import GenerationInputs
-from mtp_plugin.executor.step_rows import StepRows
 from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
 
 

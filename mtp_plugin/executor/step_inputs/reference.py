@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.step_rows import StepRows
+from mtp_plugin.executor.row_table import StepRows
 
 
 @dataclass(frozen=True)

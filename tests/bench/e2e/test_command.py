@@ -19,7 +19,7 @@ from mtp_plugin.bench.e2e.measure import Bench, Outcome
 from mtp_plugin.bench.e2e.report import document, heading, plot, results_table
 from mtp_plugin.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.executor import LLM
-from mtp_plugin.models import write_random_checkpoint
+from mtp_plugin.executor.models import write_random_checkpoint
 from mtp_plugin.parity import TIE_ULPS
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from mtp_plugin.bench.e2e.phases import (
     watch,
 )
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.models import LoadedModel, fuse, random_model
+from mtp_plugin.executor.models import LoadedModel, fuse, random_model
 
 
 class Recorder:

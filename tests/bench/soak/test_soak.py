@@ -21,8 +21,8 @@ from mtp_plugin.bench.soak.outputs import Texts
 from mtp_plugin.bench.soak.run import SoakOptions, soak
 from mtp_plugin.bench.soak.traffic import Traffic, Wish, random_chunks
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import write_random_checkpoint
 from mtp_plugin.parity import TIE_ULPS, plain_attention
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats

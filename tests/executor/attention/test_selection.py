@@ -20,8 +20,8 @@ from mtp_plugin.executor.attention import (
     find_backend,
     select_backend,
 )
+from mtp_plugin.executor.models import load_model
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.models import load_model
 from tests.executor.conftest import Bed, assert_drained
 
 HEADS = HeadShape(8, 2, 64, 64)

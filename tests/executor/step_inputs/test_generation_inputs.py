@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import ExecutorError, TensorContractError
+from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.executor.step_inputs import generation_inputs, launch
-from mtp_plugin.executor.step_rows import Row, RowTable
 from tests.kernels.top_k.launches import captured, poisoned_outputs
 from tests.speculative.ops.on_device import DEVICE
 

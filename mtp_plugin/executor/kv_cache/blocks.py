@@ -1,0 +1,102 @@
+"""Which KV blocks a request has, on the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
+
+
+class BlockManager:
+    """Hands out KV blocks; the block behind the last one is the sentinel that takes padding writes.
+
+    One block table serves the target and every draft layer. As a resource manager it only frees:
+    the scheduler reserves, since it decides by what is free.
+
+    Args:
+        num_blocks: usable blocks. block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            expect(value >= 1, ConfigError, f"KV cache: {name} must be >= 1, got {value}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.sentinel_block = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._tables: dict[int, list[int]] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._free)
+
+    def blocks_for(self, num_rows: int) -> int:
+        """Blocks that ``num_rows`` KV rows take."""
+        return -(-num_rows // self.block_size)
+
+    def table(self, request_id: int) -> list[int]:
+        """The request's blocks in order; empty for an unknown id."""
+        return self._tables.get(request_id, [])
+
+    def reserved_rows(self, request_id: int) -> int:
+        """KV rows that the request's blocks hold."""
+        return len(self.table(request_id)) * self.block_size
+
+    def missing_blocks(self, request_id: int, num_rows: int) -> int:
+        """Further blocks that the request needs to hold ``num_rows`` rows."""
+        return max(0, self.blocks_for(num_rows) - len(self.table(request_id)))
+
+    def try_reserve(self, request_id: int, num_rows: int) -> bool:
+        """Grow the request's table to ``num_rows`` rows; False, and no change, where it cannot."""
+        missing = self.missing_blocks(request_id, num_rows)
+        if missing == 0:
+            return True  # as in most steps
+        if missing > len(self._free):
+            return False
+        table = self._tables.setdefault(request_id, [])
+        table.extend(self._free.popleft() for _ in range(missing))
+        return True
+
+    def reserve(self, request_id: int, num_rows: int) -> None:
+        """As :meth:`try_reserve`.
+
+        Raises:
+            NoFreeBlocksError: fewer blocks are free than needed.
+        """
+        if not self.try_reserve(request_id, num_rows):
+            raise NoFreeBlocksError(
+                f"request {request_id} needs {self.missing_blocks(request_id, num_rows)} more KV "
+                f"blocks for {num_rows} rows, {self.num_free_blocks} of {self.num_blocks} are free"
+            )
+
+    # ---- resource manager -------------------------------------------------------------------
+
+    def get_max_resource_count(self) -> int:
+        """Usable blocks."""
+        return self.num_blocks
+
+    def get_needed_resource_to_completion(self, request: Any) -> int:
+        """Blocks that the request holds at its full length."""
+        return self.blocks_for(request.max_length)
+
+    def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
+        """Dummies live in the sentinel block."""
+
+    def prepare_resources(self, scheduled_batch: Any) -> None:
+        """The scheduler has reserved already."""
+
+    def update_resources(self, scheduled_batch: Any) -> None:
+        """Rows of rejected drafts stay reserved for the next step."""
+
+    def free_resources(self, request: Any) -> None:
+        """Give the request's blocks back; an unknown id changes nothing."""
+        self._free.extend(self._tables.pop(request.request_id, []))
+
+    def shutdown(self) -> None:
+        """Give every block back."""
+        for table in self._tables.values():
+            self._free.extend(table)
+        self._tables.clear()

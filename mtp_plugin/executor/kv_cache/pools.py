@@ -1,0 +1,69 @@
+"""The pools that KV blocks address, on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.errors import MetadataError
+
+
+class PagedKVPools:
+    """Key and value rows of every layer, [rows, heads, width] each, allocated at a layer's first
+    use.
+
+    A layer's row r of block b is ``b * block_size + r``. Target layers come first, then one layer
+    per draft depth. For latent attention "key" and "value" are the two latents, with widths of
+    their own.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, fill: float = 0.0) -> None:
+        self.num_rows = (num_blocks + 1) * block_size  # the sentinel block is the last one
+        self.block_size = block_size
+        self.fill = fill
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's pools, made to fit rows [T, heads, width] or [1, heads, T, width]."""
+        pools = self._layers.get(layer_idx)
+        if pools is None:
+            pools = (self._new(key), self._new(value))
+            self._layers[layer_idx] = pools
+        return pools
+
+    def written(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pools of a layer that has written rows.
+
+        Raises:
+            MetadataError: it has not.
+        """
+        pools = self._layers.get(layer_idx)
+        if pools is None:
+            raise MetadataError(
+                f"KV pools: layer {layer_idx} was asked for before it wrote any row; layers that "
+                f"have: {self.layer_ids}"
+            )
+        return pools
+
+    def rows(self, layer_idx: int, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The key and value rows [N, heads, width] of a layer, for tests and debugging."""
+        keys, values = self._layers[layer_idx]
+        return keys[row_ids], values[row_ids]
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Layers that have pools."""
+        return sorted(self._layers)
+
+    def release(self) -> None:
+        """Forget every row."""
+        self._layers.clear()
+
+    def num_bytes(self) -> int:
+        """Device bytes of all pools."""
+        return sum(t.numel() * t.element_size() for pools in self._layers.values() for t in pools)
+
+    def _new(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.num_rows, like.shape[1], like.shape[-1])
+        return torch.full(shape, self.fill, dtype=like.dtype, device=like.device)

@@ -1,0 +1,298 @@
+"""Device code of the mixture of experts."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.executor.layers.mlp.kernel import silu_mul
+from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+
+# choices of experts in falling order: by score, NaN scores, experts of groups not chosen, taken
+NAN_CHOICE = tl.constexpr(-3.0e38)
+MASKED_CHOICE = tl.constexpr(-3.2e38)
+
+
+@triton.jit
+def logits_kernel(
+    x_ptr,  # [T, width]
+    weight_ptr,  # [E, width]
+    logits_ptr,  # [T, E] fp32
+    x_stride,
+    num_experts,
+    width,
+    EXPERTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The router's products of one row with a few experts, in fp32."""
+    inputs_written(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    there = experts < num_experts
+    lanes = tl.arange(0, BLOCK)
+    acc = tl.zeros([EXPERTS, BLOCK], tl.float32)
+    for piece in tl.static_range(PIECES):
+        inner = piece * BLOCK + lanes
+        inside = inner < width
+        x = tl.load(x_ptr + row * x_stride + inner, mask=inside, other=0).to(tl.float32)
+        weight = tl.load(
+            weight_ptr + experts[:, None] * width + inner[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0,
+        )
+        acc += weight.to(tl.float32) * x[None, :]
+    tl.store(logits_ptr + row * num_experts + experts, tl.sum(acc, axis=1), mask=there)
+
+
+@triton.jit
+def _mask_groups(
+    choice,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+):
+    """`choice` without the experts of groups whose two best do not add up to enough."""
+    IN_GROUP: tl.constexpr = EXPERTS // GROUPS
+    grouped = tl.reshape(choice, [ROWS, GROUPS, IN_GROUP])
+    best = tl.max(grouped, axis=2)
+    best_at = tl.argmax(grouped, axis=2)
+    others = tl.where(
+        tl.arange(0, IN_GROUP)[None, None, :] == best_at[:, :, None], float("-inf"), grouped
+    )
+    score = tl.maximum(best + tl.max(others, axis=2), NAN_CHOICE)
+    groups = tl.arange(0, GROUPS)[None, :]
+    chosen = tl.zeros([ROWS, GROUPS], tl.int32)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        top = tl.argmax(score, axis=1)[:, None]
+        chosen = tl.where(groups == top, 1, chosen)
+        score = tl.where(groups == top, float("-inf"), score)
+    kept = tl.where(chosen[:, :, None] != 0, grouped, MASKED_CHOICE)
+    return tl.reshape(kept, [ROWS, EXPERTS])
+
+
+@triton.jit
+def assign_kernel(
+    logits_ptr,  # [T, E] fp32
+    bias_ptr,  # [E] fp32
+    weights_ptr,  # [T, slots] fp32
+    pairs_ptr,  # [blocks, BLOCK_ROWS]
+    block_expert_ptr,  # [blocks]
+    block_rows_ptr,  # [blocks]
+    num_rows,  # T
+    num_experts,
+    num_blocks,
+    scale,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # experts behind the routed ones that every row goes to
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: the experts of every row, then the rows of every expert, in blocks."""
+    inputs_written(EARLY)
+    rows = tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    there = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
+    logits = tl.load(
+        logits_ptr + rows[:, None] * num_experts + experts[None, :], mask=there, other=0
+    )
+    scores = 1 / (1 + tl.exp(-logits))
+    bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=0)
+    choice = scores + bias[None, :]
+    # a row of NaN still goes to TOP_K different experts, and stays alone with its NaN
+    choice = tl.where(choice == choice, tl.maximum(choice, NAN_CHOICE), NAN_CHOICE)
+    choice = tl.where((experts < num_experts)[None, :], choice, float("-inf"))
+    if CHOSEN_GROUPS < GROUPS:
+        choice = _mask_groups(choice, ROWS, EXPERTS, GROUPS, CHOSEN_GROUPS)
+
+    SLOTS: tl.constexpr = TOP_K + SHARED
+    chosen = tl.zeros([ROWS, EXPERTS], tl.int32)
+    left = choice
+    total = tl.zeros([ROWS], tl.float32)
+    for _ in tl.static_range(TOP_K):
+        top = tl.argmax(left, axis=1)[:, None]
+        is_top = experts[None, :] == top
+        chosen = tl.where(is_top, 1, chosen)
+        total += tl.sum(tl.where(is_top, scores, 0.0), axis=1)
+        left = tl.where(is_top, float("-inf"), left)
+    factor = tl.full([ROWS], 1.0, tl.float32) * scale
+    divisor = tl.full([ROWS], 1.0, tl.float32)
+    if NORMALISE:
+        divisor = total + 1e-20
+
+    # places: shared experts first, then the routed ones, each from a new block on
+    chosen = tl.where((rows < num_rows)[:, None], chosen, 0)
+    rank = tl.cumsum(chosen, axis=0) - chosen
+    count = tl.sum(chosen, axis=0)
+    full_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    expert_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
+    first_block = SHARED * full_blocks + tl.cumsum(expert_blocks, axis=0) - expert_blocks
+    place = first_block[None, :] * BLOCK_ROWS + rank
+    left = choice
+    for slot in tl.static_range(TOP_K):
+        top = tl.argmax(left, axis=1)[:, None]
+        is_top = experts[None, :] == top
+        left = tl.where(is_top, float("-inf"), left)
+        weight = tl.sum(tl.where(is_top, scores, 0.0), axis=1) / divisor * factor
+        at = tl.sum(tl.where(is_top, place, 0), axis=1)
+        tl.store(weights_ptr + rows * SLOTS + slot, weight, mask=rows < num_rows)
+        tl.store(pairs_ptr + at, rows * SLOTS + slot, mask=rows < num_rows)
+    for shared in tl.static_range(SHARED):
+        slot = TOP_K + shared
+        at = shared * full_blocks * BLOCK_ROWS + rows
+        tl.store(weights_ptr + rows * SLOTS + slot, 1.0, mask=rows < num_rows)
+        tl.store(pairs_ptr + at, rows * SLOTS + slot, mask=rows < num_rows)
+
+    blocks = tl.arange(0, BLOCKS)
+    behind = blocks[:, None] - first_block[None, :]
+    owned = (behind >= 0) & (behind < expert_blocks[None, :])
+    expert = tl.sum(tl.where(owned, experts[None, :], 0), axis=1)
+    filled = tl.sum(tl.where(owned, count[None, :] - behind * BLOCK_ROWS, 0), axis=1)
+    is_shared = blocks < SHARED * full_blocks
+    expert = tl.where(is_shared, num_experts + blocks // full_blocks, expert)
+    filled = tl.where(is_shared, num_rows - (blocks % full_blocks) * BLOCK_ROWS, filled)
+    filled = tl.minimum(filled, BLOCK_ROWS)
+    tl.store(block_expert_ptr + blocks, expert, mask=blocks < num_blocks)
+    tl.store(block_rows_ptr + blocks, filled, mask=blocks < num_blocks)
+
+
+@triton.jit
+def gate_up_kernel(
+    x_ptr,  # [T, width]
+    weight_ptr,  # [experts, 2 * num_columns, width], gates first
+    pairs_ptr,
+    block_expert_ptr,
+    block_rows_ptr,
+    out_ptr,  # [T * SLOTS, num_columns]
+    x_stride,
+    num_columns,
+    width,
+    num_blocks,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,  # weight rows of a program, half of them gates
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """silu(x @ gate) * (x @ up) of one block of rows and a few columns."""
+    inputs_written(EARLY)
+    block = tl.program_id(0) % num_blocks
+    tile = tl.program_id(0) // num_blocks
+    filled = tl.load(block_rows_ptr + block)
+    if filled > 0:
+        expert = tl.load(block_expert_ptr + block).to(tl.int64)
+        COLUMNS: tl.constexpr = TILE // 2
+        lanes = tl.arange(0, TILE)
+        rows = tl.arange(0, BLOCK_ROWS)
+        column = tl.minimum(tile * COLUMNS + lanes % COLUMNS, num_columns - 1)
+        weight_row = (expert * 2 + lanes // COLUMNS) * num_columns + column
+        # rows beyond the last repeat it, and are not stored
+        pair = tl.load(pairs_ptr + block * BLOCK_ROWS + tl.minimum(rows, filled - 1)).to(tl.int64)
+        inner = tl.arange(0, BLOCK)
+        weight_at = weight_ptr + weight_row[:, None] * width + inner[None, :]
+        x_at = x_ptr + (pair // SLOTS)[:, None] * x_stride + inner[None, :]
+        acc = tl.zeros([TILE, BLOCK_ROWS], tl.float32)
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+            if EVEN:
+                weight = tl.load(weight_at + start)
+                x = tl.load(x_at + start)
+            else:
+                inside = (start + inner < width)[None, :]
+                weight = tl.load(weight_at + start, mask=inside, other=0)
+                x = tl.load(x_at + start, mask=inside, other=0)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        dtype = out_ptr.dtype.element_ty
+        both = tl.permute(tl.reshape(acc, [2, COLUMNS, BLOCK_ROWS]), (1, 2, 0))
+        gate, up = tl.split(both)
+        active = silu_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+        out_column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        place = pair[None, :] * num_columns + out_column[:, None]
+        stored = (rows < filled)[None, :] & (out_column < num_columns)[:, None]
+        tl.store(out_ptr + place, active, mask=stored)
+
+
+@triton.jit
+def down_kernel(
+    active_ptr,  # [T * SLOTS, width]
+    weight_ptr,  # [experts, num_columns, width]
+    row_weights_ptr,  # [T * SLOTS] fp32
+    pairs_ptr,
+    block_expert_ptr,
+    block_rows_ptr,
+    out_ptr,  # [T * SLOTS, num_columns]
+    num_columns,
+    width,
+    num_blocks,
+    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """active @ down, times the router's weight, of one block of rows and a few columns."""
+    inputs_written(EARLY)
+    block = tl.program_id(0) % num_blocks
+    tile = tl.program_id(0) // num_blocks
+    filled = tl.load(block_rows_ptr + block)
+    if filled > 0:
+        expert = tl.load(block_expert_ptr + block).to(tl.int64)
+        columns = tile * TILE + tl.arange(0, TILE)
+        rows = tl.arange(0, BLOCK_ROWS)
+        weight_row = expert * num_columns + tl.minimum(columns, num_columns - 1)
+        pair = tl.load(pairs_ptr + block * BLOCK_ROWS + tl.minimum(rows, filled - 1)).to(tl.int64)
+        inner = tl.arange(0, BLOCK)
+        weight_at = weight_ptr + weight_row[:, None] * width + inner[None, :]
+        active_at = active_ptr + pair[:, None] * width + inner[None, :]
+        acc = tl.zeros([TILE, BLOCK_ROWS], tl.float32)
+        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
+            if EVEN:
+                weight = tl.load(weight_at + start)
+                active = tl.load(active_at + start)
+            else:
+                inside = (start + inner < width)[None, :]
+                weight = tl.load(weight_at + start, mask=inside, other=0)
+                active = tl.load(active_at + start, mask=inside, other=0)
+            acc = tl.dot(weight, tl.trans(active), acc, input_precision="ieee")
+        dtype = out_ptr.dtype.element_ty
+        row_weight = tl.load(row_weights_ptr + pair)
+        out = (acc.to(dtype).to(tl.float32) * row_weight[None, :]).to(dtype)
+        place = pair[None, :] * num_columns + columns[:, None]
+        stored = (rows < filled)[None, :] & (columns < num_columns)[:, None]
+        tl.store(out_ptr + place, out, mask=stored)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr,  # [T, SLOTS, width]
+    out_ptr,  # [T, width]
+    width,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A piece of one row: what its experts gave, then what the shared ones gave."""
+    inputs_written(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < width
+    dtype = out_ptr.dtype.element_ty
+    start = parts_ptr + row * (TOP_K + SHARED) * width + lanes
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        total += tl.load(start + slot * width, mask=inside, other=0).to(tl.float32)
+    if SHARED > 0:
+        shared = tl.zeros([BLOCK], tl.float32)
+        for slot in tl.static_range(SHARED):
+            shared += tl.load(start + (TOP_K + slot) * width, mask=inside, other=0).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + shared.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + lanes, total.to(dtype), mask=inside)

@@ -1,0 +1,338 @@
+"""A loaded model with fused layers: the same modules, run in fewer launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.masking_utils import create_causal_mask
+
+from mtp_plugin.executor.layers.fused_layers import (
+    FusedAttention,
+    FusedLayer,
+    FusedMixture,
+    FusedMLP,
+    Pass,
+    PlainAttention,
+    PlainFeedForward,
+    PlainLayer,
+    Rotary,
+    Rows,
+    normed_stream,
+)
+from mtp_plugin.executor.layers.ops import LayerOps, select_layer_ops
+from mtp_plugin.executor.layers.packing import Packer
+from mtp_plugin.executor.layers.recognise import (
+    Norm,
+    attention_of,
+    is_decoder,
+    is_decoder_layer,
+    is_embedding,
+    is_rotary,
+    mixture_of,
+    mlp_of,
+    norm_of,
+)
+from mtp_plugin.executor.models.loader import LoadedModel
+from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What became of each module, by name: layers, their attention and feed-forward, norms."""
+
+    fused: tuple[str, ...]
+    """A fused layer has its norms and additions fused; what is inside it stands by itself."""
+    left: tuple[str, ...]
+    """Run as transformers runs them."""
+    kernels: str
+    """Name of the implementation."""
+
+    def __str__(self) -> str:
+        """One line, such as `fused with triton: 36 modules; left: 2 self_attn, 1 norm`."""
+        kinds = Counter(name.rstrip(".0123456789").rpartition(".")[2] for name in self.left)
+        left = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        return f"fused with {self.kernels}: {len(self.fused)} modules; left: {left or 'none'}"
+
+
+class FusedDecoder:
+    """The target without its head: embedding, layers with the stream handed on, last norm."""
+
+    def __init__(
+        self,
+        decoder: Any,
+        layers: list[FusedLayer | PlainLayer],
+        norm: Norm | None,
+        rotary: Rotary | None,
+        ops: LayerOps,
+    ) -> None:
+        self._decoder = decoder
+        self._layers = layers
+        self._norm = norm
+        self._rotary = rotary
+        self._ops = ops
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attn_metadata: TransformersAttention,
+    ) -> Rows:
+        """As `LoadedModel.forward_target`."""
+        embedded = self._decoder.embed_tokens(input_ids)
+
+        def mask(kwargs: dict[str, Any]) -> Any:
+            return create_causal_mask(
+                config=self._decoder.config,
+                inputs_embeds=embedded[None],
+                attention_mask=kwargs["attention_mask"],
+                past_key_values=kwargs["past_key_values"],
+                position_ids=position_ids,
+            )
+
+        step = Pass(
+            position_ids, attn_metadata, self._rotary, self._decoder.rotary_emb, embedded, mask
+        )
+        delta: Rows | None = None
+        residual: Rows = embedded
+        for layer in self._layers:
+            delta, residual = layer(delta, residual, step)
+        if self._norm is not None:
+            return normed_stream(self._ops, self._norm, delta, residual)[0]
+        return self._decoder.norm(residual if delta is None else residual + delta)  # type: ignore[no-any-return]
+
+
+class FusedMTPLayer(nn.Module):
+    """An MTP layer with the same call, over a fused decoder layer.
+
+    Args:
+        layer: holds the weights, and runs what is not fused.
+        block: its decoder layer, fused.
+        norms: of the embedding, of the state, and the last one.
+        rotary: the target's rotary embedding.
+        ops: for the layer's own products and norms.
+    """
+
+    takes_output_rows = True
+
+    def __init__(
+        self,
+        layer: MTPLayer,
+        block: FusedLayer,
+        norms: tuple[Norm, Norm, Norm],
+        rotary: Rotary | None,
+        ops: LayerOps,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self._block = block
+        self._enorm, self._hnorm, self._norm = norms
+        self._fused_rotary = rotary
+        self._ops = ops
+
+    @property
+    def layer_idx(self) -> int:
+        """Row of the KV pools."""
+        return self.layer.layer_idx
+
+    @property
+    def rotary(self) -> nn.Module:
+        """The target's rotary embedding."""
+        return self.layer.rotary
+
+    def forward(
+        self,
+        *,
+        embed_tokens: nn.Module,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attn_metadata: TransformersAttention,
+        output_rows: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As `MTPLayer.forward`; rows that are not returned end behind the attention."""
+        traits, ops = self.layer.traits, self._ops
+        gathers = is_embedding(embed_tokens)
+        joined = ops.join_norms(
+            cast(nn.Embedding, embed_tokens).weight if gathers else embed_tokens(input_ids),
+            input_ids if gathers else None,
+            hidden_states,
+            self._enorm.weight,
+            self._hnorm.weight,
+            embedding_eps=self._enorm.eps,
+            hidden_eps=self._hnorm.eps,
+            embedding_first=traits.concat == "embed_hidden",
+        )
+        x = functional.linear(joined, self.layer.eh_proj.weight)
+        rope_ids = position_ids + 1 if traits.position == "token" else position_ids
+        step = Pass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
+        delta, residual = self._block(None, x, step, output_rows)
+        if traits.recycle == "post_norm":
+            return normed_stream(ops, self._norm, delta, residual)[0]
+        return residual if delta is None else residual + delta
+
+    def shared_head(
+        self,
+        hidden: torch.Tensor,
+        lm_head: nn.Module,
+        attn_metadata: TransformersAttention,
+        return_all: bool = False,
+    ) -> torch.Tensor:
+        """As `MTPLayer.shared_head`."""
+        return self.layer.shared_head(hidden, lm_head, attn_metadata, return_all)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedModel(LoadedModel):
+    """A loaded model that runs fused layers; see `fuse`."""
+
+    decoder: FusedDecoder | None
+    """None where the target's decoder was not recognised."""
+    report: FusionReport
+
+    def forward_target(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attn_metadata: TransformersAttention,
+    ) -> torch.Tensor:
+        """As `LoadedModel.forward_target`."""
+        if self.decoder is None:
+            return super().forward_target(input_ids, position_ids, attn_metadata)
+        return self.decoder(input_ids, position_ids, attn_metadata)
+
+
+def fuse(
+    model: LoadedModel,
+    *,
+    kernels: str = "auto",
+    max_positions: int | None = None,
+) -> FusedModel:
+    """The model with every layer fused that is recognised, and the others as they are.
+
+    The model's modules stay where they are and go on working, but their weights become views of
+    concatenated ones: do not move or cast the model afterwards.
+
+    Args:
+        model: in its final dtype, on its final device.
+        kernels: ``auto``, ``triton`` or ``reference``, see `ops.select_layer_ops`. With the
+            references, mixtures of experts run as transformers runs them.
+        max_positions: how far position ids go; None: one beyond the model's own limit.
+
+    Returns:
+        A model with a report of what was fused; nothing of it is where no module is recognised.
+
+    Raises:
+        ConfigError: kernels that cannot run.
+    """
+    weight = cast(torch.Tensor, model.embed_tokens.weight)
+    ops = select_layer_ops(kernels, weight.device)
+    positions = max_positions or model.facts.max_position_embeddings + 1
+    return _Fuser(model, ops, weight, positions).run()
+
+
+class _Fuser:
+    """One run of `fuse`: the names of what was fused and of what was left."""
+
+    def __init__(
+        self, model: LoadedModel, ops: LayerOps, weight: torch.Tensor, positions: int
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._weight = weight
+        self._positions = positions
+        self._packer = Packer()
+        self._fused: list[str] = []
+        self._left: list[str] = []
+        self._rotary: Rotary | None = None
+
+    @torch.no_grad()
+    def run(self) -> FusedModel:
+        model = self._model
+        decoder: Any = model.target.get_decoder()
+        fused_decoder = None
+        if is_rotary(decoder.rotary_emb):
+            self._rotary = Rotary(decoder.rotary_emb, self._positions, self._weight[:1])
+        if is_decoder(decoder):
+            layers = [
+                self._layer(layer, f"layers.{i}") or PlainLayer(layer)
+                for i, layer in enumerate(decoder.layers[: decoder.config.num_hidden_layers])
+            ]
+            norm = norm_of(decoder.norm, self._weight.dtype)
+            self._note("norm", norm is not None)
+            fused_decoder = FusedDecoder(decoder, layers, norm, self._rotary, self._ops)
+        else:
+            self._note("decoder", False)
+        mtp_layers = [
+            self._mtp_layer(layer, f"mtp_layers.{depth}")
+            for depth, layer in enumerate(model.mtp_layers)
+        ]
+        return FusedModel(
+            target=model.target,
+            mtp_layers=nn.ModuleList(mtp_layers).eval(),
+            facts=model.facts,
+            family=model.family,
+            decoder=fused_decoder,
+            report=FusionReport(tuple(self._fused), tuple(self._left), self._ops.name),
+        )
+
+    def _note(self, name: str, fused: bool) -> None:
+        (self._fused if fused else self._left).append(name)
+
+    def _layer(self, layer: nn.Module, name: str) -> FusedLayer | None:
+        dtype = self._weight.dtype
+        if is_decoder_layer(layer):
+            parts = cast(Any, layer)
+            norms = [
+                norm_of(norm, dtype)
+                for norm in (parts.input_layernorm, parts.post_attention_layernorm)
+            ]
+            if norms[0] is not None and norms[1] is not None:
+                self._note(name, True)
+                return FusedLayer(
+                    norms[0],
+                    self._attention(parts.self_attn, f"{name}.self_attn"),
+                    norms[1],
+                    self._feed_forward(parts.mlp, f"{name}.mlp"),
+                    self._ops,
+                )
+        self._note(name, False)
+        return None
+
+    def _attention(self, module: nn.Module, name: str) -> FusedAttention | PlainAttention:
+        found = attention_of(module, self._weight.dtype) if self._rotary is not None else None
+        self._note(name, found is not None)
+        if found is None:
+            return PlainAttention(module)
+        return FusedAttention(found, self._ops, self._packer)
+
+    def _feed_forward(
+        self, module: nn.Module, name: str
+    ) -> FusedMLP | FusedMixture | PlainFeedForward:
+        dtype = self._weight.dtype
+        mlp = mlp_of(module, dtype)
+        if mlp is not None:
+            self._note(name, True)
+            return FusedMLP(mlp, self._ops, self._packer)
+        mixture = mixture_of(module, dtype) if self._ops.experts is not None else None
+        self._note(name, mixture is not None)
+        if mixture is None or self._ops.experts is None:
+            return PlainFeedForward(module)
+        return FusedMixture(mixture, self._ops, self._ops.experts, self._packer)
+
+    def _mtp_layer(self, layer: nn.Module, name: str) -> nn.Module:
+        dtype = self._weight.dtype
+        if isinstance(layer, MTPLayer):
+            norms = [norm_of(norm, dtype) for norm in (layer.enorm, layer.hnorm, layer.norm)]
+            block = self._layer(layer.block, f"{name}.block")
+            if block is not None and all(norm is not None for norm in norms):
+                self._note(name, True)
+                three = cast("tuple[Norm, Norm, Norm]", tuple(norms))
+                return FusedMTPLayer(layer, block, three, self._rotary, self._ops)
+        self._note(name, False)
+        return layer

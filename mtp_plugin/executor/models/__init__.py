@@ -1,0 +1,41 @@
+"""MTP checkpoints on top of transformers: the family table, checks, loading, fused layers."""
+
+from __future__ import annotations
+
+from mtp_plugin.executor.layers import FusedModel, FusionReport, fuse
+from mtp_plugin.executor.models.facts import ModelFacts, read_facts
+from mtp_plugin.executor.models.families import (
+    FAMILIES,
+    NOT_RUNNABLE,
+    DraftTraits,
+    MTPFamily,
+    TensorNames,
+    family_of,
+)
+from mtp_plugin.executor.models.loader import LoadedModel, load_model
+from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
+from mtp_plugin.executor.models.preflight import Preflight, preflight
+from mtp_plugin.executor.models.random_model import random_model
+from mtp_plugin.executor.models.testing import write_random_checkpoint
+
+__all__ = [
+    "FAMILIES",
+    "NOT_RUNNABLE",
+    "DraftTraits",
+    "FusedModel",
+    "FusionReport",
+    "LoadedModel",
+    "MTPFamily",
+    "MTPLayer",
+    "ModelFacts",
+    "Preflight",
+    "TensorNames",
+    "TransformersAttention",
+    "family_of",
+    "fuse",
+    "load_model",
+    "preflight",
+    "random_model",
+    "read_facts",
+    "write_random_checkpoint",
+]

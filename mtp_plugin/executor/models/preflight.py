@@ -1,0 +1,289 @@
+"""Whether a checkpoint can serve MTP decoding, decided before any weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
+from mtp_plugin.executor.models.block_layout import (
+    FULL_ATTENTION,
+    TensorPlan,
+    build_layers,
+    plan_layer,
+    plan_target,
+    without_storage,
+)
+from mtp_plugin.executor.models.checkpoint_files import (
+    StoredTensor,
+    checkpoint_directory,
+    listed,
+    read_headers,
+    read_json,
+)
+from mtp_plugin.executor.models.facts import ModelFacts, facts_from_config
+from mtp_plugin.executor.models.families import MTPFamily, family_of
+
+FLOATING = ("F32", "F16", "BF16")
+_STALE_BUFFER = ".rotary_emb.inv_freq"
+"""Stored by old converters, computed from the config since."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A checkpoint found good, and what loading it takes."""
+
+    directory: Path
+    facts: ModelFacts
+    family: MTPFamily
+    config: PreTrainedConfig
+    """The transformers config of the target."""
+    num_mtp_layers: int
+    """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
+    stored: Mapping[str, StoredTensor]
+    """Every tensor of the checkpoint by name."""
+    plans: tuple[tuple[TensorPlan, ...], ...]
+    """Per declared MTP layer, where its tensors come from; empty without drafts."""
+
+
+def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflight:
+    """Check a checkpoint directory from its JSON files and safetensors headers alone.
+
+    Args:
+        path: directory in Hugging Face layout.
+        max_draft_len: K; 0 checks the target alone.
+        vanilla: one MTP layer per depth instead of one layer reused.
+
+    Raises:
+        ConfigError: a negative `max_draft_len`.
+        UnsupportedModelError: a family or a layer type that does not run here.
+        CheckpointError: anything else that would make loading fail or draft from garbage: missing
+            files, bad JSON, fewer MTP layers than needed, tensors of the target or the MTP layers
+            missing, unknown, of a wrong shape, or not fp32, fp16 or bf16.
+    """
+    if max_draft_len < 0:
+        raise ConfigError(f"max_draft_len: expected at least 0, got {max_draft_len}")
+    checked = _examine_config(path)
+    declared = checked.facts.num_mtp_layers
+    if max_draft_len == 0:
+        needed = 0
+    elif vanilla:
+        needed = max_draft_len
+        if needed > declared:
+            raise CheckpointError(
+                f"checkpoint {checked.directory}: vanilla MTP with max_draft_len = {max_draft_len} "
+                f"needs {needed} MTP layers, the checkpoint has {declared}"
+            )
+    else:
+        needed = 1
+        if declared == 0:
+            raise CheckpointError(
+                f"checkpoint {checked.directory}: drafting needs at least 1 MTP layer, "
+                f"the checkpoint has 0"
+            )
+    return _examine_tensors(checked, needed)
+
+
+def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
+    """`preflight` for a number of layers; None means all that the checkpoint declares.
+
+    Raises:
+        ConfigError: a negative number.
+        CheckpointError: as `preflight`; also more layers than there are, unless there is one.
+    """
+    if num_mtp_layers is not None and num_mtp_layers < 0:
+        raise ConfigError(f"num_mtp_layers: expected at least 0, got {num_mtp_layers}")
+    checked = _examine_config(path)
+    declared = checked.facts.num_mtp_layers
+    needed = declared if num_mtp_layers is None else num_mtp_layers
+    if needed > declared != 1:
+        raise CheckpointError(
+            f"checkpoint {checked.directory}: expected at most {declared} MTP layers to be asked "
+            f"for, got {needed}; only a single layer can be repeated"
+        )
+    return _examine_tensors(checked, needed)
+
+
+@dataclass(frozen=True)
+class _CheckedConfig:
+    directory: Path
+    facts: ModelFacts
+    family: MTPFamily
+    config: PreTrainedConfig
+    quantisation: object
+
+
+def _examine_config(path: str | Path) -> _CheckedConfig:
+    directory = checkpoint_directory(path)
+    where = directory / "config.json"
+    raw = read_json(where)
+    generation_file = directory / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    facts = facts_from_config(raw, generation, where=where)
+    family = family_of(facts.model_type)
+    config = _transformers_config(raw, family, where)
+    layer_types = getattr(config, "layer_types", None) or []
+    odd = sorted({kind for kind in layer_types if kind != FULL_ATTENTION})
+    if odd:
+        raise UnsupportedModelError(
+            f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
+            f"{', '.join(odd)} ({sum(kind in odd for kind in layer_types)} of "
+            f"{len(layer_types)} layers)"
+        )
+    return _CheckedConfig(directory, facts, family, config, raw.get("quantization_config"))
+
+
+def _transformers_config(raw: dict[str, Any], family: MTPFamily, where: Path) -> PreTrainedConfig:
+    values = {key: value for key, value in raw.items() if key != "auto_map"}
+    values["model_type"] = family.target_model_type
+    try:
+        return CONFIG_MAPPING[family.target_model_type].from_dict(values)
+    except Exception as error:  # transformers has no single error type for a bad config
+        raise CheckpointError(
+            f"{where}: expected a {family.model_type} config, transformers says: {error}"
+        ) from error
+
+
+def _examine_tensors(checked: _CheckedConfig, needed: int) -> Preflight:
+    """Check the safetensors headers of a checkpoint whose config was found good."""
+    stored = read_headers(checked.directory)
+    where = f"checkpoint {checked.directory}"
+    odd = sorted(
+        f"{name} ({tensor.dtype})"
+        for name, tensor in stored.items()
+        if tensor.dtype not in FLOATING
+    )
+    if odd:
+        raise CheckpointError(
+            f"{where}: expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other "
+            f"dtypes: {listed(odd)}"
+        )
+    if checked.quantisation is not None:
+        raise CheckpointError(
+            f"{where}: expected an unquantised checkpoint, config.json has a quantization_config"
+        )
+    target = without_storage(checked.config)
+    _check_target(checked, stored, plan_target(target, stored), where)
+    plans: tuple[tuple[TensorPlan, ...], ...] = ()
+    if needed > 0:
+        plans = _plan_mtp(checked, target, stored)
+        _check_mtp(checked, stored, plans, where)
+    return Preflight(
+        directory=checked.directory,
+        facts=checked.facts,
+        family=checked.family,
+        config=checked.config,
+        num_mtp_layers=needed,
+        stored=stored,
+        plans=plans,
+    )
+
+
+def _plan_mtp(
+    checked: _CheckedConfig, target: PreTrainedModel, stored: Mapping[str, StoredTensor]
+) -> tuple[tuple[TensorPlan, ...], ...]:
+    layers = build_layers(
+        target, checked.config, checked.family, num_layers=checked.facts.num_mtp_layers
+    )
+    return tuple(
+        plan_layer(
+            layer,
+            checked.family,
+            num_hidden_layers=checked.facts.num_hidden_layers,
+            depth=depth,
+            stored=stored,
+        )
+        for depth, layer in enumerate(layers)
+    )
+
+
+def _check_target(
+    checked: _CheckedConfig,
+    stored: Mapping[str, StoredTensor],
+    plans: tuple[TensorPlan, ...],
+    where: str,
+) -> None:
+    _check_present(stored, plans, "the target", where)
+    known = {name for plan in plans for name in plan.sources} | {"lm_head.weight"}
+    unknown = sorted(
+        name
+        for name in stored
+        if name not in known
+        and not name.endswith(_STALE_BUFFER)
+        and not owned_by_mtp(name, checked.family, checked.facts.num_hidden_layers)
+    )
+    if unknown:
+        raise CheckpointError(
+            f"{where}: {len(unknown)} tensor(s) are unknown to a target of family "
+            f"{checked.family.model_type}: {listed(unknown)}"
+        )
+    _check_shapes(stored, plans, "target", where)
+
+
+def _check_mtp(
+    checked: _CheckedConfig,
+    stored: Mapping[str, StoredTensor],
+    plans: tuple[tuple[TensorPlan, ...], ...],
+    where: str,
+) -> None:
+    family, facts = checked.family, checked.facts
+    flat = tuple(plan for layer in plans for plan in layer)
+    owner = f"{facts.num_mtp_layers} MTP layer(s)"
+    _check_present(stored, flat, owner, where)
+    known = {name for plan in flat for name in plan.sources} | {
+        template.format(layer=facts.num_hidden_layers + depth, depth=depth)
+        for template in family.ignorable
+        for depth in range(facts.num_mtp_layers)
+    }
+    unknown = sorted(
+        name
+        for name in stored
+        if name not in known and owned_by_mtp(name, family, facts.num_hidden_layers)
+    )
+    if unknown:
+        raise CheckpointError(
+            f"{where}: {len(unknown)} tensor(s) are unknown to the {owner} of family "
+            f"{family.model_type}: {listed(unknown)}"
+        )
+    _check_shapes(stored, flat, "MTP", where)
+
+
+def _check_present(
+    stored: Mapping[str, StoredTensor], plans: tuple[TensorPlan, ...], owner: str, where: str
+) -> None:
+    expected = {name for plan in plans for name in plan.sources}
+    missing = sorted(expected - stored.keys())
+    if missing:
+        raise CheckpointError(
+            f"{where}: expected {len(expected)} tensors of {owner}, {len(missing)} are missing: "
+            f"{listed(missing)}"
+        )
+
+
+def _check_shapes(
+    stored: Mapping[str, StoredTensor], plans: tuple[TensorPlan, ...], kind: str, where: str
+) -> None:
+    wrong = [
+        f"{name}: expected {list(plan.source_shape)}, got {list(stored[name].shape)}"
+        for plan in plans
+        for name in plan.sources
+        if stored[name].shape != plan.source_shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where}: {len(wrong)} {kind} tensor(s) have a wrong shape: {listed(wrong)}"
+        )
+
+
+def owned_by_mtp(name: str, family: MTPFamily, num_hidden_layers: int) -> bool:
+    """Whether a checkpoint tensor belongs to the MTP layers."""
+    found = re.match(family.owned, name)
+    if found is None:
+        return False
+    layer = found.groupdict().get("layer")
+    return layer is None or int(layer) >= num_hidden_layers
