@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from mtp_plugin.bench.cli import app as bench
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig, json_schema, load_config
 from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
-from mtp_plugin.terminal.console import (
+from mtp_plugin.tools.bench.cli import app as bench
+from mtp_plugin.tools.terminal.console import (
     INTERRUPTED,
     REFUSED,
     OutputConsole,
@@ -28,7 +28,7 @@ from mtp_plugin.terminal.console import (
 # torch and transformers take seconds to import: each command imports what it needs
 if TYPE_CHECKING:
     from mtp_plugin.executor import SamplingParams
-    from mtp_plugin.terminal.report import Report
+    from mtp_plugin.tools.terminal.report import Report
 
 app = typer.Typer(
     name="mtp-plugin",
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from mtp_plugin.terminal.version import package_version
+        from mtp_plugin.tools.terminal.version import package_version
 
         output().write_line(f"mtp-plugin {package_version()}")
         raise typer.Exit
@@ -130,8 +130,8 @@ def generate(
     2: a named error.
     """
     from mtp_plugin.executor import SamplingParams
-    from mtp_plugin.terminal.prompts import read_prompts
-    from mtp_plugin.terminal.report import report_document, show_report
+    from mtp_plugin.tools.terminal.prompts import read_prompts
+    from mtp_plugin.tools.terminal.report import report_document, show_report
 
     log = messages()
     settings = _load(config, log)
@@ -168,9 +168,9 @@ def _decode(
 ) -> Report:
     """Run the batch as configured and, to compare, without drafts and by plain decoding."""
     from mtp_plugin.executor import LLM
-    from mtp_plugin.terminal.decoding import compare_with_plain_decoding, run_batch
-    from mtp_plugin.terminal.report import Report
-    from mtp_plugin.terminal.stream_view import StreamView
+    from mtp_plugin.tools.terminal.decoding import compare_with_plain_decoding, run_batch
+    from mtp_plugin.tools.terminal.report import Report
+    from mtp_plugin.tools.terminal.stream_view import StreamView
 
     with progress(log) as tell:
         llm = LLM(settings, on_progress=tell)
@@ -302,9 +302,9 @@ def parity(
     """
     from mtp_plugin.executor import SamplingParams
     from mtp_plugin.executor.models import read_facts
-    from mtp_plugin.parity import TIE_ULPS
-    from mtp_plugin.terminal import parity as room
-    from mtp_plugin.terminal.prompts import prompts_for_comparison
+    from mtp_plugin.tools.parity import TIE_ULPS
+    from mtp_plugin.tools.terminal import parity as room
+    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
@@ -399,7 +399,7 @@ def doctor(config: ConfigFile) -> None:
 
     Exit code 1: they will not.
     """
-    from mtp_plugin.terminal.doctor import Diagnosis, examine, show_diagnosis
+    from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis
 
     try:
         diagnosis = examine(_load(config, messages()))

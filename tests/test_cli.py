@@ -29,14 +29,14 @@ from mtp_plugin.config import json_schema, load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
 from mtp_plugin.executor.models import load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.parity import oracle
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.terminal import prompts
-from mtp_plugin.terminal.console import OutputConsole
-from mtp_plugin.terminal.decoding import Decoded, compare_with_plain_decoding
-from mtp_plugin.terminal.stream_view import StreamView
+from mtp_plugin.tools.parity import oracle
+from mtp_plugin.tools.terminal import prompts
+from mtp_plugin.tools.terminal.console import OutputConsole
+from mtp_plugin.tools.terminal.decoding import Decoded, compare_with_plain_decoding
+from mtp_plugin.tools.terminal.stream_view import StreamView
 
 SPECIALS = ["<eos>", "<think>", "</think>", "<pad>"]
 VOCAB = 256 + len(SPECIALS)

@@ -6,10 +6,10 @@ Keys are TensorRT-LLM's LLM arguments (names of its 1.3 line); options of our ow
 
 from __future__ import annotations
 
-from mtp_plugin.config.executor import CudaGraphConfig, KVCacheConfig, LLMConfig
-from mtp_plugin.config.files import json_schema, load_config, parse_config
+from mtp_plugin.config.llm import CudaGraphConfig, KVCacheConfig, LLMConfig
+from mtp_plugin.config.loading import json_schema, load_config, parse_config
 from mtp_plugin.config.mode import SpeculativeDecodingMode
-from mtp_plugin.config.mtp_options import MTPPluginOptions
+from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.speculative import MTPDecodingConfig, OtherDecodingConfig
 from mtp_plugin.config.values import MAX_DRAFT_LEN
 

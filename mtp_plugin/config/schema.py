@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Tag, ValidationError, model_validato
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self, override
 
-from mtp_plugin.config.wording import expected, got, spelled
+from mtp_plugin.config.messages import expected, got, spelled
 from mtp_plugin.errors import ConfigError
 
 # a mistake that no single field shows: the key it is reported under, and the sentence

@@ -21,11 +21,11 @@ from pydantic import (
 from typing_extensions import Self, override
 
 from mtp_plugin.config.frozen import FrozenDict, freeze, thaw
+from mtp_plugin.config.messages import got
 from mtp_plugin.config.mode import SpeculativeDecodingMode
-from mtp_plugin.config.mtp_options import MTPPluginOptions, rates_problem
+from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
 from mtp_plugin.config.schema import ConfigModel, Problem, allowed, raise_problems
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
-from mtp_plugin.config.wording import got
 from mtp_plugin.errors import ConfigError
 
 _logger = logging.getLogger("mtp_plugin")

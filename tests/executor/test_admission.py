@@ -18,7 +18,7 @@ from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, Plugin
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import load_model
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.terminal.parity import make_prompts
+from mtp_plugin.tools.terminal.parity import make_prompts
 from tests.executor.conftest import VOCAB, assert_drained
 
 END = VOCAB - 1

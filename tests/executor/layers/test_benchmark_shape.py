@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mtp_plugin.bench.e2e.subject import SHAPES
 from mtp_plugin.executor.models import LoadedModel, fuse, random_model
+from mtp_plugin.tools.bench.e2e.subject import SHAPES
 from tests.executor.layers.causal import Causal
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,206 @@
+"""The interface carries another drafter: losslessly, in both loops, without any MTP layer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.examples.ngram.plugin import NgramPlugin, TextPool, look_up
+from mtp_plugin.errors import ConfigError, PluginError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.plugin import register_plugin, unregister_plugin
+from mtp_plugin.speculative.host import ResourceManager
+
+VOCAB = 64
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register_plugin(NgramPlugin())
+    yield
+    unregister_plugin("NGRAM_TEST")
+
+
+class Bed:
+    """A small model without MTP layers, and executors over it."""
+
+    def __init__(self, path: Path, residual_scale: float) -> None:
+        self.path = str(path)
+        write_random_checkpoint(
+            path,
+            "glm4_moe",
+            num_mtp_layers=0,
+            seed=6,
+            vocab_size=VOCAB,
+            residual_scale=residual_scale,
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: LoadedModel = load_model(path, device=device)
+        self.plain = load_model(path, device=device).target
+
+    def llm(self, **options: Any) -> LLM:
+        given = {
+            "model": self.path,
+            "max_batch_size": 4,
+            "max_num_tokens": 64,
+            "max_seq_len": 96,
+            "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 512},
+            "speculative_config": {"decoding_type": "ngram_test", "max_draft_len": 3},
+            **options,
+        }
+        return LLM(given, model=self.model)
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        return greedy_decode(self.plain, prompt, num_tokens, self.model.facts.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    """The next token follows from the last one, so that every text runs into a circle."""
+    return Bed(tmp_path_factory.mktemp("repeating"), residual_scale=0.0)
+
+
+@pytest.fixture(scope="module")
+def wandering(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+    """Texts that hardly repeat."""
+    return Bed(tmp_path_factory.mktemp("wandering"), residual_scale=1.0)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    dice = random.Random(3)
+    return [[dice.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+
+
+@LOOPS
+def test_a_repeating_text_is_told_ahead(repeating: Bed, overlap: bool) -> None:
+    """More than two tokens per step, and the very tokens of plain decoding."""
+    asked = prompts(1, 3, 8, 20, 5)
+    with repeating.llm(disable_overlap_scheduler=not overlap) as llm:
+        outputs = llm.generate(asked, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        acceptance = llm.executor.acceptance
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert output.token_ids == greedy_decode(repeating.plain, prompt, 40)
+    assert acceptance.acceptance_length > 2.0
+    assert acceptance.per_position[2] > 0.3
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_tokens": 17},
+        {"kv_cache_config": {"tokens_per_block": 4, "max_tokens": 64}},
+        {"speculative_config": {"decoding_type": "NGRAM_TEST", "max_draft_len": 1, "ngram": 1}},
+    ],
+    ids=["roomy", "chunks", "preemption", "one_draft"],
+)
+def test_any_text_is_that_of_plain_decoding(
+    wandering: Bed, overlap: bool, options: dict[str, Any]
+) -> None:
+    asked = prompts(2, 25, 7, 1, 12, 30)
+    with wandering.llm(disable_overlap_scheduler=not overlap, **options) as llm:
+        outputs = llm.generate(asked, SamplingParams(max_new_tokens=20))
+        slots = llm.pieces.manager._free
+        assert sorted(slots) == list(range(8))
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert output.token_ids == wandering.greedy(prompt, 20)
+    assert any(output.acceptance.num_drafted for output in outputs)
+
+
+def test_preemption_happens(wandering: Bed) -> None:
+    """The short cache of the test above pauses requests, whose texts start over in new slots."""
+    asked = prompts(2, 25, 7, 1, 12, 30)
+    cache = {"tokens_per_block": 4, "max_tokens": 64}
+    with wandering.llm(kv_cache_config=cache) as llm:
+        requests = [llm.make_request(p, SamplingParams(max_new_tokens=20)) for p in asked]
+        for request in requests:
+            llm.executor.enqueue(request)
+        while llm.executor.has_work:
+            llm.executor.step()
+    assert any(request.num_preemptions for request in requests)
+
+
+def test_the_longest_sequence(repeating: Bed) -> None:
+    """Texts that fill their rows to the last column."""
+    (prompt,) = prompts(90)
+    with repeating.llm(max_num_tokens=96) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert len(output.token_ids) == 6
+    assert output.token_ids == greedy_decode(repeating.plain, prompt, 6)
+
+
+def test_padded_batches(repeating: Bed) -> None:
+    """Dummy rows write to the sentinel's text and to no other."""
+    asked = prompts(4, 9, 2)
+    graphs = {"batch_sizes": [4], "enable_padding": True}
+    with repeating.llm(cuda_graph_config=graphs) as llm:
+        outputs = llm.generate(asked, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert output.token_ids == greedy_decode(repeating.plain, prompt, 24)
+
+
+def test_options_are_the_plugins_own(repeating: Bed) -> None:
+    config = {"decoding_type": "NGRAM_TEST", "max_draft_len": 2, "temperature": 1}
+    with pytest.raises(ConfigError, match="unknown options temperature"):
+        repeating.llm(speculative_config=config)
+    with pytest.raises(PluginError, match=r"known: mtp, .*ngram_test"):
+        repeating.llm(speculative_config={"decoding_type": "NGRAM"})
+
+
+# --- the look-up ---
+
+
+def told(tokens: list[int], ngram: int, k: int) -> list[int]:
+    """The same over a list."""
+    newest = tokens[-ngram:]
+    for end in range(len(tokens) - 1, ngram - 1, -1):
+        if tokens[end - ngram : end] == newest:
+            following = tokens[end:]
+            return [following[i % len(following)] for i in range(k)]
+    return [0] * k
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([5, 6, 7, 8, 5, 6], [7, 8, 5]),
+        ([5, 6, 5, 6], [5, 6, 5]),
+        ([5, 6, 9, 5, 6, 8, 5, 6], [8, 5, 6]),
+        ([5, 6, 7], [0, 0, 0]),
+        ([4, 4, 4], [4, 4, 4]),
+        ([6], [0, 0, 0]),
+    ],
+    ids=["found", "circle", "the_last_place", "nowhere", "overlapping", "too_short"],
+)
+def test_look_up(tokens: list[int], drafts: list[int]) -> None:
+    text = torch.tensor([tokens + [9] * (12 - len(tokens))], dtype=torch.int32)
+    found = look_up(text, torch.tensor([len(tokens)]), 2, 3)
+    assert found.tolist() == [drafts]
+    assert told(tokens, 2, 3) == drafts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_look_up_in_a_batch(seed: int) -> None:
+    dice = random.Random(seed)
+    ngram, k = dice.randint(1, 3), dice.randint(1, 4)
+    texts = [[dice.randrange(3) for _ in range(dice.randint(1, 15))] for _ in range(6)]
+    rows = [tokens + [dice.randrange(3) for _ in range(16 - len(tokens))] for tokens in texts]
+    lengths = torch.tensor([len(tokens) for tokens in texts])
+    found = look_up(torch.tensor(rows, dtype=torch.int32), lengths, ngram, k)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [told(tokens, ngram, k) for tokens in texts]
+
+
+def test_the_pool_is_a_resource_manager() -> None:
+    assert isinstance(TextPool(2, 8, torch.device("cpu")), ResourceManager)

@@ -1,0 +1,177 @@
+"""`LLMConfig`: what the executor reads, with its KV cache and its CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+from typing_extensions import Self, override
+
+from mtp_plugin.config.messages import join
+from mtp_plugin.config.schema import ConfigModel, Problem, whole_file
+from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig
+from mtp_plugin.config.values import BatchSizes, Switch
+
+
+class KVCacheConfig(ConfigModel):
+    """``kv_cache_config``: the paged KV cache of target and MTP layers."""
+
+    tokens_per_block: int = Field(default=32, ge=1, description="tokens per KV block")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="tokens in the whole cache; null: from free memory"
+    )
+    free_gpu_memory_fraction: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="share of the free device memory that the cache may take",
+    )
+    enable_block_reuse: bool = Field(
+        default=False,
+        description="share blocks of equal prefixes; true is refused, it is not built yet",
+    )
+
+    @override
+    def _problems(self) -> Iterator[Problem]:
+        if self.enable_block_reuse:
+            yield "enable_block_reuse", "KV block reuse is not built yet; expected false, got true"
+
+
+class CudaGraphConfig(ConfigModel):
+    """``cuda_graph_config``: for which batch sizes a step is captured."""
+
+    batch_sizes: BatchSizes | None = Field(
+        default=None,
+        description="batch sizes to capture, kept ascending; null: chosen up to the largest",
+    )
+    max_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="largest batch size to capture; null: the top-level max_batch_size",
+    )
+    enable_padding: bool = Field(
+        default=False,
+        description="pad a batch up to the next captured size instead of running eagerly",
+    )
+
+    @field_validator("batch_sizes", mode="after")
+    @classmethod
+    def _sort_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if sizes is None else tuple(sorted(sizes))
+
+    @property
+    def largest(self) -> int | None:
+        """The largest batch size named here."""
+        return self.batch_sizes[-1] if self.batch_sizes else self.max_batch_size
+
+    @override
+    def _problems(self) -> Iterator[Problem]:
+        sizes = self.batch_sizes
+        if sizes is None:
+            return
+        if not sizes:
+            yield "batch_sizes", "expected at least one batch size, got an empty list"
+        twice = sorted({size for size in sizes if sizes.count(size) > 1})
+        if twice:
+            yield "batch_sizes", f"expected every size once, got {join(twice)} more than once"
+        if self.max_batch_size is not None:
+            yield "batch_sizes", "expected either batch_sizes or max_batch_size, got both"
+
+
+@whole_file
+class LLMConfig(ConfigModel):
+    """The YAML file of the embedded executor."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "enable_overlap_scheduler": "write disable_overlap_scheduler with the opposite value",
+        "use_overlap_scheduler": "write disable_overlap_scheduler with the opposite value",
+        "use_cuda_graph": "write cuda_graph_config: {} (graphs) or null (none)",
+        "cuda_graph_batch_sizes": "write cuda_graph_config: {batch_sizes: _}",
+        "cuda_graph_max_batch_size": "write cuda_graph_config: {max_batch_size: _}",
+        "cuda_graph_padding_enabled": "write cuda_graph_config: {enable_padding: _}",
+        "kv_cache_free_gpu_memory_fraction": "write kv_cache_config: {free_gpu_memory_fraction: _}",
+        "model_dir": "write model",
+        "model_path": "write model",
+        "max_input_len": "write max_seq_len (prompt plus output)",
+        "max_model_len": "write max_seq_len",
+        "max_num_seqs": "write max_batch_size",
+        "max_num_batched_tokens": "write max_num_tokens",
+        "torch_dtype": "write dtype",
+    }
+
+    model: str = Field(
+        min_length=1, description="checkpoint directory; relative: from the YAML file's folder"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="type of weights and KV cache; auto: the checkpoint's, float32 on CPU",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the model runs; auto: CUDA when present"
+    )
+    max_batch_size: int = Field(default=8, ge=1, description="requests in one step at most")
+    max_num_tokens: int = Field(default=2048, ge=1, description="tokens in one step at most")
+    max_seq_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompt plus output of a request at most; null: from the model",
+    )
+    kv_cache_config: KVCacheConfig = Field(
+        default_factory=KVCacheConfig, description="the paged KV cache"
+    )
+    attn_backend: Literal["auto", "sdpa", "triton"] = Field(
+        default="auto",
+        description="attention over the cache; auto: Triton where device and heads have it",
+    )
+    fused_layers: Switch = Field(
+        default="auto",
+        description="run the layers in fewer, fused launches where recognised; auto: on CUDA",
+    )
+    cuda_graph_config: CudaGraphConfig | None = Field(
+        default=None, description="captured batch sizes; null: no CUDA graphs"
+    )
+    disable_overlap_scheduler: bool = Field(
+        default=False, description="true: the host waits for each step before it prepares the next"
+    )
+    enable_chunked_prefill: bool = Field(
+        default=True, description="split prompts that do not fit into max_num_tokens"
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        default=None, description="the drafter, chosen by decoding_type; null: plain decoding"
+    )
+
+    def resolve(self, num_mtp_layers: int) -> Self:
+        """The same config with K filled in from the checkpoint (`MTPDecodingConfig.resolve`)."""
+        if not isinstance(self.speculative_config, MTPDecodingConfig):
+            return self
+        resolved = self.speculative_config.resolve(num_mtp_layers)
+        return self.model_validate({**dict(self), "speculative_config": resolved})
+
+    @override
+    def _problems(self) -> Iterator[Problem]:
+        spec = self.speculative_config
+        draft_len = 0
+        if isinstance(spec, MTPDecodingConfig):
+            draft_len = spec.max_draft_len or 0
+            for key, message in spec.mode_problems():
+                yield f"speculative_config.{key}", message
+        least = self.max_batch_size * (draft_len + 1)
+        if self.max_num_tokens < least:
+            with_drafts = f" times max_draft_len + 1 ({draft_len + 1})" if draft_len else ""
+            yield (
+                "max_num_tokens",
+                f"expected at least max_batch_size ({self.max_batch_size}){with_drafts}"
+                f"{f', which is {least}' if draft_len else ''}, got {self.max_num_tokens}",
+            )
+        graphs = self.cuda_graph_config
+        if graphs is None:
+            return
+        if self.device == "cpu":
+            yield "cuda_graph_config", "expected null with device: cpu"
+        if graphs.largest is not None and graphs.largest > self.max_batch_size:
+            name = "max_batch_size" if graphs.batch_sizes is None else "batch_sizes"
+            yield (
+                f"cuda_graph_config.{name}",
+                f"expected at most max_batch_size ({self.max_batch_size}), got {graphs.largest}",
+            )

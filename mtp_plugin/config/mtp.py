@@ -1,0 +1,154 @@
+"""``speculative_config.mtp``: how drafts are drawn, verified and gated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from mtp_plugin.config.messages import expected, got
+from mtp_plugin.config.schema import ConfigModel, Problem
+from mtp_plugin.config.values import MAX_DRAFT_LEN, MAX_SEED, DraftVocab, SyntheticAcceptance
+from mtp_plugin.errors import ConfigError
+
+
+class MTPPluginOptions(ConfigModel):
+    """``speculative_config.mtp``: options that TensorRT-LLM does not have."""
+
+    verification: Literal["coupled", "rejection", "block", "synthetic"] = Field(
+        default="coupled",
+        description="how sampled requests verify drafts; coupled: one noise for both; "
+        "synthetic: a coin decides, for benchmarks only",
+    )
+    synthetic_acceptance: SyntheticAcceptance | None = Field(
+        default=None,
+        description="synthetic: list: share of steps that accept drafts 1..i; number: rate of each",
+    )
+    synthetic_seed: int = Field(
+        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the coins"
+    )
+    draft_sampling: Literal["coupled", "plain", "greedy"] = Field(
+        default="coupled", description="how drafts are drawn for sampled requests"
+    )
+    draft_window: Literal["exact", "trtllm"] = Field(
+        default="exact",
+        description="rows a generation feeds to vanilla layers: K+1 (exact) or K (trtllm)",
+    )
+    chain: Literal["output", "target_shift", "none"] | None = Field(
+        default=None,
+        description="states that depth d >= 2 of vanilla reads; null: from the model family",
+    )
+    draft_vocab: DraftVocab | None = Field(
+        default=None,
+        description="ids that may be drafted; N: 0..N-1, in the order of byte-pair merges roughly "
+        "the most frequent; path: of a JSON list, relative: from the YAML file's folder; null: all",
+    )
+    keep_warm: bool = Field(
+        default=True,
+        description="keep filling the draft KV while fewer than max_draft_len are drafted",
+    )
+    gate_margin: float = Field(
+        default=0.1,
+        ge=0,
+        le=MAX_DRAFT_LEN,
+        description="the gate drafts more again from this far above the threshold on",
+    )
+    gate_probe_interval: int = Field(
+        default=256,
+        ge=1,
+        description="steps until the gate tries to draft more again; each failed try doubles them",
+    )
+    gate_max_probe_interval: int = Field(
+        default=4096, ge=1, description="most steps between two tries of the gate"
+    )
+    kernels: Literal["auto", "triton", "reference"] = Field(
+        default="auto",
+        description="implementation of the ops; auto: Triton where the device has it",
+    )
+    check_metadata: bool = Field(
+        default=False, description="debug: rebuild the attention metadata every step and compare"
+    )
+    begin_thinking_phase: str | None = Field(
+        default=None, min_length=1, description="text of the token that begins the thinking phase"
+    )
+    end_thinking_phase: str | None = Field(
+        default=None, min_length=1, description="text of the token that ends the thinking phase"
+    )
+
+    @override
+    def _problems(self) -> Iterator[Problem]:
+        by_residual = self.verification in ("rejection", "block")
+        allowed = ("plain", "greedy") if by_residual else ("coupled", "greedy")
+        if self.draft_sampling not in allowed:
+            yield (
+                "draft_sampling",
+                f"{self.draft_sampling!r} cannot be verified by {self.verification!r} "
+                f"verification; expected one of {', '.join(allowed)}",
+            )
+        if self.begin_thinking_phase and self.begin_thinking_phase == self.end_thinking_phase:
+            yield (
+                "end_thinking_phase",
+                f"must differ from begin_thinking_phase, both are {self.end_thinking_phase!r}",
+            )
+        if self.gate_max_probe_interval < self.gate_probe_interval:
+            yield (
+                "gate_max_probe_interval",
+                f"expected at least gate_probe_interval ({self.gate_probe_interval}), got "
+                f"{self.gate_max_probe_interval}",
+            )
+        yield from self._synthetic_problems()
+
+    def _synthetic_problems(self) -> Iterator[Problem]:
+        rates = self.synthetic_acceptance
+        if not self.is_synthetic:
+            for name in ("synthetic_acceptance", "synthetic_seed"):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    yield (
+                        name,
+                        f"{got(value)} would be ignored; expected verification: synthetic beside "
+                        "it",
+                    )
+            return
+        if rates is None:
+            yield (
+                "synthetic_acceptance",
+                f"expected {expected(SyntheticAcceptance)} beside verification: synthetic, got "
+                "null",
+            )
+        elif isinstance(rates, tuple):
+            for i, (before, rate) in enumerate(itertools.pairwise(rates), 1):
+                if rate > before:
+                    yield (
+                        f"synthetic_acceptance.{i}",
+                        f"expected at most the rate before it ({before}), got {rate}",
+                    )
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether a coin accepts the drafts, so that the text is not the model's."""
+        return self.verification == "synthetic"
+
+    def acceptance_shares(self, draft_len: int) -> tuple[float, ...]:
+        """Synthetic verification: the share of steps that accept drafts 1..i, for i = 1..K.
+
+        Raises:
+            ConfigError: no rates, or not one per draft.
+        """
+        rates = self.synthetic_acceptance
+        if isinstance(rates, tuple) and len(rates) == draft_len:
+            return rates
+        if rates is None or isinstance(rates, tuple):
+            raise ConfigError(f"synthetic_acceptance: {rates_problem(draft_len, rates)}")
+        return tuple(rates**i for i in range(1, draft_len + 1))
+
+
+def rates_problem(draft_len: int, rates: tuple[float, ...] | None) -> str:
+    """What is wrong with rates that are not one per draft."""
+    return (
+        f"expected {draft_len} {'rate' if draft_len == 1 else 'rates'}, one per draft "
+        f"(max_draft_len), got {'null' if rates is None else len(rates)}"
+    )

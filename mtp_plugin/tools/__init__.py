@@ -1,0 +1,1 @@
+"""Commands around the engine: benchmarks, parity, the terminal."""

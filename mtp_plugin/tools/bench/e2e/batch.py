@@ -1,0 +1,185 @@
+"""A batch of equal requests through an executor, step by step, with the time of each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import expect
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.tools.bench.case import BenchmarkError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the executor."""
+
+    seconds: float
+    emitted: list[int]
+    """Tokens of each request that got some."""
+    is_steady: bool
+    """Whether every request of the batch was generating, and none was near its end."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch that ran to its end."""
+
+    token_ids: list[list[int]]
+    steps: list[Step]
+    seconds: float
+    first_tokens_seconds: float
+    """Until every request had its first token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted by all requests."""
+        return sum(len(tokens) for tokens in self.token_ids)
+
+    @property
+    def share_of_repeated_8_grams(self) -> float:
+        """How much the texts loop: loops are accepted nearly always."""
+        grams = [
+            [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)] for tokens in self.token_ids
+        ]
+        total = sum(len(each) for each in grams)
+        return 1 - sum(len(set(each)) for each in grams) / total if total else 0.0
+
+    @property
+    def steady(self) -> list[Step]:
+        """The steps that only generate."""
+        return [step for step in self.steps if step.is_steady]
+
+
+def pooled(runs: Sequence[Run]) -> Run:
+    """Runs of the same prompts as one: the steps of all, otherwise medians and the first tokens."""
+    return Run(
+        runs[0].token_ids,
+        [step for run in runs for step in run.steps],
+        statistics.median(run.seconds for run in runs),
+        statistics.median(run.first_tokens_seconds for run in runs),
+    )
+
+
+class Batch:
+    """Requests of the same length, started together.
+
+    Args:
+        llm: with room for all of them at once.
+        prompts: token ids. num_tokens: that each request emits, end tokens or not.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> None:
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+        self._executor = llm.executor
+        self._device = llm.device
+        self.requests = llm.make_requests(prompts, [params] * len(prompts))
+        self._unstarted = {request.request_id for request in self.requests}
+        self._by_id = {request.request_id: request for request in self.requests}
+        # one step is running and one is about to be: neither may cut its drafts
+        self._longest = num_tokens - 2 * llm.pieces.plan.step_rows
+
+    def start(self) -> None:
+        """Hand the requests in."""
+        for request in self.requests:
+            self._executor.enqueue(request)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a step to make."""
+        return self._executor.has_work
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every request has its first token."""
+        return not self._unstarted
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every request is generating, with whole steps before it."""
+        return self.all_started and all(
+            request.get_num_tokens() - request.py_orig_prompt_len <= self._longest
+            for request in self.requests
+        )
+
+    def step(self) -> Step:
+        """Make one step.
+
+        Raises:
+            BenchmarkError: a request failed.
+        """
+        steady = self.is_steady
+        start = perf_counter()
+        events = self._executor.step()
+        seconds = perf_counter() - start
+        for event in events:
+            expect(
+                event.finish_reason is not FinishReason.ERROR,
+                BenchmarkError,
+                f"request {event.request_id}: {self._by_id[event.request_id].error}",
+            )
+            if event.token_ids:
+                self._unstarted.discard(event.request_id)
+        emitted = [len(event.token_ids) for event in events if event.token_ids]
+        return Step(seconds, emitted, steady)
+
+    def cancel(self) -> None:
+        """End every request and let the executor run empty."""
+        for request in self.requests:
+            self._executor.cancel(request.request_id)
+        while self.is_running:
+            self._executor.step()
+
+
+def run_batch(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    *,
+    before: Callable[[], Any] | None = None,
+    after: Callable[[Step], Any] | None = None,
+) -> Run:
+    """Run a batch to its end.
+
+    Args:
+        before, after: called around every step that may be steady, outside of its time.
+
+    Raises:
+        BenchmarkError: a request failed or was preempted.
+    """
+    batch = Batch(llm, prompts, num_tokens)
+    preemptions = llm.executor.num_preemptions
+    synchronize(llm.device)
+    steps: list[Step] = []
+    first = 0.0
+    start = perf_counter()
+    batch.start()
+    while batch.is_running:
+        candidate = batch.is_steady
+        if candidate and before is not None:
+            before()
+        steps.append(batch.step())
+        if candidate and after is not None:
+            after(steps[-1])
+        if not first and batch.all_started:
+            first = perf_counter() - start
+    synchronize(llm.device)
+    seconds = perf_counter() - start
+    preempted = llm.executor.num_preemptions - preemptions
+    expect(
+        preempted == 0, BenchmarkError, f"{preempted} requests were preempted: too few KV blocks"
+    )
+    tokens = [request.output_token_ids for request in batch.requests]
+    return Run(tokens, steps, seconds, first)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,442 @@
+"""One case: the comparison, then, where it held, the figures."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mtp_plugin.errors import expect
+from mtp_plugin.executor import LLM
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.batch import Batch, Run, Step, pooled, run_batch, synchronize
+from mtp_plugin.tools.bench.e2e.cases import VANILLA, Case, Options, Synthetic
+from mtp_plugin.tools.bench.e2e.gate import Gate, Match
+from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
+from mtp_plugin.tools.bench.e2e.prompts import make_prompts
+from mtp_plugin.tools.bench.e2e.subject import Subject
+from mtp_plugin.tools.bench.timing import Times
+
+T = TypeVar("T")
+
+TOKENS_PER_BLOCK = 32
+PREFILL_TOKENS, CPU_PREFILL_TOKENS = 8192, 1024
+"""Target rows of a step at most."""
+WARM_UP_STEPS = 6
+TRACED_STEPS = 5
+LEAST_STEADY_STEPS = 3
+LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
+"""Seconds of steps that only generate over which a device is timed, within so many runs."""
+ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Medians over steps, milliseconds."""
+
+    spent: dict[str, float]
+    """By phase; together the time that a step keeps the device busy."""
+    host_gap: float
+    """What lies between two steps on the device: the sampler, copies, waiting for the host. With
+    graphs it is measured between replays, in a run of its own; else it is the rest of a step."""
+    samples: int
+    gap_samples: int
+    """Of the gap where it was measured."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document."""
+        counts = {"samples": self.samples, "gap_samples": self.gap_samples}
+        return {**self.spent, "host_gap": self.host_gap, **counts}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a case ran; the tokens of every run are compared."""
+
+    timed: list[Run]
+    others: list[Run]
+    """For the device's clocks to rise, for the gaps, for the phases."""
+    phases: list[tuple[Step, dict[str, float]]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Milliseconds between the replays of steps that only generate; empty without graphs."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All of them."""
+        return [*self.timed, *self.others]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A case whose tokens matched."""
+
+    seconds: float
+    num_tokens: int
+    first_tokens_seconds: float
+    step_ms: Times
+    """Of steps in which every request generates."""
+    steady_tokens_per_second: float
+    """In those steps."""
+    acceptance: AcceptanceStats
+    """In those steps."""
+    share_of_repeated_8_grams: float
+    phases: Phases | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole batch from start to end, prompts included."""
+        return self.num_tokens / self.seconds
+
+    def as_dict(self, batch: int) -> dict[str, Any]:
+        """For the JSON document."""
+        return {
+            "seconds": self.seconds,
+            "tokens": self.num_tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_request": self.tokens_per_second / batch,
+            "first_tokens_seconds": self.first_tokens_seconds,
+            "step_ms": asdict(self.step_ms),
+            "steady_tokens_per_second": self.steady_tokens_per_second,
+            "steady_tokens_per_second_per_request": self.steady_tokens_per_second / batch,
+            "acceptance_length": self.acceptance.acceptance_length,
+            "acceptance_per_position": self.acceptance.per_position,
+            "share_of_repeated_8_grams": self.share_of_repeated_8_grams,
+            "phases_ms": None if self.phases is None else self.phases.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case with figures, or with the reason why there are none."""
+
+    case: Case
+    synthetic: Synthetic | None = None
+    """How acceptance was made up; None: it was real, or there was none."""
+    figures: Figures | None = None
+    match: Match | None = None
+    error: str | None = None
+    off: Figures | None = field(default=None, compare=False)
+    """The same batch without MTP."""
+    ran: dict[str, Any] = field(default_factory=dict)
+    """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
+    a graph."""
+    seconds: float = 0.0
+
+    @property
+    def matched(self) -> bool:
+        """Whether there are figures."""
+        return self.figures is not None
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no figure."""
+        if self.matched:
+            return None
+        found = [] if self.match is None else self.match.mismatches
+        return self.error or f"no match: {'; '.join(found)}"
+
+    @property
+    def speed_up(self) -> float | None:
+        """Tokens per second of generating steps over those without MTP."""
+        if self.figures is None or self.off is None or self.case.is_off:
+            return None
+        return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
+
+    @property
+    def total_speed_up(self) -> float | None:
+        """The same from start to end, prompts included."""
+        if self.figures is None or self.off is None or self.case.is_off:
+            return None
+        return self.figures.tokens_per_second / self.off.tokens_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document; without figures unless the tokens matched."""
+        case = self.case
+        described: dict[str, Any] = {
+            "case": case.label,
+            "batch": case.batch,
+            "worker": case.worker,
+            "max_draft_len": case.k,
+            "acceptance": None
+            if case.is_off
+            else "real"
+            if self.synthetic is None
+            else "synthetic",
+            "matched": self.matched,
+            "match": None if self.match is None else self.match.as_dict(),
+            "ran": self.ran,
+            "seconds_to_measure": round(self.seconds, 2),
+        }
+        if self.synthetic is not None:
+            described["synthetic_acceptance"] = {
+                "expected_per_position": list(self.synthetic.shares(case.k)),
+                "seed": self.synthetic.seed,
+            }
+        if self.figures is None:
+            return described | {"error": self.error}
+        described |= self.figures.as_dict(case.batch)
+        if not case.is_off:
+            described["speed_up"] = {"steady": self.speed_up, "total": self.total_speed_up}
+        return described
+
+
+class Bench:
+    """Measures the cases of one subject; a batch size is first run without MTP."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        options: Options,
+        *,
+        tie_ulps: float | None,
+        trace: Path | None = None,
+    ) -> None:
+        self.subject = subject
+        self.options = options
+        self.synthetic = options.synthetic(is_trained=subject.is_trained)
+        self.trace = trace
+        self.traces: list[str] = []
+        self.gate = Gate(
+            subject, QUICK_ORACLE_REQUESTS if options.quick else ORACLE_REQUESTS, tie_ulps
+        )
+        self._off: dict[int, tuple[Run, Outcome]] = {}
+        self._ran: dict[str, Any] = {}
+
+    def measure(self, case: Case) -> Outcome:
+        """Compare, then tell the figures; whatever goes wrong is told in the outcome."""
+        start = time.perf_counter()
+        self._ran = {}
+        try:
+            outcome = self._measure_off(case) if case.is_off else self._measure_on(case)
+        except Exception as error:  # a case that fails must not take the others along
+            outcome = Outcome(case, error=f"{type(error).__name__}: {error}")
+        return replace(outcome, ran=self._ran, seconds=time.perf_counter() - start)
+
+    @property
+    def batches(self) -> list[int]:
+        """Batch sizes that ran without MTP."""
+        return list(self._off)
+
+    def off_run(self, batch: int) -> Run | None:
+        """The run without MTP, where its tokens matched."""
+        run, outcome = self._off.get(batch, (None, None))
+        return run if outcome is not None and outcome.matched else None
+
+    def prompts(self, batch: int) -> list[list[int]]:
+        """The prompts of a batch size."""
+        options = self.options
+        return make_prompts(self.subject, batch, options.input_tokens, options.seed)
+
+    def _measure_off(self, case: Case) -> Outcome:
+        measured = self._run(case)
+        match = self.gate.match_off(self.prompts(case.batch), measured.runs)
+        figures = self._figures(case, measured) if match.holds else None
+        outcome = Outcome(case, None, figures, match)
+        self._off[case.batch] = measured.timed[0], outcome
+        return outcome
+
+    def _measure_on(self, case: Case) -> Outcome:
+        off = self.off_run(case.batch)
+        if off is None:
+            raise BenchmarkError("the run without MTP has no match to compare with")
+        measured = self._run(case)
+        if self.synthetic is None:
+            match = self.gate.match_on(self.prompts(case.batch), measured.runs, off)
+        else:
+            match = self.gate.match_synthetic(
+                measured.runs,
+                self.options.output_tokens,
+                self.synthetic.shares(case.k),
+                lambda run: _acceptance(run.steady, case.k).per_position,
+            )
+        figures = self._figures(case, measured) if match.holds else None
+        return Outcome(case, self.synthetic, figures, match, off=self._off[case.batch][1].figures)
+
+    def _run(self, case: Case) -> Measured:
+        measured = self._with_executor(case, lambda llm: self._timed(llm, case))
+        if not self.options.phases:
+            return measured
+        clock = clock_for(self.subject.device)
+        phases: list[tuple[Step, dict[str, float]]] = []
+
+        def after(step: Step) -> None:
+            synchronize(self.subject.device)
+            spent = clock.read()
+            if step.is_steady and spent is not None:
+                phases.append((step, spent))
+
+        # graphs that are captured in here hold the clock's marks, those above do not
+        with watch(self.subject.model, clock):
+            run = self._with_executor(
+                case, lambda llm: self._decode(llm, case, before=clock.begin, after=after)
+            )
+        return replace(measured, others=[*measured.others, run], phases=phases)
+
+    def _timed(self, llm: LLM, case: Case) -> Measured:
+        timed, others = [self._decode(llm, case)], []
+        least = LEAST_SECONDS[llm.device.type]
+        if _steady_seconds(timed) < least:
+            # too short for a device's clocks to be where they stay
+            timed, others = [], timed
+            while _steady_seconds(timed) < least and len(timed) < MOST_RUNS:
+                timed.append(self._decode(llm, case))
+        captured = llm.executor.engine.captured
+        self._ran = {
+            "attention": llm.attn_backend.name,
+            "graph_replays": 0 if captured is None else captured.num_replays,
+            "steps": llm.executor.num_steps,
+        }
+        if self.trace is not None and not case.is_off:
+            self._write_trace(llm, case, self.trace)
+        gaps = GapClock()
+        if captured is not None:
+            captured.around_replay = gaps.around
+            others.append(self._decode(llm, case, before=gaps.count_next))
+        elif not self.options.phases:
+            others.append(self._decode(llm, case))
+        synchronize(self.subject.device)
+        return Measured(timed, others, gaps=gaps.read())
+
+    def _decode(
+        self,
+        llm: LLM,
+        case: Case,
+        *,
+        before: Callable[[], Any] | None = None,
+        after: Callable[[Step], Any] | None = None,
+    ) -> Run:
+        prompts = self.prompts(case.batch)
+        few = min(self.options.output_tokens, WARM_UP_STEPS * (case.k + 1))
+        run_batch(llm, prompts, few)
+        run = run_batch(llm, prompts, self.options.output_tokens, before=before, after=after)
+        expect(
+            len(run.steady) >= LEAST_STEADY_STEPS,
+            BenchmarkError,
+            f"only {len(run.steady)} steps had every request generating, expected at least "
+            f"{LEAST_STEADY_STEPS}: more output tokens are needed",
+        )
+        return run
+
+    def _figures(self, case: Case, measured: Measured) -> Figures:
+        run = pooled(measured.timed)
+        steady = run.steady
+        times = Times.of([step.seconds * 1000 for step in steady])
+        return Figures(
+            seconds=run.seconds,
+            num_tokens=run.num_tokens,
+            first_tokens_seconds=run.first_tokens_seconds,
+            step_ms=times,
+            steady_tokens_per_second=(
+                sum(sum(step.emitted) for step in steady) / sum(step.seconds for step in steady)
+            ),
+            acceptance=_acceptance(steady, case.k),
+            share_of_repeated_8_grams=run.share_of_repeated_8_grams,
+            phases=_phases(measured, times.median, on_device=self.subject.device.type == "cuda"),
+        )
+
+    def _with_executor(self, case: Case, use: Callable[[LLM], T]) -> T:
+        """The result of ``use``, with an executor whose memory is free again behind it."""
+        config = executor_config(self.subject, case, self.options, self.synthetic)
+        tokenizer = self.subject.tokenizer if self.options.text else None
+        llm = LLM(config, model=self.subject.model, tokenizer=tokenizer)
+        try:
+            return use(llm)
+        finally:
+            llm.shutdown()
+            del llm
+            gc.collect()
+            if self.subject.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _write_trace(self, llm: LLM, case: Case, file: Path) -> None:
+        """A chrome trace of a few generating steps; the label stands in the file's name."""
+        path = file.with_name(f"{file.stem}-{case.label.replace('/', '-')}{file.suffix or '.json'}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        batch = Batch(llm, self.prompts(case.batch), self.options.output_tokens)
+        batch.start()
+        while batch.is_running and not batch.is_steady:
+            batch.step()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.subject.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(TRACED_STEPS):
+                if batch.is_running:
+                    with torch.profiler.record_function("step"):
+                        batch.step()
+            synchronize(self.subject.device)
+        batch.cancel()
+        profile.export_chrome_trace(str(path))
+        self.traces.append(str(path))
+
+
+def executor_config(
+    subject: Subject, case: Case, options: Options, synthetic: Synthetic | None
+) -> dict[str, Any]:
+    """A config with room for the whole batch at once."""
+    length = options.input_tokens + options.output_tokens
+    blocks = case.batch * -(-length // TOKENS_PER_BLOCK)
+    on_device = subject.device.type == "cuda"
+    prefill = PREFILL_TOKENS if on_device else CPU_PREFILL_TOKENS
+    config: dict[str, Any] = {
+        "model": subject.path if options.text else f"{subject.name}, ids only",
+        "device": subject.device.type,
+        "max_batch_size": case.batch,
+        "max_num_tokens": max(prefill, case.batch * (case.k + 1)),
+        "max_seq_len": length,
+        "kv_cache_config": {
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "max_tokens": blocks * TOKENS_PER_BLOCK,
+        },
+    }
+    if on_device and options.graphs:
+        # a batch that shrinks runs in the next larger graph
+        config["cuda_graph_config"] = {"enable_padding": True}
+    if not case.is_off:
+        speculative: dict[str, Any] = {
+            "decoding_type": "MTP",
+            "max_draft_len": case.k,
+            "use_mtp_vanilla": case.worker == VANILLA,
+            "mtp": {"draft_vocab": options.draft_vocab},
+        }
+        if synthetic is not None:
+            speculative["mtp"] |= {
+                "verification": "synthetic",
+                "synthetic_acceptance": list(synthetic.shares(case.k)),
+                "synthetic_seed": synthetic.seed,
+            }
+        config["speculative_config"] = speculative
+    return config
+
+
+def _steady_seconds(runs: list[Run]) -> float:
+    return sum(step.seconds for run in runs for step in run.steady)
+
+
+def _acceptance(steps: list[Step], k: int) -> AcceptanceStats:
+    stats = AcceptanceStats(k)
+    for step in steps:
+        for count in step.emitted:
+            stats.record(count, k)
+    return stats
+
+
+def _phases(measured: Measured, step_ms: float, *, on_device: bool) -> Phases | None:
+    steps = measured.phases
+    if not steps:
+        return None
+    spent = {name: statistics.median(each[name] for _, each in steps) for name in PHASES}
+    if measured.gaps:
+        gap = statistics.median(measured.gaps)
+    else:
+        # on a device these steps waited for their end, so the time is that of the timed ones
+        wall = step_ms if on_device else statistics.median(s.seconds * 1000 for s, _ in steps)
+        gap = wall - statistics.median(sum(each.values()) for _, each in steps)
+    return Phases(spent, gap, len(steps), len(measured.gaps))

@@ -1,0 +1,214 @@
+"""What a run leaves: a table, a JSON document, a plot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from mtp_plugin.tools.bench.e2e.cases import OFF, Options, acceptance_kind
+from mtp_plugin.tools.bench.e2e.measure import Figures, Outcome
+from mtp_plugin.tools.bench.e2e.phases import PHASES
+from mtp_plugin.tools.bench.e2e.subject import Subject
+from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome
+from mtp_plugin.tools.bench.report import NOT_A_BENCHMARK, number, spread
+
+SYNTHETIC = "synthetic acceptance: drafts were accepted by coin, the texts mean nothing"
+_GAP = "host_gap"
+_SHORT = {
+    "target": "target",
+    "acceptance": "accept",
+    "draft_layers": "layers",
+    "draft_head": "head",
+    _GAP: "gap",
+}
+
+
+def heading(machine: dict[str, Any], subject: Subject, options: Options) -> list[str]:
+    """What was measured on what."""
+    named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
+    told = subject.as_dict()
+    lines = [
+        ", ".join(named),
+        f"model {told['name']}: {told['weights']} weights, {told['family']}, "
+        f"{told['parameters'] / 1e9:.2f} B parameters, {told['dtype']} on {told['device']}, "
+        f"layers {told['layers']}",
+        f"{options.input_tokens} tokens in, {options.output_tokens} tokens out",
+    ]
+    if options.synthetic(is_trained=subject.is_trained) is not None:
+        lines.append(SYNTHETIC)
+    return lines
+
+
+def results_table(outcomes: list[Outcome], *, is_benchmark: bool) -> Table:
+    """One row per case; a case that did not match has no figure in it."""
+    title = None if is_benchmark else NOT_A_BENCHMARK
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption="phases in ms; tok/s of the batch")
+    table.add_column("case", no_wrap=True)
+    columns = ["step ms", "p20-p80", "accepted", "tok/s", "speed-up", "tok/s in all", "speed-up"]
+    for name in [*columns, *_SHORT.values()]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*_row(outcome))
+    return table
+
+
+def _row(outcome: Outcome) -> list[str]:
+    figures, case = outcome.figures, outcome.case
+    if figures is None:
+        return [case.label, "failed" if outcome.error else "no match"]
+    kind = "" if outcome.synthetic is None else " synth."
+    row = [
+        case.label,
+        _milliseconds(figures.step_ms.median),
+        spread(figures.step_ms, _milliseconds),
+        "" if case.is_off else f"{figures.acceptance.acceptance_length:.2f}{kind}",
+        number(figures.steady_tokens_per_second),
+        _ratio(outcome.speed_up),
+        number(figures.tokens_per_second),
+        _ratio(outcome.total_speed_up),
+    ]
+    return row + [_milliseconds(value) for value in _phases(figures).values()]
+
+
+def _phases(figures: Figures) -> dict[str, float]:
+    """Milliseconds by phase, the host's gap last; empty where none were measured."""
+    if figures.phases is None:
+        return {}
+    return {**{name: figures.phases.spent[name] for name in PHASES}, _GAP: figures.phases.host_gap}
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def loop_line(outcomes: list[Outcome]) -> list[str]:
+    """How much the texts of real acceptance loop, which raises what is accepted."""
+    shares = [
+        outcome.figures.share_of_repeated_8_grams
+        for outcome in outcomes
+        if outcome.figures is not None and outcome.synthetic is None and not outcome.case.is_off
+    ]
+    if not shares:
+        return []
+    return [f"repeated 8-grams in these texts: {min(shares):.0%} to {max(shares):.0%}"]
+
+
+def transformers_lines(found: GenerateOutcome | None, off: Outcome | None) -> list[str]:
+    """What transformers' own ``generate`` makes of the same prompts at batch 1."""
+    if found is None:
+        return []
+    lines = []
+    for name, figures in (("generate", found.plain), ("generate, use_mtp", found.with_mtp)):
+        if figures is not None:
+            lines.append(
+                f"transformers {name}, batch 1: {number(figures.decode_tokens_per_second)} tok/s "
+                "decoding"
+            )
+    if found.plain is not None and found.with_mtp is not None:
+        lines[-1] += f", {_ratio(found.as_dict()['speed_up'])} of generate"
+    if off is not None and off.figures is not None and found.plain is not None:
+        ratio = off.figures.steady_tokens_per_second / found.plain.decode_tokens_per_second
+        lines.append(f"this executor without MTP, batch 1: {_ratio(ratio)} of generate")
+    if found.error is not None:
+        lines.append(f"no figure: transformers: {found.error}")
+    return lines
+
+
+def document(
+    machine: dict[str, Any],
+    subject: Subject,
+    options: Options,
+    outcomes: list[Outcome],
+    skipped: list[str],
+    transformers: GenerateOutcome | None,
+    traces: list[str],
+    *,
+    tie_ulps: float,
+    complete: bool,
+) -> dict[str, Any]:
+    """Everything that is known of a run; ``complete`` once every case was measured."""
+    on_device = subject.device.type == "cuda"
+    synthetic = options.synthetic(is_trained=subject.is_trained)
+    return {
+        "kind": "e2e",
+        "name": subject.name,
+        "benchmark": on_device,
+        "note": None if on_device else NOT_A_BENCHMARK,
+        "complete": complete,
+        "machine": machine,
+        "model": subject.as_dict(),
+        "input_tokens": options.input_tokens,
+        "output_tokens": options.output_tokens,
+        "seed": options.seed,
+        "cuda_graphs": on_device and options.graphs,
+        "draft_vocab": options.draft_vocab,
+        "acceptance": acceptance_kind(synthetic),
+        "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
+        "tie_tolerance_ulps": tie_ulps,
+        "matched": all(outcome.matched for outcome in outcomes),
+        "skipped": skipped,
+        "cases": [outcome.as_dict() for outcome in outcomes],
+        "transformers": None if transformers is None else transformers.as_dict(),
+        "traces": traces,
+    }
+
+
+def plot(path: Path, subject: Subject, outcomes: list[Outcome]) -> str:
+    """Tokens per second, speed-up and phases over batch sizes; says what it did."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed"
+    told = [(outcome, outcome.figures) for outcome in outcomes if outcome.figures is not None]
+    if not told:
+        return "no plot: no case has figures"
+    # optional, so unknown to type checkers where it is not installed
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, (speed, gain, phases) = pyplot.subplots(1, 3, figsize=(18, 5))
+    ways = list(dict.fromkeys(outcome.case.way for outcome, _ in told))
+    batches = sorted({outcome.case.batch for outcome, _ in told})
+    for way in ways:
+        points = [
+            (o.case.batch, f.steady_tokens_per_second, o.speed_up)
+            for o, f in told
+            if o.case.way == way
+        ]
+        style = "k--" if way == OFF else "-"
+        speed.plot([p[0] for p in points], [p[1] for p in points], style, marker="o", label=way)
+        if way != OFF:
+            gain.plot([p[0] for p in points], [p[2] for p in points], marker="o", label=way)
+    gain.axhline(1.0, color="k", linestyle="--")
+    for axis, title in ((speed, "tokens per second, generating"), (gain, "speed-up of MTP")):
+        axis.set(title=title, xlabel="batch", xscale="log")
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.minorticks_off()
+        axis.legend(fontsize="small")
+    speed.set_yscale("log")
+    _plot_phases(phases, told)
+    note = "" if all(o.synthetic is None for o, _ in told) else ", synthetic acceptance"
+    figure.suptitle(f"{subject.name}{note}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"plot: {path}"
+
+
+def _plot_phases(axis: Any, told: list[tuple[Outcome, Figures]]) -> None:
+    bars = [(o.case.label, _phases(f)) for o, f in told if f.phases is not None]
+    below = [0.0] * len(bars)
+    for name, short in _SHORT.items():
+        heights = [max(0.0, spent[name]) for _, spent in bars]
+        axis.bar(range(len(bars)), heights, bottom=below, label=short)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axis.set_xticks(range(len(bars)), [label for label, _ in bars], rotation=90, fontsize="x-small")
+    axis.set(title="a step by phase", ylabel="milliseconds")
+    if bars:
+        axis.legend(fontsize="small")

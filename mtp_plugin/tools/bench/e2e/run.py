@@ -1,0 +1,139 @@
+"""A whole run: model, cases, transformers beside them, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from mtp_plugin.errors import expect
+from mtp_plugin.executor.llm import resolve_device
+from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.cases import Options, cases_of
+from mtp_plugin.tools.bench.e2e.measure import Bench, Outcome
+from mtp_plugin.tools.bench.e2e.report import (
+    document,
+    heading,
+    loop_line,
+    plot,
+    results_table,
+    transformers_lines,
+)
+from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
+from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome, measure_transformers
+from mtp_plugin.tools.bench.machine import describe_machine
+from mtp_plugin.tools.bench.report import check_writable, store
+
+GENERATE_PROMPTS, QUICK_GENERATE_PROMPTS = 4, 1
+_NARROWEST = 170
+
+
+def run(
+    options: Options,
+    *,
+    checkpoint: Path | None,
+    shape: str | None,
+    device: str,
+    dtype: str | None,
+    folder: Path,
+    path: Path | None,
+    trace: Path | None,
+    tie_ulps: float | None,
+) -> int:
+    """Measure one model; the exit code is 1 where a case did not match.
+
+    Args:
+        folder: where the results go unless ``path`` names their file.
+
+    Raises:
+        BenchmarkError: options that no case fits, or not exactly one model.
+    """
+    expect(
+        (checkpoint is None) != (shape is None),
+        BenchmarkError,
+        "bench e2e: expected either --model or --shape",
+    )
+    options.check()
+    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    place = resolve_device(device)
+    fused = place.type == "cuda" if options.fused is None else options.fused
+    if checkpoint is not None:
+        subject = load_checkpoint(checkpoint, place, dtype, fused=fused)
+    else:
+        subject = make_shape(shape or "", place, dtype, options.seed, fused=fused)
+    cases, skipped = cases_of(options, subject.model.facts.num_mtp_layers)
+    for label in skipped:
+        log.print(f"skipped: {label}: vanilla needs a layer per draft")
+    path = path or folder / f"e2e-{subject.name}.json"
+    check_writable(path)
+    machine = describe_machine(place)
+    bench = Bench(subject, options, tie_ulps=tie_ulps, trace=trace)
+    outcomes: list[Outcome] = []
+    beside: GenerateOutcome | None = None
+
+    def write(*, complete: bool) -> None:
+        # what is there stays there if a later case takes the process down
+        content = document(
+            machine,
+            subject,
+            options,
+            outcomes,
+            skipped,
+            beside,
+            bench.traces,
+            tie_ulps=bench.gate.tie_ulps,
+            complete=complete,
+        )
+        store(path, content)
+
+    for number, case in enumerate(cases, start=1):
+        log.print(f"{number}/{len(cases)} {case.label}")
+        outcomes.append(bench.measure(case))
+        write(complete=False)
+    if options.transformers and checkpoint is not None:
+        log.print("transformers' generate")
+        beside = _beside(subject, options, bench)
+    write(complete=True)
+    _show(log, machine, subject, options, outcomes, beside, path)
+    return 0 if all(outcome.matched for outcome in outcomes) else 1
+
+
+def _beside(subject: Subject, options: Options, bench: Bench) -> GenerateOutcome | None:
+    """transformers over the first prompts of a batch whose run without MTP matched."""
+    count = QUICK_GENERATE_PROMPTS if options.quick else GENERATE_PROMPTS
+    batches = [b for b in bench.batches if bench.off_run(b) is not None]
+    if not batches:
+        return GenerateOutcome(error="no run without MTP has a match to compare with")
+    batch = max(batches)
+    off = bench.off_run(batch)
+    if off is None:
+        return None
+    prompts = bench.prompts(batch)[:count]
+    return measure_transformers(subject, bench.gate, prompts, options.output_tokens, off)
+
+
+def _show(
+    log: Console,
+    machine: dict[str, object],
+    subject: Subject,
+    options: Options,
+    outcomes: list[Outcome],
+    beside: GenerateOutcome | None,
+    path: Path,
+) -> None:
+    out = Console(highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _NARROWEST)
+    for line in heading(machine, subject, options):
+        out.print(line, soft_wrap=True)
+    out.print(results_table(outcomes, is_benchmark=subject.device.type == "cuda"))
+    single = [o for o in outcomes if o.case.is_off and o.case.batch == 1]
+    lines = loop_line(outcomes) + transformers_lines(beside, single[0] if single else None)
+    for line in lines:
+        out.print(line, soft_wrap=True)
+    for outcome in outcomes:
+        if outcome.problem is not None:
+            log.print(f"no figure: {outcome.case.label}: {outcome.problem}", style="red")
+    if subject.device.type == "cuda":
+        out.print(plot(path.with_suffix(".png"), subject, outcomes), soft_wrap=True)
+    out.print(f"results: {path}", soft_wrap=True)

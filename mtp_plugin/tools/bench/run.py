@@ -1,0 +1,81 @@
+"""A whole run: machine, ceilings, cases, report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.kernels import Kernels, reference_kernels, triton_kernels
+from mtp_plugin.tools.bench.machine import describe_machine, measure_ceilings
+from mtp_plugin.tools.bench.measure import Bench, Outcome
+from mtp_plugin.tools.bench.report import (
+    check_writable,
+    document,
+    heading,
+    plot,
+    results_table,
+    store,
+)
+from mtp_plugin.tools.bench.suites import Options, cases_of
+
+SAMPLES, QUICK_SAMPLES, CPU_SAMPLES = 50, 20, 3
+_NARROWEST = 150
+
+
+def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
+    """Measure the cases of ``kind``; the exit code is 1 where a result did not match.
+
+    Raises:
+        BenchmarkError: no GPU and ``cpu`` not given, no case left, or a path that cannot be
+            written.
+    """
+    if cpu:
+        device = torch.device("cpu")
+    elif torch.cuda.is_available():
+        device = torch.device("cuda")
+    else:
+        raise BenchmarkError(
+            "bench: expected a CUDA device, found none; --cpu compares results on tiny shapes "
+            "without one, and its times are no benchmark"
+        )
+    cases = cases_of(kind, options, device)
+    check_writable(path)
+    measured = measured_kernels(device)
+    machine = describe_machine(device)
+    samples = CPU_SAMPLES if cpu else QUICK_SAMPLES if options.quick else SAMPLES
+    ceilings = measure_ceilings(device) if device.type == "cuda" else None
+    bench = Bench(measured, reference_kernels(), device, samples=samples)
+    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    outcomes: list[Outcome] = []
+    for number, case in enumerate(cases, start=1):
+        log.print(f"{number}/{len(cases)} {case.label}")
+        outcomes.append(bench.measure(case))
+        complete = number == len(cases)
+        # what is there stays there if a later case takes the process down
+        store(path, document(kind, machine, measured.name, ceilings, outcomes, complete=complete))
+    out = Console(highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _NARROWEST)
+    for line in heading(machine, measured.name, ceilings):
+        out.print(line, soft_wrap=True)
+    out.print(results_table(outcomes, ceilings))
+    for outcome in outcomes:
+        if outcome.problem is not None:
+            log.print(f"no figure: {outcome.case.label}: {outcome.problem}", style="red")
+    if ceilings is not None:
+        met = [outcome.target_met for outcome in outcomes if outcome.target_met is not None]
+        out.print(f"targets met: {sum(met)} of {len(met)}")
+        out.print(plot(path.with_suffix(".png"), outcomes, ceilings), soft_wrap=True)
+    out.print(f"results: {path}", soft_wrap=True)
+    return 0 if all(outcome.matched for outcome in outcomes) else 1
+
+
+def measured_kernels(device: torch.device) -> Kernels:
+    """Triton on a device or in its interpreter, the references elsewhere."""
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return triton_kernels()
+    return reference_kernels()

@@ -1,0 +1,340 @@
+"""A whole soak: warm-up, traffic, draining, checks, report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mtp_plugin.errors import expect
+from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
+from mtp_plugin.executor.llm import resolve_device
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.cases import EAGLE, VANILLA, WORKERS
+from mtp_plugin.tools.bench.e2e.gate import Gate
+from mtp_plugin.tools.bench.e2e.prompts import make_pieces
+from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint
+from mtp_plugin.tools.bench.machine import describe_machine
+from mtp_plugin.tools.bench.report import check_writable, store
+from mtp_plugin.tools.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
+from mtp_plugin.tools.bench.soak.outputs import Texts
+from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
+
+TOKENS_PER_BLOCK = 16
+MAX_STALLED_STEPS = 20_000
+"""Steps in which draining must end."""
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """What was asked for."""
+
+    seconds: float = 60.0
+    steps: int | None = None
+    """Steps of traffic instead of seconds: the same run on every machine."""
+    seed: int = 0
+    worker: str = EAGLE
+    k: int = 3
+    batch_size: int = 8
+    num_prompts: int = 24
+    longest_prompt: int = 96
+    longest_output: int = 96
+    kv_share: float = 0.4
+    """KV blocks, as a share of what a full batch of the longest requests takes."""
+    graphs: bool = True
+    fused: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            BenchmarkError: a number below its minimum, or an unknown worker.
+        """
+        low = [
+            name
+            for name in ("k", "batch_size", "num_prompts", "longest_prompt", "longest_output")
+            if getattr(self, name) < 1
+        ]
+        expect(not low, BenchmarkError, f"soak: expected at least 1, got less for {low[:1]}")
+        expect(
+            self.worker in WORKERS,
+            BenchmarkError,
+            f"--worker: expected {' or '.join(WORKERS)}, got {self.worker!r}",
+        )
+        expect(
+            self.seconds > 0 and (self.steps is None or self.steps >= 1),
+            BenchmarkError,
+            f"soak: expected some time, got {self.seconds} s and {self.steps} steps",
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What went through."""
+
+    requests: int
+    finished: int
+    aborted: int
+    preemptions: int
+    steps: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What a soak found."""
+
+    counts: Counts
+    checks: list[Check]
+    num_ties: int
+    acceptance_length: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether every check does."""
+        return all(check.holds for check in self.checks)
+
+
+class Soak:
+    """Traffic through one executor.
+
+    Args:
+        llm: with a chunk policy of random lengths.
+        prompts: token ids, to choose from.
+    """
+
+    def __init__(self, llm: LLM, options: SoakOptions, prompts: list[list[int]]) -> None:
+        self._llm = llm
+        self._options = options
+        self._traffic = Traffic(
+            options.seed, len(prompts), options.longest_output, options.batch_size
+        )
+        self._prompts = prompts
+        self._live: dict[int, tuple[LlmRequest, Wish, int]] = {}
+        self.texts = Texts(prompts, llm.model.facts.eos_token_ids)
+        self.thirds = Thirds(llm.pieces.plan.max_draft_len)
+        self.num_requests = self.num_finished = self.num_aborted = 0
+        self.step_number = 0
+
+    def step(self, third: int) -> None:
+        """Let arrivals in and the impatient go, then make a step.
+
+        Raises:
+            BenchmarkError: a request failed.
+        """
+        executor = self._llm.executor
+        for wish in self._traffic.arrivals():
+            # a queue that only grows tests nothing further
+            if len(self._live) < 3 * self._options.batch_size:
+                self._admit(wish)
+        for request_id, (_, wish, since) in self._live.items():
+            if wish.patience is not None and self.step_number - since >= wish.patience:
+                executor.cancel(request_id)
+        self.step_number += 1
+        self._step(third)
+
+    def drain(self, third: int = 2) -> None:
+        """Step until nothing is left.
+
+        Raises:
+            BenchmarkError: requests that never end.
+        """
+        for _ in range(MAX_STALLED_STEPS):
+            if not self._llm.executor.has_work:
+                return
+            self._step(third)
+        raise BenchmarkError(f"soak: {len(self._live)} requests do not end")
+
+    def _admit(self, wish: Wish) -> None:
+        params = SamplingParams(
+            max_new_tokens=wish.max_new_tokens,
+            ignore_eos=wish.ignore_eos,
+            speculate=wish.speculate,
+        )
+        request = self._llm.make_request(self._prompts[wish.prompt], params)
+        self._llm.executor.enqueue(request)
+        self._live[request.request_id] = request, wish, self.step_number
+        self.num_requests += 1
+
+    def _step(self, third: int) -> None:
+        if not self._llm.executor.has_work:
+            return
+        for event in self._llm.executor.step():
+            if event.finish_reason is None:
+                continue
+            request, wish, _ = self._live.pop(event.request_id)
+            expect(
+                event.finish_reason is not FinishReason.ERROR,
+                BenchmarkError,
+                f"request {event.request_id}: {request.error}",
+            )
+            aborted = event.finish_reason is FinishReason.CANCELLED
+            self.num_aborted += aborted
+            self.num_finished += not aborted
+            self.texts.add(wish, request.output_token_ids, event.finish_reason)
+            if wish.speculate and not aborted:
+                self.thirds.add(third, request.py_acceptance)
+
+
+def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> Soaked:
+    """Run the traffic and look at what it left.
+
+    Raises:
+        BenchmarkError: a request that failed or never ends.
+        ConfigError: a worker or draft length that the checkpoint cannot run.
+    """
+    options.check()
+    gate = Gate(subject, 0, tie_ulps)
+    prompts = make_pieces(subject, options.num_prompts, options.longest_prompt, options.seed)
+    llm = LLM(
+        _config(subject, options),
+        model=subject.model,
+        tokenizer=subject.tokenizer,
+        chunk_policy=random_chunks(options.seed),
+    )
+    with llm:
+        # the first requests of every kind allocate what stays
+        warm = Soak(llm, replace(options, seed=options.seed + 1), prompts)
+        for _ in range(4 * options.batch_size):
+            warm.step(0)
+        warm.drain()
+        before = first_third = Memory.now(subject.device)
+        preemptions = llm.executor.num_preemptions
+        run = Soak(llm, options, prompts)
+        start = time.perf_counter()
+        third = 0
+        while (share := _share_done(options, run, start)) < 1:
+            if third == 0 and share >= 1 / 3:
+                first_third = Memory.now(subject.device)
+            third = int(3 * share)
+            run.step(third)
+        run.drain()
+        seconds = time.perf_counter() - start
+        drained = Memory.now(subject.device)
+        checks = leak_checks(llm) + memory_checks(before, first_third, drained)
+    checks.append(run.thirds.check())
+    wrong = run.texts.wrong_ends
+    checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as asked for"))
+    mismatches, ties = run.texts.compare(gate)
+    told = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
+    checks.append(Check("outputs like plain decoding's", not mismatches, told))
+    for stats in run.thirds.stats[1:]:
+        run.thirds.stats[0].merge(stats)
+    return Soaked(
+        Counts(
+            requests=run.num_requests,
+            finished=run.num_finished,
+            aborted=run.num_aborted,
+            preemptions=llm.executor.num_preemptions - preemptions,
+            steps=run.step_number,
+            tokens=run.texts.num_tokens,
+            seconds=seconds,
+        ),
+        checks,
+        ties,
+        run.thirds.stats[0].acceptance_length,
+    )
+
+
+def _share_done(options: SoakOptions, run: Soak, start: float) -> float:
+    if options.steps is not None:
+        return run.step_number / options.steps
+    return (time.perf_counter() - start) / options.seconds
+
+
+def _config(subject: Subject, options: SoakOptions) -> dict[str, Any]:
+    length = options.longest_prompt + options.longest_output
+    blocks = -(-length // TOKENS_PER_BLOCK)
+    # one request always fits
+    num_blocks = max(blocks, int(options.kv_share * options.batch_size * blocks))
+    config: dict[str, Any] = {
+        "model": subject.path,
+        "device": subject.device.type,
+        "max_batch_size": options.batch_size,
+        # prompts do not fit beside a full batch: they come in chunks
+        "max_num_tokens": options.batch_size * (options.k + 1) + options.longest_prompt // 2 + 8,
+        "max_seq_len": length,
+        "kv_cache_config": {
+            "tokens_per_block": TOKENS_PER_BLOCK,
+            "max_tokens": num_blocks * TOKENS_PER_BLOCK,
+        },
+        "speculative_config": {
+            "decoding_type": "MTP",
+            "max_draft_len": options.k,
+            "use_mtp_vanilla": options.worker == VANILLA,
+        },
+    }
+    if subject.device.type == "cuda" and options.graphs:
+        config["cuda_graph_config"] = {"enable_padding": True}
+    return config
+
+
+def run(
+    options: SoakOptions,
+    *,
+    checkpoint: Path,
+    device: str,
+    dtype: str | None,
+    folder: Path,
+    path: Path | None,
+    tie_ulps: float | None,
+) -> int:
+    """Soak a checkpoint and report; the exit code is 1 where a check does not hold.
+
+    Raises:
+        BenchmarkError, ConfigError, CheckpointError: nothing that could be run.
+    """
+    options.check()
+    place = resolve_device(device)
+    fused = place.type == "cuda" if options.fused is None else options.fused
+    subject = load_checkpoint(checkpoint, place, dtype, fused=fused)
+    machine = describe_machine(place)
+    path = path or folder / f"soak-{subject.name}.json"
+    check_writable(path)
+    found = soak(subject, options, tie_ulps=tie_ulps)
+    out = Console(highlight=False, markup=False)
+    out.print(_table(found))
+    store(path, document(machine, subject, options, found))
+    counts = found.counts
+    out.print(
+        f"{counts.requests} requests, {counts.aborted} aborted, {counts.preemptions} preemptions, "
+        f"{counts.tokens} tokens in {counts.steps} steps and {counts.seconds:.1f} s, "
+        f"acceptance length {found.acceptance_length:.2f}",
+        soft_wrap=True,
+    )
+    out.print(f"results: {path}", soft_wrap=True)
+    return 0 if found.holds else 1
+
+
+def document(
+    machine: dict[str, Any], subject: Subject, options: SoakOptions, found: Soaked
+) -> dict[str, Any]:
+    """Everything that is known of a soak."""
+    return {
+        "kind": "soak",
+        "name": subject.name,
+        "machine": machine,
+        "model": subject.as_dict(),
+        "options": asdict(options),
+        "holds": found.holds,
+        "counts": asdict(found.counts),
+        "acceptance_length": found.acceptance_length,
+        "ties": found.num_ties,
+        "checks": [check.as_dict() for check in found.checks],
+    }
+
+
+def _table(found: Soaked) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("check", "holds", "found"):
+        table.add_column(name)
+    for check in found.checks:
+        table.add_row(check.name, "yes" if check.holds else "NO", check.found)
+    return table

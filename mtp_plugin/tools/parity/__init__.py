@@ -1,0 +1,26 @@
+"""Whether emitted tokens are those of plain decoding, what half precision excuses."""
+
+from __future__ import annotations
+
+from mtp_plugin.tools.parity.compare import (
+    Comparison,
+    Divergence,
+    compare_forced,
+    compare_with_continuations,
+    judge_gap,
+)
+from mtp_plugin.tools.parity.oracle import Oracle, plain_attention
+from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
+
+__all__ = [
+    "TIE_ULPS",
+    "Comparison",
+    "Divergence",
+    "Oracle",
+    "TieRule",
+    "compare_forced",
+    "compare_with_continuations",
+    "judge_gap",
+    "plain_attention",
+    "ulp",
+]

@@ -1,0 +1,134 @@
+"""Emitted tokens beside those of plain decoding, token for token, ties excused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mtp_plugin.tools.parity.oracle import Oracle
+from mtp_plugin.tools.parity.ties import TieRule
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A token that plain decoding did not choose."""
+
+    position: int
+    """Of the emitted token, counted from 0."""
+    token: int | None
+    """What was emitted; None: the output had ended."""
+    expected: int | None
+    """What plain decoding chose; None: it had ended."""
+    gap: float | None = None
+    """Logit of the expected token minus that of the emitted one, both given the same prefix; None
+    where there are no two tokens."""
+    tolerance: float = 0.0
+    """The largest gap that is a tie."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding alone may have chosen."""
+        return self.gap is not None and self.tolerance > 0 and abs(self.gap) <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output beside plain decoding."""
+
+    num_equal: int
+    """Tokens before the first difference that is no tie, ties among them."""
+    ties: list[Divergence] = field(default_factory=list)
+    difference: Divergence | None = None
+    """The first that is no tie; nothing behind it was compared."""
+
+
+def compare_with_continuations(
+    emitted: Sequence[int],
+    continue_from: Callable[[list[int]], list[int]],
+    judge: Callable[[int, int, int], Divergence],
+) -> Comparison:
+    """Compare with plain decoding; after a tie it goes on from the emitted prefix.
+
+    Args:
+        emitted: tokens of one request.
+        continue_from: a prefix of them -> the prefix and what plain decoding adds.
+        judge: (position, emitted token, expected token) -> the divergence with its gap.
+    """
+    tokens = list(emitted)
+    ties: list[Divergence] = []
+    start = 0
+    while True:
+        expected = continue_from(tokens[:start])
+        position = _first_difference(tokens, expected, start)
+        if position is None:
+            return Comparison(len(tokens), ties)
+        ours = tokens[position] if position < len(tokens) else None
+        theirs = expected[position] if position < len(expected) else None
+        found = Divergence(position, ours, theirs)
+        if ours is not None and theirs is not None:
+            found = judge(position, ours, theirs)
+        if not found.is_tie:
+            return Comparison(position, ties, found)
+        ties.append(found)
+        start = position + 1
+
+
+def judge_gap(
+    oracle: Oracle, rule: TieRule, prompt_ids: Sequence[int], emitted: Sequence[int]
+) -> Callable[[int, int, int], Divergence]:
+    """Measures the gap of two tokens behind the common prefix, teacher forced."""
+
+    def judge(position: int, token: int, expected: int) -> Divergence:
+        row = oracle.logits([*prompt_ids, *emitted[:position]], 1)[0]
+        higher, lower = float(row[expected]), float(row[token])
+        tolerance = rule.tolerance(max(higher, lower))
+        return Divergence(position, token, expected, higher - lower, tolerance)
+
+    return judge
+
+
+def compare_forced(
+    oracle: Oracle,
+    rule: TieRule,
+    prompt_ids: Sequence[int],
+    emitted: Sequence[int],
+    *,
+    start: int = 0,
+) -> Comparison:
+    """Compare every token from ``start`` on with the best one behind the emitted prefix.
+
+    One forward pass, no decoding: meant for half precision, where the order of additions decides
+    between near-equal tokens anyway.
+    """
+    tokens = list(emitted)
+    count = len(tokens) - start
+    if count < 1:
+        return Comparison(len(tokens))
+    logits = oracle.logits([*prompt_ids, *tokens[:-1]], count)
+    logits = logits.masked_fill(logits.isnan(), -torch.inf)  # NaN is never chosen
+    chosen = torch.tensor(tokens[start:], device=logits.device)
+    best, expected = logits.max(dim=-1)
+    gaps = best - logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    other = (expected != chosen).nonzero().squeeze(1).tolist()
+    ties: list[Divergence] = []
+    for row in other:
+        found = Divergence(
+            position=start + row,
+            token=tokens[start + row],
+            expected=int(expected[row]),
+            gap=float(gaps[row]),
+            tolerance=rule.tolerance(float(best[row])),
+        )
+        if not found.is_tie:
+            return Comparison(start + row, ties, found)
+        ties.append(found)
+    return Comparison(len(tokens), ties)
+
+
+def _first_difference(ours: list[int], theirs: list[int], start: int) -> int | None:
+    for position in range(start, max(len(ours), len(theirs))):
+        if ours[position : position + 1] != theirs[position : position + 1]:
+            return position
+    return None

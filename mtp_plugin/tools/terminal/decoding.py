@@ -1,0 +1,266 @@
+"""Runs a batch of prompts three ways: as configured, without drafts, and by plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.executor.llm import Prompt, place_of
+from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.requests.detokenizer import RequestText, Tokenizer
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import TIE_ULPS, Oracle, TieRule, compare_with_continuations, judge_gap
+from mtp_plugin.tools.parity import Comparison as Verdict
+
+WARM_UP_TOKENS = 4
+PIECE = 16
+"""Tokens that plain decoding goes on by behind a tie, before it looks whether they still agree."""
+
+OnStep = Callable[[list[tuple[int, StepEvent]]], None]
+"""Called with a step's events, each with the number of its prompt, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt's result."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    acceptance: AcceptanceStats
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """A batch that ran to its end."""
+
+    results: list[Decoded]
+    num_steps: int
+    """Forward passes of the target, prompts included."""
+    seconds: float
+    """Spent in those, without what the display took."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted tokens of all prompts."""
+        return sum(len(result.token_ids) for result in self.results)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole batch."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        """Counts of all prompts."""
+        total = AcceptanceStats(self.results[0].acceptance.max_draft_len)
+        for result in self.results:
+            total.merge(result.acceptance)
+        return total
+
+
+def run_batch(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_step: OnStep | None = None
+) -> BatchRun:
+    """Decode prompts as one batch, after a few untimed steps that warm the model up.
+
+    Raises:
+        RequestError: a prompt or an option that cannot be served; nothing was started.
+        ExecutorError: a request failed.
+    """
+    requests = llm.make_requests(prompts, [params] * len(prompts))
+    few = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    llm.generate(requests[0].get_tokens()[:WARM_UP_TOKENS], few)
+
+    steps_before = llm.executor.num_steps
+    numbers = {request.request_id: number for number, request in enumerate(requests)}
+    for request in requests:
+        llm.executor.enqueue(request)
+    seconds = 0.0
+    while llm.executor.has_work:
+        start = perf_counter()
+        events = llm.executor.step()
+        seconds += perf_counter() - start
+        if events and on_step is not None:
+            on_step([(numbers[event.request_id], event) for event in events])
+    return BatchRun(
+        [_decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
+        llm.executor.num_steps - steps_before,
+        seconds,
+    )
+
+
+def _decoded(request: LlmRequest, place: str) -> Decoded:
+    reason = request.finish_reason
+    if reason is None or reason is FinishReason.ERROR:
+        raise ExecutorError(
+            f"{place} failed after {len(request.output_token_ids)} tokens: {request.error}"
+        )
+    length = request.py_orig_prompt_len
+    return Decoded(
+        prompt_token_ids=request.get_tokens()[:length],
+        token_ids=request.output_token_ids,
+        text="" if request.text is None else request.text.full_text,
+        finish_reason=reason,
+        acceptance=request.py_acceptance,
+    )
+
+
+# --- the comparison with plain decoding ---
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a prompt that plain decoding did not choose."""
+
+    prompt: int
+    """Counted from 1."""
+    position: int
+    """Of the emitted token, counted from 1."""
+    token: int | None
+    """What was emitted; None: the text had ended."""
+    expected: int | None
+    """What plain decoding chose; None: it had ended."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A batch beside plain decoding of the same prompts."""
+
+    differences: list[Difference]
+    num_tokens: int
+    """Compared tokens."""
+    num_equal: int
+    """Those before the first difference of their prompt."""
+    num_ties: int
+    """Tokens that differ by no more than half precision rounds; decoding went on from them."""
+
+
+def compare_with_plain_decoding(
+    model: LoadedModel,
+    results: Sequence[Decoded],
+    params: SamplingParams,
+    *,
+    max_seq_len: int,
+    tokenizer: Tokenizer | None,
+) -> Comparison:
+    """Decode every prompt with the target alone, through none of the executor, and compare.
+
+    The model must run with an attention of transformers' own.
+    """
+    verdicts = verdicts_of_plain_decoding(
+        model, results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
+    )
+    found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
+    return Comparison(
+        [
+            Difference(number, other.position + 1, other.token, other.expected)
+            for number, other in found
+            if other is not None
+        ],
+        num_tokens=sum(len(result.token_ids) for result in results),
+        num_equal=sum(verdict.num_equal for verdict in verdicts),
+        num_ties=sum(len(verdict.ties) for verdict in verdicts),
+    )
+
+
+def verdicts_of_plain_decoding(
+    model: LoadedModel,
+    results: Sequence[Decoded],
+    params: SamplingParams,
+    *,
+    max_seq_len: int,
+    tokenizer: Tokenizer | None,
+    tie_ulps: float = TIE_ULPS,
+    known: dict[tuple[int, ...], list[int]] | None = None,
+) -> list[Verdict]:
+    """What plain decoding says of each result; see :func:`compare_with_plain_decoding`.
+
+    Args:
+        known: plain decoding of whole prompts, kept between calls with the same params.
+    """
+    oracle = Oracle(model)
+    rule = TieRule(oracle.dtype, tie_ulps)
+    verdicts = []
+    for result in results:
+        limit = min(params.max_new_tokens, max_seq_len - len(result.prompt_token_ids))
+        plain = _PlainDecoding(oracle, result, params, limit, tokenizer, known)
+        judge = judge_gap(oracle, rule, result.prompt_token_ids, result.token_ids)
+        verdicts.append(compare_with_continuations(result.token_ids, plain.continue_from, judge))
+    return verdicts
+
+
+class _PlainDecoding:
+    """What plain decoding makes of one result's prompt."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        result: Decoded,
+        params: SamplingParams,
+        limit: int,
+        tokenizer: Tokenizer | None,
+        known: dict[tuple[int, ...], list[int]] | None,
+    ) -> None:
+        self._oracle = oracle
+        self._result = result
+        self._params = params
+        self._limit = limit
+        self._tokenizer = tokenizer
+        self._known = known
+        ends = () if params.ignore_eos else oracle.end_ids
+        self._end_ids = (*ends, *params.stop_token_ids)
+
+    def continue_from(self, emitted: list[int]) -> list[int]:
+        """``emitted`` and what plain decoding adds, up to where the text has to end."""
+        key = tuple(self._result.prompt_token_ids)
+        depends = self._result.finish_reason is FinishReason.STOP_WORDS
+        if emitted and not depends:
+            return self._continue_while_equal(emitted)
+        if self._known is None or depends:
+            return self._continue(emitted)
+        if key not in self._known:
+            self._known[key] = self._continue(emitted)
+        return self._known[key]
+
+    def _continue_while_equal(self, emitted: list[int]) -> list[int]:
+        """Piece by piece, since another tie soon makes the rest worthless."""
+        result, tokens = self._result.token_ids, emitted
+        while True:
+            upto = min(len(tokens) + PIECE, self._limit)
+            tokens, stopped = self._decode(tokens, upto)
+            ended = stopped or len(tokens) < upto or upto == self._limit
+            if ended or tokens != result[: len(tokens)]:
+                return tokens
+
+    def _continue(self, emitted: list[int]) -> list[int]:
+        if self._result.finish_reason is FinishReason.STOP_WORDS:
+            # behind a stop string nothing counts: no need to decode on, if it is there
+            tokens, stopped = self._decode(emitted, len(self._result.token_ids))
+            if stopped:
+                return tokens
+        return self._decode(emitted, self._limit)[0]
+
+    def _decode(self, emitted: list[int], limit: int) -> tuple[list[int], bool]:
+        """(Tokens up to the limit or a stop, whether a stop string is there)."""
+        params = self._params
+        tokens = self._oracle.continuation(
+            self._result.prompt_token_ids,
+            emitted,
+            limit,
+            end_ids=self._end_ids,
+            min_tokens=params.min_tokens,
+        )
+        if self._tokenizer is None or not params.stop:
+            return tokens, False
+        text = RequestText(self._tokenizer, params.stop, params.min_tokens)
+        for count, token in enumerate(tokens, 1):
+            text.push(token, from_draft=False)
+            if text.stopped:
+                return tokens[:count], True
+        return tokens, False

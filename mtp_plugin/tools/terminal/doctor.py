@@ -1,0 +1,216 @@
+"""Whether a config and its checkpoint will run, found out without loading a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, MTPPluginError
+from mtp_plugin.executor.attention import HeadShape, select_backend
+from mtp_plugin.executor.llm import check_budget, check_graphs, resolve_device, resolve_max_seq_len
+from mtp_plugin.executor.models import ModelFacts, Preflight, family_of, preflight, read_facts
+from mtp_plugin.requests.tokenizer import load_tokenizer
+from mtp_plugin.speculative.plugin import (
+    DraftPlan,
+    HostFacts,
+    SpeculativePieces,
+    SpeculativePlugin,
+    find_plugin,
+)
+from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
+
+T = TypeVar("T")
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass
+class Diagnosis:
+    """What was found, and what is wrong."""
+
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """(name, value) pairs in the order of the examination."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """`OK` without a problem."""
+        return DIFFERENT if self.problems else OK
+
+    def add(self, name: str, value: object) -> None:
+        """Note a finding."""
+        self.findings.append((name, str(value)))
+
+    def attempt(self, check: Callable[[], T]) -> T | None:
+        """The result of a check; a named error becomes a problem per line, and gives None."""
+        try:
+            return check()
+        except MTPPluginError as error:
+            self.problems += [p for p in str(error).splitlines() if p not in self.problems]
+            return None
+
+
+def examine(config: LLMConfig) -> Diagnosis:
+    """Look at config, checkpoint files, tokenizer and device, and at what a request will take."""
+    found = Diagnosis()
+    found.add("checkpoint", config.model)
+    found.attempt(lambda: _examine_device(found, config))
+    found.attempt(lambda: _examine_cache(found, config))
+    tokenizer = found.attempt(lambda: _examine_tokenizer(found, config.model))
+    facts = found.attempt(lambda: read_facts(config.model))
+    if facts is None:
+        return found
+    _add_facts(found, facts)
+    # K comes from the checkpoint where the file does not say it; some checks need it
+    config = found.attempt(lambda: config.resolve(facts.num_mtp_layers)) or config
+    speculative: Any = config.speculative_config
+    decoding_type = None if speculative is None else speculative.decoding_type
+    plugin = found.attempt(lambda: find_plugin(decoding_type))
+    plan = None
+    if plugin is not None:
+        plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
+    if plan is not None:
+        found.attempt(lambda: check_budget(config, plan))
+    found.attempt(lambda: _examine_tensors(found, config, plan))
+    limit = found.attempt(lambda: resolve_max_seq_len(config, facts.max_position_embeddings))
+    if plugin is None or plan is None or limit is None:
+        return found
+    _add_costs(found, config, plan, limit)
+    pieces = found.attempt(lambda: _build(plugin, config, plan, facts, limit, tokenizer))
+    slots = getattr(getattr(pieces, "manager", None), "slot_manager", None)
+    if slots is not None:
+        found.add("slots", f"{slots.max_num_requests} and the sentinel")
+    cut = getattr(pieces, "draft_vocab_ids", None)
+    if cut is not None:
+        found.add("draft vocabulary", f"{len(cut)} of {facts.vocab_size} ids")
+    return found
+
+
+def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
+    """The findings, then the problems, or that there are none."""
+    width = max(len(name) for name, _ in found.findings)
+    for name, value in found.findings:
+        console.write(f"{name:{width}}  ", "dim")
+        console.write_line(value)
+    for problem in found.problems:
+        console.write("problem: ", "bold red")
+        console.write_line(problem)
+    if not found.problems:
+        console.write_line("no problems found", "green")
+
+
+def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
+    cache = config.kv_cache_config
+    block, most = cache.tokens_per_block, cache.max_tokens
+    if most is None:
+        found.add("KV blocks", f"of {block} tokens, as many as memory holds")
+    elif most < block:
+        raise ConfigError(f"kv_cache_config.max_tokens: {most} holds no block of {block} tokens")
+    else:
+        found.add("KV blocks", f"{most // block} of {block} tokens")
+
+
+def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
+    traits = family_of(facts.model_type).traits
+    found.add("family", f"{facts.model_type} ({facts.architecture or 'no architecture named'})")
+    found.add(
+        "draft head",
+        f"concat {traits.concat}, target state {traits.target_state}, recycles {traits.recycle}, "
+        f"chain {traits.chain}, head {traits.head}, position of the {traits.position}",
+    )
+    found.add("layers", f"{facts.num_hidden_layers} and {facts.num_mtp_layers} MTP")
+    found.add(
+        "width",
+        f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, stored in {facts.dtype}",
+    )
+    found.add("end tokens", ", ".join(map(str, facts.eos_token_ids)) or "none")
+
+
+def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
+    device = resolve_device(config.device)
+    found.add("device", device)
+    check_graphs(config, device, lambda note: found.add("CUDA graphs", note))
+
+
+def _examine_tokenizer(found: Diagnosis, model: str) -> Any:
+    if not (Path(model) / "tokenizer.json").is_file():
+        found.add("tokenizer", "none: prompts must be token ids")
+        return None
+    tokenizer = load_tokenizer(model)
+    found.add("tokenizer", f"{len(tokenizer)} tokens")
+    return tokenizer
+
+
+def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None) -> None:
+    checked = _preflight(config, plan)
+    tensors = checked.stored.values()
+    size = sum(_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)
+    found.add("tensors", f"{len(checked.stored)} of {size / 2**20:.1f} MiB, complete")
+    heads, device = HeadShape.of(checked.config), resolve_device(config.device)
+    found.add("attention", select_backend(config.attn_backend, heads, device).name)
+
+
+def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:
+    """The tensor check for what the plan needs; without a plan, for the target alone."""
+    vanilla = bool(getattr(config.speculative_config, "use_mtp_vanilla", False))
+    draft_len = 0 if plan is None or not plan.num_draft_layers else plan.max_draft_len
+    return preflight(config.model, max_draft_len=draft_len, vanilla=vanilla)
+
+
+def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len: int) -> None:
+    if plan.max_draft_len:
+        layers = (
+            "1 MTP layer" if plan.num_draft_layers == 1 else f"{plan.num_draft_layers} MTP layers"
+        )
+        found.add("drafts per step", f"K = {plan.max_draft_len} by {layers}")
+        speculative = config.speculative_config
+        if isinstance(speculative, MTPDecodingConfig) and speculative.mtp.is_synthetic:
+            shares = speculative.mtp.acceptance_shares(plan.max_draft_len)
+            found.add(
+                "acceptance",
+                f"synthetic, {' / '.join(f'{share:.0%}' for share in shares)} by a coin: for "
+                "benchmarks only, the text is not the model's",
+            )
+    else:
+        found.add("drafts per step", "none")
+    overlap = not config.disable_overlap_scheduler
+    rows = plan.rows_to_reserve(0, in_flight=overlap)
+    found.add(
+        "KV rows per request",
+        f"its tokens and up to {rows} for the next step{' (overlap)' if overlap else ''}, "
+        f"at most {max_seq_len}",
+    )
+
+
+def _build(
+    plugin: SpeculativePlugin,
+    config: LLMConfig,
+    plan: DraftPlan,
+    facts: ModelFacts,
+    max_seq_len: int,
+    tokenizer: Any,
+) -> SpeculativePieces:
+    """The real pieces, on the CPU: what they refuse is a problem."""
+    batch_size = config.max_batch_size
+    host = HostFacts(
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        dtype=facts.dtype,
+        device=torch.device("cpu"),
+        max_batch_size=batch_size,
+        max_num_sequences=2 * batch_size,
+        max_seq_len=max_seq_len,
+        chain=family_of(facts.model_type).traits.chain,
+        encode=(
+            None
+            if tokenizer is None
+            else lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+        ),
+    )
+    return plugin.build(config.speculative_config, plan, host)

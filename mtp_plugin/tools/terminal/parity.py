@@ -1,0 +1,378 @@
+"""``parity``: what the executor emits with MTP beside plain decoding, and how that is shown."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.requests.tokenizer import encode
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, plain_attention
+from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
+from mtp_plugin.tools.terminal.decoding import Decoded, run_batch, verdicts_of_plain_decoding
+from mtp_plugin.tools.terminal.report import spelled, versions
+
+EAGLE, VANILLA, PLAIN = "eagle", "vanilla", "none"
+RANDOM_PROMPTS = 8
+LONGEST_RANDOM_PROMPT = 48
+SHOWN_TIES = 10
+PROMPT_TAIL = 40
+"""Characters of a prompt that a finding is shown with."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the executor."""
+
+    worker: str
+    k: int
+    batch_size: int
+
+    @property
+    def label(self) -> str:
+        """A short name."""
+        drafts = "" if self.worker == PLAIN else f" K={self.k}"
+        return f"{self.worker}{drafts} batch {self.batch_size}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A variant's outputs beside plain decoding."""
+
+    variant: Variant
+    results: list[Decoded]
+    verdicts: list[Comparison]
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted tokens."""
+        return sum(len(result.token_ids) for result in self.results)
+
+    @property
+    def num_equal(self) -> int:
+        """Those before the first difference of their prompt, ties among them."""
+        return sum(verdict.num_equal for verdict in self.verdicts)
+
+    @property
+    def num_ties(self) -> int:
+        """Differences that rounding excuses."""
+        return sum(len(verdict.ties) for verdict in self.verdicts)
+
+    @property
+    def differences(self) -> list[tuple[int, Divergence]]:
+        """(Number of the prompt from 1, its first difference that is no tie)."""
+        verdicts = enumerate(self.verdicts, 1)
+        return [(n, v.difference) for n, v in verdicts if v.difference is not None]
+
+    @property
+    def ties(self) -> list[tuple[int, Divergence]]:
+        """(Number of the prompt from 1, a tie)."""
+        return [(n, tie) for n, verdict in enumerate(self.verdicts, 1) for tie in verdict.ties]
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        """Counts of all prompts."""
+        total = AcceptanceStats(self.results[0].acceptance.max_draft_len)
+        for result in self.results:
+            total.merge(result.acceptance)
+        return total
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Everything that ``parity`` found out."""
+
+    config: LLMConfig
+    device: str
+    dtype: str
+    tie_ulps: float
+    outcomes: list[Outcome]
+    tokenizer: Tokenizer | None
+
+    @property
+    def exit_code(self) -> int:
+        """`DIFFERENT` where an output is not that of plain decoding."""
+        return DIFFERENT if any(outcome.differences for outcome in self.outcomes) else OK
+
+
+# --- what runs ---
+
+
+def on(
+    settings: LLMConfig, *, dtype: str | None, device: str | None, graphs: bool | None
+) -> LLMConfig:
+    """The settings with another dtype or device, with or without CUDA graphs, where that is
+    given."""
+    values = settings.model_dump()
+    values |= {name: v for name, v in (("dtype", dtype), ("device", device)) if v is not None}
+    if graphs is not None:
+        values["cuda_graph_config"] = {"enable_padding": True} if graphs else None
+    elif device == "cpu":
+        values["cuda_graph_config"] = None
+    return LLMConfig.model_validate(values)
+
+
+def variants_of(
+    settings: LLMConfig,
+    num_mtp_layers: int,
+    *,
+    workers: Sequence[str] = (),
+    ks: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
+) -> list[tuple[Variant, LLMConfig]]:
+    """Every combination, each with its config; what is not given is as in ``settings``.
+
+    Raises:
+        ConfigError: settings under which the text may differ by design, or a combination that the
+            checkpoint cannot run.
+    """
+    found: list[tuple[Variant, LLMConfig]] = []
+    for worker in workers or (None,):
+        for k in ks or (None,):
+            for batch_size in batch_sizes or (settings.max_batch_size,):
+                config = _configured(settings, worker, k, batch_size, num_mtp_layers)
+                found.append((_variant(config), config))
+    return found
+
+
+def _configured(
+    settings: LLMConfig, worker: str | None, k: int | None, batch_size: int, num_mtp_layers: int
+) -> LLMConfig:
+    values = settings.model_dump()
+    speculative = values["speculative_config"]
+    if worker is not None or k is not None:
+        speculative = {"decoding_type": "MTP"} if speculative is None else dict(speculative)
+        if worker is not None:
+            speculative["use_mtp_vanilla"] = worker == VANILLA
+        if k is not None:
+            speculative |= {"max_draft_len": k, "draft_len_schedule": None}
+    values |= {"max_batch_size": batch_size, "speculative_config": speculative}
+    graphs = values["cuda_graph_config"]
+    if graphs is not None and batch_size != settings.max_batch_size:
+        values["cuda_graph_config"] = {**graphs, "batch_sizes": None, "max_batch_size": None}
+    drafts = (speculative or {}).get("max_draft_len") or max(num_mtp_layers, 1)
+    values["max_num_tokens"] = max(settings.max_num_tokens, batch_size * (1 + drafts))
+    return LLMConfig.model_validate(values).resolve(num_mtp_layers)
+
+
+def _variant(config: LLMConfig) -> Variant:
+    speculative = config.speculative_config
+    if speculative is None:
+        return Variant(PLAIN, 0, config.max_batch_size)
+    if not isinstance(speculative, MTPDecodingConfig):
+        return Variant(speculative.decoding_type, 0, config.max_batch_size)
+    by_design = speculative.use_relaxed_acceptance_for_thinking
+    by_design |= speculative.mtp.verification == "synthetic"
+    expect(
+        not by_design,
+        ConfigError,
+        "parity: relaxed and synthetic acceptance change the text by design; expected a config "
+        "with strict acceptance",
+    )
+    worker = VANILLA if speculative.use_mtp_vanilla else EAGLE
+    return Variant(worker, speculative.draft_len, config.max_batch_size)
+
+
+def run_parity(
+    variants: Sequence[tuple[Variant, LLMConfig]],
+    texts: Sequence[str],
+    params: SamplingParams,
+    *,
+    num_prompts: int | None,
+    seed: int,
+    tie_ulps: float,
+    on_progress: Callable[[str], None],
+) -> ParityReport:
+    """Run the variants over the same prompts with one model, and compare each.
+
+    Raises:
+        MTPPluginError: a checkpoint, config, prompt or tolerance that cannot be run.
+    """
+    TieRule(torch.float32, tie_ulps)  # refuses what is no tolerance, before any weight is loaded
+    model: LoadedModel | None = None
+    tokenizer: Any = None
+    prompts: list[list[int]] = []
+    decoded: dict[int, tuple[list[Decoded], int]] = {}
+    # the variant with the most draft layers loads the model for all
+    for index in sorted(range(len(variants)), key=lambda i: -_num_draft_layers(variants[i][0])):
+        variant, config = variants[index]
+        tell = on_progress if model is None else None
+        with LLM(config, model=model, tokenizer=tokenizer, on_progress=tell) as llm:
+            model, tokenizer = llm.model, llm.tokenizer
+            if not prompts:
+                vocab = model.facts.vocab_size
+                prompts = make_prompts(texts, tokenizer, vocab, num_prompts, seed)
+            on_progress(f"{variant.label}: {len(prompts)} prompts")
+            decoded[index] = run_batch(llm, prompts, params).results, llm.max_seq_len
+        # its KV cache goes before the next one is allocated
+        del llm
+    if model is None:
+        raise ConfigError("parity: expected at least one variant to run")
+    outcomes = []
+    known: dict[tuple[int, ...], list[int]] = {}
+    with plain_attention(model):
+        for index, (variant, _) in enumerate(variants):
+            on_progress(f"{variant.label}: plain decoding")
+            results, max_seq_len = decoded[index]
+            verdicts = verdicts_of_plain_decoding(
+                model,
+                results,
+                params,
+                max_seq_len=max_seq_len,
+                tokenizer=tokenizer,
+                tie_ulps=tie_ulps,
+                known=known,
+            )
+            outcomes.append(Outcome(variant, results, verdicts))
+    weight = next(model.lm_head.parameters())
+    return ParityReport(
+        config=variants[0][1],
+        device=str(weight.device),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        tie_ulps=tie_ulps,
+        outcomes=outcomes,
+        tokenizer=tokenizer,
+    )
+
+
+def _num_draft_layers(variant: Variant) -> int:
+    return variant.k if variant.worker == VANILLA else min(variant.k, 1)
+
+
+def make_prompts(
+    texts: Sequence[str], tokenizer: Any, vocab_size: int, count: int | None, seed: int
+) -> list[list[int]]:
+    """Prompts as token ids: the texts, then seeded pieces of them, or random ids without texts."""
+    dice = random.Random(seed)
+    if tokenizer is None or not texts:
+        return [
+            [dice.randrange(vocab_size) for _ in range(dice.randint(1, LONGEST_RANDOM_PROMPT))]
+            for _ in range(count or RANDOM_PROMPTS)
+        ]
+    whole = [encode(tokenizer, text) for text in texts]
+    prompts = whole[:count]
+    while count is not None and len(prompts) < count:
+        ids = dice.choice(whole)
+        end = dice.randint(1, len(ids))
+        prompts.append(ids[dice.randrange(end) : end])
+    return prompts
+
+
+# --- what is shown ---
+
+
+def show_parity(report: ParityReport, console: OutputConsole) -> None:
+    """The table, ties and differences, then the verdict."""
+    console.write_line("")
+    console.print(_table(report, plain_box=not can_show("─━", console.file)))
+    ties = [(o.variant, n, tie) for o in report.outcomes for n, tie in o.ties]
+    for variant, number, tie in ties[:SHOWN_TIES]:
+        console.write_line(f"tie: {_told(report, variant, number, tie)}", "dim")
+    if len(ties) > SHOWN_TIES:
+        console.write_line(f"and {len(ties) - SHOWN_TIES} further ties", "dim")
+    differences = [(o, n, found) for o in report.outcomes for n, found in o.differences]
+    for outcome, number, found in differences:
+        told = _told(report, outcome.variant, number, found)
+        prompt = _prompt(report, outcome.results[number - 1].prompt_token_ids)
+        console.write_line(f"difference: {told}, behind {prompt}", "bold red")
+    tokens = sum(outcome.num_tokens for outcome in report.outcomes)
+    counted = f"{tokens} tokens; ties: {len(ties)}; differences: {len(differences)}"
+    verdict = "NO" if differences else "yes"
+    style = "bold red" if differences else None
+    console.write_line(f"identical to decoding without MTP: {verdict} ({counted})", style)
+
+
+def _table(report: ParityReport, *, plain_box: bool) -> Table:
+    title = f"{report.dtype} on {report.device}"
+    if report.dtype != "float32":
+        title += f", ties up to {report.tie_ulps:g} ulps"
+    table = Table(box=box.ASCII if plain_box else box.SIMPLE_HEAD, title=title)
+    table.add_column("worker")
+    for name in ("K", "batch", "prompts", "tokens", "equal", "ties", "differ", "accepted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in report.outcomes:
+        variant = outcome.variant
+        accepted = outcome.acceptance.acceptance_length
+        table.add_row(
+            variant.worker,
+            str(variant.k),
+            str(variant.batch_size),
+            str(len(outcome.results)),
+            str(outcome.num_tokens),
+            str(outcome.num_equal - outcome.num_ties),
+            str(outcome.num_ties),
+            str(len(outcome.differences)),
+            f"{accepted:.2f}" if variant.k else "",
+        )
+    return table
+
+
+def _told(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
+    ours = spelled(found.token, report.tokenizer)
+    theirs = spelled(found.expected, report.tokenizer)
+    gap = "" if found.gap is None else f", logits {abs(found.gap):.4g} apart"
+    if found.gap is not None and found.tolerance:
+        gap += f" where {found.tolerance:.4g} is a tie"
+    return (
+        f"{variant.label}, prompt {number}, token {found.position + 1}: {ours}, "
+        f"plain decoding has {theirs}{gap}"
+    )
+
+
+def _prompt(report: ParityReport, ids: Iterable[int]) -> str:
+    if report.tokenizer is None:
+        return f"prompt ids {list(ids)[-8:]}"
+    return repr(report.tokenizer.decode(list(ids), skip_special_tokens=False)[-PROMPT_TAIL:])
+
+
+def parity_document(report: ParityReport) -> dict[str, Any]:
+    """The whole report, ready for JSON."""
+    return {
+        "versions": versions(),
+        "config": report.config.model_dump(mode="json"),
+        "device": report.device,
+        "dtype": report.dtype,
+        "tie_tolerance_ulps": report.tie_ulps,
+        "identical": report.exit_code == OK,
+        "variants": [_outcome_document(outcome) for outcome in report.outcomes],
+    }
+
+
+def _outcome_document(outcome: Outcome) -> dict[str, Any]:
+    variant = outcome.variant
+    return {
+        "worker": variant.worker,
+        "max_draft_len": variant.k,
+        "batch_size": variant.batch_size,
+        "num_prompts": len(outcome.results),
+        "num_tokens": outcome.num_tokens,
+        "num_equal": outcome.num_equal - outcome.num_ties,
+        "num_ties": outcome.num_ties,
+        "num_differences": len(outcome.differences),
+        "acceptance_length": outcome.acceptance.acceptance_length if variant.k else None,
+        "ties": [_found_document(outcome, n, tie) for n, tie in outcome.ties],
+        "differences": [_found_document(outcome, n, found) for n, found in outcome.differences],
+    }
+
+
+def _found_document(outcome: Outcome, number: int, found: Divergence) -> dict[str, Any]:
+    return {
+        "prompt": number,
+        "prompt_token_ids": outcome.results[number - 1].prompt_token_ids,
+        "position": found.position + 1,
+        "token": found.token,
+        "expected": found.expected,
+        "gap": found.gap,
+        "tie_tolerance": found.tolerance,
+    }

@@ -1,0 +1,214 @@
+"""The end of ``generate``: a table and a line, or one JSON document."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from mtp_plugin.config import LLMConfig
+from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
+from mtp_plugin.tools.terminal.decoding import BatchRun, Comparison, Decoded, Difference
+from mtp_plugin.tools.terminal.version import package_version
+
+SYNTHETIC_NOTE = (
+    "synthetic acceptance: a coin accepted the drafts, the text is not the model's; for speed alone"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that ``generate`` found out."""
+
+    config: LLMConfig
+    max_draft_len: int
+    device: str
+    dtype: str
+    prompts: list[str]
+    run: BatchRun
+    plain_run: BatchRun | None
+    """The same executor without drafts; None where that was not asked for or is `run` itself."""
+    comparison: Comparison | None
+    tokenizer: Tokenizer | None
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether the text may differ from plain decoding by design."""
+        speculative = self.config.speculative_config
+        return bool(getattr(speculative, "use_relaxed_acceptance_for_thinking", False))
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether a coin accepted the drafts, so that the text is not the model's."""
+        return self.run.acceptance.is_synthetic
+
+    @property
+    def exit_code(self) -> int:
+        """`DIFFERENT` where a text is not what it has to be."""
+        comparison = self.comparison
+        by_design = self.is_relaxed or self.is_synthetic
+        if comparison is None or not comparison.differences or by_design:
+            return OK
+        return DIFFERENT
+
+
+def show_report(report: Report, console: OutputConsole) -> None:
+    """The table, then how the text compares with plain decoding."""
+    console.write_line("")
+    if report.is_synthetic:
+        console.write_line(SYNTHETIC_NOTE, "bold yellow")
+    console.print(_table(report, plain_box=not can_show("─━", console.file)))
+    for line in comparison_lines(report):
+        console.write_line(line, None if report.exit_code == OK else "bold red")
+
+
+def _table(report: Report, *, plain_box: bool) -> Table:
+    runs = [report.run] + ([report.plain_run] if report.plain_run is not None else [])
+    table = Table(box=box.ASCII if plain_box else box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("with MTP", "without MTP") if report.max_draft_len else ("without MTP",):
+        if len(table.columns) <= len(runs):
+            table.add_column(name, justify="right")
+    if report.max_draft_len:
+        lengths = [f"{run.acceptance.acceptance_length:.2f}" for run in runs]
+        what = "synthetic" if report.is_synthetic else "acceptance length"
+        table.add_row(f"tokens per step ({what})", *lengths)
+        shares = " / ".join(f"{share:.0%}" for share in report.run.acceptance.per_position)
+        drafted = f"1..{report.max_draft_len}" if report.max_draft_len > 1 else "1"
+        by_whom = " by a coin" if report.is_synthetic else ""
+        table.add_row(f"accepted{by_whom} up to draft {drafted}", shares)
+    table.add_row("prompts", *(str(len(run.results)) for run in runs))
+    table.add_row("tokens", *(str(run.num_tokens) for run in runs))
+    table.add_row("target steps of the batch", *(str(run.num_steps) for run in runs))
+    table.add_row("seconds", *(f"{run.seconds:.2f}" for run in runs))
+    table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
+    if report.plain_run is not None and report.plain_run.tokens_per_second:
+        ratio = report.run.tokens_per_second / report.plain_run.tokens_per_second
+        table.add_row("speed-up", f"{ratio:.2f}x")
+    return table
+
+
+def comparison_lines(report: Report) -> list[str]:
+    """What plain decoding says, one line, and one per difference."""
+    comparison = report.comparison
+    if comparison is None:
+        return []
+    what = "decoding without MTP" if report.max_draft_len else "plain decoding"
+    title = f"identical to {what}:"
+    if report.is_synthetic:
+        return [
+            f"{title} not expected of synthetic acceptance; {comparison.num_equal} of "
+            f"{comparison.num_tokens} tokens agree up to the first difference of each prompt"
+        ]
+    if report.is_relaxed:
+        return [
+            f"{title} not promised by relaxed acceptance; {comparison.num_equal} of "
+            f"{comparison.num_tokens} tokens agree up to the first difference of each prompt"
+        ]
+    if comparison.differences:
+        found = [_told(difference, report.tokenizer) for difference in comparison.differences]
+        return [f"{title} NO", *found]
+    ties = f", {comparison.num_ties} rounding ties" if comparison.num_ties else ""
+    return [f"{title} yes ({comparison.num_tokens} tokens{ties})"]
+
+
+def _told(difference: Difference, tokenizer: Tokenizer | None) -> str:
+    ours = spelled(difference.token, tokenizer)
+    theirs = spelled(difference.expected, tokenizer)
+    return (
+        f"  prompt {difference.prompt}, token {difference.position}: {ours}, "
+        f"plain decoding has {theirs}"
+    )
+
+
+def spelled(token: int | None, tokenizer: Tokenizer | None) -> str:
+    """A token's id and text; None: the text had ended."""
+    if token is None:
+        return "the end"
+    if tokenizer is None:
+        return str(token)
+    return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
+
+
+# --- JSON ---
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    """The whole report, ready for JSON."""
+    results = zip(report.prompts, report.run.results, strict=True)
+    return {
+        "versions": versions(),
+        "config": report.config.model_dump(mode="json"),
+        "device": report.device,
+        "dtype": report.dtype,
+        "max_draft_len": report.max_draft_len,
+        "synthetic_acceptance": report.is_synthetic,
+        "results": [
+            _result_document(prompt, result, report.max_draft_len) for prompt, result in results
+        ],
+        "run": _run_document(report.run, report.max_draft_len),
+        "run_without_mtp": (
+            None if report.plain_run is None else _run_document(report.plain_run, 0)
+        ),
+        "comparison": _comparison_document(report),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the package and of what it stands on."""
+    found = {"mtp_plugin": package_version(), "python": platform.python_version()}
+    return {**found, **{name: version(name) for name in ("torch", "transformers")}}
+
+
+def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "text": result.text,
+        "finish_reason": result.finish_reason.value,
+        "acceptance": _acceptance_document(result.acceptance) if max_draft_len else None,
+    }
+
+
+def _run_document(run: BatchRun, max_draft_len: int) -> dict[str, Any]:
+    return {
+        "num_tokens": run.num_tokens,
+        "num_steps": run.num_steps,
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "acceptance": _acceptance_document(run.acceptance) if max_draft_len else None,
+    }
+
+
+def _acceptance_document(stats: AcceptanceStats) -> dict[str, Any]:
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "per_position": stats.per_position,
+        "acceptance_rate": stats.acceptance_rate,
+        "steps": stats.steps,
+        "emitted": stats.emitted,
+        "drafted": stats.num_drafted,
+        "steps_by_emitted_tokens": stats.histogram,
+        "synthetic": stats.is_synthetic,
+    }
+
+
+def _comparison_document(report: Report) -> dict[str, Any] | None:
+    comparison = report.comparison
+    if comparison is None:
+        return None
+    return {
+        "identical": not comparison.differences,
+        "expected_identical": not (report.is_relaxed or report.is_synthetic),
+        "num_tokens": comparison.num_tokens,
+        "num_equal": comparison.num_equal,
+        "num_ties": comparison.num_ties,
+        "differences": [asdict(difference) for difference in comparison.differences],
+    }

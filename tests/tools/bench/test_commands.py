@@ -1,0 +1,171 @@
+"""The commands without a GPU: they refuse, or compare results and say that it is no benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import triton  # noqa: F401 - imported first, so that the commands leave the environment alone
+from typer.testing import CliRunner
+
+from mtp_plugin.tools.bench import run
+from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.cli import app, main
+from mtp_plugin.tools.bench.kernels import reference_kernels
+from mtp_plugin.tools.bench.step_cases import step_cases
+from mtp_plugin.tools.bench.suites import Options, cases_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Run a command; its result, and the document that it left."""
+
+    def invoke(*arguments: str):
+        path = tmp_path / "results" / "bench.json"
+        result = CliRunner().invoke(app, [*arguments, "--output", str(path)])
+        return result, json.loads(path.read_text()) if path.exists() else None
+
+    return invoke
+
+
+@pytest.mark.parametrize(("kind", "num_cases"), [("step", 3), ("ops", 9)])
+def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int) -> None:
+    result, told = bench(kind, "--cpu", "--batch", "2")
+    assert result.exit_code == 0, result.output
+    assert "not a benchmark" in result.stdout
+    assert told["kind"] == kind
+    assert told["benchmark"] is False
+    assert "not a benchmark" in told["note"]
+    assert told["complete"] is told["matched"] is True
+    assert len(told["cases"]) == num_cases
+    assert all(case["matched"] and case["graph_us"] is None for case in told["cases"])
+    assert {"torch", "triton", "python", "commit"} <= told["machine"].keys()
+
+
+def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:
+    monkeypatch.setattr(run, "measured_kernels", None)  # nothing may be measured
+    arguments = ["ops", "--cpu", "--batch", "2", "--output", "/proc/none/ops.json"]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, BenchmarkError)
+    assert "--output: /proc/none/ops.json cannot be written" in str(result.exception)
+
+
+def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
+    right = reference_kernels()
+
+    def wrong(logits, drafts, **options):
+        accepted = right.step.accept_strict(logits, drafts, **options)
+        return dataclasses.replace(accepted, tokens=accepted.tokens + 1)
+
+    step = dataclasses.replace(right.step, accept_strict=wrong)
+    broken = dataclasses.replace(right, step=step)
+    monkeypatch.setattr(run, "measured_kernels", lambda _: broken)
+    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    assert result.exit_code == 1
+    assert "no figure: accept/strict/" in result.stderr
+    assert "differs from the reference: tokens" in result.stderr
+    strict, relaxed = told["cases"]
+    assert told["matched"] is strict["matched"] is False
+    assert strict["mismatches"] == ["tokens"]
+    assert "eager_us" not in strict
+    assert "gb_per_s" not in strict
+    # the others keep theirs
+    assert relaxed["matched"] is True
+    assert relaxed["eager_us"]["median"] > 0
+    row = next(line for line in result.stdout.splitlines() if "accept/strict" in line)
+    assert row.split()[1:] == ["differs"]
+
+
+def test_a_wrong_kernel_in_a_step_yields_no_number(bench, monkeypatch) -> None:
+    right = reference_kernels()
+    step = dataclasses.replace(right.step, propose=lambda logits, place: place.write(logits[:, 0]))
+    broken = dataclasses.replace(right, step=step)
+    monkeypatch.setattr(run, "measured_kernels", lambda _: broken)
+    result, told = bench("step", "--cpu", "--batch", "2")
+    assert result.exit_code == 1
+    assert all("eager_us" not in case for case in told["cases"])
+    assert all("next_draft_tokens" in case["mismatches"] for case in told["cases"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_refuses(bench) -> None:
+    result, told = bench("step")
+    assert isinstance(result.exception, BenchmarkError)
+    assert "expected a CUDA device, found none; --cpu" in str(result.exception)
+    assert told is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(only="nothing"), "--filter: no case has 'nothing' in its name"),
+        (Options(batches=(4, 0)), "--batch: expected sizes of at least 1, got 0"),
+        (Options(k=0), "--k: expected at least 1, got 0"),
+        (Options(vocab=4), "--vocab: expected at least 16, got 4"),
+        (Options(dtype="float64"), "--dtype: expected one of float32, bfloat16, got float64"),
+    ],
+)
+def test_options_that_fit_no_case_are_named(options: Options, message: str) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        cases_of("ops", options, CPU)
+
+
+def test_a_batch_that_is_no_number_is_named(bench) -> None:
+    result, _ = bench("ops", "--cpu", "--batch", "1,many")
+    assert result.exit_code == 2
+    assert "expected whole numbers" in result.stderr
+
+
+def test_named_errors_are_one_line_on_its_own(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "ops", "--cpu", "--filter", "nothing"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --filter: no case has 'nothing' in its name\n"
+
+
+# --- which cases there are ---
+
+
+def labels(kind: str, **options) -> list[str]:
+    return [case.label for case in cases_of(kind, Options(**options), CPU)]
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    for kind in ("step", "ops"):
+        names = labels(kind)
+        assert len(set(names)) == len(names)
+
+
+def test_targets_are_for_the_reference_sizes() -> None:
+    with_target = {case.label for case in cases_of("step", Options(), CPU) if case.target}
+    assert with_target == {
+        f"step/{worker}/b{batch}" for worker in ("vanilla", "eagle") for batch in (1, 8, 64, 256)
+    }
+    others = cases_of("ops", Options(k=1), CPU)
+    assert not any(case.target for case in others)
+    ops = {case.name: str(case.target) for case in cases_of("ops", Options(), CPU) if case.target}
+    assert ops["bookkeeping/fused"] == "<= 3, eager <= 30"
+    assert ops["first-pass/mixed"] == "<= 90"
+    assert ops["state-copy"] == ">= 4100 GB/s"
+
+
+def test_other_sizes_are_measured_unless_sizes_are_given() -> None:
+    names = labels("step")
+    for part in ("bfloat16", "-k1", "-k7", "-h4096", "write-limits"):
+        assert any(part in name for name in names)
+    assert len(labels("step", quick=True)) == 6
+    assert len(labels("step", hidden=4096)) == 12
+
+
+def test_a_host_with_write_limits_steps_as_well() -> None:
+    shape = Options(tiny=True, batches=(2,)).base_shapes()[0]
+    reference = reference_kernels()
+    for case in step_cases(shape, CPU, write_limits=True):
+        state = case.prepare(0).state
+        assert {"kv_write_limit", "kv_capacity"} <= state.keys()
+        assert run.Bench(reference, reference, CPU, samples=1).measure(case).matched

@@ -1,0 +1,330 @@
+"""``mtp-plugin parity``, from arguments to exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from mtp_plugin import cli
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor.models import load_model, write_random_checkpoint
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import Oracle, oracle
+from mtp_plugin.tools.terminal import parity
+from mtp_plugin.tools.terminal.decoding import PIECE, Decoded, verdicts_of_plain_decoding
+
+VOCAB = 96
+TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three MTP layers, drafts that are often right, no tokenizer."""
+    path = tmp_path_factory.mktemp("echo")
+    write_random_checkpoint(
+        path,
+        "glm4_moe",
+        num_mtp_layers=3,
+        seed=3,
+        echo_draft=True,
+        residual_scale=0.4,
+        vocab_size=VOCAB,
+    )
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls the console script in this process, without colours."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mtp-plugin", "parity", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Result(int(ended.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An executor that emits another token at a place of one prompt's output."""
+
+    def tamper(prompt: int, position: int, change: Callable[[list[int]], list[int]]) -> None:
+        honest = parity.run_batch
+
+        def run_batch(*arguments: Any) -> Any:
+            ran = honest(*arguments)
+            wrong = ran.results[prompt]
+            tokens = change(wrong.token_ids[: position + 1]) + wrong.token_ids[position + 1 :]
+            ran.results[prompt] = dataclasses.replace(wrong, token_ids=tokens)
+            return ran
+
+        monkeypatch.setattr(parity, "run_batch", run_batch)
+
+    return tamper
+
+
+def other(tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], (tokens[-1] + 1) % VOCAB]
+
+
+def test_every_combination_is_compared(run: Run, checkpoint: str) -> None:
+    result = run(
+        *("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "1,3", "--batch-size", "1,3"),
+        *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos"),
+    )
+    assert result.code == 0
+    told = json.loads(result.out)
+    assert told["identical"] is True
+    assert told["dtype"] == "float32"
+    assert told["device"] == "cpu"
+    found = [(v["worker"], v["max_draft_len"], v["batch_size"]) for v in told["variants"]]
+    assert found == [(w, k, b) for w in ("eagle", "vanilla") for k in (1, 3) for b in (1, 3)]
+    for variant in told["variants"]:
+        assert variant["num_prompts"] == 4
+        assert variant["num_tokens"] == variant["num_equal"] == 48
+        assert variant["ties"] == variant["differences"] == []
+        assert 1 < variant["acceptance_length"] <= variant["max_draft_len"] + 1
+
+
+def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
+    result = run("-m", checkpoint, "--k", "2", "--num-prompts", "3", "-n", "6", "--ignore-eos")
+    assert result.code == 0
+    row = next(line.split() for line in result.out.splitlines() if "eagle" in line)
+    assert row[:8] == ["eagle", "2", "8", "3", "18", "18", "0", "0"]
+    last = "identical to decoding without MTP: yes (18 tokens; ties: 0; differences: 0)"
+    assert result.out.splitlines()[-1] == last
+
+
+def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
+    run: Run, checkpoint: str, tampered: Callable[..., None]
+) -> None:
+    tampered(1, 4, other)
+    arguments = ("-m", checkpoint, "--num-prompts", "3", "-n", "8", "--ignore-eos")
+    result = run(*arguments, "--json")
+    assert result.code == 1
+    told = json.loads(result.out)
+    assert told["identical"] is False
+    (variant,) = told["variants"]
+    (found,) = variant["differences"]
+    assert (found["prompt"], found["position"]) == (2, 5)
+    assert found["token"] == (found["expected"] + 1) % VOCAB
+    assert found["tie_tolerance"] == 0.0
+    prefix = found["prompt_token_ids"]
+    model = load_model(checkpoint)
+    truth = Oracle(model).continuation(prefix, [], 5)
+    row = Oracle(model).logits([*prefix, *truth[:4]], 1)[0]
+    assert found["expected"] == truth[4]
+    assert found["gap"] == float(row[truth[4]]) - float(row[found["token"]]) > 0
+    # the four tokens before it count, nothing behind it does
+    assert variant["num_equal"] == 8 + 4 + 8
+
+    result = run(*arguments)
+    assert result.code == 1
+    line = next(line for line in result.out.splitlines() if line.startswith("difference: "))
+    assert line.startswith(
+        f"difference: eagle K=1 batch 8, prompt 2, token 5: {found['token']}, plain decoding has "
+        f"{found['expected']}, logits "
+    )
+    assert f"behind prompt ids {prefix[-8:]}" in line
+    last = "identical to decoding without MTP: NO (24 tokens; ties: 0; differences: 1)"
+    assert result.out.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("change", "token"),
+    [(lambda tokens: tokens[:-1], None), (lambda tokens: [*tokens, 3], 3)],
+    ids=["one-less", "one-more"],
+)
+def test_another_length_is_reported(
+    run: Run, checkpoint: str, tampered: Callable[..., None], change: Any, token: int | None
+) -> None:
+    tampered(0, 5, change)
+    result = run("-m", checkpoint, "--num-prompts", "2", "-n", "6", "--json", "--ignore-eos")
+    assert result.code == 1
+    (found,) = json.loads(result.out)["variants"][0]["differences"]
+    assert found["token"] == token
+    assert found["gap"] is None
+
+
+class Half(NamedTuple):
+    note: str
+    tolerance: str
+    dtype: str
+    code: int
+    ties: int
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Half("a wide tolerance calls it a tie", "1e6", "bfloat16", 0, 1),
+        Half("the usual one does not", "4", "bfloat16", 1, 0),
+        Half("float32 has no ties", "1e6", "float32", 1, 0),
+    ],
+    ids=lambda case: case.note,
+)
+def test_ties_are_excused_and_differences_are_not(
+    run: Run, checkpoint: str, tampered: Callable[..., None], case: Half
+) -> None:
+    """The last token is another one, so that nothing depends on what follows."""
+    tampered(0, 7, other)
+    result = run(
+        *("-m", checkpoint, "--num-prompts", "2", "-n", "8", "--json", "--ignore-eos"),
+        *("--dtype", case.dtype, "--tie-tolerance", case.tolerance, "--batch-size", "1"),
+    )
+    assert result.code == case.code
+    told = json.loads(result.out)
+    (variant,) = told["variants"]
+    assert variant["num_ties"] == len(variant["ties"]) == case.ties
+    assert variant["num_differences"] == 1 - case.ties
+    (found,) = variant["ties"] or variant["differences"]
+    assert found["position"] == 8
+    assert found["gap"] > 0
+    assert variant["num_equal"] == 15
+
+
+def test_ties_are_told(run: Run, checkpoint: str, tampered: Callable[..., None]) -> None:
+    tampered(0, 3, other)
+    result = run(
+        *("-m", checkpoint, "--num-prompts", "1", "-n", "4", "--dtype", "bfloat16"),
+        *("--tie-tolerance", "1e6", "--ignore-eos"),
+    )
+    assert result.code == 0
+    assert "tie: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    assert " is a tie" in result.out
+    assert result.out.endswith("yes (4 tokens; ties: 1; differences: 0)\n")
+
+
+def test_behind_a_tie_decoding_goes_on_piece_by_piece(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two words with the same row in the head; 50 tokens are more than three pieces."""
+    model = load_model(checkpoint, dtype=torch.bfloat16)
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=50, ignore_eos=True)
+    truth = greedy_decode(model.target, prompt, 50)
+    twin = next(word for word in reversed(range(VOCAB)) if word not in truth)
+    head: Any = model.lm_head
+    with torch.no_grad():
+        head.weight[twin] = head.weight[truth[4]]
+    emitted = [*truth[:4], twin]
+    emitted += greedy_decode(model.target, prompt + emitted, 45)
+    asked: list[int] = []
+
+    def decode(target: Any, ids: list[int], count: int, **options: Any) -> list[int]:
+        asked.append(count)
+        return greedy_decode(target, ids, count, **options)
+
+    monkeypatch.setattr(oracle, "greedy_decode", decode)
+    for tokens in (emitted, [*emitted[:40], (emitted[40] + 1) % VOCAB, *emitted[41:]]):
+        asked.clear()
+        result = Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
+        (found,) = verdicts_of_plain_decoding(
+            model, [result], params, max_seq_len=512, tokenizer=None
+        )
+        assert found.ties[0].position == 4
+        # the first run is whole, those behind ties are not
+        assert asked[0] == 50
+        assert max(asked[1:]) <= PIECE
+        right = tokens == emitted
+        assert found.num_equal == (50 if right else 40)
+        assert (found.difference is None) == right
+
+
+def test_prompts_of_the_folder_and_pieces_of_them(run: Run) -> None:
+    result = run("-m", str(TINY), "--num-prompts", "10", "-n", "3", "--k", "3", "--json")
+    assert result.code == 0
+    (variant,) = json.loads(result.out)["variants"]
+    assert variant["num_prompts"] == 10
+
+
+def test_batches_padded_as_graphs_would_be(run: Run, checkpoint: str) -> None:
+    arguments = ("-m", checkpoint, "--batch-size", "3", "--num-prompts", "3", "-n", "6", "--json")
+    result = run(*arguments, "--graphs", "--ignore-eos")
+    assert result.code == 0
+    told = json.loads(result.out)
+    assert told["config"]["cuda_graph_config"]["enable_padding"] is True
+    result = run(*arguments, "--graphs", "--device", "cpu")
+    assert result.code == 2
+    assert "expected null with device: cpu" in result.err
+
+
+def test_a_config_without_mtp_is_compared_as_it_is(
+    run: Run, checkpoint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": None}))
+    result = run("-c", str(file), "--num-prompts", "2", "-n", "4", "--json")
+    assert result.code == 0
+    (variant,) = json.loads(result.out)["variants"]
+    assert (variant["worker"], variant["max_draft_len"]) == ("none", 0)
+
+
+RELAXED = {
+    "decoding_type": "MTP",
+    "use_relaxed_acceptance_for_thinking": True,
+    "begin_thinking_phase_token": 3,
+    "end_thinking_phase_token": 4,
+}
+SYNTHETIC = {
+    "decoding_type": "MTP",
+    "mtp": {"verification": "synthetic", "synthetic_acceptance": 0.5},
+}
+
+
+@pytest.mark.parametrize("speculative", [RELAXED, SYNTHETIC], ids=["relaxed", "synthetic"])
+def test_a_text_that_may_differ_by_design_is_refused(
+    run: Run, checkpoint: str, tmp_path: Path, speculative: dict[str, Any]
+) -> None:
+    file = tmp_path / "different.yaml"
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    result = run("-c", str(file))
+    assert result.code == 2
+    assert "change the text by design" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "expected either --config or --model"),
+        (("-m", "x", "-c", "y"), "expected either --config or --model"),
+        (("-m", "CHECKPOINT", "--worker", "medusa"), "expected eagle or vanilla"),
+        (("-m", "CHECKPOINT", "--k", "1,x"), "expected whole numbers above 0"),
+        (("-m", "CHECKPOINT", "--batch-size", "0"), "expected whole numbers above 0"),
+        (("-m", "CHECKPOINT", "--tie-tolerance", "-1"), "expected at least 0 ulps, got -1"),
+        (("-m", "CHECKPOINT", "--tie-tolerance", "nan"), "expected at least 0 ulps, got nan"),
+        (("-m", "CHECKPOINT", "--k", "4", "--worker", "vanilla"), "more than the checkpoint's 3"),
+        (("-m", "CHECKPOINT", "--dtype", "float8"), "dtype: expected one of"),
+        (("-m", "nowhere"), "nowhere"),
+    ],
+)
+def test_wrong_options_are_named(
+    run: Run, checkpoint: str, arguments: tuple[str, ...], message: str
+) -> None:
+    result = run(*(checkpoint if a == "CHECKPOINT" else a for a in arguments))
+    assert result.code == 2
+    assert message in " ".join(result.err.replace("\u2502", " ").split())
+    assert "loading weights" not in result.err
