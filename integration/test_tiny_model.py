@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "integration" / "tiny_model"
 CHECKPOINT = FOLDER / "checkpoint"
 CONFIGS = sorted((ROOT / "configs").glob("tiny_*.yaml"))
-SYNTHETIC = ROOT / "configs" / "tiny_synthetic.yaml"  # a coin accepts: not the model's text
+SYNTHETIC = ROOT / "configs" / "tiny_synthetic.yaml"  # draws accept: not the model's text
 NUM_TOKENS = 48
 
 torch.set_num_threads(1)  # thin layers: a second thread costs more than it gives
@@ -38,7 +38,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def plain_texts(prompts) -> list[list[int]]:
-    """The target alone, by the plain decoder over transformers' own attention."""
+    """The target alone, by the no_overlap decoder over transformers' own attention."""
     target = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     end = (target.generation_config.eos_token_id,)
@@ -103,13 +103,13 @@ def test_every_config_runs_losslessly(path, model, prompts, plain_texts):
 
 
 @pytest.mark.parametrize("name", ["tiny_eagle", "tiny_vanilla"])
-@pytest.mark.parametrize("plain", [False, True], ids=["overlap", "plain"])
+@pytest.mark.parametrize("no_overlap", [False, True], ids=["overlap", "no_overlap"])
 def test_chunks_and_preemption_leave_text_and_acceptance_alone(
-    name, plain, model, prompts, plain_texts
+    name, no_overlap, model, prompts, plain_texts
 ):
     config = load_config(ROOT / "configs" / f"{name}.yaml").model_dump()
     config.update(
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         max_num_tokens=48,
         kv_cache_config={"tokens_per_block": 8, "max_tokens": 360},
     )

@@ -166,9 +166,9 @@ def _decode(
     marks: bool,
     compare: bool,
 ) -> Report:
-    """Run the batch as configured and, to compare, without drafts and by plain decoding."""
+    """Run the batch as configured and, to compare, without drafts and by target-only decoding."""
     from mtp_plugin.executor import LLM
-    from mtp_plugin.tools.terminal.decoding import compare_with_plain_decoding, run_batch
+    from mtp_plugin.tools.terminal.decoding import compare_with_target_only_decoding, run_batch
     from mtp_plugin.tools.terminal.report import Report
     from mtp_plugin.tools.terminal.stream_view import StreamView
 
@@ -187,19 +187,19 @@ def _decode(
                 view.close()
     # its KV cache goes before the next one is allocated
     del llm
-    plain_run = comparison = None
+    run_without_mtp = comparison = None
     if compare and draft_len:
         # no spinner, which would take its share of the time that is measured
         log.write_line("decoding without MTP, for the speed")
-        plain = settings.model_copy(update={"speculative_config": None})
-        with LLM(plain, model=model, tokenizer=tokenizer) as llm:
-            plain_run = run_batch(llm, prompts, params)
+        without_mtp = settings.model_copy(update={"speculative_config": None})
+        with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
+            run_without_mtp = run_batch(llm, prompts, params)
         del llm
     if compare:
         with progress(log) as tell:
             tell("decoding without the executor, for the text")
             model.set_attn_implementation("sdpa")
-            comparison = compare_with_plain_decoding(
+            comparison = compare_with_target_only_decoding(
                 model, run.results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
             )
     weight: Any = model.embed_tokens.weight
@@ -210,7 +210,7 @@ def _decode(
         dtype=str(weight.dtype).removeprefix("torch."),
         prompts=prompts,
         run=run,
-        plain_run=plain_run,
+        run_without_mtp=run_without_mtp,
         comparison=comparison,
         tokenizer=tokenizer,
     )
@@ -289,14 +289,15 @@ def parity(
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Compare what the executor emits with MTP, token for token, with plain decoding.
+    """Compare what the executor emits with MTP, token for token, with target-only decoding.
 
-    Plain decoding is one request at a time, without MTP and through none of the executor. Several
-    workers, draft lengths and batch sizes run one after the other, each over all prompts. Without a
-    prompt those of prompts.json in the folder around the checkpoint are taken, else random ids.
+    Target-only decoding is one request at a time, without MTP and through none of the executor.
+    Several workers, draft lengths and batch sizes run one after the other, each over all prompts.
+    Without a prompt those of prompts.json in the folder around the checkpoint are taken, else
+    random ids.
 
     In half precision a token may differ where two logits are equal but for rounding: such ties are
-    counted and shown, and plain decoding goes on from the emitted token.
+    counted and shown, and target-only decoding goes on from the emitted token.
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """

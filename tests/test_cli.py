@@ -35,7 +35,7 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import oracle
 from mtp_plugin.tools.terminal import prompts
 from mtp_plugin.tools.terminal.console import OutputConsole
-from mtp_plugin.tools.terminal.decoding import Decoded, compare_with_plain_decoding
+from mtp_plugin.tools.terminal.decoding import Decoded, compare_with_target_only_decoding
 from mtp_plugin.tools.terminal.stream_view import StreamView
 
 SPECIALS = ["<eos>", "<think>", "</think>", "<pad>"]
@@ -233,7 +233,7 @@ def test_without_mtp_there_is_no_acceptance(run: Run, config: Callable[..., str]
     assert result.code == 0
     assert "acceptance" not in result.out
     assert "drafts" not in result.out.split("── 8 tokens")[1]
-    assert result.out.splitlines()[-1] == "identical to plain decoding: yes (8 tokens)"
+    assert result.out.splitlines()[-1] == "identical to target-only decoding: yes (8 tokens)"
 
 
 def test_relaxed_acceptance_says_what_it_does_not_promise(
@@ -251,9 +251,7 @@ def test_relaxed_acceptance_says_what_it_does_not_promise(
     assert result.code == 0
 
 
-SYNTHETIC_NOTE = (
-    "synthetic acceptance: a coin accepted the drafts, the text is not the model's; for speed alone"
-)
+SYNTHETIC_NOTE = "synthetic acceptance: drafts were accepted by draw, the text is not the model's"
 
 
 def test_synthetic_acceptance_is_marked_wherever_it_shows(
@@ -265,7 +263,7 @@ def test_synthetic_acceptance_is_marked_wherever_it_shows(
     assert "── text (synthetic, not the model's)" in result.out
     assert SYNTHETIC_NOTE in result.out
     assert "tokens per step (synthetic)" in result.out
-    assert "accepted by a coin up to draft 1..3" in result.out
+    assert "accepted by synthetic draw up to draft 1..3" in result.out
     assert re.search(
         r"^identical to decoding without MTP: not expected of synthetic acceptance; \d+ of 40 ",
         result.out,
@@ -287,7 +285,7 @@ def test_doctor_tells_synthetic_rates(run: Run, config: Callable[..., str]) -> N
     result = run("doctor", "-c", config(SYNTHETIC))
     assert result.code == 0
     assert re.search(
-        r"^acceptance +synthetic, 90% / 80% / 70% by a coin: for benchmarks only, the text is not "
+        r"^acceptance +synthetic, 90% / 80% / 70%: for benchmarks only, the text is not "
         r"the model's$",
         result.out,
         re.MULTILINE,
@@ -332,7 +330,9 @@ def test_a_difference_is_told_and_fails(
     spelled = byte_tokenizer().decode([token])
     verdict = result.out.splitlines()[-2:]
     assert verdict[0] == "identical to decoding without MTP: NO"
-    assert verdict[1] == (f"  prompt 2, token 5: {token} {spelled!r}, plain decoding has 0 {'!'!r}")
+    assert verdict[1] == (
+        f"  prompt 2, token 5: {token} {spelled!r}, target-only decoding has 0 {'!'!r}"
+    )
 
 
 def test_a_text_that_ends_too_early_is_a_difference(
@@ -344,7 +344,7 @@ def test_a_text_that_ends_too_early_is_a_difference(
     monkeypatch.setattr(oracle, "greedy_decode", longer)
     result = run("generate", "-c", config(EAGLE), "-p", "x", "-n", "6")
     assert result.code == 1
-    assert "  prompt 1, token 7: the end, plain decoding has 0 '!'" in result.out
+    assert "  prompt 1, token 7: the end, target-only decoding has 0 '!'" in result.out
 
 
 def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
@@ -960,7 +960,9 @@ def test_half_precision_ties_are_no_difference(
     emitted = [*truth[:4], twin]
     emitted += greedy_decode(model.target, prompt + emitted, 5)
     result = Decoded(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
-    found = compare_with_plain_decoding(model, [result], params, max_seq_len=512, tokenizer=None)
+    found = compare_with_target_only_decoding(
+        model, [result], params, max_seq_len=512, tokenizer=None
+    )
     assert (found.num_ties, found.num_equal) == (ties, equal)
     assert [(d.position, d.token, d.expected) for d in found.differences] == (
         [] if ties else [(5, twin, truth[4])]
@@ -1018,7 +1020,7 @@ def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None
         try:
             return [
                 difference.position
-                for difference in compare_with_plain_decoding(
+                for difference in compare_with_target_only_decoding(
                     engine.model,
                     [dataclasses.replace(result, token_ids=token_ids)],
                     params,

@@ -138,7 +138,7 @@ class LLMConfig(ConfigModel):
         default=True, description="split prompts that do not fit into max_num_tokens"
     )
     speculative_config: SpeculativeConfig | None = Field(
-        default=None, description="the drafter, chosen by decoding_type; null: plain decoding"
+        default=None, description="the drafter, chosen by decoding_type; null: target-only decoding"
     )
 
     def resolve(self, num_mtp_layers: int) -> Self:

@@ -21,14 +21,14 @@ class MTPPluginOptions(ConfigModel):
     verification: Literal["coupled", "rejection", "block", "synthetic"] = Field(
         default="coupled",
         description="how sampled requests verify drafts; coupled: one noise for both; "
-        "synthetic: a coin decides, for benchmarks only",
+        "synthetic: draws decide, for benchmarks only",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
         description="synthetic: list: share of steps that accept drafts 1..i; number: rate of each",
     )
     synthetic_seed: int = Field(
-        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the coins"
+        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the draws"
     )
     draft_sampling: Literal["coupled", "plain", "greedy"] = Field(
         default="coupled", description="how drafts are drawn for sampled requests"
@@ -129,7 +129,7 @@ class MTPPluginOptions(ConfigModel):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether a coin accepts the drafts, so that the text is not the model's."""
+        """Whether draws accept the drafts, so that the text is not the model's."""
         return self.verification == "synthetic"
 
     def acceptance_shares(self, draft_len: int) -> tuple[float, ...]:

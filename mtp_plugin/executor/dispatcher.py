@@ -1,4 +1,4 @@
-"""One executor, several callers: whoever waits steps it, each hears of its own requests."""
+"""One executor, several callers: whoever waits steps it, each gets its own requests' results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mtp_plugin.executor.request import LlmRequest
 
 _logger = logging.getLogger(__name__)
 
-News = list[StepEvent] | Exception
+StepResults = list[StepEvent] | Exception
 """What a step gave a caller's requests, or why none of them will get anything more."""
 
-Listener = Callable[[News], None]
-"""Called in the thread that steps, once per step that has news for its requests."""
+OnResult = Callable[[StepResults], None]
+"""Called in the thread that steps, once per step that has results for its requests."""
 
 
 class Dispatcher:
@@ -33,7 +33,7 @@ class Dispatcher:
         self._executor = executor
         self._stepping = threading.Lock()
         self._line: deque[Callable[[], object]] = deque()
-        self._listeners: dict[int, Listener] = {}
+        self._callbacks: dict[int, OnResult] = {}
         self._in_line: set[int] = set()
         """Requests that the executor does not know yet."""
         self._stepper: int | None = None
@@ -42,35 +42,35 @@ class Dispatcher:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`advance` has something to do or to tell."""
-        return bool(self._line or self._listeners) or self._executor.has_work
+        return bool(self._line or self._callbacks) or self._executor.has_work
 
-    def start(self, requests: Sequence[LlmRequest], listener: Listener) -> None:
-        """Hand requests in; ``listener`` hears of them until each has finished.
+    def start(self, requests: Sequence[LlmRequest], on_result: OnResult) -> None:
+        """Hand requests in; ``on_result`` gets their results until each has finished.
 
         Raises:
             ExecutorError: the executor was shut down.
         """
         if self._executor.is_closed:
             raise ExecutorError("the executor was shut down")
-        ids = {request.request_id: listener for request in requests}
+        ids = {request.request_id: on_result for request in requests}
         # each of these is one operation for other threads
         self._in_line.update(ids)
-        self._listeners.update(ids)
+        self._callbacks.update(ids)
         self._line.extend([partial(self._enqueue, request) for request in requests])
 
     def cancel(self, requests: Sequence[LlmRequest]) -> None:
-        """End those requests that have not finished; their listeners hear of it."""
+        """End those requests that have not finished; their results say so."""
         self._line += [
             partial(self._executor.cancel, request.request_id)
             for request in requests
-            if request.request_id in self._listeners
+            if request.request_id in self._callbacks
         ]
 
     def holds(self, requests: Sequence[LlmRequest]) -> bool:
         """Whether one of the requests has resources, or will get some."""
-        return any(request.request_id in self._listeners for request in requests)
+        return any(request.request_id in self._callbacks for request in requests)
 
-    def leave(self, requests: Sequence[LlmRequest]) -> None:
+    def abort(self, requests: Sequence[LlmRequest]) -> None:
         """Cancel what has not finished, and step until nothing of the requests is left.
 
         Within a step, as where the collector closes a generator, the steps that follow do it.
@@ -83,8 +83,8 @@ class Dispatcher:
         self._drain()
 
     def advance(self) -> None:
-        """Run one step and tell every listener its news. A failure is news to all whose requests
-        took part, and is logged where nobody's did."""
+        """Run one step and hand every caller its results. A failure is the result of all whose
+        requests took part, and is logged where nobody's did."""
         with self._alone():
             self._advance()
 
@@ -120,8 +120,8 @@ class Dispatcher:
         self._hand_out(events)
 
     def _drain(self) -> None:
-        """Finish a step that is still running when nobody listens any more."""
-        while not self._listeners and self.has_work:
+        """Finish a step that is still running when nobody waits any more."""
+        while not self._callbacks and self.has_work:
             self.advance()
 
     def shutdown(self) -> None:
@@ -133,28 +133,28 @@ class Dispatcher:
             self._tell_all(ExecutorError("the executor was shut down"))
 
     def _hand_out(self, events: list[StepEvent]) -> None:
-        shares: dict[Listener, list[StepEvent]] = {}
+        shares: dict[OnResult, list[StepEvent]] = {}
         for event in events:
-            listener = self._listeners.get(event.request_id)
-            if listener is not None:
-                shares.setdefault(listener, []).append(event)
-        for listener, share in shares.items():
-            listener(share)
+            on_result = self._callbacks.get(event.request_id)
+            if on_result is not None:
+                shares.setdefault(on_result, []).append(event)
+        for on_result, share in shares.items():
+            on_result(share)
         for event in events:
-            # only now: who finds its requests gone has their last news
+            # only now: who finds its requests gone has their last results
             if event.finish_reason is not None:
-                self._listeners.pop(event.request_id, None)
+                self._callbacks.pop(event.request_id, None)
 
     def _tell_all(self, error: Exception) -> int:
-        """Every listener with requests in the executor hears of the failure, and nothing more of
-        these; returns how many requests that were."""
-        listeners = {
-            request_id: listener
-            for request_id, listener in self._listeners.copy().items()
+        """Every caller with requests in the executor gets the failure, and nothing more of these;
+        returns how many requests that were."""
+        callbacks = {
+            request_id: on_result
+            for request_id, on_result in self._callbacks.copy().items()
             if request_id not in self._in_line
         }
-        for listener in set(listeners.values()):
-            listener(error)
-        for request_id in listeners:
-            self._listeners.pop(request_id, None)
-        return len(listeners)
+        for on_result in set(callbacks.values()):
+            on_result(error)
+        for request_id in callbacks:
+            self._callbacks.pop(request_id, None)
+        return len(callbacks)

@@ -24,7 +24,7 @@ from mtp_plugin.executor.attention import (
     PagedAttentionMetadata,
     select_backend,
 )
-from mtp_plugin.executor.dispatcher import Dispatcher, News
+from mtp_plugin.executor.dispatcher import Dispatcher, StepResults
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model, read_facts
@@ -68,7 +68,7 @@ class RequestOutput:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether a coin accepted the drafts: the text is then not the model's."""
+        """Whether draws accepted the drafts: the text is then not the model's."""
         return self.acceptance.is_synthetic
 
 
@@ -443,7 +443,7 @@ class LLM:
         return not ids or shown == self.tokenizer.decode(ids, skip_special_tokens=False) != ""
 
     def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
-        arrived: deque[News] = deque()
+        arrived: deque[StepResults] = deque()
         self._dispatcher.start(requests, arrived.append)
         try:
             while self._dispatcher.holds(requests) or arrived:
@@ -452,19 +452,19 @@ class LLM:
                 else:
                     self._dispatcher.advance()
         finally:
-            self._dispatcher.leave(requests)
+            self._dispatcher.abort(requests)
 
     async def _run_async(self, request: LlmRequest) -> AsyncIterator[StepEvent]:
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[News | None] = asyncio.Queue()
+        arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
 
-        def hear(news: News) -> None:
+        def on_result(results: StepResults) -> None:
             try:
-                loop.call_soon_threadsafe(arrived.put_nowait, news)
+                loop.call_soon_threadsafe(arrived.put_nowait, results)
             except RuntimeError:  # the loop was closed: nobody waits
                 self._dispatcher.cancel([request])
 
-        self._dispatcher.start([request], hear)
+        self._dispatcher.start([request], on_result)
         try:
             finished = False
             while not finished:
@@ -490,8 +490,8 @@ class LLM:
             error=request.error,
         )
 
-    async def _driven(self, arrived: asyncio.Queue[News | None]) -> News:
-        """The next news, while some task of the event loop steps; another one where it ended."""
+    async def _driven(self, arrived: asyncio.Queue[StepResults | None]) -> StepResults:
+        """The next results, while some task of the event loop steps; another one where it ended."""
         loop = asyncio.get_running_loop()
 
         def wake(_: object) -> None:
@@ -505,11 +505,11 @@ class LLM:
                 self._drivers[loop] = driver
             driver.add_done_callback(wake)
             try:
-                news = await arrived.get()
+                results = await arrived.get()
             finally:
                 driver.remove_done_callback(wake)
-            if news is not None:
-                return news
+            if results is not None:
+                return results
 
     def _forget_driver(self, driver: asyncio.Task[None]) -> None:
         """A task holds its loop, which could not go while the task is kept for it."""
@@ -601,10 +601,10 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _events(news: News) -> list[StepEvent]:
-    if isinstance(news, Exception):
-        raise news
-    return news
+def _events(results: StepResults) -> list[StepEvent]:
+    if isinstance(results, Exception):
+        raise results
+    return results
 
 
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
@@ -687,7 +687,7 @@ def check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> N
 
 def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     if name == "auto":
-        # a CPU gains nothing from half precision, and float32 is exact against plain decoding
+        # a CPU gains nothing from half precision, and float32 is exact against target-only decoding
         return torch.float32 if device.type == "cpu" else stored
     dtype: torch.dtype = getattr(torch, name)
     return dtype

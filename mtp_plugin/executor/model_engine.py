@@ -163,7 +163,7 @@ class ModelEngine:
         Args:
             batch: contexts and generations, resources prepared.
             previous: the device tensors of the step before, addressed by sequence slot; None in the
-                plain loop.
+                non-overlap loop.
             in_flight: ids of requests whose last result is only in ``previous``.
 
         Returns:
@@ -247,7 +247,7 @@ class ModelEngine:
         spec.request_ids = host.request_ids
         spec.num_tokens = int(input_ids.shape[0])
         spec.row_parameters = RowParameters(
-            step.stop_ids, step.first_stop if shape.masks_stops else None
+            step.stop_ids, step.min_tokens_end if shape.masks_stops else None
         )
         if spec_metadata is None:
             spec.prepare()
@@ -287,7 +287,7 @@ class ModelEngine:
             tokens=[0] * self.pieces.plan.step_rows,
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
-            first_stop=request.first_stop,
+            min_tokens_end=request.min_tokens_end,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )
@@ -309,7 +309,7 @@ class ModelEngine:
             is_pending=is_late,
             seq_slot=slot if is_late and slot is not None else 0,
             state_slot=self._state_slot(request.request_id),
-            first_stop=request.first_stop,
+            min_tokens_end=request.min_tokens_end,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )

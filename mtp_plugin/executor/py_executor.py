@@ -1,4 +1,4 @@
-"""The loop: schedule, prepare, forward, sample, hand results out; plain, or one step behind."""
+"""The loop: schedule, prepare, forward, sample, hand results out; at once, or one step behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepEvent:
     token_ids: list[int]
     segments: list[Segment]
     finish_reason: FinishReason | None
-    is_synthetic: bool = False  # a coin accepted the drafts: the text is not the model's
+    is_synthetic: bool = False  # draws accepted the drafts: the text is not the model's
 
     @property
     def text(self) -> str:
@@ -44,7 +44,7 @@ class _Launched:
 class PyExecutor:
     """Drives a plugin's pieces with TensorRT-LLM's call order.
 
-    Plain loop: schedule, prepare_resources, forward, sample_async, update request states,
+    Non-overlap loop: schedule, prepare_resources, forward, sample_async, update request states,
     update_requests, responses, update_resources. Overlap loop: forward(n) is launched before the
     results of step n-1 are read; update_requests(n-1) comes between forward(n) and sample_async(n);
     responses and update_resources(n-1) come after it.

@@ -64,7 +64,7 @@ class LlmRequest:
         self.num_preemptions = 0
         self.max_length = min(max_seq_len, self.py_orig_prompt_len + params.max_new_tokens)
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
-        self.first_stop = min(self.py_orig_prompt_len + params.min_tokens, self.max_length)
+        self.min_tokens_end = min(self.py_orig_prompt_len + params.min_tokens, self.max_length)
         """Index of the first token that may end the text."""
         self.context_length = len(self.tokens)
         self.context_current_position = 0

@@ -30,7 +30,7 @@ class Row:
     is_pending: bool = False  # its last result is only on the device
     seq_slot: int = 0  # where, in the sampler's store
     state_slot: int = 0  # its row in the pools of the speculative manager
-    first_stop: int = 0  # first token index at which a stop id may stand
+    min_tokens_end: int = 0  # first token index at which a stop id may stand
     stop_ids: Sequence[int] = ()
     blocks: Sequence[int] = field(default=())
 
@@ -42,7 +42,7 @@ _FIXED = (
     "is_pending",
     "seq_slot",
     "state_slot",
-    "first_stop",
+    "min_tokens_end",
 )
 _fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
@@ -58,7 +58,7 @@ class StepRows:
     is_pending: torch.Tensor  # [N] 0 or 1
     seq_slot: torch.Tensor  # [N]
     state_slot: torch.Tensor  # [N]
-    first_stop: torch.Tensor  # [N]
+    min_tokens_end: torch.Tensor  # [N]
     stop_ids: torch.Tensor  # [N, P], NO_STOP behind those of the request
     block_table: torch.Tensor  # [N, B], the sentinel block behind those of the request
 
@@ -122,8 +122,8 @@ class RowTable:
         self.table_width = table_width
         self._step_rows = step_rows
         self._sentinel = sentinel_block
-        self._first_stop = step_rows + len(_FIXED)
-        self._first_block = self._first_stop + stop_width
+        self._stop_column = step_rows + len(_FIXED)
+        self._first_block = self._stop_column + stop_width
         shape = (max_rows, self._first_block + table_width)
         self._device_rows = torch.zeros(shape, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -131,7 +131,7 @@ class RowTable:
             torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         for rows in (self._device_rows, *self._host_rows):
-            rows[:, self._first_stop : self._first_block] = NO_STOP
+            rows[:, self._stop_column : self._first_block] = NO_STOP
             rows[:, self._first_block :] = sentinel_block
         self._host_arrays = [rows.numpy() for rows in self._host_rows]
         self._written_stops: list[list[Sequence[int]]] = [[()] * max_rows for _ in range(2)]
@@ -156,7 +156,7 @@ class RowTable:
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        array, stop, block = self._host_arrays[self._turn], self._first_stop, self._first_block
+        array, stop, block = self._host_arrays[self._turn], self._stop_column, self._first_block
         count = len(rows)
         if rows:
             array[:count, :stop] = [[*row.tokens, *_fixed_of(row)] for row in rows]
@@ -193,7 +193,7 @@ class RowTable:
     def view(self, num_rows: int) -> StepRows:
         """The first rows on the device."""
         rows = self._device_rows[:num_rows]
-        step, stop, block = self._step_rows, self._first_stop, self._first_block
+        step, stop, block = self._step_rows, self._stop_column, self._first_block
         fixed = {name: rows[:, step + i] for i, name in enumerate(_FIXED)}
         return StepRows(
             tokens=rows[:, :step],

@@ -1,4 +1,4 @@
-"""Plain decoding: the simplest correct decoder, and the oracle of losslessness."""
+"""Target-only decoding: the simplest correct decoder, and the oracle of losslessness."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class DecodeOutput(NamedTuple):
 
 
 class Inferencer(Protocol):
-    """Plain decoding in two phases. The cache grows by exactly the query tokens that were fed."""
+    """Target-only decoding in two phases; the cache grows by exactly the query tokens."""
 
     def prefill(
         self, query_token_ids: torch.Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy

@@ -1,4 +1,4 @@
-"""What plain decoding asks of a model, and any transformers causal language model as one."""
+"""What target-only decoding asks of a model, and any transformers causal language model as one."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class RowParameters:
     step."""
 
     stop_ids: torch.Tensor  # [R, P] int32, padded with -1: end ids and stop ids of the request
-    min_stop_index: torch.Tensor | None
+    min_tokens_end: torch.Tensor | None
     """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for
     all."""
 

@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 
 import mtp_plugin
 from mtp_plugin.executor.attention import triton as attention
-from mtp_plugin.kernels import programmatic_launch as triton_device
+from mtp_plugin.kernels import launching, programmatic_launch
 
 HALF_FMA = re.compile(r"\bfma\.rn(\.\w+)*\.(bf16|f16)")
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024}
@@ -100,8 +100,8 @@ class Compilations:
                 (triton.JITFunction, "run", run),
                 (CompiledKernel, "__getitem__", AbsentBinary.__getitem__),
                 # tensors count as tensors of the GPU
-                (triton_device, "expect", lambda *_: None),
-                (triton_device, "_overlaps_launches", lambda _: self.capability >= OVERLAPPING),
+                (launching, "expect", lambda *_: None),
+                (programmatic_launch, "_supports_pdl", lambda _: self.capability >= OVERLAPPING),
                 (attention, "_widens", lambda _: False),
             ):
                 patches.enter_context(patch.object(target, name, stand_in))

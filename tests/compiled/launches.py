@@ -40,7 +40,7 @@ from mtp_plugin.speculative.ops.draft_inputs.launch import (
     eagle_first_pass,
     vanilla_first_pass,
 )
-from mtp_plugin.speculative.ops.logits.contract import StepRows
+from mtp_plugin.speculative.ops.logits.contract import LogitRows
 from mtp_plugin.speculative.ops.logits.launch import early_stops_masked
 from mtp_plugin.speculative.ops.sampler_store.launch import store_results
 from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
@@ -90,7 +90,7 @@ def compile_acceptance() -> None:
 
 def compile_sampling() -> None:
     for contexts, generations, dtype in ((0, 8, BF16), (3, 8, F32)):
-        step = StepRows(
+        step = LogitRows(
             positions=ints(contexts * 5 + generations * 4, dtype=I64),
             context_lens=ints(contexts),
             num_contexts=contexts,
@@ -105,7 +105,7 @@ def compile_sampling() -> None:
             pass
 
 
-def compile_result_store() -> None:
+def compile_sampler_store() -> None:
     for status in (None, ints(8)):
         store_results(
             ints(16, 13), ints(8, dtype=I64), ints(8, 4), ints(8, 4), ints(8, 3), ints(8), status

@@ -72,7 +72,7 @@ WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
 def test_every_prompt_length_and_acceptance(bed, vanilla, k, overlap):
     for right in range(k + 1):
         prompts = prompts_of_lengths(range(1, k + 3), seed=right)
@@ -91,7 +91,7 @@ def test_every_prompt_length_and_acceptance(bed, vanilla, k, overlap):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_acceptance_and_chunks(bed, vanilla, overlap, seed):
     """R15: chunk splits, one-token chunks too, change neither drafts nor draft KV."""
@@ -132,7 +132,7 @@ def test_r15_every_split_of_a_prompt_into_three_chunks(bed, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
 def test_preemption(bed, vanilla, overlap):
     """R12: a small pool forces requests to start over; nothing of the old life shows."""
     dice = random.Random(1)

@@ -20,7 +20,7 @@ from tests.speculative.ops.on_device import DEVICE
 
 NUM_TOKENS, K = 24, 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -59,12 +59,12 @@ def run(llm, prompts):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 def test_the_text_is_the_targets_and_drafts_are_of_the_list(
-    bed, target, prompts, half, vanilla, plain
+    bed, target, prompts, half, vanilla, no_overlap
 ):
     path, ids = half
-    options = {"vanilla": vanilla, "disable_overlap_scheduler": plain, "kv_fill": float("nan")}
+    options = {"vanilla": vanilla, "disable_overlap_scheduler": no_overlap, "kv_fill": float("nan")}
     llm = bed.llm(mtp={"draft_vocab": path}, **options)
     drafts = Drafts(llm)
     texts, acceptance = run(llm, prompts)
@@ -165,7 +165,7 @@ def test_fused_layers(bed, target, prompts, half):
 
 
 @pytest.mark.parametrize("keep_warm", [True, False])
-def test_turned_down_steps(bed, target, prompts, half, keep_warm):
+def test_shorter_steps(bed, target, prompts, half, keep_warm):
     """Up to two requests draft three tokens, up to five one, a larger batch none."""
     path, _ = half
     llm = bed.llm(

@@ -25,7 +25,7 @@ from tests.executor.replays import WatchedGraphs
 
 K = 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def greedy(num_tokens: int = 16, **options) -> SamplingParams:
@@ -54,9 +54,9 @@ def graphed(bed, monkeypatch):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla, plain):
-    watched = graphed(vanilla=vanilla, disable_overlap_scheduler=plain, kv_fill=float("nan"))
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla, no_overlap):
+    watched = graphed(vanilla=vanilla, disable_overlap_scheduler=no_overlap, kv_fill=float("nan"))
     assert watched.generate(prompts, greedy()) == [target.greedy(p, 16) for p in prompts]
     assert watched.captured.num_replays == len(watched.replayed) > 0
     assert not watched.eager_generations
@@ -129,9 +129,9 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
 # --- what falls back ---
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts, plain):
-    watched = graphed(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts, no_overlap):
+    watched = graphed(disable_overlap_scheduler=no_overlap)
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stop = free[0][6]
@@ -150,9 +150,9 @@ def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts
     assert len(watched.eager_generations) == eager
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_32_stop_ids_of_a_request_run_in_graphs(graphed, bed, target, prompts, plain):
-    watched = graphed(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_32_stop_ids_of_a_request_run_in_graphs(graphed, bed, target, prompts, no_overlap):
+    watched = graphed(disable_overlap_scheduler=no_overlap)
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stops = (*never_emitted(free, 30), free[0][6], free[1][1])
@@ -185,9 +185,9 @@ def test_min_tokens_mask_inside_graphs(graphed, bed, prompts, vanilla):
     assert not watched.eager_generations
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_batches_above_the_largest_graph_run_eagerly(graphed, target, prompts, plain):
-    watched = graphed(sizes=(1, 2), disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_batches_above_the_largest_graph_run_eagerly(graphed, target, prompts, no_overlap):
+    watched = graphed(sizes=(1, 2), disable_overlap_scheduler=no_overlap)
     tokens = (4, 8, 12, 16, 20)
     params = [greedy(n) for n in tokens]
     want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]

@@ -20,7 +20,7 @@ from mtp_plugin.executor.llm import CollectorFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 
 
@@ -184,9 +184,9 @@ def test_no_tokenizer_no_text(bed) -> None:
     assert bed.llm().generate([[1, 2]], greedy(3))[0].text == ""
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_an_end_token_ends_the_text_and_the_work(bed, target, plain) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_an_end_token_ends_the_text_and_the_work(bed, target, no_overlap) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     tokens = target.greedy([3, 4], 20)
     stop = tokens[7]
     end = tokens.index(stop)
@@ -201,9 +201,9 @@ def test_an_end_token_ends_the_text_and_the_work(bed, target, plain) -> None:
 # --- streams ---
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_stream_gives_every_token_once(bed, target, prompts, plain) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_stream_gives_every_token_once(bed, target, prompts, no_overlap) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     steps = list(llm.stream(prompts, greedy()))
     assert by_request(steps) == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}
     endings = [e.finish_reason for events in steps for e in events if e.finish_reason is not None]
@@ -213,13 +213,13 @@ def test_stream_gives_every_token_once(bed, target, prompts, plain) -> None:
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_stop_strings_across_runs_as_without_drafts(bed, prompts, plain, vanilla) -> None:
+def test_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap, vanilla) -> None:
     """R26: the same text and tokens as decoding without drafts; the stream is the full text."""
     dice = random.Random(3)
     tokenizer = Pieces()
-    options = {"tokenizer": tokenizer, "disable_overlap_scheduler": plain}
+    options = {"tokenizer": tokenizer, "disable_overlap_scheduler": no_overlap}
     texts = [o.text for o in bed.llm(k=0, **options).generate(prompts, greedy(24))]
     params = []
     for text in texts:
@@ -256,11 +256,11 @@ def test_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> None:
     assert (stopped.finish_reason, len(stopped.token_ids)) == (FinishReason.STOP_WORDS, at + 1)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("after", [1, 2, 3, 6])
-def test_closing_a_stream_cancels_and_frees(bed, target, prompts, plain, after) -> None:
+def test_closing_a_stream_cancels_and_frees(bed, target, prompts, no_overlap, after) -> None:
     """R14: nothing is held once the iterator is closed, and the executor goes on."""
-    llm = bed.llm(disable_overlap_scheduler=plain)
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts, greedy(40))
     for _ in range(after):
         next(stream)
@@ -285,10 +285,10 @@ def test_leaving_a_loop_closes_the_stream(bed) -> None:
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_generate_inside_a_running_stream(bed, target, prompts, plain) -> None:
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_generate_inside_a_running_stream(bed, target, prompts, no_overlap) -> None:
     """Both get all of their own tokens, though the inner call runs steps of the outer one."""
-    llm = bed.llm(disable_overlap_scheduler=plain)
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     steps, inner = [], []
     for number, events in enumerate(llm.stream(prompts[:3], greedy(20))):
         steps.append(events)
@@ -343,9 +343,9 @@ def test_calls_from_several_threads(bed, target, prompts) -> None:
 # --- async ---
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_async_streams_share_batches(bed, target, prompts, plain) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_async_streams_share_batches(bed, target, prompts, no_overlap) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     sizes = []
     schedule = llm.executor.scheduler.schedule
 
@@ -390,9 +390,9 @@ def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, plain) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, no_overlap) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
 
     async def leave() -> None:
         async with aclosing(llm.stream_async(prompts[3], greedy(60))) as stream:
@@ -495,10 +495,10 @@ def test_the_event_loop_goes_on_while_steps_run(bed, prompts) -> None:
 # --- failures ---
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, plain, step) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, no_overlap, step) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     worker = llm.executor.engine.pieces.worker
     fail_in_step(llm, step)
     with pytest.raises(RuntimeError, match="broken kernel"):
@@ -563,15 +563,15 @@ def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_a_tokenizer_that_fails_ends_one_request_alone(
-    bed, target, prompts, plain, vanilla, caplog
+    bed, target, prompts, no_overlap, vanilla, caplog
 ) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     number, place, token = token_of_one_text(texts)
     tokenizer = Breaking(token, ValueError("no such piece"))
-    llm = bed.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=plain)
+    llm = bed.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     told = f"the tokenizer cannot decode token {token}: ValueError: no such piece"
     shown = dict.fromkeys(range(len(prompts)), "")
     ends = {}
@@ -596,12 +596,12 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(
     assert all(record.exc_info[1] is tokenizer.error for record in logged)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, plain) -> None:
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, no_overlap) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     number, _, token = token_of_one_text(texts)
     tokenizer = Breaking(token, ValueError("no such piece"))
-    llm = bed.llm(tokenizer=tokenizer, disable_overlap_scheduler=plain)
+    llm = bed.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
 
     async def main() -> list[Any]:
         calls = (llm.generate_async(p, greedy(24)) for p in prompts)
@@ -752,22 +752,24 @@ def test_a_stream_that_is_collected_within_a_step(bed, target) -> None:
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_a_failure_behind_the_last_token_takes_no_output_away(bed, target, plain, caplog) -> None:
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_failure_behind_the_last_token_takes_no_output_away(
+    bed, target, no_overlap, caplog
+) -> None:
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     text = target.greedy([1, 2, 3], 30)
     stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
     honest = llm.executor.sampler.update_requests
 
     def update_requests(state: Any) -> None:
-        if not llm._dispatcher._listeners:
+        if not llm._dispatcher._callbacks:
             raise RuntimeError("late")
         honest(state)
 
     llm.executor.sampler.update_requests = update_requests
     (output,) = llm.generate([[1, 2, 3]], greedy(40, stop_token_ids=(stop,)))
     assert output.token_ids == text[: text.index(stop) + 1]
-    assert ("nobody waited for" in caplog.text) is not plain
+    assert ("nobody waited for" in caplog.text) is not no_overlap
     assert_drained(llm)
 
 

@@ -10,7 +10,7 @@ from tests.executor.conftest import assert_drained
 
 NUM_TOKENS = 24
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def generate(llm, prompts, **params):
@@ -30,15 +30,15 @@ def test_the_two_oracles_agree(bed, target, prompts):
         assert greedy_decode(bed.oracle_model.target, prompt, NUM_TOKENS) == want
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-def test_mixed_lengths(bed, target, prompts, plain, vanilla, k, chunked):
+def test_mixed_lengths(bed, target, prompts, no_overlap, vanilla, k, chunked):
     llm = bed.llm(
         k=k,
         vanilla=vanilla,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         max_num_tokens=36 if chunked else 256,
         kv_fill=float("nan"),
     )
@@ -47,49 +47,49 @@ def test_mixed_lengths(bed, target, prompts, plain, vanilla, k, chunked):
     assert llm.executor.acceptance.acceptance_length > 1.15
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_batch_sizes(bed, target, prompts, plain, vanilla, batch):
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain, max_batch_size=batch)
+def test_batch_sizes(bed, target, prompts, no_overlap, vanilla, batch):
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=batch)
     assert generate(llm, prompts[:batch]) == expected(target, prompts[:batch])
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_more_requests_than_the_batch_holds(bed, target, prompts, plain, vanilla):
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain, max_batch_size=3)
+def test_more_requests_than_the_batch_holds(bed, target, prompts, no_overlap, vanilla):
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=3)
     assert generate(llm, prompts) == expected(target, prompts)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 3])
-def test_preemption_forced_by_a_small_pool(bed, target, prompts, plain, vanilla, k):
+def test_preemption_forced_by_a_small_pool(bed, target, prompts, no_overlap, vanilla, k):
     llm = bed.llm(
         k=k,
         vanilla=vanilla,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         kv_cache_config={"tokens_per_block": 4, "max_tokens": 84},
     )
     assert generate(llm, prompts) == expected(target, prompts)
     assert llm.executor.num_preemptions > 0
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_without_speculation(bed, target, prompts, plain):
-    llm = bed.llm(k=0, disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_without_speculation(bed, target, prompts, no_overlap):
+    llm = bed.llm(k=0, disable_overlap_scheduler=no_overlap)
     assert generate(llm, prompts) == expected(target, prompts)
     assert llm.executor.acceptance.acceptance_length == 1.0
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("window", ["exact", "trtllm"])
 @pytest.mark.parametrize("chain", ["output", "target_shift", "none"])
-def test_vanilla_variants(bed, target, prompts, plain, window, chain):
+def test_vanilla_variants(bed, target, prompts, no_overlap, window, chain):
     llm = bed.llm(
         vanilla=True,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         mtp={"draft_window": window, "chain": chain},
     )
     assert generate(llm, prompts) == expected(target, prompts)
@@ -109,16 +109,18 @@ def test_relaxed_acceptance_with_one_candidate_is_strict(bed, target, prompts, v
     assert generate(llm, thinking) == expected(target, thinking)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_draft_length_schedule(bed, target, prompts, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_draft_length_schedule(bed, target, prompts, no_overlap):
     """Up to two requests draft three tokens, up to five one, a larger batch none."""
-    llm = bed.llm(disable_overlap_scheduler=plain, speculative={"draft_len_schedule": {2: 3, 5: 1}})
+    llm = bed.llm(
+        disable_overlap_scheduler=no_overlap, speculative={"draft_len_schedule": {2: 3, 5: 1}}
+    )
     assert generate(llm, prompts) == expected(target, prompts)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_requests_without_speculation_beside_others(bed, target, prompts, plain):
-    llm = bed.llm(disable_overlap_scheduler=plain)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_requests_without_speculation_beside_others(bed, target, prompts, no_overlap):
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     params = [
         SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, speculate=i % 2 == 0)
         for i in range(len(prompts))

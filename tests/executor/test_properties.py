@@ -24,7 +24,7 @@ schedule = st.fixed_dictionaries(
         "requests": st.lists(request, min_size=1, max_size=8),
         "k": st.integers(1, 3),
         "vanilla": st.booleans(),
-        "plain": st.booleans(),
+        "no_overlap": st.booleans(),
         "blocks": st.integers(10, 40),
         "chunks": st.lists(st.integers(1, 9), min_size=1, max_size=5),
         "batch": st.integers(1, 4),
@@ -48,7 +48,7 @@ def test_random_arrivals_aborts_chunks_and_pressure(bed, target, plan):
     llm = bed.llm(
         k=plan["k"],
         vanilla=plan["vanilla"],
-        disable_overlap_scheduler=plan["plain"],
+        disable_overlap_scheduler=plan["no_overlap"],
         max_batch_size=plan["batch"],
         max_num_tokens=max(plan["budget"], plan["batch"] * (plan["k"] + 1)),
         kv_cache_config={"tokens_per_block": 4, "max_tokens": 4 * plan["blocks"]},

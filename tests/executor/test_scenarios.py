@@ -15,7 +15,7 @@ from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_wo
 from tests.executor.oracles import Oracle, ScriptedDrafts
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def greedy(**options) -> SamplingParams:
@@ -45,14 +45,14 @@ def record(llm, look) -> None:
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, no_overlap):
     """R02: mixed lengths together or one by one: every step accepts the same drafts."""
     alone = []
     for prompt in prompts:
-        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
         alone.append(llm.generate([prompt], greedy(max_new_tokens=32))[0])
-    together = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain).generate(
+    together = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap).generate(
         prompts, greedy(max_new_tokens=32)
     )
     for one, other in zip(alone, together, strict=True):
@@ -83,13 +83,13 @@ def test_r02_sixty_four_requests_accept_as_each_does_alone(bed, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, no_overlap):
     """R06: five live rows padded to eight: five updates, counters equal emitted tokens."""
     pads_batches(bed)
     llm = bed.llm(
         vanilla=vanilla,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         cuda_graph_config={"batch_sizes": [1, 2, 4, 8], "enable_padding": True},
     )
     padded = []
@@ -227,11 +227,11 @@ def test_r13_a_skipped_request_goes_on_with_fresh_inputs(bed, target, prompts, v
     assert min(lowest) >= 0
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_r14_cancel_between_launch_and_result(bed, target, prompts, plain, after):
+def test_r14_cancel_between_launch_and_result(bed, target, prompts, no_overlap, after):
     """R14: a clean end, everything freed, no token after the cancel, others undisturbed."""
-    llm = bed.llm(disable_overlap_scheduler=plain)
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
     for request in requests:
         llm.executor.enqueue(request)
@@ -286,11 +286,11 @@ def test_r21_block_boundaries(bed, target, vanilla):
         assert [o.token_ids for o in outputs] == want
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r22_one_new_token(bed, target, prompts, plain, vanilla):
+def test_r22_one_new_token(bed, target, prompts, no_overlap, vanilla):
     """R22: max_new_tokens = 1 emits exactly one token, once."""
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     events = [e for step in llm.stream(prompts, greedy(max_new_tokens=1)) for e in step]
     assert len(events) == len(prompts)
     for event in events:
@@ -299,13 +299,13 @@ def test_r22_one_new_token(bed, target, prompts, plain, vanilla):
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("k", [3, 5])
-def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, plain, k):
+def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, no_overlap, k):
     """R23: nothing behind an end token is emitted or counted."""
     prompt = prompts[4]
     truth = target.greedy(prompt, 24 + k)
-    llm = bed.llm(k=k, disable_overlap_scheduler=plain)
+    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: k)
     # all drafts are right: runs of K+1 tokens; a token new to the text ends the third of its run
     position = next(i for i in range(3, 20) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
@@ -319,8 +319,8 @@ def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, plain, k):
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
-def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
     """R24: the earlier one names the finish reason, and on one token the stop does."""
     prompt, k = prompts[4], 5
     truth = target.greedy(prompt, 24)
@@ -333,16 +333,16 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, plain):
         (position + 1, position + 1, FinishReason.END_ID),
         (position, position, FinishReason.LENGTH),
     ):
-        llm = bed.llm(k=k, disable_overlap_scheduler=plain)
+        llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
         script(llm, {0: prompt + truth}, lambda *_: k)
         output = llm.generate([prompt], greedy(max_new_tokens=limit, stop_token_ids=stop))[0]
         assert output.token_ids == truth[:count]
         assert output.finish_reason is reason
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r25_min_tokens(bed, prompts, plain, vanilla):
+def test_r25_min_tokens(bed, prompts, no_overlap, vanilla):
     """R25: a stop id is masked at every verified position until min_tokens are out."""
     prompt = prompts[4]
     model = bed.oracle_model.target
@@ -350,7 +350,7 @@ def test_r25_min_tokens(bed, prompts, plain, vanilla):
     stop = free[1]
     for min_tokens in range(0, 7):
         want = greedy_decode(model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens)
-        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
         params = greedy(max_new_tokens=20, stop_token_ids=(stop,), min_tokens=min_tokens)
         outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
         assert outputs[0].token_ids == want
@@ -490,9 +490,9 @@ def test_r34_relaxed_runs_accept_more_and_only_while_thinking(bed, target, promp
     assert [o.token_ids for o in outputs] == [target.greedy([5, *p], 16) for p in clean]
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r41_near_the_context_limit(bed, target, prompts, plain, vanilla):
+def test_r41_near_the_context_limit(bed, target, prompts, no_overlap, vanilla):
     """R41: only the request near max_seq_len shortens its drafts; the others are unaffected."""
     limit, k = 32, 3
     for room in range(1, k + 4):
@@ -501,7 +501,7 @@ def test_r41_near_the_context_limit(bed, target, prompts, plain, vanilla):
         llm = bed.llm(
             k=k,
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             max_seq_len=limit,
             kv_fill=float("nan"),
         )
@@ -516,13 +516,13 @@ def test_r41_near_the_context_limit(bed, target, prompts, plain, vanilla):
         assert_drained(llm)
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_r48_counters_equal_emitted_tokens(bed, target, prompts, plain, right):
+def test_r48_counters_equal_emitted_tokens(bed, target, prompts, no_overlap, right):
     """R48: an oracle drafter with a set error rate gives exact figures."""
     prompt = prompts[5]
     truth = target.greedy(prompt, 64)
-    llm = bed.llm(k=3, disable_overlap_scheduler=plain)
+    llm = bed.llm(k=3, disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: right)
     steps = 6
     count = 1 + steps * (right + 1)

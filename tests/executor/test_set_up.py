@@ -109,8 +109,8 @@ def test_a_draft_loop_that_cannot_open_leaves_no_trace():
 
 def test_absent_drafts_are_not_counted_as_drafted(bed):
     """Two new tokens leave room for no draft behind the second one."""
-    for plain in (True, False):
-        llm = bed.llm(k=3, disable_overlap_scheduler=plain)
+    for no_overlap in (True, False):
+        llm = bed.llm(k=3, disable_overlap_scheduler=no_overlap)
         output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]
         assert output.acceptance.steps == 1
         assert output.acceptance.num_drafted <= 1

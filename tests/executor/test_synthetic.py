@@ -13,7 +13,7 @@ from tests.executor.test_scenarios import RecordingWorker
 
 RATES = (0.8, 0.6, 0.4)
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def synthetic(bed, rates=RATES, seed: int = 3, **options):
@@ -40,10 +40,10 @@ def assert_shares(stats: AcceptanceStats, rates, cut: int) -> None:
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, no_overlap):
     """R45: shares far above what the drafts deserve: ids stay ids, and every output is marked."""
-    llm = synthetic(bed, (1.0, 0.9, 0.9), vanilla=vanilla, disable_overlap_scheduler=plain)
+    llm = synthetic(bed, (1.0, 0.9, 0.9), vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     outputs = llm.generate(prompts, forced(stop_token_ids=(VOCAB - 1,), min_tokens=32))
     assert_drained(llm)
     for output in outputs:
@@ -54,7 +54,7 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, p
     stats = llm.executor.acceptance
     assert stats.is_synthetic
     assert stats.acceptance_length > 3
-    honest = bed.llm(vanilla=vanilla, disable_overlap_scheduler=plain)
+    honest = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     true = honest.generate(prompts, forced(stop_token_ids=(VOCAB - 1,), min_tokens=32))
     assert honest.executor.acceptance.acceptance_length < 2.5
     assert [o.token_ids for o in true] != [o.token_ids for o in outputs]
@@ -64,7 +64,7 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, p
 
 @pytest.mark.parametrize("rates", [RATES, 0.7], ids=["list", "number"])
 def test_measured_shares_are_those_asked_for(bed, rates):
-    """One request per seed, so that no coin counts twice."""
+    """One request per seed, so that no draw counts twice."""
     asked = RATES if isinstance(rates, tuple) else (0.7, 0.7**2, 0.7**3)
     total = AcceptanceStats(3)
     for seed in range(12):
@@ -137,7 +137,7 @@ def test_events_are_marked(bed):
 
 
 def test_positions_decide_and_not_steps(bed):
-    """A text that starts further on draws other coins; its runs are those of its positions."""
+    """A text that starts further on draws other draws; its runs are those of its positions."""
     llm = synthetic(bed)
     runs = []
     for length in (1, 2):

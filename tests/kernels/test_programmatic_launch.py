@@ -12,8 +12,9 @@ import triton
 
 import mtp_plugin
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels import programmatic_launch as triton_device
-from mtp_plugin.kernels.programmatic_launch import SeenLaunches, early_launch, expect_reachable
+from mtp_plugin.kernels import programmatic_launch
+from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 CUDA = torch.device("cuda", 0)
 FLOATS, HALVES = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
@@ -66,7 +67,7 @@ def types_of(arguments: Any) -> list[Any]:
 
 def test_interpreted_launches_all_go_the_ordinary_way() -> None:
     kernel = Interpreted()
-    launches = SeenLaunches(kernel)
+    launches = CachedLaunches(kernel)
     for number in range(3):
         launches.launch("same", 5, FLOATS, number, num_warps=1)
     assert kernel.launches == [((5,), (FLOATS, n), {"num_warps": 1}) for n in range(3)]
@@ -74,7 +75,7 @@ def test_interpreted_launches_all_go_the_ordinary_way() -> None:
 
 def test_a_launch_seen_before_goes_to_its_binary() -> None:
     kernel = Compiled()
-    launches = SeenLaunches(kernel)
+    launches = CachedLaunches(kernel)
     for programs in (5, 7, 9):
         launches.launch(("cuda", torch.float32), programs, FLOATS, programs, num_warps=2)
     (binary,) = kernel.binaries
@@ -85,7 +86,7 @@ def test_a_launch_seen_before_goes_to_its_binary() -> None:
 def test_types_and_constants_are_never_mixed_up() -> None:
     """A binary checks that it sees the types that it was compiled for."""
     kernel = Compiled()
-    launches = SeenLaunches(kernel)
+    launches = CachedLaunches(kernel)
     for turn in range(3):
         for tensor in (FLOATS, HALVES):
             for constant in (1, 4):
@@ -99,7 +100,7 @@ def test_types_and_constants_are_never_mixed_up() -> None:
 def test_kernels_have_binaries_of_their_own() -> None:
     one, other = Compiled(), Compiled()
     for kernel in (one, other):
-        SeenLaunches(kernel).launch("same", 1, FLOATS)
+        CachedLaunches(kernel).launch("same", 1, FLOATS)
     assert len(one.binaries) == len(other.binaries) == 1
 
 
@@ -113,7 +114,7 @@ def test_a_compiled_kernel_reaches_no_cpu_tensor() -> None:
 
 
 def test_nothing_is_launched_early_on_a_cpu() -> None:
-    assert early_launch(torch.device("cpu")) == {"EARLY": False}
+    assert pdl_options(torch.device("cpu")) == {"PDL": False}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +127,10 @@ def test_early_launches_go_by_the_device(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    triton_device._overlaps_launches.cache_clear()
-    options = early_launch(CUDA)
-    triton_device._overlaps_launches.cache_clear()
-    assert options == ({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
+    programmatic_launch._supports_pdl.cache_clear()
+    options = pdl_options(CUDA)
+    programmatic_launch._supports_pdl.cache_clear()
+    assert options == ({"PDL": True, "launch_pdl": True} if early else {"PDL": False})
 
 
 def early_kernels() -> list[Any]:
@@ -140,8 +141,8 @@ def early_kernels() -> list[Any]:
         for path in sorted(root.rglob("*kernel.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
-        and any(argument.arg == "EARLY" for argument in node.args.args)
-        and node.name != "inputs_written"
+        and any(argument.arg == "PDL" for argument in node.args.args)
+        and node.name != "grid_dependency_synchronize"
     ]
 
 
@@ -149,7 +150,7 @@ def early_kernels() -> list[Any]:
 def test_a_kernel_launched_early_waits_first(kernel: ast.FunctionDef) -> None:
     """Above the wait only weights are touched, which no kernel writes, and nothing is stored."""
     lines = [ast.unparse(statement) for statement in kernel.body]
-    wait = lines.index("inputs_written(EARLY)")
+    wait = lines.index("grid_dependency_synchronize(PDL)")
     above = [node for statement in kernel.body[:wait] for node in ast.walk(statement)]
     names = {node.id for node in above if isinstance(node, ast.Name)}
     assert {name for name in names if name.endswith("_ptr")} <= {"weight_ptr"}

@@ -173,7 +173,7 @@ def test_rows_of_a_plan() -> None:
     assert [vanilla.chunk_tokens(start, 5) for start in (0, 2, 3, 8)] == [5, 7, 8, 8]
 
 
-def test_plain_decoding_costs_one_row() -> None:
+def test_target_only_decoding_costs_one_row() -> None:
     plan = NoSpeculationPlugin().plan(None, 0)
     assert plan == DraftPlan(0)
     assert plan.rows_to_reserve(10, in_flight=True) == 12
@@ -245,7 +245,7 @@ def test_pieces(vanilla: bool, worker: type, mode: SpeculativeDecodingMode, modu
     assert metadata.draft_window == "exact"
 
 
-def test_pieces_of_plain_decoding() -> None:
+def test_pieces_of_target_only_decoding() -> None:
     plugin = NoSpeculationPlugin()
     pieces = plugin.build(None, plugin.plan(None, 0), host())
     assert isinstance(pieces.worker, NoDraftsWorker)

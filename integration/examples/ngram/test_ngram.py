@@ -83,7 +83,7 @@ LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap
 
 @LOOPS
 def test_a_repeating_text_is_told_ahead(repeating: Bed, overlap: bool) -> None:
-    """More than two tokens per step, and the very tokens of plain decoding."""
+    """More than two tokens per step, and the very tokens of target-only decoding."""
     asked = prompts(1, 3, 8, 20, 5)
     with repeating.llm(disable_overlap_scheduler=not overlap) as llm:
         outputs = llm.generate(asked, SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -105,7 +105,7 @@ def test_a_repeating_text_is_told_ahead(repeating: Bed, overlap: bool) -> None:
     ],
     ids=["roomy", "chunks", "preemption", "one_draft"],
 )
-def test_any_text_is_that_of_plain_decoding(
+def test_any_text_is_that_of_target_only_decoding(
     wandering: Bed, overlap: bool, options: dict[str, Any]
 ) -> None:
     asked = prompts(2, 25, 7, 1, 12, 30)

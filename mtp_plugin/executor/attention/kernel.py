@@ -9,7 +9,7 @@ attends nobody and gives zeros.
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def write_kernel(
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,  # at least num_ragged; 0: there are none
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (row, piece of heads x width): its key and its value to the row's place in the pools."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0)
     behind = row - ragged_rows
     sequence = num_ragged + behind // uniform_rows
@@ -227,13 +227,13 @@ def uniform_kernel(
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (sequence, tile of its rows; key head; piece of its keys), sequences of equal rows.
 
     The query heads of a key head lie beside each other in a tile: its keys are read once for all.
     """
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     index = tl.program_id(0) // row_tiles
     tile = tl.program_id(0) % row_tiles
     kv_head = tl.program_id(1)
@@ -303,10 +303,10 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (row, head): the pieces of its keys by their weights."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     item = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     weight = tl.load(
@@ -350,10 +350,10 @@ def ragged_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (tile of a sequence's rows, key head) of the first sequences, whatever their lengths."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     # later rows see more keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -23,7 +23,8 @@ from mtp_plugin.executor.attention.kernel import (
     write_kernel,
 )
 from mtp_plugin.executor.attention.layout import RowCounts
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 MAX_WIDTH = 256
 """Widest head; what a program holds of a tile grows with it."""
@@ -202,7 +203,7 @@ class TritonBackend:
             LANES=_lanes(counts) if counts.ragged else 0,
             BLOCK=block,
             num_warps=4,
-            **early_launch(key.device),
+            **pdl_options(key.device),
         )
 
     def attend(
@@ -304,7 +305,7 @@ class _Call:
             WIDEN=_widens(self.query),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **early_launch(self.query.device),
+            **pdl_options(self.query.device),
         )
 
     def attend_uniform(self, counts: RowCounts) -> None:
@@ -323,7 +324,7 @@ class _Call:
             float32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
             partial = torch.empty(items, splits, width, **float32)
             weight = torch.empty(items, splits, **float32)
-        early = early_launch(query.device)
+        early = pdl_options(query.device)
         uniform_kernel[(counts.num_uniform * row_tiles, self.kv_heads, splits)](
             query,
             metadata.kv_lens_cuda,

@@ -161,7 +161,7 @@ class FusedAttention:
         return out[0]  # type: ignore[no-any-return]
 
 
-class PlainAttention:
+class UnfusedAttention:
     """The attention module as it is."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -231,7 +231,7 @@ class FusedMixture:
         return out if self._beside is None else out + self._beside(x)
 
 
-class PlainFeedForward:
+class UnfusedFeedForward:
     """The feed-forward module as it is."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -250,9 +250,9 @@ class FusedLayer:
     def __init__(
         self,
         input_norm: Norm,
-        attention: FusedAttention | PlainAttention,
+        attention: FusedAttention | UnfusedAttention,
         inner_norm: Norm,
-        feed_forward: FusedMLP | FusedMixture | PlainFeedForward,
+        feed_forward: FusedMLP | FusedMixture | UnfusedFeedForward,
         ops: LayerOps,
     ) -> None:
         self._input_norm = input_norm
@@ -279,7 +279,7 @@ class FusedLayer:
         return self._feed_forward(normed), residual
 
 
-class PlainLayer:
+class UnfusedLayer:
     """The decoder layer as it is."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -17,11 +17,11 @@ from mtp_plugin.executor.layers.fused_layers import (
     FusedMixture,
     FusedMLP,
     Pass,
-    PlainAttention,
-    PlainFeedForward,
-    PlainLayer,
     Rotary,
     Rows,
+    UnfusedAttention,
+    UnfusedFeedForward,
+    UnfusedLayer,
     normed_stream,
 )
 from mtp_plugin.executor.layers.ops import LayerOps, select_layer_ops
@@ -65,7 +65,7 @@ class FusedDecoder:
     def __init__(
         self,
         decoder: Any,
-        layers: list[FusedLayer | PlainLayer],
+        layers: list[FusedLayer | UnfusedLayer],
         norm: Norm | None,
         rotary: Rotary | None,
         ops: LayerOps,
@@ -260,7 +260,7 @@ class _Fuser:
             self._rotary = Rotary(decoder.rotary_emb, self._positions, self._weight[:1])
         if is_decoder(decoder):
             layers = [
-                self._layer(layer, f"layers.{i}") or PlainLayer(layer)
+                self._layer(layer, f"layers.{i}") or UnfusedLayer(layer)
                 for i, layer in enumerate(decoder.layers[: decoder.config.num_hidden_layers])
             ]
             norm = norm_of(decoder.norm, self._weight.dtype)
@@ -304,16 +304,16 @@ class _Fuser:
         self._note(name, False)
         return None
 
-    def _attention(self, module: nn.Module, name: str) -> FusedAttention | PlainAttention:
+    def _attention(self, module: nn.Module, name: str) -> FusedAttention | UnfusedAttention:
         found = attention_of(module, self._weight.dtype) if self._rotary is not None else None
         self._note(name, found is not None)
         if found is None:
-            return PlainAttention(module)
+            return UnfusedAttention(module)
         return FusedAttention(found, self._ops, self._packer)
 
     def _feed_forward(
         self, module: nn.Module, name: str
-    ) -> FusedMLP | FusedMixture | PlainFeedForward:
+    ) -> FusedMLP | FusedMixture | UnfusedFeedForward:
         dtype = self._weight.dtype
         mlp = mlp_of(module, dtype)
         if mlp is not None:
@@ -322,7 +322,7 @@ class _Fuser:
         mixture = mixture_of(module, dtype) if self._ops.experts is not None else None
         self._note(name, mixture is not None)
         if mixture is None or self._ops.experts is None:
-            return PlainFeedForward(module)
+            return UnfusedFeedForward(module)
         return FusedMixture(mixture, self._ops, self._ops.experts, self._packer)
 
     def _mtp_layer(self, layer: nn.Module, name: str) -> nn.Module:

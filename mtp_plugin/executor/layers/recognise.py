@@ -151,8 +151,8 @@ def mlp_of(module: object, dtype: torch.dtype) -> GatedMLP | None:
         return None
     mlp = cast(Any, module)
     projections = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    plain = all(_is_linear(p, dtype) and p.bias is None for p in projections)
-    if not (plain and _is_silu(mlp.act_fn)):
+    bare = all(_is_linear(p, dtype) and p.bias is None for p in projections)
+    if not (bare and _is_silu(mlp.act_fn)):
         return None
     return GatedMLP(*(projection.weight for projection in projections))
 
@@ -209,11 +209,11 @@ def mixture_of(module: object, dtype: torch.dtype) -> Mixture | None:
     if shared is None or not _runs(router, known.router) or not _runs(experts, known.experts):
         return None
     gated = (experts.has_gate, experts.is_concatenated) == (True, True)
-    plain = (experts.has_bias, experts.is_transposed) == (False, False)
+    bare = (experts.has_bias, experts.is_transposed) == (False, False)
     gate = type(experts)._apply_gate is experts_of_transformers._default_apply_gate
     typed = experts.gate_up_proj.dtype == experts.down_proj.dtype == router.weight.dtype == dtype
     bias = router.e_score_correction_bias
-    if not (gated and plain and gate and typed and _is_silu(experts.act_fn)):
+    if not (gated and bare and gate and typed and _is_silu(experts.act_fn)):
         return None
     if bias.dtype != torch.float32:
         return None
@@ -267,8 +267,8 @@ def _is_untouched(module: object) -> bool:
 
 
 def _is_linear(module: object, dtype: torch.dtype) -> bool:
-    plain = _is_untouched(module) and type(module) is nn.Linear
-    return plain and cast(nn.Linear, module).weight.dtype == dtype
+    bare = _is_untouched(module) and type(module) is nn.Linear
+    return bare and cast(nn.Linear, module).weight.dtype == dtype
 
 
 def _is_silu(module: object) -> bool:

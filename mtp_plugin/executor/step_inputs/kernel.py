@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -39,10 +39,10 @@ def generation_inputs_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_STORE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One generation: its K+1 inputs, their positions, its lengths and limits."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     generation = tl.program_id(0).to(tl.int64)
     row = generation * row_stride
     columns = tl.arange(0, COLUMNS)

@@ -11,7 +11,8 @@ from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.executor.row_table import StepRows
 from mtp_plugin.executor.step_inputs.kernel import generation_inputs_kernel
 from mtp_plugin.executor.step_inputs.reference import GenerationInputs
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 
 def generation_inputs(
@@ -79,6 +80,6 @@ def generation_inputs(
             COLUMNS=triton.next_power_of_2(width),
             HAS_STORE=previous is not None,
             num_warps=1,
-            **early_launch(rows.tokens.device),
+            **pdl_options(rows.tokens.device),
         )
     return inputs

@@ -1,4 +1,4 @@
-"""The inputs of generations in plain torch: the CPU path and the oracle of the kernel."""
+"""The inputs of generations in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

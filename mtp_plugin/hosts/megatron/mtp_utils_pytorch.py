@@ -1,4 +1,4 @@
-"""Megatron's ``mtp_utils_pytorch``: the bookkeeping ops in plain torch, on any device."""
+"""Megatron's ``mtp_utils_pytorch``: the bookkeeping ops in torch, on any device."""
 
 from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,

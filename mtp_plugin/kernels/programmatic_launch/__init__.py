@@ -1,73 +1,27 @@
-"""Where Triton kernels can run, and how closely one may follow the other."""
+"""Programmatic dependent launch (PDL): a secondary kernel starts while its primary drains.
+
+Between small kernels most of the time is launches. See CUDA's programming guide, "Programmatic
+Dependent Launch and Synchronization".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
-from typing import Any
 
 import torch
-import triton
-
-from mtp_plugin.errors import TensorContractError, expect
-
-
-def expect_reachable(kernel: Any, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``kernel`` can read ``tensor``: on a CUDA device, or interpreted.
-
-    Raises:
-        TensorContractError: a CPU tensor for a compiled kernel.
-    """
-    interpreted = not isinstance(kernel, triton.JITFunction)
-    expect(
-        tensor.is_cuda or interpreted,
-        TensorContractError,
-        f"{name}: expected a CUDA tensor (on the CPU kernels run only with TRITON_INTERPRET=1, set "
-        f"before they are imported), got one on {tensor.device}",
-    )
 
 
 @cache
-def _overlaps_launches(device: torch.device) -> bool:
+def _supports_pdl(device: torch.device) -> bool:
     # devices of other makers go by the name of cuda too, with numbers of their own
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def early_launch(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that begins with :func:`~.kernel.inputs_written`.
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins with :func:`~.kernel.grid_dependency_synchronize`.
 
-    Where the device can (compute capability 9.0 and later), the launch overlaps the end of the
-    kernel before it: between small kernels most of the time is launches.
+    With compute capability 9.0 and later its launch overlaps the end of the kernel before it.
     """
-    return {"EARLY": True, "launch_pdl": True} if _overlaps_launches(device) else {"EARLY": False}
-
-
-class SeenLaunches:
-    """Launches of one kernel that Triton does not inspect again once it has seen their like.
-
-    On the host the inspection of two dozen arguments takes longer than the rest of a launch. The
-    kernel must specialize neither its numbers, which fit 32 bits, nor the alignment of its
-    pointers: then types and constants decide alone which binary runs.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._seen: dict[Hashable, Any] = {}
-
-    def launch(self, like: Hashable, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch ``programs`` programs.
-
-        Args:
-            like: device, types and constants; equal only for launches of the same binary.
-            arguments: of the kernel, in its order, constants included.
-            options: for the compiler, the same for equal ``like``.
-        """
-        binary = self._seen.get(like)
-        if binary is not None:
-            binary[(programs, 1, 1)](*arguments)
-            return
-        binary = self._kernel[(programs,)](*arguments, **options)
-        if isinstance(self._kernel, triton.JITFunction):
-            self._seen[like] = binary
+    return {"PDL": True, "launch_pdl": True} if _supports_pdl(device) else {"PDL": False}

@@ -1,4 +1,4 @@
-"""What kernels share."""
+"""The device's side of programmatic dependent launch."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def inputs_written(EARLY: tl.constexpr):
-    """First line of a kernel that may be launched early: wait for the kernel before it.
+def grid_dependency_synchronize(PDL: tl.constexpr):
+    """First line of a kernel that is launched with PDL: wait until the primary's writes are seen.
 
-    Above it may stand only loads of what no kernel writes, as weights. The kernel behind may be
-    launched from here on; it waits in the same way, so that every kernel still sees all that was
-    written before it.
+    Above it may stand only loads of what no kernel writes, as weights. It also triggers the
+    completion of this kernel's own launch, so that the secondary behind it may start; that one
+    synchronizes in the same way, so every kernel still sees all that was written before it.
     """
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -33,10 +33,10 @@ def top1_kernel(
     piece,
     num_pieces,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (row, piece): its highest value and the lowest id that has it."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = part * piece
@@ -67,14 +67,14 @@ def relaxed_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As top1_kernel; for drafted rows of requests that think also the sum of weights and a rank.
 
     ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
     the row's draft in order of falling value, then rising id.
     """
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     first = part * piece

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.kernels.checks import expect_output
-from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k.kernel import relaxed_kernel, top1_kernel
 
 BLOCK = 1024
@@ -121,7 +121,7 @@ def top1_partials(logits: torch.Tensor, scratch: Top1Partials | None = None) -> 
             pieces,
             BLOCK=block,
             num_warps=8,
-            **early_launch(logits.device),
+            **pdl_options(logits.device),
         )
     return scratch
 
@@ -167,7 +167,7 @@ def relaxed_partials(
             COLUMNS=1 << max(width - 2, 0).bit_length(),
             BLOCK=block,
             num_warps=4,
-            **early_launch(logits.device),
+            **pdl_options(logits.device),
         )
     return scratch
 

@@ -13,7 +13,7 @@ generation has K'+1 rows, of which ``py_draft_state.limit`` + 1 count; the draft
 Drafts of the step before that the limit leaves out are dropped. When the length was raised, the
 first step verifies only what the shorter step before it drafted.
 
-**keep_warm: true, K' < K.** The draft side stays as if nothing had been turned down.
+**keep_warm: true, K' < K.** The draft side stays as if every step drafted K.
 
 - Reused layer (eagle): the first pass runs over the accepted rows, also at K' = 0; K'-1 single-row
   passes follow. Heads are only needed for the K' drafts.

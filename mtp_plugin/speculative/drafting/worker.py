@@ -17,7 +17,7 @@ from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.ops.acceptance import RelaxedRule
 from mtp_plugin.speculative.ops.backend import select_ops
-from mtp_plugin.speculative.ops.logits import StepRows
+from mtp_plugin.speculative.ops.logits import LogitRows
 from mtp_plugin.speculative.ops.synthetic_acceptance import SyntheticRule, synthetic_rule
 from mtp_plugin.speculative.state.draft_len import read_draft_len
 from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput, expect_vocab
@@ -66,7 +66,7 @@ class SpecWorker(nn.Module, ABC):
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
         device: that the step runs on; decides what ``kernels: auto`` means. Default: CUDA where
             present.
-        step_draft_len: drafts that a step verifies and makes, for turned-down steps; default: K of
+        step_draft_len: drafts that a step verifies and makes, for shorter steps; default: K of
             the config. What :mod:`mtp_plugin.speculative.draft_length.controller` asks of
             such steps holds.
         draft_vocab_ids: [V'] int32, ascending: ids that may be drafted; the ``lm_head`` of a step
@@ -467,12 +467,12 @@ class SpecWorker(nn.Module, ABC):
         parameters: Any,
         attn_metadata: Any,
     ) -> AbstractContextManager[torch.Tensor]:
-        if parameters is None or parameters.min_stop_index is None:
+        if parameters is None or parameters.min_tokens_end is None:
             return nullcontext(logits)
         if positions is None:
-            raise MetadataError("min_stop_index: acceptance needs position_ids to obey it")
+            raise MetadataError("min_tokens_end: acceptance needs position_ids to obey it")
         num_contexts = attn_metadata.num_contexts
-        step = StepRows(
+        step = LogitRows(
             positions,
             attn_metadata.seq_lens_cuda[:num_contexts],
             num_contexts,
@@ -487,11 +487,11 @@ class SpecWorker(nn.Module, ABC):
     def _forced_matches(
         self, positions: torch.Tensor | None, attn_metadata: Any
     ) -> torch.Tensor | None:
-        """How many drafts the coins accept [G]; None where the target decides."""
+        """How many drafts the draws accept [G]; None where the target decides."""
         if not self.is_synthetic or self.max_draft_len == 0:
             return None
         if positions is None:
-            raise MetadataError("synthetic acceptance: its coins need position_ids")
+            raise MetadataError("synthetic acceptance: its draws need position_ids")
         rule = SyntheticRule(self.synthetic_thresholds, self.synthetic_seed)
         first_rows = positions[attn_metadata.num_ctx_tokens :: self.max_draft_len + 1]
         forced: torch.Tensor = self.ops.forced_matches(first_rows, rule)

@@ -16,8 +16,8 @@ class AcceptanceStats:
     histogram: list[int] = field(default_factory=list)  # index: emitted tokens of a step, 0..K+1
     num_drafted: int = 0
     is_synthetic: bool = False
-    """A coin accepted the drafts: the figures are those asked for, and the text is not the
-    model's."""
+    """Synthetic draws accepted the drafts: the figures are those asked for, and the text is not
+    the model's."""
 
     def __post_init__(self) -> None:
         if not self.histogram:

@@ -1,4 +1,4 @@
-"""History and draft inputs of one step in plain torch, composed of the op folders' references."""
+"""History and draft inputs of one step in torch, composed of the op folders' references."""
 
 from __future__ import annotations
 

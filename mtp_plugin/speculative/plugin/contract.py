@@ -86,12 +86,12 @@ class SpeculativePieces:
     draft_lengths: DraftLengthController | None = None
     """Chooses every step's draft length; None: K in every step."""
     alarms: AcceptanceAlarms | None = None
-    """Hears of every request-step from the sampler; None: nobody does."""
+    """Gets every request-step from the sampler; None: nobody does."""
     is_synthetic: bool = False
-    """A coin accepts the drafts: whatever reports acceptance or text has to say so."""
+    """Draws accept the drafts: whatever reports acceptance or text has to say so."""
 
     make_worker: Callable[[int], torch.nn.Module] | None = None
-    """Draft length -> the worker of turned-down steps; None: every step has K, of which
+    """Draft length -> the worker of shorter steps; None: every step has K, of which
     ``draft_lengths`` lets requests verify fewer."""
     draft_vocab_ids: torch.Tensor | None = None
     """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's

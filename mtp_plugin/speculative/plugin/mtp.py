@@ -102,7 +102,7 @@ class MTPPlugin:
             )
 
         lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
-        # a coin's acceptance says nothing about the drafts
+        # a synthetic draw's acceptance says nothing about the drafts
         alarms = None if config.mtp.verification == "synthetic" else AcceptanceAlarms()
 
         def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:

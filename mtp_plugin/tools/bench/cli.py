@@ -186,14 +186,14 @@ def e2e(
 
     Steps that only generate are timed apart from prompts; tokens per second are told for both. No
     figure without a match: with real acceptance the tokens are those of the run without MTP, and
-    that run's are those of plain decoding.
+    that run's are those of target-only decoding.
 
     Exit code 1: a case did not match or failed. 2: a named error.
     """
-    from mtp_plugin.tools.bench.e2e.cases import Options
+    from mtp_plugin.tools.bench.e2e.cases import E2EOptions
     from mtp_plugin.tools.bench.e2e.run import run
 
-    options = Options(
+    options = E2EOptions(
         batches=_batches(batch),
         ks=_numbers(k, "--k"),
         workers=tuple(worker.split(",")) if worker else None,
@@ -274,7 +274,7 @@ def soak(
 ) -> None:
     """Random arrivals, lengths, chunks, aborts and memory pressure for a while; then the checks.
 
-    Nothing may leak, acceptance may not drift, and every output must be plain decoding's.
+    Nothing may leak, acceptance may not drift, and every output must be target-only decoding's.
 
     Exit code 1: a check does not hold. 2: a named error.
     """

@@ -1,4 +1,4 @@
-"""Whether emitted tokens are those of plain decoding, what half precision excuses."""
+"""Whether emitted tokens are those of target-only decoding, what half precision excuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtp_plugin.tools.parity.compare import (
     compare_with_continuations,
     judge_gap,
 )
-from mtp_plugin.tools.parity.oracle import Oracle, plain_attention
+from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
 
 __all__ = [
@@ -21,6 +21,6 @@ __all__ = [
     "compare_forced",
     "compare_with_continuations",
     "judge_gap",
-    "plain_attention",
+    "transformers_attention",
     "ulp",
 ]

@@ -1,4 +1,4 @@
-"""Emitted tokens beside those of plain decoding, token for token, ties excused."""
+"""Emitted tokens beside those of target-only decoding, token for token, ties excused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mtp_plugin.tools.parity.ties import TieRule
 
 @dataclass(frozen=True)
 class Divergence:
-    """A token that plain decoding did not choose."""
+    """A token that target-only decoding did not choose."""
 
     position: int
     """Of the emitted token, counted from 0."""
     token: int | None
     """What was emitted; None: the output had ended."""
     expected: int | None
-    """What plain decoding chose; None: it had ended."""
+    """What target-only decoding chose; None: it had ended."""
     gap: float | None = None
     """Logit of the expected token minus that of the emitted one, both given the same prefix; None
     where there are no two tokens."""
@@ -35,7 +35,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output beside plain decoding."""
+    """One output beside target-only decoding."""
 
     num_equal: int
     """Tokens before the first difference that is no tie, ties among them."""
@@ -49,11 +49,11 @@ def compare_with_continuations(
     continue_from: Callable[[list[int]], list[int]],
     judge: Callable[[int, int, int], Divergence],
 ) -> Comparison:
-    """Compare with plain decoding; after a tie it goes on from the emitted prefix.
+    """Compare with target-only decoding; after a tie it goes on from the emitted prefix.
 
     Args:
         emitted: tokens of one request.
-        continue_from: a prefix of them -> the prefix and what plain decoding adds.
+        continue_from: a prefix of them -> the prefix and what target-only decoding adds.
         judge: (position, emitted token, expected token) -> the divergence with its gap.
     """
     tokens = list(emitted)

@@ -1,4 +1,4 @@
-"""Plain decoding of a loaded model, one request at a time, through none of the executor."""
+"""Target-only decoding of a loaded model, one request at a time, through none of the executor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.infer import greedy_decode
 
-PLAIN_ATTENTION = "sdpa"
+TRANSFORMERS_ATTENTION = "sdpa"
 """An attention of transformers' own."""
 
 
 @contextmanager
-def plain_attention(model: LoadedModel) -> Iterator[None]:
+def transformers_attention(model: LoadedModel) -> Iterator[None]:
     """Run the model with an attention of transformers' own, then with its former one again."""
     former: Any = model.target.config._attn_implementation
-    model.set_attn_implementation(PLAIN_ATTENTION)
+    model.set_attn_implementation(TRANSFORMERS_ATTENTION)
     try:
         yield
     finally:
@@ -27,7 +27,7 @@ def plain_attention(model: LoadedModel) -> Iterator[None]:
 
 
 class Oracle:
-    """What the target alone says; the model must run under :func:`plain_attention`."""
+    """What the target alone says; the model must run under :func:`transformers_attention`."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -52,7 +52,7 @@ class Oracle:
         end_ids: Collection[int] = (),
         min_tokens: int = 0,
     ) -> list[int]:
-        """``emitted`` and what plain greedy decoding adds to it.
+        """``emitted`` and what target-only greedy decoding adds to it.
 
         Args:
             limit: tokens in all, emitted ones included.

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 OK = 0
 DIFFERENT = 1
-"""The text is not that of plain decoding, or the doctor found a problem."""
+"""The text is not that of target-only decoding, or the doctor found a problem."""
 REFUSED = 2
 """A named error: config, checkpoint or request."""
 UNWRITABLE = 1

@@ -1,4 +1,4 @@
-"""Runs a batch of prompts three ways: as configured, without drafts, and by plain decoding."""
+"""Runs a batch three ways: as configured, without drafts, and by target-only decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtp_plugin.tools.parity import Comparison as Verdict
 
 WARM_UP_TOKENS = 4
 PIECE = 16
-"""Tokens that plain decoding goes on by behind a tie, before it looks whether they still agree."""
+"""Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
 
 OnStep = Callable[[list[tuple[int, StepEvent]]], None]
 """Called with a step's events, each with the number of its prompt, counted from 0."""
@@ -111,12 +111,12 @@ def _decoded(request: LlmRequest, place: str) -> Decoded:
     )
 
 
-# --- the comparison with plain decoding ---
+# --- the comparison with target-only decoding ---
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a prompt that plain decoding did not choose."""
+    """The first token of a prompt that target-only decoding did not choose."""
 
     prompt: int
     """Counted from 1."""
@@ -125,12 +125,12 @@ class Difference:
     token: int | None
     """What was emitted; None: the text had ended."""
     expected: int | None
-    """What plain decoding chose; None: it had ended."""
+    """What target-only decoding chose; None: it had ended."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A batch beside plain decoding of the same prompts."""
+    """A batch beside target-only decoding of the same prompts."""
 
     differences: list[Difference]
     num_tokens: int
@@ -141,7 +141,7 @@ class Comparison:
     """Tokens that differ by no more than half precision rounds; decoding went on from them."""
 
 
-def compare_with_plain_decoding(
+def compare_with_target_only_decoding(
     model: LoadedModel,
     results: Sequence[Decoded],
     params: SamplingParams,
@@ -153,7 +153,7 @@ def compare_with_plain_decoding(
 
     The model must run with an attention of transformers' own.
     """
-    verdicts = verdicts_of_plain_decoding(
+    verdicts = verdicts_of_target_only_decoding(
         model, results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
     )
     found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
@@ -169,7 +169,7 @@ def compare_with_plain_decoding(
     )
 
 
-def verdicts_of_plain_decoding(
+def verdicts_of_target_only_decoding(
     model: LoadedModel,
     results: Sequence[Decoded],
     params: SamplingParams,
@@ -179,24 +179,24 @@ def verdicts_of_plain_decoding(
     tie_ulps: float = TIE_ULPS,
     known: dict[tuple[int, ...], list[int]] | None = None,
 ) -> list[Verdict]:
-    """What plain decoding says of each result; see :func:`compare_with_plain_decoding`.
+    """What target-only decoding says of each result; see :func:`compare_with_target_only_decoding`.
 
     Args:
-        known: plain decoding of whole prompts, kept between calls with the same params.
+        known: target-only decoding of whole prompts, kept between calls with the same params.
     """
     oracle = Oracle(model)
     rule = TieRule(oracle.dtype, tie_ulps)
     verdicts = []
     for result in results:
         limit = min(params.max_new_tokens, max_seq_len - len(result.prompt_token_ids))
-        plain = _PlainDecoding(oracle, result, params, limit, tokenizer, known)
+        plain = _TargetOnlyDecoding(oracle, result, params, limit, tokenizer, known)
         judge = judge_gap(oracle, rule, result.prompt_token_ids, result.token_ids)
         verdicts.append(compare_with_continuations(result.token_ids, plain.continue_from, judge))
     return verdicts
 
 
-class _PlainDecoding:
-    """What plain decoding makes of one result's prompt."""
+class _TargetOnlyDecoding:
+    """What target-only decoding makes of one result's prompt."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class _PlainDecoding:
         self._end_ids = (*ends, *params.stop_token_ids)
 
     def continue_from(self, emitted: list[int]) -> list[int]:
-        """``emitted`` and what plain decoding adds, up to where the text has to end."""
+        """``emitted`` and what target-only decoding adds, up to where the text has to end."""
         key = tuple(self._result.prompt_token_ids)
         depends = self._result.finish_reason is FinishReason.STOP_WORDS
         if emitted and not depends:

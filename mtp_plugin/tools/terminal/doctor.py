@@ -174,8 +174,8 @@ def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len
             shares = speculative.mtp.acceptance_shares(plan.max_draft_len)
             found.add(
                 "acceptance",
-                f"synthetic, {' / '.join(f'{share:.0%}' for share in shares)} by a coin: for "
-                "benchmarks only, the text is not the model's",
+                f"synthetic, {' / '.join(f'{share:.0%}' for share in shares)}: for benchmarks "
+                "only, the text is not the model's",
             )
     else:
         found.add("drafts per step", "none")

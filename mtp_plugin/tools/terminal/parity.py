@@ -1,4 +1,4 @@
-"""``parity``: what the executor emits with MTP beside plain decoding, and how that is shown."""
+"""``parity``: what the executor emits beside target-only decoding, and how that is shown."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, plain_attention
+from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, transformers_attention
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import Decoded, run_batch, verdicts_of_plain_decoding
+from mtp_plugin.tools.terminal.decoding import Decoded, run_batch, verdicts_of_target_only_decoding
 from mtp_plugin.tools.terminal.report import spelled, versions
 
-EAGLE, VANILLA, PLAIN = "eagle", "vanilla", "none"
+EAGLE, VANILLA, NO_DRAFTS = "eagle", "vanilla", "none"
 RANDOM_PROMPTS = 8
 LONGEST_RANDOM_PROMPT = 48
 SHOWN_TIES = 10
@@ -42,13 +42,13 @@ class Variant:
     @property
     def label(self) -> str:
         """A short name."""
-        drafts = "" if self.worker == PLAIN else f" K={self.k}"
+        drafts = "" if self.worker == NO_DRAFTS else f" K={self.k}"
         return f"{self.worker}{drafts} batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant's outputs beside plain decoding."""
+    """A variant's outputs beside target-only decoding."""
 
     variant: Variant
     results: list[Decoded]
@@ -102,7 +102,7 @@ class ParityReport:
 
     @property
     def exit_code(self) -> int:
-        """`DIFFERENT` where an output is not that of plain decoding."""
+        """`DIFFERENT` where an output is not that of target-only decoding."""
         return DIFFERENT if any(outcome.differences for outcome in self.outcomes) else OK
 
 
@@ -169,7 +169,7 @@ def _configured(
 def _variant(config: LLMConfig) -> Variant:
     speculative = config.speculative_config
     if speculative is None:
-        return Variant(PLAIN, 0, config.max_batch_size)
+        return Variant(NO_DRAFTS, 0, config.max_batch_size)
     if not isinstance(speculative, MTPDecodingConfig):
         return Variant(speculative.decoding_type, 0, config.max_batch_size)
     by_design = speculative.use_relaxed_acceptance_for_thinking
@@ -221,11 +221,11 @@ def run_parity(
         raise ConfigError("parity: expected at least one variant to run")
     outcomes = []
     known: dict[tuple[int, ...], list[int]] = {}
-    with plain_attention(model):
+    with transformers_attention(model):
         for index, (variant, _) in enumerate(variants):
-            on_progress(f"{variant.label}: plain decoding")
+            on_progress(f"{variant.label}: target-only decoding")
             results, max_seq_len = decoded[index]
-            verdicts = verdicts_of_plain_decoding(
+            verdicts = verdicts_of_target_only_decoding(
                 model,
                 results,
                 params,
@@ -275,7 +275,7 @@ def make_prompts(
 def show_parity(report: ParityReport, console: OutputConsole) -> None:
     """The table, ties and differences, then the verdict."""
     console.write_line("")
-    console.print(_table(report, plain_box=not can_show("─━", console.file)))
+    console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     ties = [(o.variant, n, tie) for o in report.outcomes for n, tie in o.ties]
     for variant, number, tie in ties[:SHOWN_TIES]:
         console.write_line(f"tie: {_told(report, variant, number, tie)}", "dim")
@@ -293,11 +293,11 @@ def show_parity(report: ParityReport, console: OutputConsole) -> None:
     console.write_line(f"identical to decoding without MTP: {verdict} ({counted})", style)
 
 
-def _table(report: ParityReport, *, plain_box: bool) -> Table:
+def _table(report: ParityReport, *, ascii_box: bool) -> Table:
     title = f"{report.dtype} on {report.device}"
     if report.dtype != "float32":
         title += f", ties up to {report.tie_ulps:g} ulps"
-    table = Table(box=box.ASCII if plain_box else box.SIMPLE_HEAD, title=title)
+    table = Table(box=box.ASCII if ascii_box else box.SIMPLE_HEAD, title=title)
     table.add_column("worker")
     for name in ("K", "batch", "prompts", "tokens", "equal", "ties", "differ", "accepted"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -326,7 +326,7 @@ def _told(report: ParityReport, variant: Variant, number: int, found: Divergence
         gap += f" where {found.tolerance:.4g} is a tie"
     return (
         f"{variant.label}, prompt {number}, token {found.position + 1}: {ours}, "
-        f"plain decoding has {theirs}{gap}"
+        f"target-only decoding has {theirs}{gap}"
     )
 
 

@@ -17,9 +17,7 @@ from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_
 from mtp_plugin.tools.terminal.decoding import BatchRun, Comparison, Decoded, Difference
 from mtp_plugin.tools.terminal.version import package_version
 
-SYNTHETIC_NOTE = (
-    "synthetic acceptance: a coin accepted the drafts, the text is not the model's; for speed alone"
-)
+SYNTHETIC_NOTE = "synthetic acceptance: drafts were accepted by draw, the text is not the model's"
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,20 @@ class Report:
     dtype: str
     prompts: list[str]
     run: BatchRun
-    plain_run: BatchRun | None
+    run_without_mtp: BatchRun | None
     """The same executor without drafts; None where that was not asked for or is `run` itself."""
     comparison: Comparison | None
     tokenizer: Tokenizer | None
 
     @property
     def is_relaxed(self) -> bool:
-        """Whether the text may differ from plain decoding by design."""
+        """Whether the text may differ from target-only decoding by design."""
         speculative = self.config.speculative_config
         return bool(getattr(speculative, "use_relaxed_acceptance_for_thinking", False))
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether a coin accepted the drafts, so that the text is not the model's."""
+        """Whether draws accepted the drafts, so that the text is not the model's."""
         return self.run.acceptance.is_synthetic
 
     @property
@@ -59,18 +57,18 @@ class Report:
 
 
 def show_report(report: Report, console: OutputConsole) -> None:
-    """The table, then how the text compares with plain decoding."""
+    """The table, then how the text compares with target-only decoding."""
     console.write_line("")
     if report.is_synthetic:
         console.write_line(SYNTHETIC_NOTE, "bold yellow")
-    console.print(_table(report, plain_box=not can_show("─━", console.file)))
+    console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     for line in comparison_lines(report):
         console.write_line(line, None if report.exit_code == OK else "bold red")
 
 
-def _table(report: Report, *, plain_box: bool) -> Table:
-    runs = [report.run] + ([report.plain_run] if report.plain_run is not None else [])
-    table = Table(box=box.ASCII if plain_box else box.SIMPLE_HEAD)
+def _table(report: Report, *, ascii_box: bool) -> Table:
+    runs = [report.run] + ([report.run_without_mtp] if report.run_without_mtp is not None else [])
+    table = Table(box=box.ASCII if ascii_box else box.SIMPLE_HEAD)
     table.add_column("")
     for name in ("with MTP", "without MTP") if report.max_draft_len else ("without MTP",):
         if len(table.columns) <= len(runs):
@@ -81,25 +79,25 @@ def _table(report: Report, *, plain_box: bool) -> Table:
         table.add_row(f"tokens per step ({what})", *lengths)
         shares = " / ".join(f"{share:.0%}" for share in report.run.acceptance.per_position)
         drafted = f"1..{report.max_draft_len}" if report.max_draft_len > 1 else "1"
-        by_whom = " by a coin" if report.is_synthetic else ""
+        by_whom = " by synthetic draw" if report.is_synthetic else ""
         table.add_row(f"accepted{by_whom} up to draft {drafted}", shares)
     table.add_row("prompts", *(str(len(run.results)) for run in runs))
     table.add_row("tokens", *(str(run.num_tokens) for run in runs))
     table.add_row("target steps of the batch", *(str(run.num_steps) for run in runs))
     table.add_row("seconds", *(f"{run.seconds:.2f}" for run in runs))
     table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    if report.plain_run is not None and report.plain_run.tokens_per_second:
-        ratio = report.run.tokens_per_second / report.plain_run.tokens_per_second
+    if report.run_without_mtp is not None and report.run_without_mtp.tokens_per_second:
+        ratio = report.run.tokens_per_second / report.run_without_mtp.tokens_per_second
         table.add_row("speed-up", f"{ratio:.2f}x")
     return table
 
 
 def comparison_lines(report: Report) -> list[str]:
-    """What plain decoding says, one line, and one per difference."""
+    """What target-only decoding says, one line, and one per difference."""
     comparison = report.comparison
     if comparison is None:
         return []
-    what = "decoding without MTP" if report.max_draft_len else "plain decoding"
+    what = "decoding without MTP" if report.max_draft_len else "target-only decoding"
     title = f"identical to {what}:"
     if report.is_synthetic:
         return [
@@ -123,7 +121,7 @@ def _told(difference: Difference, tokenizer: Tokenizer | None) -> str:
     theirs = spelled(difference.expected, tokenizer)
     return (
         f"  prompt {difference.prompt}, token {difference.position}: {ours}, "
-        f"plain decoding has {theirs}"
+        f"target-only decoding has {theirs}"
     )
 
 
@@ -154,7 +152,7 @@ def report_document(report: Report) -> dict[str, Any]:
         ],
         "run": _run_document(report.run, report.max_draft_len),
         "run_without_mtp": (
-            None if report.plain_run is None else _run_document(report.plain_run, 0)
+            None if report.run_without_mtp is None else _run_document(report.run_without_mtp, 0)
         ),
         "comparison": _comparison_document(report),
     }

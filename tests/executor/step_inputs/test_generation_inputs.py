@@ -26,7 +26,7 @@ rows = st.builds(
     is_pending=st.booleans(),
     seq_slot=st.integers(0, NUM_SLOTS - 1),
     state_slot=st.integers(0, 9),
-    first_stop=st.integers(0, 9),
+    min_tokens_end=st.integers(0, 9),
     stop_ids=st.lists(st.integers(0, 500), max_size=2),
     blocks=st.lists(st.integers(0, 90), max_size=5),
 )

@@ -98,7 +98,7 @@ def test_the_bare_step_cannot_count() -> None:
     step = Step(1, [Prompt([1, 2])])
     step.spec.row_parameters = RowParameters(int32([[EOS]]), int32([9]))
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
-    with pytest.raises(MetadataError, match="min_stop_index: acceptance needs position_ids"):
+    with pytest.raises(MetadataError, match="min_tokens_end: acceptance needs position_ids"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 

@@ -370,7 +370,7 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
         for name in ("draft_tokens", "draft_lens", "slot_ids"):
             getattr(captured.spec, name).copy_(getattr(fresh.spec, name))
         if synthetic:
-            for name in ("stop_ids", "min_stop_index"):
+            for name in ("stop_ids", "min_tokens_end"):
                 mine, theirs = captured.spec.row_parameters, fresh.spec.row_parameters
                 getattr(mine, name).copy_(getattr(theirs, name))
         for name in ("kv_lens_cuda", "kv_write_limit", "kv_capacity"):

@@ -1,4 +1,4 @@
-"""Synthetic acceptance through the workers: coins by position, whatever the target says."""
+"""Synthetic acceptance through the workers: draws by position, whatever the target says."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def turn(length: int, draft_len: int | None = None) -> Turn:
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("kind", WORKERS)
-def test_coins_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
-    """The newest token of a text stands at its length; the drafts behind it are told their coins.
+def test_draws_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
+    """The newest token of a text stands at its length; the drafts behind it are told their draws.
 
     A prompt in front and one request's neighbours move nothing.
     """
@@ -110,7 +110,7 @@ def test_a_stop_that_comes_too_early_is_not_forced(ops: Any) -> None:
 def test_positions_must_be_there() -> None:
     step = Step(K, [], [turn(9)])
     worker = MTPEagleWorker(config(0.5), device="cpu")
-    with pytest.raises(MetadataError, match="synthetic acceptance: its coins need position_ids"):
+    with pytest.raises(MetadataError, match="synthetic acceptance: its draws need position_ids"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 
@@ -129,7 +129,7 @@ def test_rates_of_another_k() -> None:
         MTPEagleWorker(options, device="cpu")
 
 
-def test_workers_say_whether_coins_decide() -> None:
+def test_workers_say_whether_draws_decide() -> None:
     assert MTPEagleWorker(config(0.5), device="cpu").is_synthetic
     assert not MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu").is_synthetic
     assert not NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu").is_synthetic

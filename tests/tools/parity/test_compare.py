@@ -1,4 +1,4 @@
-"""Comparison token for token, with plain decoding that continues from what was emitted."""
+"""Comparison token for token, with target-only decoding that continues from what was emitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtp_plugin.tools.parity import (
     compare_forced,
     compare_with_continuations,
     judge_gap,
-    plain_attention,
+    transformers_attention,
 )
 
 TEXT = [10, 11, 12, 13, 14, 15]
@@ -161,7 +161,7 @@ def test_plain_attention_gives_the_former_one_back(model) -> None:
     model.set_attn_implementation("eager")
 
     def use() -> None:
-        with plain_attention(model):
+        with transformers_attention(model):
             assert model.target.config._attn_implementation == "sdpa"
             raise ValueError("inside")
 

@@ -21,7 +21,7 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
 from mtp_plugin.tools.terminal import parity
-from mtp_plugin.tools.terminal.decoding import PIECE, Decoded, verdicts_of_plain_decoding
+from mtp_plugin.tools.terminal.decoding import PIECE, Decoded, verdicts_of_target_only_decoding
 
 VOCAB = 96
 TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
@@ -146,8 +146,8 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     assert result.code == 1
     line = next(line for line in result.out.splitlines() if line.startswith("difference: "))
     assert line.startswith(
-        f"difference: eagle K=1 batch 8, prompt 2, token 5: {found['token']}, plain decoding has "
-        f"{found['expected']}, logits "
+        f"difference: eagle K=1 batch 8, prompt 2, token 5: {found['token']}, "
+        f"target-only decoding has {found['expected']}, logits "
     )
     assert f"behind prompt ids {prefix[-8:]}" in line
     last = "identical to decoding without MTP: NO (24 tokens; ties: 0; differences: 1)"
@@ -242,7 +242,7 @@ def test_behind_a_tie_decoding_goes_on_piece_by_piece(
     for tokens in (emitted, [*emitted[:40], (emitted[40] + 1) % VOCAB, *emitted[41:]]):
         asked.clear()
         result = Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
-        (found,) = verdicts_of_plain_decoding(
+        (found,) = verdicts_of_target_only_decoding(
             model, [result], params, max_seq_len=512, tokenizer=None
         )
         assert found.ties[0].position == 4

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.executor.layers.mlp.kernel import silu_mul
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 # choices of experts in falling order: by score, NaN scores, experts of groups not chosen, taken
 NAN_CHOICE = tl.constexpr(-3.0e38)
@@ -22,10 +22,10 @@ def logits_kernel(
     EXPERTS: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The router's products of one row with a few experts, in fp32."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     there = experts < num_experts
@@ -92,10 +92,10 @@ def assign_kernel(
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the experts of every row, then the rows of every expert, in blocks."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     rows = tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
     there = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
@@ -180,10 +180,10 @@ def gate_up_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """silu(x @ gate) * (x @ up) of one block of rows and a few columns."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     block = tl.program_id(0) % num_blocks
     tile = tl.program_id(0) // num_blocks
     filled = tl.load(block_rows_ptr + block)
@@ -236,10 +236,10 @@ def down_kernel(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """active @ down, times the router's weight, of one block of rows and a few columns."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     block = tl.program_id(0) % num_blocks
     tile = tl.program_id(0) // num_blocks
     filled = tl.load(block_rows_ptr + block)
@@ -278,10 +278,10 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A piece of one row: what its experts gave, then what the shared ones gave."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < width

@@ -23,7 +23,8 @@ from mtp_plugin.executor.layers.experts.kernel import (
     gate_up_kernel,
     logits_kernel,
 )
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 LOGITS_EXPERTS = 8
 """Experts that one program of the router takes."""
@@ -109,7 +110,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             PIECES=triton.cdiv(width, block),
             BLOCK=block,
             num_warps=8,
-            **early_launch(x.device),
+            **pdl_options(x.device),
         )
     return logits
 
@@ -159,7 +160,7 @@ def assign(
         BLOCKS=padded_blocks,
         BLOCK_ROWS=block_rows,
         num_warps=4 if rows * experts <= 1024 else 8,
-        **early_launch(logits.device),
+        **pdl_options(logits.device),
     )
     return blocks
 
@@ -192,7 +193,7 @@ def gate_up(
             EVEN=width % cut.block == 0,
             STAGES=cut.stages,
             num_warps=cut.warps,
-            **early_launch(x.device),
+            **pdl_options(x.device),
         )
     return out
 
@@ -224,7 +225,7 @@ def down(
             EVEN=width % cut.block == 0,
             STAGES=cut.stages,
             num_warps=cut.warps,
-            **early_launch(active.device),
+            **pdl_options(active.device),
         )
     return out
 
@@ -250,6 +251,6 @@ def combine(parts: torch.Tensor, *, top_k: int, shared: int) -> torch.Tensor:
             SHARED=shared,
             BLOCK=block,
             num_warps=4,
-            **early_launch(parts.device),
+            **pdl_options(parts.device),
         )
     return out

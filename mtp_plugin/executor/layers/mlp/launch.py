@@ -7,7 +7,8 @@ import triton
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.executor.layers.mlp.kernel import silu_mul_kernel
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 BLOCK = 1024
 
@@ -32,6 +33,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             width=width,
             BLOCK=block,
             num_warps=4,
-            **early_launch(gate_up.device),
+            **pdl_options(gate_up.device),
         )
     return out

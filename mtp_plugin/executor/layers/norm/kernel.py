@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -28,14 +28,14 @@ def rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: the residual added where there is one, then normed."""
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
     # weights are there before the kernel in front has ended
     weight = tl.load(weight_ptr + lanes, mask=inside, other=0)
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + lanes, mask=inside, other=0)
     if ADD:
@@ -63,10 +63,10 @@ def join_kernel(
     GATHER: tl.constexpr,
     EMBEDDING_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row and one half of it: the embedding normed, or the state normed."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_state = tl.program_id(1) == 1
     lanes = tl.arange(0, BLOCK)

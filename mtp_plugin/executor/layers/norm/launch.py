@@ -7,7 +7,8 @@ import triton
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.executor.layers.norm.kernel import join_kernel, rms_norm_kernel
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -78,7 +79,7 @@ def join_norms(
             EMBEDDING_FIRST=embedding_first,
             BLOCK=block,
             num_warps=_warps(block),
-            **early_launch(hidden.device),
+            **pdl_options(hidden.device),
         )
     return out
 
@@ -107,7 +108,7 @@ def _launch(
         ADD=residual is not None,
         BLOCK=block,
         num_warps=_warps(block),
-        **early_launch(x.device),
+        **pdl_options(x.device),
     )
 
 

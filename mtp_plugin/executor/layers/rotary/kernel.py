@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -29,10 +29,10 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
     REST_LANES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A few heads of one row: normed where the model norms heads, then rotated."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lanes = tl.arange(0, LANES)

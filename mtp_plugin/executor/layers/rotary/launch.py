@@ -7,7 +7,8 @@ import triton
 
 from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms, check_rotation
 from mtp_plugin.executor.layers.rotary.kernel import rotate_kernel
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 HEADS = 8
 """Heads that one program turns."""
@@ -47,5 +48,5 @@ def rotate(
         num_warps=4,
         # one instruction for product and sum would leave out the rounding between them
         enable_fp_fusion=False,
-        **early_launch(qkv.device),
+        **pdl_options(qkv.device),
     )

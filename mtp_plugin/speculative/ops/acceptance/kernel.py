@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -56,10 +56,10 @@ def emit_kernel(
     HAS_STOPS: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_FORCED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request: its run of accepted drafts, its bonus token, count, status and phase."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     request = tl.program_id(0)
     is_context = request < num_contexts
     generation = (request - num_contexts).to(tl.int64)

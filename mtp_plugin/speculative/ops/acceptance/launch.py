@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import RelaxedPartials, Top1Partials, relaxed_partials, top1_partials
 from mtp_plugin.speculative.ops.acceptance.contract import RelaxedAccepted, RelaxedRule, check_rows
 from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel
@@ -169,5 +169,5 @@ def _emit(
             HAS_LAST=last_tokens is not None,
             HAS_FORCED=forced_matches is not None,
             num_warps=1 if k < 8 else 4,
-            **early_launch(logits.device),
+            **pdl_options(logits.device),
         )

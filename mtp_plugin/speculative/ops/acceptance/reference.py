@@ -1,4 +1,4 @@
-"""Acceptance in plain torch: the CPU path and the oracle of the kernels."""
+"""Acceptance in torch: the CPU path and the oracle of the kernels."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -27,10 +27,10 @@ def place_kernel(
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
     HAS_VOCAB_IDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request: the draft of its row, written wherever the next pass and the sampler read it."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
     inside = pieces < num_pieces
@@ -63,10 +63,10 @@ def local_kernel(
     first_id,
     PIECES: tl.constexpr,
     HAS_VALUES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: the best value of a rank's pieces, where asked for, and its global id."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
     inside = pieces < num_pieces

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from mtp_plugin.kernels.checks import expect_output
-from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.speculative.step import DraftColumn, expect_vocab
@@ -44,7 +44,7 @@ def propose(logits: torch.Tensor, place: DraftColumn, scratch: Top1Partials | No
         HAS_KV=place.kv_lens is not None,
         HAS_VOCAB_IDS=place.vocab_ids is not None,
         num_warps=1,
-        **early_launch(logits.device),
+        **pdl_options(logits.device),
     )
 
 
@@ -121,5 +121,5 @@ def _merge_pieces(
         PIECES=triton.next_power_of_2(partials.num_pieces),
         HAS_VALUES=values is not None,
         num_warps=1,
-        **early_launch(ids.device),
+        **pdl_options(ids.device),
     )

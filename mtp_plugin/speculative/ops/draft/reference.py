@@ -1,4 +1,4 @@
-"""What happens between two passes of the draft loop, in plain torch."""
+"""What happens between two passes of the draft loop, in torch."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def place_states_kernel(
     # constants
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some columns of a run of chunks of requests, the last chunk first.
 
@@ -32,7 +32,7 @@ def place_states_kernel(
     write never falls on what a lower chunk has yet to read. Within a chunk all reads come before
     the barrier and all writes behind it, and other columns belong to other programs.
     """
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     behind = (tl.program_id(1) + 1) * chunks
     for back in range(chunks):

@@ -6,7 +6,8 @@ import torch
 import triton
 
 from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
 
@@ -45,7 +46,7 @@ def place_last_states(
     chunks = triton.cdiv(requests, rows)
     block = min(COLUMNS, triton.next_power_of_2(hidden))
     # chunk after chunk it runs long enough that an early launch costs more than it saves
-    timing = {"EARLY": False} if shares else early_launch(states.device)
+    timing = {"PDL": False} if shares else pdl_options(states.device)
     place_states_kernel[(triton.cdiv(hidden, block), 1 if shares else chunks)](
         # inputs
         outputs,

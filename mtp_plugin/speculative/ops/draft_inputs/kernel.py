@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -40,14 +40,14 @@ def generation_kernel(
     BLOCK: tl.constexpr,
     WRITE_WINDOW: tl.constexpr,
     HAS_KV: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One (generation, slice of H): its window of pairs, and its pool row moved on.
 
     A pair is an entry of (K pool pairs ++ the step's rows). Everything is read before anything is
     written, so the window may lie where the step's rows lie, and the pool moves in place.
     """
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
     slot = tl.load(slot_ptr + request).to(tl.int64)
@@ -277,10 +277,10 @@ def accepted_rows_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_KV: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One generation of a reused layer: its accepted tokens, its last row, its next position."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
     columns = tl.arange(0, COLUMNS)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 import triton
 
-from mtp_plugin.kernels.programmatic_launch import early_launch
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.draft_inputs.contract import (
     check_eagle_output,
     check_vanilla_output,
@@ -235,7 +235,7 @@ def eagle_first_pass(
             COLUMNS=triton.next_power_of_2(width),
             HAS_KV=own is not None,
             num_warps=1,
-            **early_launch(hidden_states.device),
+            **pdl_options(hidden_states.device),
         )
     return first
 
@@ -333,7 +333,7 @@ def _generations(
         WRITE_WINDOW=first is not None,
         HAS_KV=own is not None,
         num_warps=4,
-        **early_launch(hidden_states.device),
+        **pdl_options(hidden_states.device),
     )
 
 

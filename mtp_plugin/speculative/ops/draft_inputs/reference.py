@@ -1,4 +1,4 @@
-"""The rows that the first draft pass reads, in plain torch."""
+"""The rows that the first draft pass reads, in torch."""
 
 from __future__ import annotations
 

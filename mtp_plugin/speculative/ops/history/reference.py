@@ -1,4 +1,4 @@
-"""The per-slot history of (token, target state) pairs, in plain torch."""
+"""The per-slot history of (token, target state) pairs, in torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mtp_plugin.speculative.step import RowParameters
 
 
 @dataclass(frozen=True)
-class StepRows:
+class LogitRows:
     """The layout of a step: one row of logits per context, then K+1 per generation."""
 
     positions: torch.Tensor  # [T]: a generation's first is its true one, later ones may be clamped
@@ -26,7 +26,7 @@ class StepRows:
         return self.max_draft_len + 1
 
 
-def check_step(logits: torch.Tensor, parameters: RowParameters, step: StepRows) -> None:
+def check_step(logits: torch.Tensor, parameters: RowParameters, step: LogitRows) -> None:
     """Check that logits, parameters and layout speak of the same batch.
 
     Raises:
@@ -54,8 +54,8 @@ def check_step(logits: torch.Tensor, parameters: RowParameters, step: StepRows) 
             f"{name}: expected shape [{size}], got {list(vector.shape)}",
         )
     requests = step.num_contexts + generation_rows // step.width
-    first = parameters.min_stop_index
-    for name, tensor, dims in (("stop_ids", parameters.stop_ids, 2), ("min_stop_index", first, 1)):
+    first = parameters.min_tokens_end
+    for name, tensor, dims in (("stop_ids", parameters.stop_ids, 2), ("min_tokens_end", first, 1)):
         expect(
             tensor is None or (tensor.dim() == dims and tensor.shape[0] >= requests),
             TensorContractError,

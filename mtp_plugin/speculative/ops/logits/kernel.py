@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -28,10 +28,10 @@ def hide_kernel(
     WIDTH: tl.constexpr,
     CONTEXTS: tl.constexpr,
     STOPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of logits: its stop ids, if they come too early, kept aside and masked."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0)
     is_context = row < num_contexts
     behind = tl.maximum(row - num_contexts, 0)
@@ -71,10 +71,10 @@ def restore_kernel(
     num_stops,
     # constants
     STOPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of logits: what was kept aside, back in its place."""
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, STOPS)
     kept = row * num_stops + columns

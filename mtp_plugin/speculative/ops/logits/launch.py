@@ -8,16 +8,17 @@ from contextlib import contextmanager
 import torch
 import triton
 
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.logits import reference
-from mtp_plugin.speculative.ops.logits.contract import StepRows, check_step
+from mtp_plugin.speculative.ops.logits.contract import LogitRows, check_step
 from mtp_plugin.speculative.ops.logits.kernel import hide_kernel, restore_kernel
 from mtp_plugin.speculative.step import RowParameters
 
 
 @contextmanager
 def early_stops_masked(
-    logits: torch.Tensor, parameters: RowParameters, step: StepRows
+    logits: torch.Tensor, parameters: RowParameters, step: LogitRows
 ) -> Iterator[torch.Tensor]:
     """As the reference, in place: a copy would cost more than all of acceptance.
 
@@ -26,7 +27,7 @@ def early_stops_masked(
     check_step(logits, parameters, step)
     expect_reachable(hide_kernel, "logits", logits)
     rows, vocab = logits.shape
-    first, stops = parameters.min_stop_index, parameters.stop_ids
+    first, stops = parameters.min_tokens_end, parameters.stop_ids
     num_stops = int(stops.shape[1])
     if first is None or rows == 0 or num_stops == 0:
         yield logits
@@ -54,7 +55,7 @@ def early_stops_masked(
             # constants
             STOPS=triton.next_power_of_2(num_stops),
             num_warps=1,
-            **early_launch(logits.device),
+            **pdl_options(logits.device),
         )
 
 
@@ -62,7 +63,7 @@ def _hide(
     logits: torch.Tensor,
     stops: torch.Tensor,
     first: torch.Tensor,
-    step: StepRows,
+    step: LogitRows,
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
@@ -90,5 +91,5 @@ def _hide(
         CONTEXTS=triton.next_power_of_2(max(step.num_contexts, 1)),
         STOPS=triton.next_power_of_2(stops.shape[1]),
         num_warps=1,
-        **early_launch(logits.device),
+        **pdl_options(logits.device),
     )

@@ -1,4 +1,4 @@
-"""Processing of target logits before acceptance, in plain torch."""
+"""Processing of target logits before acceptance, in torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.speculative.ops.logits.contract import StepRows, check_step
+from mtp_plugin.speculative.ops.logits.contract import LogitRows, check_step
 from mtp_plugin.speculative.step import RowParameters
 
 
 @contextmanager
 def early_stops_masked(
-    logits: torch.Tensor, parameters: RowParameters, step: StepRows
+    logits: torch.Tensor, parameters: RowParameters, step: LogitRows
 ) -> Iterator[torch.Tensor]:
     """The logits without the stop ids that would come too early, for as long as it is open.
 
@@ -31,13 +31,13 @@ def early_stops_masked(
         TensorContractError: a shape that does not fit.
     """
     check_step(logits, parameters, step)
-    if parameters.min_stop_index is None:
+    if parameters.min_tokens_end is None:
         yield logits
         return
     yield mask_early_stops(logits, parameters, *drawn_tokens(logits.shape[0], step))
 
 
-def drawn_tokens(rows: int, step: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn_tokens(rows: int, step: LogitRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The request that each row of logits belongs to and the absolute index of the token that it
     draws, both [rows] int64."""
     positions, contexts, width = step.positions.to(torch.int64), step.num_contexts, step.width
@@ -79,9 +79,9 @@ def mask_early_stops(
             TensorContractError,
             f"{name}: expected shape [{rows}], got {list(tensor.shape)}",
         )
-    if parameters.min_stop_index is None:
+    if parameters.min_tokens_end is None:
         return logits
-    early = token_index.to(torch.int64) < parameters.min_stop_index.to(torch.int64)[row_requests]
+    early = token_index.to(torch.int64) < parameters.min_tokens_end.to(torch.int64)[row_requests]
     stop_ids = parameters.stop_ids.to(torch.int64)[row_requests]  # [rows, P]
     masked = early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab)
     ceiling = torch.where(masked, -torch.inf, torch.inf).to(logits.dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.kernels.programmatic_launch import SeenLaunches, expect_reachable
+from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
 from mtp_plugin.speculative.ops.sampler_store.contract import check_results
 from mtp_plugin.speculative.ops.sampler_store.kernel import store_results_kernel
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 
-_launches = SeenLaunches(store_results_kernel)
+_launches = CachedLaunches(store_results_kernel)
 
 
 def store_results(

@@ -1,4 +1,4 @@
-"""Results into the sampler's store in plain torch: the CPU path and the oracle of the kernel."""
+"""Results into the sampler's store in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

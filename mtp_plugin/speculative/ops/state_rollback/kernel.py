@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -24,9 +24,9 @@ def _mamba_state_selective_copy_kernel(
     num_slots,
     num_counts,
     WORDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    inputs_written(EARLY)
+    grid_dependency_synchronize(PDL)
     # one program per chunk of a request's state in a layer, neighbours in neighbouring memory
     chunk = tl.program_id(0) % num_chunks
     request = tl.program_id(0) // num_chunks

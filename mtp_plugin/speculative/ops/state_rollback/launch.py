@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.state_rollback.contract import check_states
 from mtp_plugin.speculative.ops.state_rollback.kernel import _mamba_state_selective_copy_kernel
 
@@ -74,7 +75,7 @@ def mamba_state_selective_copy(
         num_counts=intermediate_states.shape[2],
         WORDS=words,
         num_warps=_WARPS,
-        **early_launch(current_states.device),
+        **pdl_options(current_states.device),
     )
 
 

@@ -1,4 +1,4 @@
-"""The state rollback in plain torch: the CPU path and the oracle of the kernel."""
+"""The state rollback in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

@@ -10,15 +10,15 @@ import torch
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 
-COIN_BITS = 30
-"""A coin is an integer of so many bits; thresholds of certain acceptance still fit int32."""
+DRAW_BITS = 30
+"""A draw is an integer of so many bits; thresholds of certain acceptance still fit int32."""
 
 
 @dataclass(frozen=True)
 class SyntheticRule:
     """How often drafts stand, in fixed device buffers."""
 
-    thresholds: torch.Tensor  # [K] int32: draft i stands while its coin is below; 2**30: always
+    thresholds: torch.Tensor  # [K] int32: draft i stands while its draw is below; 2**30: always
     seed: torch.Tensor  # [1] int64, 0 to 2**32 - 1
 
 
@@ -47,7 +47,7 @@ def synthetic_rule(
         f"synthetic acceptance: expected a seed from 0 to 2**32 - 1, got {seed}",
     )
     thresholds = [
-        round(after / before * 2**COIN_BITS) if before else 0
+        round(after / before * 2**DRAW_BITS) if before else 0
         for before, after in pairwise([1.0, *shares])
     ]
     return SyntheticRule(

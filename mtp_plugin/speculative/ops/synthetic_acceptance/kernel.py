@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import inputs_written
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def _mix(x):
 
 
 @triton.jit
-def coin_kernel(
+def draw_kernel(
     # inputs
     position_ptr,
     threshold_ptr,
@@ -30,19 +30,19 @@ def coin_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A block of generations: the length of each one's run of coins below their thresholds."""
-    inputs_written(EARLY)
+    """A block of generations: the length of each one's run of draws below their thresholds."""
+    grid_dependency_synchronize(PDL)
     generations = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = generations < num_generations
     columns = tl.arange(0, COLUMNS)
     last = tl.load(position_ptr + generations.to(tl.int64) * position_stride, mask=live, other=0)
     positions = (last.to(tl.int64)[:, None] + columns[None, :] + 1).to(tl.uint32)
     key = _mix((tl.load(seed_ptr) + 0x9E3779B9).to(tl.uint32))
-    coins = (_mix(key ^ positions) >> SHIFT).to(tl.int32)
+    draws = (_mix(key ^ positions) >> SHIFT).to(tl.int32)
     thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
-    stands = coins < thresholds[None, :]
+    stands = draws < thresholds[None, :]
     # no column behind K stands
     run = tl.min(tl.where(stands, COLUMNS, columns[None, :]), axis=1)
     tl.store(forced_ptr + generations, run, mask=live)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.kernels.programmatic_launch import early_launch, expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import (
-    COIN_BITS,
+    DRAW_BITS,
     SyntheticRule,
     check_positions,
 )
-from mtp_plugin.speculative.ops.synthetic_acceptance.kernel import coin_kernel
+from mtp_plugin.speculative.ops.synthetic_acceptance.kernel import draw_kernel
 
 BLOCK = 32
 
@@ -21,10 +22,10 @@ def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.T
     generations = check_positions(last_positions)
     k = int(rule.thresholds.shape[0])
     forced = torch.empty(generations, dtype=torch.int32, device=last_positions.device)
-    expect_reachable(coin_kernel, "last_positions", last_positions)
+    expect_reachable(draw_kernel, "last_positions", last_positions)
     if generations == 0:
         return forced
-    coin_kernel[(triton.cdiv(generations, BLOCK),)](
+    draw_kernel[(triton.cdiv(generations, BLOCK),)](
         # inputs
         last_positions,
         rule.thresholds,
@@ -38,8 +39,8 @@ def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.T
         K=k,
         COLUMNS=triton.next_power_of_2(max(k, 1)),
         BLOCK=BLOCK,
-        SHIFT=32 - COIN_BITS,
+        SHIFT=32 - DRAW_BITS,
         num_warps=1,
-        **early_launch(last_positions.device),
+        **pdl_options(last_positions.device),
     )
     return forced

@@ -1,11 +1,11 @@
-"""Forced acceptance in plain torch: the CPU path and the oracle of the kernel."""
+"""Forced acceptance in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 
 import torch
 
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import (
-    COIN_BITS,
+    DRAW_BITS,
     SyntheticRule,
     check_positions,
 )
@@ -17,11 +17,11 @@ _SEED_OFFSET = 0x9E3779B9
 
 
 def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.Tensor:
-    """How many drafts of every generation the coins accept [G] int32, 0..K.
+    """How many drafts of every generation the draws accept [G] int32, 0..K.
 
-    One coin per absolute token position, from the seed and the position alone: no other request,
-    step or rank moves it, and a position that a run did not reach keeps its coin for the next step.
-    Requests at equal positions decide alike. With coins that accept positions 11, 12 and 14: last
+    One draw per absolute token position, from the seed and the position alone: no other request,
+    step or rank moves it, and a position that a run did not reach keeps its draw for the next step.
+    Requests at equal positions decide alike. With draws that accept positions 11, 12 and 14: last
     position 10 and K = 4 give 2.
 
     Args:
@@ -35,8 +35,8 @@ def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.T
     max_draft_len = rule.thresholds.shape[0]
     offsets = torch.arange(1, max_draft_len + 1, device=last_positions.device)
     positions = (last_positions.to(torch.int64).unsqueeze(1) + offsets) & _MASK  # [G, K]
-    coins = _mix(_mix((rule.seed + _SEED_OFFSET) & _MASK) ^ positions) >> (32 - COIN_BITS)
-    stands = coins < rule.thresholds
+    draws = _mix(_mix((rule.seed + _SEED_OFFSET) & _MASK) ^ positions) >> (32 - DRAW_BITS)
+    stands = draws < rule.thresholds
     return stands.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)
 
 

@@ -17,7 +17,7 @@ from mtp_plugin.tools.bench.case import BenchmarkError
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One call of the executor."""
 
     seconds: float
@@ -32,7 +32,7 @@ class Run:
     """A batch that ran to its end."""
 
     token_ids: list[list[int]]
-    steps: list[Step]
+    steps: list[TimedStep]
     seconds: float
     first_tokens_seconds: float
     """Until every request had its first token."""
@@ -52,7 +52,7 @@ class Run:
         return 1 - sum(len(set(each)) for each in grams) / total if total else 0.0
 
     @property
-    def steady(self) -> list[Step]:
+    def steady(self) -> list[TimedStep]:
         """The steps that only generate."""
         return [step for step in self.steps if step.is_steady]
 
@@ -108,7 +108,7 @@ class Batch:
             for request in self.requests
         )
 
-    def step(self) -> Step:
+    def step(self) -> TimedStep:
         """Make one step.
 
         Raises:
@@ -127,7 +127,7 @@ class Batch:
             if event.token_ids:
                 self._unstarted.discard(event.request_id)
         emitted = [len(event.token_ids) for event in events if event.token_ids]
-        return Step(seconds, emitted, steady)
+        return TimedStep(seconds, emitted, steady)
 
     def cancel(self) -> None:
         """End every request and let the executor run empty."""
@@ -143,7 +143,7 @@ def run_batch(
     num_tokens: int,
     *,
     before: Callable[[], Any] | None = None,
-    after: Callable[[Step], Any] | None = None,
+    after: Callable[[TimedStep], Any] | None = None,
 ) -> Run:
     """Run a batch to its end.
 
@@ -156,7 +156,7 @@ def run_batch(
     batch = Batch(llm, prompts, num_tokens)
     preemptions = llm.executor.num_preemptions
     synchronize(llm.device)
-    steps: list[Step] = []
+    steps: list[TimedStep] = []
     first = 0.0
     start = perf_counter()
     batch.start()

@@ -20,7 +20,7 @@ ACCEPTANCE_RATE = 0.8
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Acceptance by coin: what it is in every output."""
+    """Acceptance by synthetic draw: what it is in every output."""
 
     rates: tuple[float, ...]
     """Entry i: share of steps that accept drafts 1..i+1; one rate: of each draft."""
@@ -53,7 +53,7 @@ def acceptance_kind(synthetic: Synthetic | None) -> str:
 
 
 @dataclass(frozen=True)
-class Case:
+class E2ECase:
     """One way to decode a batch."""
 
     batch: int
@@ -76,13 +76,13 @@ class Case:
         return f"{self.way}/b{self.batch}"
 
     @property
-    def off(self) -> Case:
+    def off(self) -> E2ECase:
         """The same batch without MTP."""
         return replace(self, worker=OFF, k=0)
 
 
 @dataclass(frozen=True)
-class Options:
+class E2EOptions:
     """What was asked for; None: the default."""
 
     batches: tuple[int, ...] | None = None
@@ -144,7 +144,7 @@ class Options:
         return Synthetic(self.acceptance or (ACCEPTANCE_RATE,), self.seed)
 
 
-def cases_of(options: Options, num_mtp_layers: int) -> tuple[list[Case], list[str]]:
+def cases_of(options: E2EOptions, num_mtp_layers: int) -> tuple[list[E2ECase], list[str]]:
     """(Cases in order, each batch size without MTP first; labels of those that cannot run).
 
     Raises:
@@ -153,17 +153,17 @@ def cases_of(options: Options, num_mtp_layers: int) -> tuple[list[Case], list[st
     options.check()
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     ways = [(worker, k) for worker in options.workers or WORKERS for k in options.ks or KS]
-    cases: list[Case] = []
+    cases: list[E2ECase] = []
     skipped: list[str] = []
     for batch in batches:
-        wanted = [Case(batch, worker, k) for worker, k in ways]
+        wanted = [E2ECase(batch, worker, k) for worker, k in ways]
         if options.only:
             wanted = [case for case in wanted if options.only in case.label]
         # vanilla takes one layer per draft
         able = [c for c in wanted if c.worker != VANILLA or c.k <= num_mtp_layers]
         skipped += [case.label for case in wanted if case not in able]
         if able:
-            cases += [Case(batch), *able]
+            cases += [E2ECase(batch), *able]
     expect(
         bool(cases),
         BenchmarkError,

@@ -18,7 +18,7 @@ from mtp_plugin.tools.parity import (
     Oracle,
     TieRule,
     compare_forced,
-    plain_attention,
+    transformers_attention,
 )
 
 RANDOM_WEIGHTS_ULPS = 16.0
@@ -60,7 +60,7 @@ class Gate:
     oracle, given the emitted prefix at every place: each token must be the best one or a tie.
 
     Args:
-        num_oracle_requests: of each run without MTP that plain decoding is asked about.
+        num_oracle_requests: of each run without MTP that target-only decoding is asked about.
         tie_ulps: see `TieRule`; None: its default, and more for random weights.
     """
 
@@ -73,7 +73,7 @@ class Gate:
         self._rule = TieRule(subject.dtype, tie_ulps)
 
     def match_off(self, prompts: Sequence[list[int]], runs: Sequence[Run]) -> Match:
-        """Without MTP: the same tokens in every run, and those of plain decoding."""
+        """Without MTP: the same tokens in every run, and those of target-only decoding."""
         first, *others = runs
         mismatches = [
             f"request {number}: two runs without MTP differ from token {position + 1} on"
@@ -86,14 +86,14 @@ class Gate:
         return replace(found, mismatches=mismatches + found.mismatches)
 
     def match_oracle(self, prompts: Sequence[list[int]], token_ids: Sequence[list[int]]) -> Match:
-        """Tokens of requests beside those of plain decoding."""
-        with plain_attention(self._subject.model):
+        """Tokens of requests beside those of target-only decoding."""
+        with transformers_attention(self._subject.model):
             found = [
                 self._with_oracle(prompt, tokens)
                 for prompt, tokens in zip(prompts, token_ids, strict=True)
             ]
         return Match(
-            f"plain decoding of {len(prompts)} requests",
+            f"target-only decoding of {len(prompts)} requests",
             sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
             _told(found),
@@ -114,7 +114,7 @@ class Gate:
         off: Sequence[list[int]],
     ) -> Match:
         """Tokens of requests beside those of the run without MTP."""
-        with plain_attention(self._subject.model):
+        with transformers_attention(self._subject.model):
             found = [
                 self._with_tokens(prompt, tokens, expected)
                 for prompt, tokens, expected in zip(prompts, token_ids, off, strict=True)
@@ -137,11 +137,11 @@ class Gate:
 
         Args:
             num_tokens: of each request. shares: of the steps that accept drafts 1..i.
-            measure: these shares in a run. Coins fall alike in all runs, so that many of them say
+            measure: these shares in a run. Draws fall alike in all runs, so that many of them say
                 no more than one.
         """
         vocab = self._subject.model.facts.vocab_size
-        return _all_of([_match_coins(run, num_tokens, vocab, shares, measure(run)) for run in runs])
+        return _all_of([_match_draws(run, num_tokens, vocab, shares, measure(run)) for run in runs])
 
     def _with_tokens(self, prompt: list[int], tokens: list[int], expected: list[int]) -> Comparison:
         position = _first_difference(tokens, expected)
@@ -160,7 +160,7 @@ class Gate:
         return compare_forced(oracle, self._rule, prompt, tokens)
 
 
-def _match_coins(
+def _match_draws(
     run: Run, num_tokens: int, vocab: int, shares: Sequence[float], measured: Sequence[float]
 ) -> Match:
     mismatches = []
@@ -170,7 +170,7 @@ def _match_coins(
         odd = [token for token in tokens if not 0 <= token < vocab]
         if odd:
             mismatches.append(f"request {number}: {odd[0]} is no id below {vocab}")
-    # requests of a batch may share their coins: only steps count as independent
+    # requests of a batch may share their draws: only steps count as independent
     steps = max(1, len(run.steady))
     for i, (share, found) in enumerate(zip(shares, measured, strict=True), 1):
         error = STANDARD_ERRORS * math.sqrt(share * (1 - share) / steps) + 1 / steps

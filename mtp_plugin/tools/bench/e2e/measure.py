@@ -16,8 +16,8 @@ from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.e2e.batch import Batch, Run, Step, pooled, run_batch, synchronize
-from mtp_plugin.tools.bench.e2e.cases import VANILLA, Case, Options, Synthetic
+from mtp_plugin.tools.bench.e2e.batch import Batch, Run, TimedStep, pooled, run_batch, synchronize
+from mtp_plugin.tools.bench.e2e.cases import VANILLA, E2ECase, E2EOptions, Synthetic
 from mtp_plugin.tools.bench.e2e.gate import Gate, Match
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.tools.bench.e2e.prompts import make_prompts
@@ -63,7 +63,7 @@ class Measured:
     timed: list[Run]
     others: list[Run]
     """For the device's clocks to rise, for the gaps, for the phases."""
-    phases: list[tuple[Step, dict[str, float]]] = field(default_factory=list)
+    phases: list[tuple[TimedStep, dict[str, float]]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Milliseconds between the replays of steps that only generate; empty without graphs."""
 
@@ -74,7 +74,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """A case whose tokens matched."""
 
     seconds: float
@@ -113,16 +113,16 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class E2EOutcome:
     """A case with figures, or with the reason why there are none."""
 
-    case: Case
+    case: E2ECase
     synthetic: Synthetic | None = None
     """How acceptance was made up; None: it was real, or there was none."""
-    figures: Figures | None = None
+    figures: StepFigures | None = None
     match: Match | None = None
     error: str | None = None
-    off: Figures | None = field(default=None, compare=False)
+    off: StepFigures | None = field(default=None, compare=False)
     """The same batch without MTP."""
     ran: dict[str, Any] = field(default_factory=dict)
     """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
@@ -187,13 +187,13 @@ class Outcome:
         return described
 
 
-class Bench:
+class E2EBench:
     """Measures the cases of one subject; a batch size is first run without MTP."""
 
     def __init__(
         self,
         subject: Subject,
-        options: Options,
+        options: E2EOptions,
         *,
         tie_ulps: float | None,
         trace: Path | None = None,
@@ -206,17 +206,17 @@ class Bench:
         self.gate = Gate(
             subject, QUICK_ORACLE_REQUESTS if options.quick else ORACLE_REQUESTS, tie_ulps
         )
-        self._off: dict[int, tuple[Run, Outcome]] = {}
+        self._off: dict[int, tuple[Run, E2EOutcome]] = {}
         self._ran: dict[str, Any] = {}
 
-    def measure(self, case: Case) -> Outcome:
+    def measure(self, case: E2ECase) -> E2EOutcome:
         """Compare, then tell the figures; whatever goes wrong is told in the outcome."""
         start = time.perf_counter()
         self._ran = {}
         try:
             outcome = self._measure_off(case) if case.is_off else self._measure_on(case)
         except Exception as error:  # a case that fails must not take the others along
-            outcome = Outcome(case, error=f"{type(error).__name__}: {error}")
+            outcome = E2EOutcome(case, error=f"{type(error).__name__}: {error}")
         return replace(outcome, ran=self._ran, seconds=time.perf_counter() - start)
 
     @property
@@ -234,15 +234,15 @@ class Bench:
         options = self.options
         return make_prompts(self.subject, batch, options.input_tokens, options.seed)
 
-    def _measure_off(self, case: Case) -> Outcome:
+    def _measure_off(self, case: E2ECase) -> E2EOutcome:
         measured = self._run(case)
         match = self.gate.match_off(self.prompts(case.batch), measured.runs)
         figures = self._figures(case, measured) if match.holds else None
-        outcome = Outcome(case, None, figures, match)
+        outcome = E2EOutcome(case, None, figures, match)
         self._off[case.batch] = measured.timed[0], outcome
         return outcome
 
-    def _measure_on(self, case: Case) -> Outcome:
+    def _measure_on(self, case: E2ECase) -> E2EOutcome:
         off = self.off_run(case.batch)
         if off is None:
             raise BenchmarkError("the run without MTP has no match to compare with")
@@ -257,16 +257,18 @@ class Bench:
                 lambda run: _acceptance(run.steady, case.k).per_position,
             )
         figures = self._figures(case, measured) if match.holds else None
-        return Outcome(case, self.synthetic, figures, match, off=self._off[case.batch][1].figures)
+        return E2EOutcome(
+            case, self.synthetic, figures, match, off=self._off[case.batch][1].figures
+        )
 
-    def _run(self, case: Case) -> Measured:
+    def _run(self, case: E2ECase) -> Measured:
         measured = self._with_executor(case, lambda llm: self._timed(llm, case))
         if not self.options.phases:
             return measured
         clock = clock_for(self.subject.device)
-        phases: list[tuple[Step, dict[str, float]]] = []
+        phases: list[tuple[TimedStep, dict[str, float]]] = []
 
-        def after(step: Step) -> None:
+        def after(step: TimedStep) -> None:
             synchronize(self.subject.device)
             spent = clock.read()
             if step.is_steady and spent is not None:
@@ -279,7 +281,7 @@ class Bench:
             )
         return replace(measured, others=[*measured.others, run], phases=phases)
 
-    def _timed(self, llm: LLM, case: Case) -> Measured:
+    def _timed(self, llm: LLM, case: E2ECase) -> Measured:
         timed, others = [self._decode(llm, case)], []
         least = LEAST_SECONDS[llm.device.type]
         if _steady_seconds(timed) < least:
@@ -307,10 +309,10 @@ class Bench:
     def _decode(
         self,
         llm: LLM,
-        case: Case,
+        case: E2ECase,
         *,
         before: Callable[[], Any] | None = None,
-        after: Callable[[Step], Any] | None = None,
+        after: Callable[[TimedStep], Any] | None = None,
     ) -> Run:
         prompts = self.prompts(case.batch)
         few = min(self.options.output_tokens, WARM_UP_STEPS * (case.k + 1))
@@ -324,11 +326,11 @@ class Bench:
         )
         return run
 
-    def _figures(self, case: Case, measured: Measured) -> Figures:
+    def _figures(self, case: E2ECase, measured: Measured) -> StepFigures:
         run = pooled(measured.timed)
         steady = run.steady
         times = Times.of([step.seconds * 1000 for step in steady])
-        return Figures(
+        return StepFigures(
             seconds=run.seconds,
             num_tokens=run.num_tokens,
             first_tokens_seconds=run.first_tokens_seconds,
@@ -341,7 +343,7 @@ class Bench:
             phases=_phases(measured, times.median, on_device=self.subject.device.type == "cuda"),
         )
 
-    def _with_executor(self, case: Case, use: Callable[[LLM], T]) -> T:
+    def _with_executor(self, case: E2ECase, use: Callable[[LLM], T]) -> T:
         """The result of ``use``, with an executor whose memory is free again behind it."""
         config = executor_config(self.subject, case, self.options, self.synthetic)
         tokenizer = self.subject.tokenizer if self.options.text else None
@@ -355,7 +357,7 @@ class Bench:
             if self.subject.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _write_trace(self, llm: LLM, case: Case, file: Path) -> None:
+    def _write_trace(self, llm: LLM, case: E2ECase, file: Path) -> None:
         """A chrome trace of a few generating steps; the label stands in the file's name."""
         path = file.with_name(f"{file.stem}-{case.label.replace('/', '-')}{file.suffix or '.json'}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,7 +380,7 @@ class Bench:
 
 
 def executor_config(
-    subject: Subject, case: Case, options: Options, synthetic: Synthetic | None
+    subject: Subject, case: E2ECase, options: E2EOptions, synthetic: Synthetic | None
 ) -> dict[str, Any]:
     """A config with room for the whole batch at once."""
     length = options.input_tokens + options.output_tokens
@@ -420,7 +422,7 @@ def _steady_seconds(runs: list[Run]) -> float:
     return sum(step.seconds for run in runs for step in run.steady)
 
 
-def _acceptance(steps: list[Step], k: int) -> AcceptanceStats:
+def _acceptance(steps: list[TimedStep], k: int) -> AcceptanceStats:
     stats = AcceptanceStats(k)
     for step in steps:
         for count in step.emitted:

@@ -10,14 +10,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from mtp_plugin.tools.bench.e2e.cases import OFF, Options, acceptance_kind
-from mtp_plugin.tools.bench.e2e.measure import Figures, Outcome
+from mtp_plugin.tools.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
+from mtp_plugin.tools.bench.e2e.measure import E2EOutcome, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES
 from mtp_plugin.tools.bench.e2e.subject import Subject
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome
 from mtp_plugin.tools.bench.report import NOT_A_BENCHMARK, number, spread
 
-SYNTHETIC = "synthetic acceptance: drafts were accepted by coin, the texts mean nothing"
+SYNTHETIC = "synthetic acceptance: drafts were accepted by draw, the texts mean nothing"
 _GAP = "host_gap"
 _SHORT = {
     "target": "target",
@@ -28,7 +28,7 @@ _SHORT = {
 }
 
 
-def heading(machine: dict[str, Any], subject: Subject, options: Options) -> list[str]:
+def heading(machine: dict[str, Any], subject: Subject, options: E2EOptions) -> list[str]:
     """What was measured on what."""
     named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
     told = subject.as_dict()
@@ -44,7 +44,7 @@ def heading(machine: dict[str, Any], subject: Subject, options: Options) -> list
     return lines
 
 
-def results_table(outcomes: list[Outcome], *, is_benchmark: bool) -> Table:
+def results_table(outcomes: list[E2EOutcome], *, is_benchmark: bool) -> Table:
     """One row per case; a case that did not match has no figure in it."""
     title = None if is_benchmark else NOT_A_BENCHMARK
     table = Table(box=box.SIMPLE_HEAD, title=title, caption="phases in ms; tok/s of the batch")
@@ -57,7 +57,7 @@ def results_table(outcomes: list[Outcome], *, is_benchmark: bool) -> Table:
     return table
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: E2EOutcome) -> list[str]:
     figures, case = outcome.figures, outcome.case
     if figures is None:
         return [case.label, "failed" if outcome.error else "no match"]
@@ -75,7 +75,7 @@ def _row(outcome: Outcome) -> list[str]:
     return row + [_milliseconds(value) for value in _phases(figures).values()]
 
 
-def _phases(figures: Figures) -> dict[str, float]:
+def _phases(figures: StepFigures) -> dict[str, float]:
     """Milliseconds by phase, the host's gap last; empty where none were measured."""
     if figures.phases is None:
         return {}
@@ -90,7 +90,7 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def loop_line(outcomes: list[Outcome]) -> list[str]:
+def loop_line(outcomes: list[E2EOutcome]) -> list[str]:
     """How much the texts of real acceptance loop, which raises what is accepted."""
     shares = [
         outcome.figures.share_of_repeated_8_grams
@@ -102,21 +102,21 @@ def loop_line(outcomes: list[Outcome]) -> list[str]:
     return [f"repeated 8-grams in these texts: {min(shares):.0%} to {max(shares):.0%}"]
 
 
-def transformers_lines(found: GenerateOutcome | None, off: Outcome | None) -> list[str]:
+def transformers_lines(found: GenerateOutcome | None, off: E2EOutcome | None) -> list[str]:
     """What transformers' own ``generate`` makes of the same prompts at batch 1."""
     if found is None:
         return []
     lines = []
-    for name, figures in (("generate", found.plain), ("generate, use_mtp", found.with_mtp)):
+    for name, figures in (("generate", found.without_mtp), ("generate, use_mtp", found.with_mtp)):
         if figures is not None:
             lines.append(
                 f"transformers {name}, batch 1: {number(figures.decode_tokens_per_second)} tok/s "
                 "decoding"
             )
-    if found.plain is not None and found.with_mtp is not None:
+    if found.without_mtp is not None and found.with_mtp is not None:
         lines[-1] += f", {_ratio(found.as_dict()['speed_up'])} of generate"
-    if off is not None and off.figures is not None and found.plain is not None:
-        ratio = off.figures.steady_tokens_per_second / found.plain.decode_tokens_per_second
+    if off is not None and off.figures is not None and found.without_mtp is not None:
+        ratio = off.figures.steady_tokens_per_second / found.without_mtp.decode_tokens_per_second
         lines.append(f"this executor without MTP, batch 1: {_ratio(ratio)} of generate")
     if found.error is not None:
         lines.append(f"no figure: transformers: {found.error}")
@@ -126,8 +126,8 @@ def transformers_lines(found: GenerateOutcome | None, off: Outcome | None) -> li
 def document(
     machine: dict[str, Any],
     subject: Subject,
-    options: Options,
-    outcomes: list[Outcome],
+    options: E2EOptions,
+    outcomes: list[E2EOutcome],
     skipped: list[str],
     transformers: GenerateOutcome | None,
     traces: list[str],
@@ -162,7 +162,7 @@ def document(
     }
 
 
-def plot(path: Path, subject: Subject, outcomes: list[Outcome]) -> str:
+def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
     """Tokens per second, speed-up and phases over batch sizes; says what it did."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed"
@@ -201,7 +201,7 @@ def plot(path: Path, subject: Subject, outcomes: list[Outcome]) -> str:
     return f"plot: {path}"
 
 
-def _plot_phases(axis: Any, told: list[tuple[Outcome, Figures]]) -> None:
+def _plot_phases(axis: Any, told: list[tuple[E2EOutcome, StepFigures]]) -> None:
     bars = [(o.case.label, _phases(f)) for o, f in told if f.phases is not None]
     below = [0.0] * len(bars)
     for name, short in _SHORT.items():

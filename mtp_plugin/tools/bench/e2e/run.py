@@ -9,8 +9,8 @@ from rich.console import Console
 from mtp_plugin.errors import expect
 from mtp_plugin.executor.llm import resolve_device
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.e2e.cases import Options, cases_of
-from mtp_plugin.tools.bench.e2e.measure import Bench, Outcome
+from mtp_plugin.tools.bench.e2e.cases import E2EOptions, cases_of
+from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import (
     document,
     heading,
@@ -29,7 +29,7 @@ _NARROWEST = 170
 
 
 def run(
-    options: Options,
+    options: E2EOptions,
     *,
     checkpoint: Path | None,
     shape: str | None,
@@ -67,8 +67,8 @@ def run(
     path = path or folder / f"e2e-{subject.name}.json"
     check_writable(path)
     machine = describe_machine(place)
-    bench = Bench(subject, options, tie_ulps=tie_ulps, trace=trace)
-    outcomes: list[Outcome] = []
+    bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
+    outcomes: list[E2EOutcome] = []
     beside: GenerateOutcome | None = None
 
     def write(*, complete: bool) -> None:
@@ -98,7 +98,7 @@ def run(
     return 0 if all(outcome.matched for outcome in outcomes) else 1
 
 
-def _beside(subject: Subject, options: Options, bench: Bench) -> GenerateOutcome | None:
+def _beside(subject: Subject, options: E2EOptions, bench: E2EBench) -> GenerateOutcome | None:
     """transformers over the first prompts of a batch whose run without MTP matched."""
     count = QUICK_GENERATE_PROMPTS if options.quick else GENERATE_PROMPTS
     batches = [b for b in bench.batches if bench.off_run(b) is not None]
@@ -116,8 +116,8 @@ def _show(
     log: Console,
     machine: dict[str, object],
     subject: Subject,
-    options: Options,
-    outcomes: list[Outcome],
+    options: E2EOptions,
+    outcomes: list[E2EOutcome],
     beside: GenerateOutcome | None,
     path: Path,
 ) -> None:

@@ -95,7 +95,7 @@ class Subject:
             "parameters": self.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "layers": str(self.model.report) if isinstance(self.model, FusedModel) else "plain",
+            "layers": str(self.model.report) if isinstance(self.model, FusedModel) else "unfused",
         }
 
 

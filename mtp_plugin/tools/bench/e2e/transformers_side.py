@@ -19,7 +19,7 @@ from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.batch import Run, synchronize
 from mtp_plugin.tools.bench.e2e.gate import Gate, Match
 from mtp_plugin.tools.bench.e2e.subject import Subject
-from mtp_plugin.tools.parity import plain_attention
+from mtp_plugin.tools.parity import transformers_attention
 
 SHARE_OF_SHORT_RUN = 4
 """A run of one n-th of the tokens is taken off, and with it all that a call costs but decoding."""
@@ -49,26 +49,26 @@ class GenerateFigures:
 class GenerateOutcome:
     """``generate`` without and with ``use_mtp``, or why there is nothing to tell."""
 
-    plain: GenerateFigures | None = None
+    without_mtp: GenerateFigures | None = None
     with_mtp: GenerateFigures | None = None
     match: Match | None = None
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON document; without figures unless the tokens matched."""
-        plain, with_mtp = self.plain, self.with_mtp
+        without_mtp, with_mtp = self.without_mtp, self.with_mtp
         described: dict[str, Any] = {
             "version": transformers.__version__,
             "batch": 1,
             "match": None if self.match is None else self.match.as_dict(),
             "error": self.error,
         }
-        if plain is not None:
-            described["generate"] = plain.as_dict()
+        if without_mtp is not None:
+            described["generate"] = without_mtp.as_dict()
         if with_mtp is not None:
             described["generate_use_mtp"] = with_mtp.as_dict()
-        if plain is not None and with_mtp is not None:
-            ratio = with_mtp.decode_tokens_per_second / plain.decode_tokens_per_second
+        if without_mtp is not None and with_mtp is not None:
+            ratio = with_mtp.decode_tokens_per_second / without_mtp.decode_tokens_per_second
             described["speed_up"] = ratio
         return described
 
@@ -84,7 +84,7 @@ def measure_transformers(
     model = subject.model
     found = GenerateOutcome()
     quiet = quiet_transformers()
-    with plain_attention(model), _without_end(model), _known_mtp_keys(model), quiet:
+    with transformers_attention(model), _without_end(model), _known_mtp_keys(model), quiet:
         for use_mtp in (False, True):
             try:
                 figures, tokens = _measure(subject, prompts, num_tokens, use_mtp=use_mtp)
@@ -94,7 +94,9 @@ def measure_transformers(
             found = replace(found, match=match)
             if not match.holds:
                 return replace(found, error=f"use_mtp={use_mtp}: {'; '.join(match.mismatches)}")
-            found = replace(found, with_mtp=figures) if use_mtp else replace(found, plain=figures)
+            found = (
+                replace(found, with_mtp=figures) if use_mtp else replace(found, without_mtp=figures)
+            )
     return found
 
 

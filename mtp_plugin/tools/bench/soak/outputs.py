@@ -56,7 +56,7 @@ class Texts:
         return f"{len(tokens)} of {wish.max_new_tokens} tokens, ended by {name}"
 
     def compare(self, gate: Gate) -> tuple[list[str], int]:
-        """(What differs from plain decoding, ties excused)."""
+        """(What differs from target-only decoding, ties excused)."""
         mismatches: list[str] = []
         numbers = sorted(self.longest)
         match = gate.match_oracle(

@@ -224,7 +224,7 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
     checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as asked for"))
     mismatches, ties = run.texts.compare(gate)
     told = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
-    checks.append(Check("outputs like plain decoding's", not mismatches, told))
+    checks.append(Check("outputs like target-only decoding's", not mismatches, told))
     for stats in run.thirds.stats[1:]:
         run.thirds.stats[0].merge(stats)
     return Soaked(

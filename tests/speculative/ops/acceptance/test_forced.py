@@ -50,7 +50,7 @@ def accept(case: Case, forced: torch.Tensor, module: Any) -> tuple[Accepted, tor
 
 
 def counts(case: Case, seed: int) -> torch.Tensor:
-    """Up to K matches per generation, and beyond what a coin could ask for."""
+    """Up to K matches per generation, and beyond what a synthetic draw could ask for."""
     r = random.Random(seed)
     numbers = [r.randint(0, case.k + 1) for _ in range(case.drafts.shape[0])]
     return torch.tensor(numbers, dtype=torch.int32).to(DEVICE)
@@ -119,7 +119,7 @@ def test_a_run_ends_before_a_row_without_values(module: Any) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_forced_match_is_plain_decoding(module: Any) -> None:
+def test_no_forced_match_is_target_only_decoding(module: Any) -> None:
     """One token per request, also where the target agrees with the drafts."""
     case = make_case(4, num_contexts=2, num_generations=4, k=5, vocab=1025)
     none = torch.zeros(4, dtype=torch.int32, device=DEVICE)

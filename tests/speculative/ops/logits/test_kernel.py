@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.speculative.ops.logits import launch, reference
-from mtp_plugin.speculative.ops.logits.contract import StepRows
+from mtp_plugin.speculative.ops.logits.contract import LogitRows
 from mtp_plugin.speculative.step import RowParameters
 from tests.kernels.top_k.launches import captured, poisoned_outputs
 from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
@@ -30,7 +30,7 @@ class Batch:
 
     logits: torch.Tensor
     parameters: RowParameters
-    step: StepRows
+    step: LogitRows
     told: list[tuple[int, int, list[int]]]
     """Per row: the token that it draws, the first index of its request, its stop ids."""
 
@@ -77,7 +77,7 @@ class Batch:
         return cls(
             strided(odd_rows(dice, len(owners), vocab, dtype), behind),
             RowParameters(wide[:, :stops], vector(first + [99] * spare, torch.int32)),
-            StepRows(
+            LogitRows(
                 vector(positions, index_dtype), vector(lens, torch.int32), contexts, sum(lens), k
             ),
             [(index, first[o], table[o]) for index, o in zip(drawn, owners, strict=True)],
@@ -195,7 +195,7 @@ def test_nothing_to_mask(module: Any, why: str, monkeypatch: pytest.MonkeyPatch)
         ("positions", torch.zeros(4).long(), r"positions: expected shape \[\d+\], got \[4\]"),
         ("context_lens", torch.zeros(3).int(), r"context_lens: expected shape \[2\], got \[3\]"),
         ("stop_ids", torch.zeros(3, 2).int(), "stop_ids: expected at least 4 rows"),
-        ("min_stop_index", torch.zeros(3).int(), "min_stop_index: expected at least 4 rows"),
+        ("min_tokens_end", torch.zeros(3).int(), "min_tokens_end: expected at least 4 rows"),
     ],
 )
 @pytest.mark.parametrize("module", MODULES)
@@ -206,13 +206,13 @@ def test_shapes_that_do_not_fit(module: Any, name: str, change: Any, message: st
         "positions": batch.step.positions,
         "context_lens": batch.step.context_lens,
         "stop_ids": batch.parameters.stop_ids,
-        "min_stop_index": batch.parameters.min_stop_index,
+        "min_tokens_end": batch.parameters.min_tokens_end,
         name: change,
     }
-    step = StepRows(
+    step = LogitRows(
         given_in["positions"], given_in["context_lens"], 2, batch.step.num_ctx_tokens, 2
     )
-    parameters = RowParameters(given_in["stop_ids"], given_in["min_stop_index"])
+    parameters = RowParameters(given_in["stop_ids"], given_in["min_tokens_end"])
     with (
         pytest.raises(TensorContractError, match=message),
         module.early_stops_masked(given_in["logits"], parameters, step),
@@ -241,7 +241,7 @@ def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> Non
     for seed in (3, 4):
         other = Batch.of(seed, contexts, generations, k, vocab, stops)
         mine.parameters.stop_ids.copy_(other.parameters.stop_ids)
-        mine.parameters.min_stop_index.copy_(other.parameters.min_stop_index)
+        mine.parameters.min_tokens_end.copy_(other.parameters.min_tokens_end)
         for name in ("first", "later"):
             mine.step.positions.add_(1 if name == "later" else 0)
             logits.normal_()

@@ -1,4 +1,4 @@
-"""Coins that accept drafts, told over numbers."""
+"""Draws that accept drafts, told over numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def forced(last_position: int, thresholds: Sequence[int], seed: int) -> int:
-    """Drafts stand behind the last position until one's coin is not below its threshold."""
+    """Drafts stand behind the last position until one's draw is not below its threshold."""
     for i, threshold in enumerate(thresholds):
-        if coin(seed, last_position + 1 + i) >= threshold:
+        if draw(seed, last_position + 1 + i) >= threshold:
             return i
     return len(thresholds)
 
 
-def coin(seed: int, position: int) -> int:
+def draw(seed: int, position: int) -> int:
     """30 bits that belong to a seed and a position."""
     key = mixed((seed + 0x9E3779B9) % 2**32)
     return mixed(key ^ (position % 2**32)) // 4

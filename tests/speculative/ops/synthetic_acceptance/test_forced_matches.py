@@ -1,4 +1,4 @@
-"""Story, reference and kernel of the coins, and the shares of steps that they give."""
+"""Story, reference and kernel of the draws, and the shares of steps that they give."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reference_and_kernel_are_the_story(
 
 
 @pytest.mark.parametrize(
-    ("seed", "coins"),
+    ("seed", "draws"),
     [
         (0, [465750585, 144420090, 972076772, 28817804]),
         (7, [481950684, 158953805, 601332000, 257979524]),
@@ -68,12 +68,12 @@ def test_reference_and_kernel_are_the_story(
     ],
 )
 @pytest.mark.parametrize("module", MODULES)
-def test_golden_coins(module: Any, seed: int, coins: list[int]) -> None:
-    """A coin is found as the lowest threshold under which its draft stands."""
+def test_golden_draws(module: Any, seed: int, draws: list[int]) -> None:
+    """A draw is found as the lowest threshold under which its draft stands."""
     assert story.mixed(1) == 0x514E28B7  # what Murmur3 gives for no bytes and seed 1
-    assert [story.coin(seed, position) for position in range(1, 5)] == coins
-    for position, coin in enumerate(coins, 1):
-        for threshold, stands in ((coin, 0), (coin + 1, 1)):
+    assert [story.draw(seed, position) for position in range(1, 5)] == draws
+    for position, draw in enumerate(draws, 1):
+        for threshold, stands in ((draw, 0), (draw + 1, 1)):
             forced = module.forced_matches(vector([position - 1]), rule_of([threshold], seed))
             assert forced.tolist() == [stands]
 
@@ -87,7 +87,7 @@ def test_shares_of_steps_are_those_asked_for(module: Any, shares: tuple[float, .
     steps = 20_000 if module is reference else 4_000
     for seed in (0, 1, 12345):
         rule = synthetic_rule(shares, seed, DEVICE)
-        # far enough apart that no coin is read twice
+        # far enough apart that no draw is read twice
         forced = module.forced_matches(torch.arange(steps, device=DEVICE) * 5, rule)
         for i, share in enumerate(shares):
             measured = float((forced > i).double().mean())
@@ -96,7 +96,7 @@ def test_shares_of_steps_are_those_asked_for(module: Any, shares: tuple[float, .
 
 
 def test_neighbours_are_independent() -> None:
-    """Coins of one seed at p and p+1, and of two seeds at p, agree by chance alone."""
+    """Draws of one seed at p and p+1, and of two seeds at p, agree by chance alone."""
     steps = 40_000
     positions = torch.arange(steps, device=DEVICE)
     half = {
@@ -113,7 +113,7 @@ def test_neighbours_are_independent() -> None:
         assert abs(float(((one - 0.5) * (other - 0.5)).mean() * 4)) < bound
 
 
-def test_a_walk_reads_every_coin_once() -> None:
+def test_a_walk_reads_every_draw_once() -> None:
     """A request that steps on by its run and one meets the shares too."""
     shares, seed, steps = (0.8, 0.6, 0.4), 3, 20_000
     rule = synthetic_rule(shares, seed)

@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.config import parse_config
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.e2e.cases import Case, Options, Synthetic, cases_of
+from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions, Synthetic, cases_of
 from mtp_plugin.tools.bench.e2e.measure import executor_config
 from mtp_plugin.tools.bench.e2e.prompts import make_pieces, make_prompts
 from mtp_plugin.tools.bench.e2e.subject import SHAPES, Subject, make_shape
@@ -23,12 +23,12 @@ def toy() -> Subject:
     return make_shape("toy", CPU, None, 0, fused=False)
 
 
-def labels(options: Options, num_mtp_layers: int = 3) -> list[str]:
+def labels(options: E2EOptions, num_mtp_layers: int = 3) -> list[str]:
     return [case.label for case in cases_of(options, num_mtp_layers)[0]]
 
 
 def test_each_batch_runs_without_mtp_first() -> None:
-    options = Options(batches=(1, 8), ks=(1, 2), workers=("eagle",))
+    options = E2EOptions(batches=(1, 8), ks=(1, 2), workers=("eagle",))
     assert labels(options) == [
         "off/b1",
         "eagle-k1/b1",
@@ -40,18 +40,18 @@ def test_each_batch_runs_without_mtp_first() -> None:
 
 
 def test_the_usual_batches() -> None:
-    assert {case.batch for case in cases_of(Options(), 3)[0]} == {1, 8, 32, 128}
-    assert {case.batch for case in cases_of(Options(quick=True), 3)[0]} == {1, 2}
+    assert {case.batch for case in cases_of(E2EOptions(), 3)[0]} == {1, 8, 32, 128}
+    assert {case.batch for case in cases_of(E2EOptions(quick=True), 3)[0]} == {1, 2}
 
 
 def test_vanilla_without_enough_layers_is_skipped_by_name() -> None:
-    cases, skipped = cases_of(Options(batches=(4,)), 1)
+    cases, skipped = cases_of(E2EOptions(batches=(4,)), 1)
     assert [c.label for c in cases] == ["off/b4", "eagle-k1/b4", "eagle-k3/b4", "vanilla-k1/b4"]
     assert skipped == ["vanilla-k3/b4"]
 
 
 def test_a_filter_keeps_the_run_to_compare_with() -> None:
-    assert labels(Options(only="vanilla-k3/b1")) == [
+    assert labels(E2EOptions(only="vanilla-k3/b1")) == [
         *("off/b1", "vanilla-k3/b1"),
         *("off/b128", "vanilla-k3/b128"),
     ]
@@ -60,29 +60,32 @@ def test_a_filter_keeps_the_run_to_compare_with() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(batches=(0,)), r"--batch: expected at least 1, got \[0\]"),
-        (Options(ks=(3, -1)), r"--k: expected at least 1, got \[-1\]"),
-        (Options(isl=0), r"--isl: expected at least 1"),
-        (Options(osl=0), r"--osl: expected at least 1"),
-        (Options(workers=("medusa",)), r"--worker: expected eagle or vanilla, got \['medusa'\]"),
-        (Options(acceptance=(0.5, 0.6)), "--acceptance: expected shares from 0 to 1 that do not"),
-        (Options(acceptance=(1.5,)), "--acceptance: expected shares from 0 to 1 that do not"),
-        (Options(only="nothing"), "--filter: no case that can run has 'nothing' in its name"),
+        (E2EOptions(batches=(0,)), r"--batch: expected at least 1, got \[0\]"),
+        (E2EOptions(ks=(3, -1)), r"--k: expected at least 1, got \[-1\]"),
+        (E2EOptions(isl=0), r"--isl: expected at least 1"),
+        (E2EOptions(osl=0), r"--osl: expected at least 1"),
+        (E2EOptions(workers=("medusa",)), r"--worker: expected eagle or vanilla, got \['medusa'\]"),
         (
-            Options(workers=("vanilla",), ks=(9,)),
+            E2EOptions(acceptance=(0.5, 0.6)),
+            "--acceptance: expected shares from 0 to 1 that do not",
+        ),
+        (E2EOptions(acceptance=(1.5,)), "--acceptance: expected shares from 0 to 1 that do not"),
+        (E2EOptions(only="nothing"), "--filter: no case that can run has 'nothing' in its name"),
+        (
+            E2EOptions(workers=("vanilla",), ks=(9,)),
             "no case can run: vanilla needs a layer per draft",
         ),
     ],
 )
-def test_options_that_fit_no_case_are_named(options: Options, message: str) -> None:
+def test_options_that_fit_no_case_are_named(options: E2EOptions, message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         cases_of(options, 3)
 
 
 def test_acceptance_is_real_where_weights_are_trained_unless_asked() -> None:
-    assert Options().synthetic(is_trained=True) is None
-    assert Options(seed=4).synthetic(is_trained=False) == Synthetic((0.8,), 4)
-    assert Options(acceptance=(0.5,)).synthetic(is_trained=True) == Synthetic((0.5,), 0)
+    assert E2EOptions().synthetic(is_trained=True) is None
+    assert E2EOptions(seed=4).synthetic(is_trained=False) == Synthetic((0.8,), 4)
+    assert E2EOptions(acceptance=(0.5,)).synthetic(is_trained=True) == Synthetic((0.5,), 0)
 
 
 def test_shares_follow_from_one_rate_or_are_given() -> None:
@@ -93,10 +96,12 @@ def test_shares_follow_from_one_rate_or_are_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(3), Case(5, "eagle", 4), Case(2, "vanilla", 1)], ids=lambda case: case.label
+    "case",
+    [E2ECase(3), E2ECase(5, "eagle", 4), E2ECase(2, "vanilla", 1)],
+    ids=lambda case: case.label,
 )
-def test_configs_hold_the_whole_batch(toy: Subject, case: Case) -> None:
-    options = Options(isl=40, osl=50)
+def test_configs_hold_the_whole_batch(toy: Subject, case: E2ECase) -> None:
+    options = E2EOptions(isl=40, osl=50)
     config = parse_config(executor_config(toy, case, options, None))
     assert config.max_batch_size == case.batch
     assert config.max_seq_len == 90
@@ -109,15 +114,15 @@ def test_configs_hold_the_whole_batch(toy: Subject, case: Case) -> None:
 
 def test_graphs_also_run_batches_that_shrink() -> None:
     on_device = SimpleNamespace(path="x", name="x", device=torch.device("cuda"))
-    config = executor_config(on_device, Case(6), Options(), None)
+    config = executor_config(on_device, E2ECase(6), E2EOptions(), None)
     assert config["cuda_graph_config"] == {"enable_padding": True}
-    eager = executor_config(on_device, Case(6), Options(graphs=False), None)
+    eager = executor_config(on_device, E2ECase(6), E2EOptions(graphs=False), None)
     assert "cuda_graph_config" not in eager
 
 
 def test_synthetic_acceptance_reaches_the_config(toy: Subject) -> None:
     config = parse_config(
-        executor_config(toy, Case(2, "eagle", 2), Options(), Synthetic((0.5,), 7))
+        executor_config(toy, E2ECase(2, "eagle", 2), E2EOptions(), Synthetic((0.5,), 7))
     )
     options = config.speculative_config.mtp
     assert options.verification == "synthetic"
@@ -127,8 +132,8 @@ def test_synthetic_acceptance_reaches_the_config(toy: Subject) -> None:
 
 def test_a_cut_draft_vocabulary_reaches_the_config(toy: Subject) -> None:
     for asked in (None, 64):
-        options = Options(draft_vocab=asked)
-        config = parse_config(executor_config(toy, Case(2, "eagle", 2), options, None))
+        options = E2EOptions(draft_vocab=asked)
+        config = parse_config(executor_config(toy, E2ECase(2, "eagle", 2), options, None))
         assert config.speculative_config.mtp.draft_vocab == asked
 
 

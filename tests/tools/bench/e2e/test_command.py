@@ -15,9 +15,9 @@ from mtp_plugin.executor.models import write_random_checkpoint
 from mtp_plugin.tools.bench.cli import app
 from mtp_plugin.tools.bench.e2e import measure, transformers_side
 from mtp_plugin.tools.bench.e2e.batch import Batch, Run, run_batch
-from mtp_plugin.tools.bench.e2e.cases import Case, Options
+from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.gate import RANDOM_WEIGHTS_ULPS
-from mtp_plugin.tools.bench.e2e.measure import Bench, Outcome
+from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import document, heading, plot, results_table
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
@@ -88,7 +88,7 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     assert off["acceptance_length"] == 1.0
     assert off["phases_ms"]["draft_layers"] == off["phases_ms"]["draft_head"] == 0
     assert "speed_up" not in off
-    assert off["match"]["compared_with"] == "plain decoding of 2 requests"
+    assert off["match"]["compared_with"] == "target-only decoding of 2 requests"
     assert eagle["acceptance"] == "real"
     assert 1.2 < eagle["acceptance_length"] <= 3
     assert eagle["phases_ms"]["draft_layers"] > 0 < eagle["phases_ms"]["draft_head"]
@@ -109,7 +109,7 @@ def test_a_shape_with_synthetic_acceptance_says_so_everywhere(bench) -> None:
         *("--batch", "1", "--seed", "5"),
     )
     assert result.exit_code == 0, result.output
-    assert "synthetic acceptance: drafts were accepted by coin" in result.stdout
+    assert "synthetic acceptance: drafts were accepted by draw" in result.stdout
     assert " synth." in result.stdout
     assert told["acceptance"] == "synthetic"
     assert told["synthetic_acceptance"] == {"rates": [0.9, 0.5], "seed": 5}
@@ -121,7 +121,7 @@ def test_a_shape_with_synthetic_acceptance_says_so_everywhere(bench) -> None:
     assert eagle["synthetic_acceptance"]["expected_per_position"] == [0.9, 0.5]
     assert eagle["match"]["compared_with"] == "valid ids and the asked-for acceptance"
     assert 1.8 < eagle["acceptance_length"] < 2.9
-    assert off["match"]["compared_with"] == "plain decoding of 1 requests"
+    assert off["match"]["compared_with"] == "target-only decoding of 1 requests"
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, is_wrong) -> None:
@@ -273,13 +273,13 @@ def test_a_device_is_timed_long_enough_and_every_run_is_compared(
     pools: list[list[Run]] = []
     honest = measure.pooled
     monkeypatch.setattr(measure, "pooled", lambda runs: pools.append(runs) or honest(runs))
-    bench = Bench(toy, Options(isl=4, osl=24, quick=True), tie_ulps=TIE_ULPS)
+    bench = E2EBench(toy, E2EOptions(isl=4, osl=24, quick=True), tie_ulps=TIE_ULPS)
     compared: list[int] = []
     match_off = bench.gate.match_off
     monkeypatch.setattr(
         bench.gate, "match_off", lambda p, runs: compared.append(len(runs)) or match_off(p, runs)
     )
-    outcome = bench.measure(Case(1))
+    outcome = bench.measure(E2ECase(1))
     assert outcome.matched
     assert [len(runs) for runs in pools] == [timed]
     # the short one, and the one of the phases
@@ -300,19 +300,19 @@ def test_text_is_made_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tex
         return made[-1]
 
     monkeypatch.setattr(measure, "LLM", llm)
-    options = Options(isl=4, osl=16, phases=False, text=text, quick=True)
-    assert Bench(subject, options, tie_ulps=TIE_ULPS).measure(Case(1)).matched
+    options = E2EOptions(isl=4, osl=16, phases=False, text=text, quick=True)
+    assert E2EBench(subject, options, tie_ulps=TIE_ULPS).measure(E2ECase(1)).matched
     assert [each.tokenizer is not None for each in made] == [text]
 
 
-def executor(toy: Subject, case: Case, options: Options, **changed) -> LLM:
+def executor(toy: Subject, case: E2ECase, options: E2EOptions, **changed) -> LLM:
     config = measure.executor_config(toy, case, options, None) | changed
     return LLM(config, model=toy.model)
 
 
 def test_steady_steps_have_the_whole_batch_and_nothing_else(toy: Subject) -> None:
-    options = Options(isl=9, osl=30)
-    with executor(toy, Case(3, "eagle", 2), options, max_num_tokens=12) as llm:
+    options = E2EOptions(isl=9, osl=30)
+    with executor(toy, E2ECase(3, "eagle", 2), options, max_num_tokens=12) as llm:
         prompts = [[i, 2, 3, 4, 5, 6, 7, 8, 9] for i in range(3)]
         run = run_batch(llm, prompts, 30)
         steps_of_one = run_batch(llm, prompts[:1], 30).steps
@@ -329,7 +329,7 @@ def test_steady_steps_have_the_whole_batch_and_nothing_else(toy: Subject) -> Non
 
 def test_probes_are_called_around_steps_that_may_be_steady(toy: Subject) -> None:
     calls: list[str] = []
-    with executor(toy, Case(2), Options(isl=4, osl=12)) as llm:
+    with executor(toy, E2ECase(2), E2EOptions(isl=4, osl=12)) as llm:
         run = run_batch(
             llm,
             [[1, 2, 3, 4], [5, 6, 7, 8]],
@@ -341,7 +341,7 @@ def test_probes_are_called_around_steps_that_may_be_steady(toy: Subject) -> None
 
 
 def test_a_batch_that_is_cancelled_leaves_nothing(toy: Subject) -> None:
-    with executor(toy, Case(2), Options(isl=4, osl=12)) as llm:
+    with executor(toy, E2ECase(2), E2EOptions(isl=4, osl=12)) as llm:
         batch = Batch(llm, [[1, 2, 3, 4], [5, 6, 7, 8]], 12)
         batch.start()
         while not batch.is_steady:
@@ -353,14 +353,14 @@ def test_a_batch_that_is_cancelled_leaves_nothing(toy: Subject) -> None:
 
 def test_preempted_batches_are_refused(toy: Subject) -> None:
     cache = {"tokens_per_block": 4, "max_tokens": 60}
-    with executor(toy, Case(4), Options(isl=9, osl=30), kv_cache_config=cache) as llm:
+    with executor(toy, E2ECase(4), E2EOptions(isl=9, osl=30), kv_cache_config=cache) as llm:
         prompts = [[i, 2, 3, 4, 5, 6, 7, 8, 9] for i in range(4)]
         with pytest.raises(Exception, match="preempted: too few KV blocks"):
             run_batch(llm, prompts, 30)
 
 
 def test_repeated_8_grams_are_counted(toy: Subject) -> None:
-    with executor(toy, Case(1), Options(isl=4, osl=12)) as llm:
+    with executor(toy, E2ECase(1), E2EOptions(isl=4, osl=12)) as llm:
         run = run_batch(llm, [[1, 2, 3, 4]], 12)
     run.token_ids[0][:] = list(range(16))
     assert run.share_of_repeated_8_grams == 0
@@ -371,15 +371,15 @@ def test_repeated_8_grams_are_counted(toy: Subject) -> None:
 # --- the report ---
 
 
-def measured(toy: Subject, *cases: Case) -> list[Outcome]:
-    options = Options(isl=6, osl=30, quick=True)
-    bench = Bench(toy, options, tie_ulps=TIE_ULPS)
+def measured(toy: Subject, *cases: E2ECase) -> list[E2EOutcome]:
+    options = E2EOptions(isl=6, osl=30, quick=True)
+    bench = E2EBench(toy, options, tie_ulps=TIE_ULPS)
     bench.synthetic = None
     return [bench.measure(case) for case in cases]
 
 
 def test_the_table_has_a_row_per_case(toy: Subject) -> None:
-    outcomes = measured(toy, Case(1), Case(1, "eagle", 1), Case(1, "vanilla", 7))
+    outcomes = measured(toy, E2ECase(1), E2ECase(1, "eagle", 1), E2ECase(1, "vanilla", 7))
     assert [outcome.matched for outcome in outcomes] == [True, True, False]
     assert "ConfigError: max_draft_len: 7 is more than the checkpoint's 1" in outcomes[2].problem
     table = results_table(outcomes, is_benchmark=True)
@@ -391,11 +391,11 @@ def test_the_table_has_a_row_per_case(toy: Subject) -> None:
     assert cells["step ms"][2] == "failed"
     assert cells["speed-up"][1].endswith("x")
     assert cells["gap"][2] == ""
-    told = document({}, toy, Options(), outcomes, [], None, [], tie_ulps=4, complete=False)
+    told = document({}, toy, E2EOptions(), outcomes, [], None, [], tie_ulps=4, complete=False)
     assert (told["complete"], told["matched"]) == (False, False)
-    assert "synthetic" in heading({"gpu": None}, toy, Options())[-1]
+    assert "synthetic" in heading({"gpu": None}, toy, E2EOptions())[-1]
 
 
 def test_a_plot_needs_figures_or_says_so(toy: Subject, tmp_path) -> None:
-    said = plot(tmp_path / "plot.png", toy, [Outcome(Case(1), error="no")])
+    said = plot(tmp_path / "plot.png", toy, [E2EOutcome(E2ECase(1), error="no")])
     assert said.startswith("no plot: ")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.tools.bench.e2e.batch import Run, Step
+from mtp_plugin.tools.bench.e2e.batch import Run, TimedStep
 from mtp_plugin.tools.bench.e2e.gate import Gate
 from mtp_plugin.tools.bench.e2e.subject import Subject, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
@@ -30,7 +30,7 @@ def truth(subject: Subject) -> Run:
 
 
 def run_of(texts: list[list[int]], steps: int = 0) -> Run:
-    return Run(texts, [Step(0.1, [1], True)] * steps, 1.0, 0.1)
+    return Run(texts, [TimedStep(0.1, [1], True)] * steps, 1.0, 0.1)
 
 
 def changed(run: Run, request: int, position: int, subject: Subject) -> Run:
@@ -46,10 +46,10 @@ def gate(subject: Subject) -> Gate:
     return Gate(subject, 2, TIE_ULPS)
 
 
-def test_plain_decoding_matches(gate: Gate, truth: Run) -> None:
+def test_target_only_decoding_matches(gate: Gate, truth: Run) -> None:
     match = gate.match_off(PROMPTS, [truth, truth])
     assert match.holds
-    assert (match.num_tokens, match.compared_with) == (16, "plain decoding of 2 requests")
+    assert (match.num_tokens, match.compared_with) == (16, "target-only decoding of 2 requests")
     match = gate.match_on(PROMPTS, [truth, truth], truth)
     assert match.holds
     assert match.num_tokens == 16  # equal runs are compared once
@@ -102,7 +102,7 @@ GOOD = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_every_synthetic_run_is_looked_at(gate: Gate) -> None:
-    """Each by itself: runs of the same coins are no further evidence."""
+    """Each by itself: runs of the same draws are no further evidence."""
     runs = [run_of(GOOD, 100)] * 20
     assert gate.match_synthetic(runs, 4, [0.8], lambda _: [0.8 + 0.16]).holds
     bad = run_of([[1, 2, 3, 4], [5, 6, 7, -1]], 100)
@@ -114,7 +114,7 @@ def test_every_synthetic_run_is_looked_at(gate: Gate) -> None:
 
 def test_valid_ids_and_the_asked_for_acceptance_match(gate: Gate) -> None:
     assert synthetic(gate, GOOD, 0.8, 0.8, 100).holds
-    # four standard errors of a hundred coins, and one step
+    # four standard errors of a hundred draws, and one step
     assert synthetic(gate, GOOD, 0.8, 0.8 + 0.16, 100).holds
     match = synthetic(gate, GOOD, 0.8, 0.8 - 0.18, 100)
     (line,) = match.mismatches

@@ -25,7 +25,7 @@ from mtp_plugin.tools.bench.soak.checks import Memory, Thirds, leak_checks, memo
 from mtp_plugin.tools.bench.soak.outputs import Texts
 from mtp_plugin.tools.bench.soak.run import SoakOptions, soak
 from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
-from mtp_plugin.tools.parity import TIE_ULPS, plain_attention
+from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
 
 SMALL = SoakOptions(
     steps=60, batch_size=3, k=2, num_prompts=4, longest_prompt=16, longest_output=10
@@ -114,9 +114,9 @@ def test_the_command_leaves_a_document(path, tmp_path) -> None:
         "host memory",
         "acceptance length by third",
         "ends",
-        "outputs like plain decoding's",
+        "outputs like target-only decoding's",
     }
-    assert "outputs like plain decoding's" in result.stdout
+    assert "outputs like target-only decoding's" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_wrong_token_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Texts, "add", add)
     found = soak(subject, SMALL, tie_ulps=TIE_ULPS)
-    assert failed(found) == ["outputs like plain decoding's"]
+    assert failed(found) == ["outputs like target-only decoding's"]
     assert "token 3: " in found.checks[-1].found
 
 
@@ -276,7 +276,7 @@ def test_outputs_end_as_asked_for(tokens: list[int], reason: FinishReason | None
 
 def test_outputs_of_a_prompt_are_kept_once(subject: Subject) -> None:
     prompt = [5, 6, 7]
-    with plain_attention(subject.model):
+    with transformers_attention(subject.model):
         truth = greedy_decode(subject.model.target, prompt, 8)
     texts = Texts([prompt], end_ids=())
     wish = run.replace(WISH, ignore_eos=True)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-# types and constants alone decide which binary runs, see SeenLaunches
+# types and constants alone decide which binary runs, see CachedLaunches
 @triton.jit(
     do_not_specialize=[
         "accepted_tokens_stride",

@@ -11,10 +11,10 @@ from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import (
     unwritten_result,
 )
 from mtp_plugin.hosts.megatron.ops.bookkeeping.kernel import _advance_decode_batch_kernel
-from mtp_plugin.kernels.programmatic_launch import SeenLaunches, expect_reachable
+from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
 
 _LANES = 32  # one warp, a request per lane
-_launches = SeenLaunches(_advance_decode_batch_kernel)
+_launches = CachedLaunches(_advance_decode_batch_kernel)
 
 
 def advance_decode_batch(

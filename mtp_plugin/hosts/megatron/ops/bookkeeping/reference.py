@@ -1,4 +1,4 @@
-"""The bookkeeping of a batch in plain torch: the CPU path and the oracle of the kernel."""
+"""The bookkeeping of a batch in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import triton
 
 from mtp_plugin.hosts.megatron.ops.kv_rewind.contract import RewoundBlocks, unwritten_result
 from mtp_plugin.hosts.megatron.ops.kv_rewind.kernel import _rewind_kv_cache_kernel
-from mtp_plugin.kernels.programmatic_launch import expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 

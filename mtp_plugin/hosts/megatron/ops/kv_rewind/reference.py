@@ -1,4 +1,4 @@
-"""The KV rewind in plain torch: the CPU path and the oracle of the kernel."""
+"""The KV rewind in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

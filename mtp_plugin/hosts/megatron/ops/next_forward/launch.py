@@ -7,7 +7,7 @@ import triton
 
 from mtp_plugin.hosts.megatron.ops.next_forward.contract import check_buffers
 from mtp_plugin.hosts.megatron.ops.next_forward.kernel import _prepare_next_forward_pass_kernel
-from mtp_plugin.kernels.programmatic_launch import expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 

@@ -1,4 +1,4 @@
-"""The next forward's inputs in plain torch: the CPU path and the oracle of the kernel."""
+"""The next forward's inputs in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify.kernel import (
     _required_logit_indices_kernel,
     _verify_speculative_tokens_kernel,
 )
-from mtp_plugin.kernels.programmatic_launch import expect_reachable
+from mtp_plugin.kernels.launching import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 _MAX_REQUESTS_AT_ONCE = 1024

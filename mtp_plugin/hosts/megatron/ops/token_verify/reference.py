@@ -1,4 +1,4 @@
-"""Verification in plain torch: the CPU path and the oracle of the kernels."""
+"""Verification in torch: the CPU path and the oracle of the kernels."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.executor.oracles import Oracle, ScriptedDrafts
 
 K = 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="plain"), pytest.param(False, id="overlap")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 WARMTH = [pytest.param(True, id="warm"), pytest.param(False, id="cold")]
 
 
@@ -73,14 +73,14 @@ def script(llm, sequences, accept) -> None:
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_waves_of_requests_change_no_text(bed, target, vanilla, plain, keep_warm):
+def test_waves_of_requests_change_no_text(bed, target, vanilla, no_overlap, keep_warm):
     """The batch grows and shrinks through all lengths of the schedule, with some preemption."""
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 4: 1}},
             mtp={"keep_warm": keep_warm},
             kv_cache_config={"tokens_per_block": 4, "max_tokens": 112},
@@ -104,15 +104,15 @@ def test_waves_of_requests_change_no_text(bed, target, vanilla, plain, keep_warm
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, no_overlap):
     """R38: four requests draft, eight more come (no drafts), and leave: from the second step on
     every draft is what a fresh run over the prefix proposes, so acceptance is what it would be."""
     oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             max_batch_size=12,
             speculative={"draft_len_schedule": {4: K}},
             kv_fill=float("nan"),
@@ -147,14 +147,14 @@ def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, plain):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_without_keep_warm_only_new_and_preempted_requests_draft(bed, target, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_without_keep_warm_only_new_and_preempted_requests_draft(bed, target, vanilla, no_overlap):
     """Two requests meet a crowd and stay cold; a third one drafts beside them, and so does one of
     them after a preemption."""
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"max_concurrency": 3},
             mtp={"keep_warm": False},
             kv_fill=float("nan"),
@@ -208,13 +208,13 @@ PROBES = {"gate_margin": 0.5, "gate_probe_interval": 6, "gate_max_probe_interval
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_the_gate_follows_the_drafter(bed, target, vanilla, plain, keep_warm):
+def test_the_gate_follows_the_drafter(bed, target, vanilla, no_overlap, keep_warm):
     """Nothing right for 40 tokens, then everything: down, a probe or two, up, and up it stays."""
     llm = bed.llm(
         vanilla=vanilla,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         speculative={**GATE, "max_draft_len": K},
         mtp={**PROBES, "keep_warm": keep_warm},
     )
@@ -257,18 +257,18 @@ def test_a_gate_on_a_good_drafter_stays_out_of_the_way(bed):
     assert gate.acceptance_length > 1.01
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 def test_a_drafter_that_is_always_wrong_raises_the_alarm(
-    bed, target, prompts, plain, monkeypatch, caplog
+    bed, target, prompts, no_overlap, monkeypatch, caplog
 ):
     monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
     prompt = prompts[4]
     truth = target.greedy(prompt, 40)
-    llm = bed.llm(disable_overlap_scheduler=plain)
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: 0)
     llm.generate([prompt], greedy(20))
     assert not llm.pieces.alarms.collapsed
-    llm = bed.llm(disable_overlap_scheduler=plain)
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: 0)
     output = llm.generate([prompt], greedy(30))[0]
     assert output.token_ids == truth[:30]
@@ -302,7 +302,7 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_bed, right, l
     assert [message[:15] for message in told] == ["request 0 loops"] * loops
 
 
-# --- turned-down steps beside the other options ---
+# --- shorter steps beside the other options ---
 
 
 def run_waves(watched, waves, seed: int):
@@ -318,15 +318,15 @@ def run_waves(watched, waves, seed: int):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_drafts_are_those_of_a_fresh_run_at_every_length(bed, vanilla, plain, keep_warm):
+def test_drafts_are_those_of_a_fresh_run_at_every_length(bed, vanilla, no_overlap, keep_warm):
     """Lengths go down and up again: whatever a step verified was what a fresh run proposes."""
     oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 3: 2, 4: 1}},
             mtp={"keep_warm": keep_warm},
             kv_fill=float("nan"),
@@ -378,7 +378,7 @@ def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(bed, vanilla):
     assert compared > 500
 
 
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
 @pytest.mark.parametrize(
     ("window", "chain"),
@@ -388,12 +388,12 @@ def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(bed, vanilla):
         ("exact", "none"),
     ],
 )
-def test_other_windows_and_chains_change_no_text(bed, target, window, chain, keep_warm, plain):
+def test_other_windows_and_chains_change_no_text(bed, target, window, chain, keep_warm, no_overlap):
     """Windows longer than the step, prompts shorter than the window, chunks in the same batch."""
     watched = Watched(
         bed.llm(
             vanilla=True,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 4: 2, 5: 1}},
             mtp={"keep_warm": keep_warm, "draft_window": window, "chain": chain},
             chunk_policy=lambda _, limit: min(limit, 2),
@@ -456,14 +456,14 @@ def test_the_phase_is_followed_in_steps_without_drafts(bed, target, keep_warm):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_coins_fall_for_the_drafts_of_the_step(bed, vanilla, plain, keep_warm):
+def test_draws_fall_for_the_drafts_of_the_step(bed, vanilla, no_overlap, keep_warm):
     """Forced to accept everything: a step of K' drafts emits K'+1 tokens, one of none emits one."""
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {1: K, 2: 1}},
             mtp={
                 "keep_warm": keep_warm,
@@ -483,12 +483,12 @@ def test_coins_fall_for_the_drafts_of_the_step(bed, vanilla, plain, keep_warm):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, no_overlap):
     watched = Watched(
         bed.llm(
             vanilla=vanilla,
-            disable_overlap_scheduler=plain,
+            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {1: K, 2: 1}},
         )
     )
@@ -508,12 +508,12 @@ def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, plain):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("plain", LOOPS)
-def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vanilla, plain):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vanilla, no_overlap):
     """Every step has K rows, of which the controller lets requests verify fewer."""
     llm = bed.llm(
         vanilla=vanilla,
-        disable_overlap_scheduler=plain,
+        disable_overlap_scheduler=no_overlap,
         speculative={"draft_len_schedule": {2: K, 4: 1}},
         kv_fill=float("nan"),
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.top_k import Top1Partials
-from mtp_plugin.kernels.top_k import launch as vocab_reduce
+from mtp_plugin.kernels.top_k import launch as top_k
 from mtp_plugin.speculative.ops.acceptance import launch as acceptance
 from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, StepOps, triton_ops
 from mtp_plugin.speculative.ops.draft import launch as draft_step
@@ -188,8 +188,8 @@ def test_every_step_is_the_reference(
     if in_graph and DEVICE.type == "cpu":
         pytest.skip("needs a CUDA device")
     if not early:
-        for module in (acceptance, draft_inputs, draft_step, vocab_reduce):
-            monkeypatch.setattr(module, "early_launch", lambda _: {"EARLY": False})
+        for module in (acceptance, draft_inputs, draft_step, top_k):
+            monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
     state = State.of(batch, k, vocab, hidden)
     chain, ops = Chain(vanilla, state), triton_ops()
 

@@ -1,0 +1,1 @@
+from tests.executor.test_draft_length import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_turn_down import *  # noqa: F403
