@@ -12,16 +12,28 @@ if TYPE_CHECKING:
     from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
     from mtp_plugin.executor import LLM as LLM
-    from mtp_plugin.executor import SamplingParams as SamplingParams
+    from mtp_plugin.executor import RequestOutput as RequestOutput
+    from mtp_plugin.executor import StepEvent as StepEvent
+    from mtp_plugin.plugin import DraftPlan as DraftPlan
+    from mtp_plugin.plugin import HostFacts as HostFacts
+    from mtp_plugin.plugin import SpeculativePieces as SpeculativePieces
     from mtp_plugin.plugin import find_plugin as find_plugin
     from mtp_plugin.plugin import register_plugin as register_plugin
+    from mtp_plugin.requests.options import SamplingParams as SamplingParams
+    from mtp_plugin.requests.states import FinishReason as FinishReason
     from mtp_plugin.speculative.drafting import MTPEagleWorker as MTPEagleWorker
     from mtp_plugin.speculative.drafting import MTPWorker as MTPWorker
     from mtp_plugin.speculative.metadata import MTPSpecMetadata as MTPSpecMetadata
     from mtp_plugin.speculative.sampler import MTPSampler as MTPSampler
     from mtp_plugin.speculative.state import MTPHiddenStatesManager as MTPHiddenStatesManager
+    from mtp_plugin.speculative.step import Accepted as Accepted
+    from mtp_plugin.speculative.step import StepOutput as StepOutput
 
 _ROOMS = {
+    "Accepted": "speculative.step",
+    "DraftPlan": "plugin",
+    "FinishReason": "requests.states",
+    "HostFacts": "plugin",
     "LLM": "executor",
     "MTPDecodingConfig": "config",
     "MTPEagleWorker": "speculative.drafting",
@@ -30,14 +42,22 @@ _ROOMS = {
     "MTPSampler": "speculative.sampler",
     "MTPSpecMetadata": "speculative.metadata",
     "MTPWorker": "speculative.drafting",
+    "RequestOutput": "executor",
     "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
+    "SpeculativePieces": "plugin",
+    "StepEvent": "executor",
+    "StepOutput": "speculative.step",
     "find_plugin": "plugin",
     "register_plugin": "plugin",
 }
 
 __all__ = [
     "LLM",
+    "Accepted",
+    "DraftPlan",
+    "FinishReason",
+    "HostFacts",
     "MTPDecodingConfig",
     "MTPEagleWorker",
     "MTPHiddenStatesManager",
@@ -45,8 +65,12 @@ __all__ = [
     "MTPSampler",
     "MTPSpecMetadata",
     "MTPWorker",
+    "RequestOutput",
     "SamplingParams",
     "SpeculativeDecodingMode",
+    "SpeculativePieces",
+    "StepEvent",
+    "StepOutput",
     "find_plugin",
     "register_plugin",
 ]
