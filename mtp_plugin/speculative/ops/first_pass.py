@@ -41,7 +41,7 @@ def vanilla_first_pass(
         tokens_pool: [S, K] int32. states_pool: [S, K, H].
         slot_ids: [R] int64. input_ids: [T]. positions: [T] int64. hidden_states: [T, H].
         num_accepted: [R] int32. last_tokens: [R] int32, any stride.
-        successors: [C] int32, the token behind each chunk; None without contexts.
+        successors: [C] int32, any stride: the token behind each chunk; None without contexts.
         context_lens: [C] chunk lengths on the device. chunk_lens: the same on the host.
         history_lens: history rows in front of each chunk, on the host.
         window: rows per generation.

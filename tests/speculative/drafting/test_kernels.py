@@ -79,6 +79,7 @@ class Case:
         returns_input: bool = False,
         dtype: torch.dtype = torch.float32,
         ready_heads: bool = False,
+        look_ahead: bool = True,
     ) -> None:
         dice = torch.Generator().manual_seed(seed)
 
@@ -155,7 +156,9 @@ class Case:
         self.spec.draft_tokens = drafts.reshape(-1).to(DEVICE, torch.int32)
         if draft_lens:
             self.spec.draft_lens = integers(0, k + 1, num_generations).to(DEVICE)
-        self.spec.next_prompt_tokens = torch.tensor(following, dtype=torch.int32, device=DEVICE)
+        if look_ahead:
+            following = torch.tensor(following, dtype=torch.int32, device=DEVICE)
+            self.spec.next_prompt_tokens = following
         if early_stops:
             # what the target would say next, too early for half of the requests
             stops = logits.argmax(-1)[: requests * 2].to(torch.int32)
@@ -196,7 +199,8 @@ class Case:
         if self.spec.draft_lens is not None:
             one.spec.draft_lens = self.spec.draft_lens[none if is_context else generation].clone()
         context = slice(request, request + 1) if is_context else none
-        one.spec.next_prompt_tokens = self.spec.next_prompt_tokens[context].clone()
+        if self.spec.next_prompt_tokens is not None:
+            one.spec.next_prompt_tokens = self.spec.next_prompt_tokens[context].clone()
         one.spec.request_ids = [request]
         one.spec.prepare()
         return one
@@ -254,6 +258,7 @@ chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
     window=st.sampled_from(["exact", "trtllm"]),
     chain=st.sampled_from(["output", "target_shift", "none"]),
     returns_input=st.booleans(),
+    look_ahead=st.booleans(),
 )
 def test_random_steps(mode: str, **options: Any) -> None:
     if not options["chunks"] and not options["num_generations"]:
@@ -270,6 +275,19 @@ def test_modes_and_stops_make_a_difference() -> None:
         runs[name] = Case(**options, **named, seed=3).run(triton_ops())[0]["new_tokens"]
     for name in ("relaxed", "synthetic", "early_stops"):
         assert not torch.equal(runs[name], runs["strict"]), name
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+def test_prompts_of_a_host_without_look_ahead(vanilla: bool) -> None:
+    """Every prompt's last row is followed by what that prompt emitted."""
+    chunks = [(0, 4, True), (0, 3, True), (0, 5, True)]
+    shape = {"k": 3, "num_generations": 0, "vocab": 130, "hidden": 8, "vanilla": vanilla}
+    case = Case(chunks=chunks, **shape, seed=3, look_ahead=False)
+    case.check()
+    outputs, _ = case.run(triton_ops())
+    for request in range(len(chunks)):
+        one, _ = case.alone(request).run(REFERENCE_OPS)
+        assert torch.equal(outputs["next_draft_tokens"][request], one["next_draft_tokens"][0])
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])

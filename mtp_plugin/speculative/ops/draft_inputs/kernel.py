@@ -143,6 +143,7 @@ def context_rows_kernel(
     num_contexts,
     hidden,
     state_stride,
+    successor_stride,
     # constants
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -183,7 +184,7 @@ def context_rows_kernel(
         input_ptr + chunk_row + 1, mask=(next_in_pool == 0) & (is_last == 0), other=0
     ).to(tl.int32)
     token = tl.where(next_in_pool, from_pool, following)
-    token = tl.where(is_last, tl.load(successor_ptr + context), token)
+    token = tl.where(is_last, tl.load(successor_ptr + context * successor_stride), token)
     position = tl.load(position_ptr + chunk_start).to(tl.int64) - history + index
     tl.store(id_out_ptr + row, token)
     tl.store(position_out_ptr + row, position)

@@ -90,7 +90,8 @@ def vanilla_first_pass(
     pools of contexts.
 
     Args:
-        last_tokens: [R] int32, any stride. successors: [C] int32, the token behind each chunk.
+        last_tokens: [R] int32, any stride. successors: [C] int32, any stride: the token behind
+            each chunk.
         chunk_lens, history_lens: per context, on the host: prompt rows, and history rows in front.
         out: as the reference; states of contexts that lie where they should are not moved. Without
             contexts nothing is allocated beside it.
@@ -147,6 +148,7 @@ def vanilla_first_pass(
             num_contexts,
             hidden,
             hidden_states.stride(0),
+            successors.stride(0),
             K=k,
             BLOCK=min(2048, triton.next_power_of_2(hidden)),
             COPY_STATES=not in_place,

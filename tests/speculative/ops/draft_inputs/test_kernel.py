@@ -91,7 +91,8 @@ class Step:
         }
         self.num_accepted = int32(counts)
         self.last_tokens = following[:, 0]
-        self.successors = int32(last[: len(self.contexts)]) if self.contexts else None
+        # emitted tokens come as a column of the next inputs
+        self.successors = following[: len(self.contexts), 0] if self.contexts else None
         self.context_lens = int32(self.lens)
         self.kv_lens = int32([len(r.tokens) for r in everyone])
 
