@@ -23,6 +23,28 @@ def read_thinking_token(config: Any, edge: str) -> int:
     return NO_TOKEN
 
 
+def thinking_tokens_of(config: Any) -> tuple[int, int]:
+    """(begin, end) ids that a config itself gives, for pieces that relax acceptance by them.
+
+    Raises:
+        ConfigError: one of them is missing, or both are the same.
+    """
+    begin, end = (read_thinking_token(config, edge) for edge in ("begin", "end"))
+    missing = [
+        f"{edge}_thinking_phase_token"
+        for edge, token in (("begin", begin), ("end", end))
+        if token == NO_TOKEN
+    ]
+    if missing:
+        raise ConfigError(
+            f"use_relaxed_acceptance_for_thinking: the decoding config gives no "
+            f"{' and no '.join(missing)}, so nothing would be relaxed; expected the ids of the "
+            f"model's thinking tokens (DeepSeek-R1: 128798 and 128799)"
+        )
+    _expect_two(begin, end)
+    return begin, end
+
+
 def resolve_thinking_tokens(
     config: Any, encode: Callable[[str], list[int]] | None
 ) -> tuple[int, int]:
@@ -44,12 +66,16 @@ def resolve_thinking_tokens(
             token = _single_token(edge, tag, encode)
         resolved.append(token)
     begin, end = resolved
+    _expect_two(begin, end)
+    return begin, end
+
+
+def _expect_two(begin: int, end: int) -> None:
     expect(
         begin != end,
         ConfigError,
         f"thinking tokens: begin and end must differ, both are {begin}",
     )
-    return begin, end
 
 
 def _single_token(edge: str, tag: str, encode: Callable[[str], list[int]] | None) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError, expect
 from mtp_plugin.requests.stop_ids import TOO_MANY_STOPS
-from mtp_plugin.requests.thinking import read_thinking_token
+from mtp_plugin.requests.thinking import NO_TOKEN, thinking_tokens_of
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.ops.acceptance import RelaxedRule
@@ -104,10 +104,6 @@ class SpecWorker(nn.Module, ABC):
         self.use_relaxed_acceptance = bool(
             getattr(spec_config, "use_relaxed_acceptance_for_thinking", False)
         )
-        self.begin_token, self.end_token = thinking_tokens or (
-            read_thinking_token(spec_config, "begin"),
-            read_thinking_token(spec_config, "end"),
-        )
         self.chain = chain or getattr(options, "chain", None) or "output"
         self.draft_window = getattr(options, "draft_window", "exact")
         self.check_metadata = bool(getattr(options, "check_metadata", False))
@@ -118,6 +114,10 @@ class SpecWorker(nn.Module, ABC):
         self.is_synthetic = getattr(options, "verification", None) == "synthetic"
         if self.is_synthetic:
             self._take_synthetic_rule(options, device)
+        self.begin_token, self.end_token = NO_TOKEN, NO_TOKEN
+        if self.use_relaxed_acceptance:
+            tokens = thinking_tokens or thinking_tokens_of(spec_config)
+            self.begin_token, self.end_token = tokens
         self._take_draft_vocab(options, draft_vocab_ids, device)
         self._public_loop: DraftLoop | None = None
 
@@ -414,11 +414,11 @@ class SpecWorker(nn.Module, ABC):
     ) -> Accepted:
         manager = self._manager(spec_metadata)
         slots = spec_metadata.slot_ids[: attn_metadata.num_seqs]
-        thinking = manager.thinking_pool[slots] > 0
+        thinking, limit = self._phase(manager, slots)
         if getattr(spec_metadata, "next_prompt_tokens", None) is None and input_ids is not None:
             # a host that gives no look-ahead tokens gives no prompt phase either
             thinking = self._scan_prompts(input_ids, thinking, attn_metadata)
-        topk, limit = manager.relaxed_topk_pool[slots], manager.relaxed_limit_pool[slots]
+        topk = manager.relaxed_topk_pool[slots]
         parameters = getattr(spec_metadata, "row_parameters", None)
         if parameters is not None:
             stop_ids = parameters.stop_ids
@@ -438,6 +438,23 @@ class SpecWorker(nn.Module, ABC):
         manager.mtp_relaxed_delta_pool[slots] = torch.where(result.thinking, limit, 0.0)
         accepted: Accepted = result.accepted
         return accepted
+
+    @staticmethod
+    def _phase(manager: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which requests think [R] bool, and the delta that each has or would have [R] float32.
+
+        The delta in force is ours to write; where it is another, a host wrote it, and is obeyed: 0
+        ends the phase, anything above begins it with that delta.
+        """
+        thinking = manager.thinking_pool[slots] > 0
+        limit = manager.relaxed_limit_pool[slots]
+        in_force = manager.mtp_relaxed_delta_pool[slots]
+        by_host = in_force != torch.where(thinking, limit, 0.0)
+        begins = in_force > 0
+        return (
+            torch.where(by_host, begins, thinking),
+            torch.where(by_host & begins, in_force, limit),
+        )
 
     def _scan_prompts(
         self, input_ids: torch.Tensor, thinking: torch.Tensor, attn_metadata: Any

@@ -12,7 +12,7 @@ from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, NO_STOP, TOO_MANY_STOPS, stop_ids_of
-from mtp_plugin.requests.thinking import read_thinking_token, thinking_after
+from mtp_plugin.requests.thinking import NO_TOKEN, thinking_after, thinking_tokens_of
 from mtp_plugin.speculative.state.draft_len import read_draft_len
 from mtp_plugin.speculative.step import to_device
 
@@ -27,9 +27,9 @@ class MTPHiddenStatesManager:
     Pools (S slots; plain attributes that a host may replace, read afresh at every use):
     ``mtp_past_hidden_states_pool`` [S, K, H] dtype, ``mtp_past_tokens_pool`` [S, K] int32, and with
     relaxed acceptance ``mtp_relaxed_delta_pool`` [S] float32 (the delta in force: 0 outside the
-    thinking phase), ``thinking_pool`` [S] int8, ``relaxed_topk_pool`` [S] int32,
-    ``relaxed_limit_pool`` [S] float32 (the request's own delta), ``stop_ids_pool`` [S, P] int32
-    (ids accepted only as first choice, read where the host sets no ``row_parameters``; -1 behind
+    thinking phase; a host that writes another is obeyed), ``thinking_pool`` [S] int8,
+    ``relaxed_topk_pool`` [S] int32, ``relaxed_limit_pool`` [S] float32 (the request's own delta),
+    ``stop_ids_pool`` [S, P] int32 (ids accepted only as first choice, read where the host sets no ``row_parameters``; -1 behind
     them; P = :data:`~mtp_plugin.requests.stop_ids.MAX_STOP_IDS`, and a request that has more is
     accepted strictly there, which is logged).
 
@@ -47,7 +47,7 @@ class MTPHiddenStatesManager:
             under overlap a finishing request and its replacement both hold one.
 
     Raises:
-        ConfigError: K or a size below 1.
+        ConfigError: K or a size below 1, or relaxed acceptance without two thinking tokens.
     """
 
     def __init__(
@@ -80,10 +80,9 @@ class MTPHiddenStatesManager:
         )
         self.relaxed_topk = int(getattr(config, "relaxed_topk", 1))
         self.relaxed_delta = float(getattr(config, "relaxed_delta", 0.0))
-        self.thinking_tokens = (
-            read_thinking_token(config, "begin"),
-            read_thinking_token(config, "end"),
-        )
+        self.thinking_tokens = (NO_TOKEN, NO_TOKEN)
+        if self.use_relaxed_acceptance_for_thinking:
+            self.thinking_tokens = thinking_tokens_of(config)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
+from tests.speculative.drafting.phases import set_phases
 from tests.speculative.drafting.story import VOCAB
 
 EOS, SECOND = 50, 51
@@ -134,14 +137,14 @@ def relaxed(step: Step) -> dict[str, torch.Tensor]:
 def test_only_who_thinks_is_relaxed() -> None:
     turns = [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)]
     step = relaxed_step([], turns)
-    step.manager.thinking_pool[1] = 1
+    set_phases(step.manager, {1: True})
     result = relaxed(step)
     assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
 
 
 def test_an_end_id_stands_only_as_first_choice() -> None:
     step = relaxed_step([], [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)])
-    step.manager.thinking_pool[:2] = 1
+    set_phases(step.manager, {0: True, 1: True})
     step.spec.row_parameters = RowParameters(int32([[SECOND], [EOS]]), None)
     result = relaxed(step)
     assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
@@ -213,7 +216,7 @@ def test_emitted_tokens_move_the_phase() -> None:
     prompt = Prompt([1, 2], choice=BEGIN)
     turns = [Turn([1, 2], [20, 21], [20, 21, BEGIN]), Turn([1, 2], [END, 21], [END, 21, 22])]
     step = relaxed_step([prompt], turns)
-    step.manager.thinking_pool[:3] = torch.tensor([0, 0, 1], dtype=torch.int8)
+    set_phases(step.manager, {2: True})
     relaxed(step)
     assert step.manager.thinking_pool[:3].tolist() == [1, 1, 0]
     assert step.manager.mtp_relaxed_delta_pool[:3].tolist() == [0.5, 0.5, 0.0]
@@ -222,7 +225,7 @@ def test_emitted_tokens_move_the_phase() -> None:
 def test_pieces_of_prompts_and_padding_move_no_phase() -> None:
     piece = Prompt([1, BEGIN, 3], 0, 2, choice=END)
     step = relaxed_step([piece], [])
-    step.manager.thinking_pool[:2] = 1
+    set_phases(step.manager, {0: True, 1: True})
     relaxed(step)
     assert step.manager.thinking_pool[:2].tolist() == [1, 1]
     padded = relaxed_step([], [Turn([1, 2], [20, 21], [20, 21, 22])], padding=3)
@@ -238,7 +241,7 @@ def test_the_last_piece_knows_the_whole_prompt() -> None:
     """The begin token stood in an earlier chunk; the slot was told at admission."""
     prompt = Prompt([1, BEGIN, 3, 4], 2, choice=20)
     step = relaxed_step([prompt], [])
-    step.manager.thinking_pool[0] = 1
+    set_phases(step.manager, {0: True})
     relaxed(step)
     assert step.manager.thinking_pool[0] == 1
 
@@ -248,7 +251,7 @@ def test_a_dead_row_ends_no_phase() -> None:
     config = SimpleNamespace(**{**vars(CONFIG), "end_thinking_phase_token": 0})
     step = relaxed_step([], [Turn([1, 2], [0, 0], [None, None, None])])
     step.logits.fill_(-torch.inf)
-    step.manager.thinking_pool[0] = 1
+    set_phases(step.manager, {0: True})
     worker = MTPEagleWorker(config, device="cpu")
     result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert result["new_tokens_lens"].tolist() == [0]
@@ -260,9 +263,70 @@ def test_thinking_tokens_given_to_the_worker_win() -> None:
     assert (worker.begin_token, worker.end_token) == (7, 8)
 
 
+@KERNELS
+@pytest.mark.parametrize("relaxed_delta", [0.5, 0.0])
+def test_a_host_that_writes_the_delta_is_obeyed(kernels: str, relaxed_delta: float) -> None:
+    """As TensorRT-LLM's own step reads it: what stands in the pool holds, whatever was told."""
+    config = SimpleNamespace(
+        **{**vars(CONFIG), "relaxed_delta": relaxed_delta}, mtp=SimpleNamespace(kernels=kernels)
+    )
+    manager = MTPHiddenStatesManager(config, torch.float32, H, 4, device="cpu")
+    worker = MTPEagleWorker(config, device="cpu")
+
+    def emitted() -> list[list[int]]:
+        """`SECOND`, 0.1 less probable than 20, twice; three requests."""
+        step = Step(2, turns=[Turn([1, 2], [SECOND, 21], [20, 21, 22])] * 3)
+        for request_id in range(3):
+            manager.slot_manager.add_slot(request_id)
+        step.spec.mtp_hidden_states_manager = manager
+        step.spec.prepare()
+        step.logits[:, SECOND] = step.logits[:, SECOND].clamp_min(-0.2)
+        return worker(**step.inputs(), mtp_layers=[ScriptedLayer()])["new_tokens"].tolist()
+
+    strict, loose = [20, -1, -1], [SECOND, 21, 22]
+    set_phases(manager, {0: False, 1: True, 2: True})
+    assert emitted() == [strict, *[loose if relaxed_delta else strict] * 2]
+    manager.mtp_relaxed_delta_pool[:3] = torch.tensor([1.5, 0.01, relaxed_delta])
+    for _ in range(2):  # and it stays in force
+        assert emitted() == [loose, strict, loose if relaxed_delta else strict]
+        assert manager.mtp_relaxed_delta_pool[:2].tolist() == pytest.approx([1.5, 0.01])
+    manager.mtp_relaxed_delta_pool[:3] = 0.0
+    assert emitted() == [strict, strict, strict]
+
+
+@pytest.mark.parametrize("absent", [("begin",), ("end",), ("begin", "end")])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        partial(MTPEagleWorker, device="cpu"),
+        lambda config: MTPHiddenStatesManager(config, torch.float32, H, 2, device="cpu"),
+    ],
+    ids=["worker", "manager"],
+)
+def test_relaxed_acceptance_that_would_relax_nothing(
+    piece: Callable[[Any], object], absent: tuple[str, ...]
+) -> None:
+    names = [f"{edge}_thinking_phase_token" for edge in absent]
+    given = {name: value for name, value in vars(CONFIG).items() if name not in names}
+    config = SimpleNamespace(**given)
+    with pytest.raises(ConfigError, match=f"gives no {' and no '.join(names)}, so nothing would"):
+        piece(config)
+
+
+def test_thinking_ids_of_a_host_are_taken() -> None:
+    """TensorRT-LLM's upper-case ids of DeepSeek-R1, as its older configs have them."""
+    given = {n: v for n, v in vars(CONFIG).items() if not n.endswith("_thinking_phase_token")}
+    config = SimpleNamespace(
+        **given, BEGIN_THINKING_PHASE_TOKEN=128798, END_THINKING_PHASE_TOKEN=128799
+    )
+    worker = MTPEagleWorker(config, device="cpu")
+    manager = MTPHiddenStatesManager(config, torch.float32, H, 2, device="cpu")
+    assert (worker.begin_token, worker.end_token) == manager.thinking_tokens == (128798, 128799)
+
+
 def test_ids_of_every_result_are_tokens() -> None:
     step = relaxed_step([Prompt([1, 2])], [Turn([1, 2], [SECOND, SECOND], [20, 21, 22])])
-    step.manager.thinking_pool[:2] = 1
+    set_phases(step.manager, {0: True, 1: True})
     result = relaxed(step)
     assert result["next_new_tokens"].ge(0).all()
     assert result["next_new_tokens"].lt(VOCAB).all()

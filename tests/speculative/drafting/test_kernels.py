@@ -120,6 +120,10 @@ class Case:
         if relaxed:
             pool = self.manager.thinking_pool
             pool.copy_(integers(0, 2, *pool.shape))
+            # a fifth of the deltas is another: written by the host
+            wanted = torch.where(pool > 0, self.manager.relaxed_limit_pool, 0.0)
+            written = integers(0, 5, *pool.shape).to(wanted) == 0
+            self.manager.mtp_relaxed_delta_pool.copy_(torch.where(written, 0.1, wanted))
             stops = self.manager.stop_ids_pool
             stops.copy_(integers(0, vocab, *stops.shape))
             stops[:, 2:] = NO_STOP

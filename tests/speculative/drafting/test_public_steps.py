@@ -19,6 +19,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting.host import Attention, KVAttention, PlainAttributes, int32
+from tests.speculative.drafting.phases import set_phases
 from tests.speculative.ops.letters import ids, rows_with_top
 
 H = 4
@@ -565,7 +566,7 @@ def test_a_prompt_that_begins_to_think(upper_case: bool) -> None:
 def test_thinking_ends_inside_a_run_and_stays_over() -> None:
     """`c` may stand before the end token, not behind it, nor in the next step."""
     bed = RelaxedBed()
-    bed.manager.thinking_pool[0] = 1
+    set_phases(bed.manager, {0: True})
     end_row = torch.full((26,), -9.0)
     end_row[END] = 0.0
     assert bed.accept([], ["cz"], torch.stack([bed.row(), end_row, bed.row()])) == [ids("czb")]
@@ -577,7 +578,7 @@ def test_thinking_ends_inside_a_run_and_stays_over() -> None:
 def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
     """Its slot was told the whole prompt's phase; what its last row would draw does not count."""
     bed = RelaxedBed()
-    bed.manager.thinking_pool[:2] = torch.tensor([1, 0], dtype=torch.int8)
+    set_phases(bed.manager, {0: True, 1: False})
     logits = rows_with_top("zy")
     accepted = bed.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
     assert accepted == [ids("..."), ids("...")]
@@ -586,7 +587,7 @@ def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
 
 def test_top_one_and_no_distance_of_one_request() -> None:
     bed = RelaxedBed()
-    bed.manager.thinking_pool[:2] = 1
     bed.manager.relaxed_topk_pool[0] = 1
     bed.manager.relaxed_limit_pool[0] = 0.0
+    set_phases(bed.manager, {0: True, 1: True})
     assert bed.accept([], ["cc", "cc"]) == [ids("b.."), ids("ccb")]
