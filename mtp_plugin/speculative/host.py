@@ -7,10 +7,13 @@ the docstrings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+
+from mtp_plugin.errors import ConfigError
 
 
 class SpecRequest(Protocol):
@@ -21,7 +24,7 @@ class SpecRequest(Protocol):
     far contains a stop string), ``py_stop_words_list`` (words of one token count as stop ids),
     ``end_id``, ``py_acceptance`` (an ``AcceptanceStats`` of :mod:`mtp_plugin.speculative.metrics`),
     ``py_draft_state`` (a ``DraftState`` of :mod:`mtp_plugin.speculative.draft_length`),
-    ``is_dummy``.
+    ``is_dummy``. The sampler writes ``py_error`` (str) into a request that it ends with an error.
     """
 
     request_id: int
@@ -153,3 +156,29 @@ class Sampler(Protocol):
     def sample_async(self, scheduled_requests: Any, model_outputs: dict[str, Any]) -> Any: ...
 
     def update_requests(self, state: Any) -> None: ...
+
+
+def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a host hands to a constructor and this version does not serve.
+
+    Hosts of several versions pass arguments of their own. None and False ask for nothing, and so
+    does a ``mapping`` of one rank.
+
+    Raises:
+        ConfigError: naming every other argument and its value.
+    """
+    asked = [
+        f"{name}={value!r}"
+        for name, value in arguments.items()
+        if not (value is None or value is False or (name == "mapping" and num_ranks(value) == 1))
+    ]
+    if asked:
+        raise ConfigError(f"{piece}: not served in this version: {', '.join(asked)}")
+
+
+def num_ranks(mapping: Any) -> int:
+    """Ranks of a host's mapping: its ``world_size``, else the product of its parallel sizes."""
+    world = getattr(mapping, "world_size", None)
+    if world is not None:
+        return int(world)
+    return math.prod(getattr(mapping, name, 1) for name in ("tp_size", "pp_size", "cp_size"))

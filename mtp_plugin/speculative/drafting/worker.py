@@ -15,6 +15,7 @@ from mtp_plugin.requests.stop_ids import TOO_MANY_STOPS
 from mtp_plugin.requests.thinking import NO_TOKEN, thinking_tokens_of
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
+from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.ops.acceptance import RelaxedRule
 from mtp_plugin.speculative.ops.backend import select_ops
 from mtp_plugin.speculative.ops.logits import LogitRows
@@ -61,6 +62,9 @@ class SpecWorker(nn.Module, ABC):
 
     Args:
         spec_config: the project's ``MTPDecodingConfig`` or a host's object with the same fields.
+        model_config: a host's; its ``mapping`` is read as that below.
+        use_separate_draft_kv_cache: must be False: drafts share the target's block table.
+        mapping: a host's ranks; must be one.
         chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what
             the config says, else ``output``.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
@@ -71,6 +75,10 @@ class SpecWorker(nn.Module, ABC):
             such steps holds.
         draft_vocab_ids: [V'] int32, ascending: ids that may be drafted; the ``lm_head`` of a step
             is then one over these rows. Needed where the config has a ``draft_vocab``.
+
+    Raises:
+        ConfigError: an option of the config that cannot be, or an argument of a host, named here or
+            not, that this version does not serve.
     """
 
     min_draft_len = 1
@@ -81,16 +89,23 @@ class SpecWorker(nn.Module, ABC):
     def __init__(
         self,
         spec_config: Any,
-        model_config: Any = None,  # noqa: ARG002 - hosts pass it
-        *_: Any,
+        model_config: Any = None,
+        use_separate_draft_kv_cache: bool = False,
+        *,
+        mapping: Any = None,
         chain: str | None = None,
         thinking_tokens: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
         step_draft_len: int | None = None,
         draft_vocab_ids: torch.Tensor | None = None,
-        **__: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
+        unserved = {
+            "use_separate_draft_kv_cache": use_separate_draft_kv_cache,
+            "mapping": mapping if mapping is not None else getattr(model_config, "mapping", None),
+        }
+        refuse_unserved(type(self).__name__, unserved | others)
         options = getattr(spec_config, "mtp", None)
         self.spec_config = spec_config
         self.full_draft_len = read_draft_len(spec_config, self.min_draft_len)

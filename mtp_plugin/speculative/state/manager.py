@@ -13,6 +13,7 @@ from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, NO_STOP, TOO_MANY_STOPS, stop_ids_of
 from mtp_plugin.requests.thinking import NO_TOKEN, thinking_after, thinking_tokens_of
+from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.state.draft_len import read_draft_len
 from mtp_plugin.speculative.step import to_device
 
@@ -29,9 +30,9 @@ class MTPHiddenStatesManager:
     relaxed acceptance ``mtp_relaxed_delta_pool`` [S] float32 (the delta in force: 0 outside the
     thinking phase; a host that writes another is obeyed), ``thinking_pool`` [S] int8,
     ``relaxed_topk_pool`` [S] int32, ``relaxed_limit_pool`` [S] float32 (the request's own delta),
-    ``stop_ids_pool`` [S, P] int32 (ids accepted only as first choice, read where the host sets no ``row_parameters``; -1 behind
-    them; P = :data:`~mtp_plugin.requests.stop_ids.MAX_STOP_IDS`, and a request that has more is
-    accepted strictly there, which is logged).
+    ``stop_ids_pool`` [S, P] int32 (ids accepted only as first choice, read where the host sets no
+    ``row_parameters``; -1 behind them; P = :data:`~mtp_plugin.requests.stop_ids.MAX_STOP_IDS`, and
+    a request that has more is accepted strictly there, which is logged).
 
     S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,
     the last one, which takes every write of a graph-padding row. A slot's rows are zeroed when it
@@ -47,7 +48,8 @@ class MTPHiddenStatesManager:
             under overlap a finishing request and its replacement both hold one.
 
     Raises:
-        ConfigError: K or a size below 1, or relaxed acceptance without two thinking tokens.
+        ConfigError: K or a size below 1, or relaxed acceptance without two thinking tokens, or an
+            argument of a host that this version does not serve, as ``sa_manager``.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class MTPHiddenStatesManager:
         *,
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
-        **_: Any,
+        **others: Any,
     ) -> None:
+        refuse_unserved("MTPHiddenStatesManager", others)
         draft_len = read_draft_len(config)
         for name, value in (
             ("hidden_size", hidden_size),

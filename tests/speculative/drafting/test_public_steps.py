@@ -6,6 +6,7 @@ letter of its token in every column.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
@@ -485,6 +486,28 @@ def test_skip_forward(worker_class: Any, attention: Any) -> None:
     }
 
 
+RANKS = {count: SimpleNamespace(world_size=count, tp_size=count) for count in (1, 2)}
+
+
+@pytest.mark.parametrize("worker_class", WORKERS)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"use_separate_draft_kv_cache": True}, "use_separate_draft_kv_cache=True"),
+        ({"mapping": RANKS[2]}, "mapping=namespace(world_size=2"),
+        ({"mapping": SimpleNamespace(tp_size=1, pp_size=2)}, "mapping=namespace(tp_size=1"),
+        ({"model_config": SimpleNamespace(mapping=RANKS[2])}, "mapping=namespace(world_size=2"),
+        ({"sa_manager": "suffixes", "is_new": 1}, "sa_manager='suffixes', is_new=1"),
+    ],
+)
+def test_arguments_that_are_not_served(
+    worker_class: Any, arguments: dict[str, Any], named: str
+) -> None:
+    told = f"{worker_class.__name__}: not served in this version: {named}"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        worker_class(make_config(2), **arguments)
+
+
 @pytest.mark.parametrize("worker_class", WORKERS)
 def test_constructors_of_every_version(worker_class: Any) -> None:
     config = make_config(2)
@@ -493,6 +516,8 @@ def test_constructors_of_every_version(worker_class: Any) -> None:
         worker_class(config, None),
         worker_class(config, model_config=None, use_separate_draft_kv_cache=False),
         worker_class(config, None, False, mapping=None),
+        worker_class(config, SimpleNamespace(mapping=RANKS[1]), mapping=RANKS[1]),
+        worker_class(config, mapping=SimpleNamespace(tp_size=1)),
     ):
         assert worker.max_draft_len == 2
         assert isinstance(worker, torch.nn.Module)

@@ -58,6 +58,13 @@ def soil(manager: MTPHiddenStatesManager) -> None:
 # --- construction ---
 
 
+def test_arguments_that_are_not_served() -> None:
+    config = MTPDecodingConfig(num_nextn_predict_layers=3)
+    told = "MTPHiddenStatesManager: not served in this version: sa_manager='suffixes'"
+    with pytest.raises(ConfigError, match=told):
+        MTPHiddenStatesManager(config, torch.float32, 8, 4, device="cpu", sa_manager="suffixes")
+
+
 def test_pools_and_names() -> None:
     manager = MTPHiddenStatesManager(
         config=MTPDecodingConfig(num_nextn_predict_layers=3),
