@@ -13,8 +13,6 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 _logger = logging.getLogger("mtp_plugin")
 
-NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
-
 
 class LlmRequest:
     """One request, with TensorRT-LLM's names.
@@ -43,7 +41,7 @@ class LlmRequest:
         self.tokens = list(prompt_token_ids)
         self.state = RequestState.CONTEXT_INIT
         self.finish_reason: FinishReason | None = None
-        self._error: str | None = None
+        self.py_error: str | None = None
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
@@ -129,7 +127,7 @@ class LlmRequest:
         """Why this request ended with an error; None where it did not."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
-        return self._error or NO_FINITE_LOGITS
+        return self.py_error
 
     def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
         """End the request; the first reason stays."""
@@ -142,7 +140,7 @@ class LlmRequest:
     def fail(self, why: str) -> None:
         """End the request with an error; nothing changes where it has ended."""
         if not self.is_finished:
-            self._error = why
+            self.py_error = why
             self.finish_by(FinishReason.ERROR)
 
     def pause(self) -> None:

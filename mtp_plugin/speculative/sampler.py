@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -12,10 +13,14 @@ from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_ids import stop_words
+from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.ops.backend import select_ops
 from mtp_plugin.speculative.step import STATUS_OK, to_device
 
 BEAM = 0
+NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 @dataclass
@@ -43,6 +48,7 @@ class PendingRow(NamedTuple):
     is_context: bool
     num_drafted: int
     emits: bool | None  # False: a chunk that does not end the prompt; None: ask at update time
+    refused: str | None = None  # why the request gets none of the step's tokens
 
 
 @dataclass
@@ -104,12 +110,14 @@ class MTPSampler:
             greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
             into every request. False: refuse them.
         finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
-            ERROR among them a request whose logits cannot be used ends as CANCELLED.
+            ERROR among them a request that fails ends as CANCELLED. Why stands in its
+            ``py_error``, and in the log.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after its tokens were appended, in the batch's order.
 
     Raises:
-        ConfigError: sizes that cannot be, kernels that cannot run.
+        ConfigError: sizes that cannot be, kernels that cannot run, or an argument of a host that
+            this version does not serve.
     """
 
     SampleState: ClassVar[Any] = SampleStateMTP
@@ -125,8 +133,9 @@ class MTPSampler:
         always_greedy: bool = False,
         finish_reasons: Any = FinishReason,
         on_step: Callable[[Any, int, int], None] | None = None,
-        **_: Any,
+        **others: Any,
     ) -> None:
+        refuse_unserved("MTPSampler", others)
         expect(
             isinstance(nextn, int) and nextn >= 0,
             ConfigError,
@@ -189,16 +198,17 @@ class MTPSampler:
         Raises:
             ConfigError: naming every unsupported option.
         """
-        unsupported = unsupported_options(request, always_greedy=self.always_greedy)
-        if unsupported:
-            raise ConfigError(
-                f"request {request.request_id}: not supported with MTP: {', '.join(unsupported)}"
-            )
+        why = self._refusal(request)
+        if why is not None:
+            raise ConfigError(f"request {request.request_id}: {why}")
 
     def sample_async(
         self, scheduled_requests: Any, model_outputs: dict[str, Any], *_: Any, **__: Any
     ) -> SampleStateMTP:
         """Copy a step's outputs into the store and start their way to the host.
+
+        A request that `validate_request` would have refused is found with its prompt's last row,
+        and ends in `update_requests`: hosts may never have asked.
 
         Args:
             scheduled_requests: the batch; its contexts, then its generations, are the first rows.
@@ -207,7 +217,8 @@ class MTPSampler:
         contexts = list(scheduled_requests.context_requests)
         generations = list(scheduled_requests.generation_requests)
         requests = contexts + generations
-        rows = [self._pending(request, i < len(contexts)) for i, request in enumerate(requests)]
+        rows = [self._with_refusal(self._pending(request, True)) for request in contexts]
+        rows += [self._pending(request, False) for request in generations]
         self._write_store(rows, model_outputs)
         copy = _Store(self._to_host(self.store.rows), self.draft_len)
         host = SampleStateTensorsMTP(
@@ -248,6 +259,23 @@ class MTPSampler:
 
     # ---- one request ------------------------------------------------------------------------
 
+    def _refusal(self, request: Any) -> str | None:
+        """Why a request cannot be served; None: it can."""
+        unsupported = unsupported_options(request, always_greedy=self.always_greedy)
+        return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else None
+
+    def _with_refusal(self, row: PendingRow) -> PendingRow:
+        """The row of a context; once per prompt, with its last row, its request is looked at."""
+        ends_prompt = row.emits is not False
+        return row._replace(refused=self._refusal(row.request)) if ends_prompt else row
+
+    def _end_with_error(self, request: Any, why: str) -> None:
+        """End a request alone, with its error where hosts look for one and in the log."""
+        _logger.error("request %s: %s", request.request_id, why)
+        request.py_error = why
+        reasons = self.finish_reasons
+        request.finish_by(getattr(reasons, "ERROR", None) or reasons.CANCELLED, BEAM)
+
     def _apply(
         self, row: PendingRow, tokens: list[int], drafts: list[int], status: int, draft_len: int
     ) -> None:
@@ -258,14 +286,17 @@ class MTPSampler:
         request.py_num_accepted_draft_tokens = accepted_drafts
         request.py_rewind_len = 0 if row.is_context else draft_len - accepted_drafts
         request.py_decoding_iter += 1
+        if row.refused is not None:
+            request.py_draft_tokens = []
+            self._end_with_error(request, row.refused)
+            return
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
         # drafts behind the request's full length were absent
         full_length = getattr(request, "max_length", self.max_seq_len)
         room = max(full_length - request.get_num_tokens(BEAM), 0)
         num_emitted, has_ended = self._append(request, tokens)
         if status != STATUS_OK and not has_ended:
-            reasons = self.finish_reasons
-            request.finish_by(getattr(reasons, "ERROR", None) or reasons.CANCELLED, BEAM)
+            self._end_with_error(request, NO_FINITE_LOGITS)
         if row.is_context or _is_dummy(request):
             return
         num_drafted = min(row.num_drafted, room)
@@ -325,7 +356,9 @@ class MTPSampler:
         if batch is None:
             # without a batch to ask: a request's first result is that of its prompt
             return [self._pending(r, r.py_decoding_iter == 0) for r in state.requests]
-        contexts = [self._pending(request, True) for request in batch.context_requests]
+        contexts = [
+            self._with_refusal(self._pending(request, True)) for request in batch.context_requests
+        ]
         return contexts + [self._pending(request, False) for request in batch.generation_requests]
 
     @staticmethod

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.speculative import sampler as sampler_module
 from mtp_plugin.speculative.host import Sampler
@@ -153,6 +154,63 @@ def test_unsupported_outputs_are_refused_at_admission() -> None:
         r"py_return_log_probs, temperature=0\.7",
     ):
         sampler.validate_request(asked)
+
+
+class NoError(Enum):
+    """TensorRT-LLM's reasons, which have no ERROR."""
+
+    END_ID, LENGTH, STOP_WORDS, CANCELLED = range(4)
+
+
+@pytest.mark.parametrize("by_host", [False, True], ids=["state of ours", "state of the host"])
+@pytest.mark.parametrize("reasons", [FinishReason, NoError])
+def test_what_no_host_validated_ends_with_its_prompt(
+    reasons: Any, by_host: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asked once, on the prompt's last row; who asks for nothing special goes on."""
+    asked: list[int] = []
+
+    def unsupported(request: Any, **options: Any) -> list[str]:
+        asked.append(request.request_id)
+        return unsupported_options(request, **options)
+
+    monkeypatch.setattr(sampler_module, "unsupported_options", unsupported)
+    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(args, nextn=K, device="cpu", finish_reasons=reasons)
+    warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
+    greedy = Request(1, sampling_config=SimpleNamespace(temperature=[0.0]))
+
+    def launch(contexts: list[Request], generations: list[Request], *runs: list[int]) -> Any:
+        state = sampler.sample_async(batch(contexts, generations), outputs(*runs))
+        if by_host:  # TensorRT-LLM may build the state anew
+            fields = {name: getattr(state, name) for name in ("device", "host", "sampler_event")}
+            state = SampleStateMTP(scheduled_requests=batch(contexts, generations), **fields)
+        return state
+
+    for request in (warm, greedy):
+        request.state, request.is_last_context_chunk = RequestState.CONTEXT_INIT, False
+        request.context_remaining_length = 1
+    sampler.update_requests(launch([warm, greedy], [], [9], [9]))
+    assert asked == []
+    for request in (warm, greedy):
+        request.is_last_context_chunk, request.context_remaining_length = True, 0
+    prompts = launch([warm, greedy], [], [10], [11])
+    # overlap: the next step is on its way before the result of this one is read
+    following = launch([], [warm, greedy], [20, 21], [22, 23])
+    sampler.update_requests(prompts)
+    for request in (warm, greedy):
+        if request.finish_reason is None:
+            request.state = RequestState.GENERATION_IN_PROGRESS
+    sampler.update_requests(following)
+    assert set(asked) == {100, 101}
+    if not by_host:
+        assert asked == [100, 101]
+    assert (warm.output, greedy.output) == ([], [11, 22, 23])
+    assert warm.finish_reason is getattr(reasons, "ERROR", reasons.CANCELLED)
+    assert warm.py_error == "not supported with MTP: temperature=0.7"
+    assert "request 100: not supported with MTP: temperature=0.7" in caplog.text
+    assert greedy.finish_reason is None
+    assert warm.py_draft_tokens == []
 
 
 def test_a_temperature_is_taken_on_request() -> None:
