@@ -50,6 +50,20 @@ def test_signatures_are_the_engines(utils: ModuleType, name: str) -> None:
     assert all(p.default is None for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
+MEGATRON_KERNELS = {
+    "_mamba_state_selective_copy_kernel",
+    "_prepare_next_forward_pass_kernel",
+    "_rewind_kv_cache_kernel",
+    "_verify_speculative_tokens_kernel",
+}
+
+
+def test_kernels_go_by_the_engines_names() -> None:
+    for name in MEGATRON_KERNELS:
+        kernel = getattr(mtp_utils_triton, name)
+        assert kernel.fn.__name__ == name
+
+
 def test_both_modules_have_the_same_names() -> None:
     assert mtp_utils_pytorch.__all__ == mtp_utils_triton.__all__
     for name in PARAMETERS:
