@@ -247,7 +247,9 @@ class ModelEngine:
         spec.request_ids = host.request_ids
         spec.num_tokens = int(input_ids.shape[0])
         spec.row_parameters = RowParameters(
-            step.stop_ids, step.min_tokens_end if shape.masks_stops else None
+            step.stop_ids,
+            step.min_tokens_end if shape.masks_stops else None,
+            step.request_number,
         )
         if spec_metadata is None:
             spec.prepare()
@@ -288,6 +290,7 @@ class ModelEngine:
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
             min_tokens_end=request.min_tokens_end,
+            request_number=request.number,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )
@@ -310,6 +313,7 @@ class ModelEngine:
             seq_slot=slot if is_late and slot is not None else 0,
             state_slot=self._state_slot(request.request_id),
             min_tokens_end=request.min_tokens_end,
+            request_number=request.number,
             stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )

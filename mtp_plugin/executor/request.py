@@ -36,6 +36,9 @@ class LlmRequest:
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
+        self.number = request_id & 0x7FFFFFFF
+        """The order in which requests were handed in, which synthetic draws follow; a bench counts
+        anew in every run."""
         self.params = params
         self.text = text
         self.tokens = list(prompt_token_ids)

@@ -31,6 +31,7 @@ class Row:
     seq_slot: int = 0  # where, in the sampler's store
     state_slot: int = 0  # its row in the pools of the speculative manager
     min_tokens_end: int = 0  # first token index at which a stop id may stand
+    request_number: int = 0  # of 31 bits; synthetic draws follow it
     stop_ids: Sequence[int] = ()
     blocks: Sequence[int] = field(default=())
 
@@ -43,6 +44,7 @@ _FIXED = (
     "seq_slot",
     "state_slot",
     "min_tokens_end",
+    "request_number",
 )
 _fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
@@ -59,6 +61,7 @@ class StepRows:
     seq_slot: torch.Tensor  # [N]
     state_slot: torch.Tensor  # [N]
     min_tokens_end: torch.Tensor  # [N]
+    request_number: torch.Tensor  # [N]
     stop_ids: torch.Tensor  # [N, P], NO_STOP behind those of the request
     block_table: torch.Tensor  # [N, B], the sentinel block behind those of the request
 

@@ -214,6 +214,9 @@ class RowParameters:
     min_tokens_end: torch.Tensor | None
     """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for
     all."""
+    request_numbers: torch.Tensor | None = None
+    """[R] int32: the order in which requests were handed in, which synthetic draws follow; None: 0
+    for all."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,9 @@ def compile_sampler_store() -> None:
 
 def compile_synthetic_acceptance() -> None:
     for shares in ([0.8], [0.8, 0.6, 0.5]):
-        forced_matches(ints(8, 4, dtype=I64)[:, 0], synthetic_rule(shares, 7))
+        rule = synthetic_rule(shares, 7)
+        forced_matches(ints(8, 4, dtype=I64)[:, 0], rule)
+        forced_matches(ints(8, 4, dtype=I64)[:, 0], rule, ints(8, 40)[:, 0])
 
 
 def compile_draft_inputs() -> None:

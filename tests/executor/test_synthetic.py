@@ -85,12 +85,25 @@ def test_the_same_run_whatever_batch_and_loop(bed, prompts, vanilla):
     for output, other in zip(together, again.generate(prompts, forced()), strict=True):
         assert output.token_ids == other.token_ids
         assert output.acceptance == other.acceptance
-    for prompt, output in list(zip(prompts, together, strict=True))[::3]:
+    for prompt, output in zip(prompts, together, strict=True):  # in the same order
         (one,) = alone.generate([prompt], forced())
         assert one.token_ids == output.token_ids
         assert one.acceptance == output.acceptance
     another = synthetic(bed, seed=4, vanilla=vanilla).generate(prompts, forced())
     assert [o.acceptance for o in another] != [o.acceptance for o in together]
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_prompts_of_one_length_share_no_draws(bed, vanilla):
+    """A batch of them meets the asked shares, as so many runs of one request would."""
+    llm = synthetic(bed, vanilla=vanilla)
+    outputs = llm.generate([[5, 6, 7 + i] for i in range(8)], forced(max_new_tokens=120))
+    assert len({tuple(output.acceptance.histogram) for output in outputs}) == len(outputs)
+    total = AcceptanceStats(3)
+    for output in outputs:
+        total.merge(output.acceptance)
+    assert total.steps > 250
+    assert_shares(total, RATES, cut=16)
 
 
 def test_absent_drafts_are_not_forced(bed, prompts):

@@ -412,7 +412,7 @@ class SpecWorker(nn.Module, ABC):
                 return self._accept_relaxed(
                     input_ids, masked, drafts, shape, spec_metadata, attn_metadata
                 )
-            forced = self._forced_matches(positions, attn_metadata)
+            forced = self._forced_matches(positions, parameters, attn_metadata)
             accepted: Accepted = self.ops.accept_strict(
                 masked, drafts, **shape, forced_matches=forced
             )
@@ -517,7 +517,7 @@ class SpecWorker(nn.Module, ABC):
         return masked
 
     def _forced_matches(
-        self, positions: torch.Tensor | None, attn_metadata: Any
+        self, positions: torch.Tensor | None, parameters: Any, attn_metadata: Any
     ) -> torch.Tensor | None:
         """How many drafts the draws accept [G]; None where the target decides."""
         if not self.is_synthetic or self.max_draft_len == 0:
@@ -526,7 +526,10 @@ class SpecWorker(nn.Module, ABC):
             raise MetadataError("synthetic acceptance: its draws need position_ids")
         rule = SyntheticRule(self.synthetic_thresholds, self.synthetic_seed)
         first_rows = positions[attn_metadata.num_ctx_tokens :: self.max_draft_len + 1]
-        forced: torch.Tensor = self.ops.forced_matches(first_rows, rule)
+        numbers = getattr(parameters, "request_numbers", None)
+        if numbers is not None:
+            numbers = numbers[attn_metadata.num_contexts : attn_metadata.num_seqs]
+        forced: torch.Tensor = self.ops.forced_matches(first_rows, rule, numbers)
         return forced
 
     def _context_successors(self, step: Step, last_tokens: torch.Tensor) -> torch.Tensor | None:

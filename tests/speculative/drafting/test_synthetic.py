@@ -76,6 +76,21 @@ def test_draws_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
 
 
 @pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", WORKERS)
+def test_requests_of_one_length_draw_for_themselves(kind: type, ops: Any) -> None:
+    """Numbers are those of the batch, prompts counted; nobody reads that of a prompt."""
+    thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
+    numbers = [3, 0, 1, 2, 3, 500, 2**31 - 1]
+    step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(9)] * (len(numbers) - 1))
+    stops = int32([[-1]] * len(numbers))
+    step.spec.row_parameters = RowParameters(stops, None, int32(numbers))
+    result = run(step, [0.75, 0.5, 0.25], kind, ops)
+    told = [story.forced(9, thresholds, SEED, number) for number in numbers[1:]]
+    assert len(set(told)) > 1
+    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
+
+
+@pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize(("rates", "count"), [(1.0, 3), (0.0, 0), ([1.0, 1.0, 0.0], 2)])
 def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, ops: Any) -> None:
     """R45: drafts outside the vocabulary, absent ones and rows without values end a run."""

@@ -1,4 +1,4 @@
-"""Positions -> how many drafts draws accept, whatever the target thinks of them."""
+"""Request and position -> how many drafts draws accept, whatever the target thinks of them."""
 
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import SyntheticRule, synthetic_rule
 from mtp_plugin.speculative.ops.synthetic_acceptance.reference import forced_matches

@@ -56,17 +56,28 @@ def synthetic_rule(
     )
 
 
-def check_positions(last_positions: torch.Tensor) -> int:
-    """Check the one tensor of a call and return G.
+def check_draws(last_positions: torch.Tensor, request_numbers: torch.Tensor | None) -> int:
+    """Check the tensors of a call and return G.
 
     Raises:
-        TensorContractError: naming the expected shape and the one that came.
+        TensorContractError: naming the tensor, the expected shape and the one that came.
     """
-    integral = not last_positions.is_floating_point() and last_positions.dtype != torch.bool
+    _expect_integers("last_positions", last_positions, "[G]")
+    size = int(last_positions.shape[0])
+    if request_numbers is not None:
+        _expect_integers("request_numbers", request_numbers, f"[{size}]")
+        expect(
+            request_numbers.shape[0] == size,
+            TensorContractError,
+            f"request_numbers: expected integers [{size}], got {list(request_numbers.shape)}",
+        )
+    return size
+
+
+def _expect_integers(name: str, tensor: torch.Tensor, shape: str) -> None:
+    integral = not tensor.is_floating_point() and tensor.dtype != torch.bool
     expect(
-        last_positions.dim() == 1 and integral,
+        tensor.dim() == 1 and integral,
         TensorContractError,
-        f"last_positions: expected integers [G], got {last_positions.dtype} "
-        f"{list(last_positions.shape)}",
+        f"{name}: expected integers {shape}, got {tensor.dtype} {list(tensor.shape)}",
     )
-    return int(last_positions.shape[0])

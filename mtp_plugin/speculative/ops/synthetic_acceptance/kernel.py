@@ -18,6 +18,7 @@ def _mix(x):
 def draw_kernel(
     # inputs
     position_ptr,
+    number_ptr,
     threshold_ptr,
     seed_ptr,
     # outputs
@@ -25,11 +26,13 @@ def draw_kernel(
     # sizes
     num_generations,
     position_stride,
+    number_stride,
     # constants
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
+    HAS_NUMBERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block of generations: the length of each one's run of draws below their thresholds."""
@@ -39,8 +42,13 @@ def draw_kernel(
     columns = tl.arange(0, COLUMNS)
     last = tl.load(position_ptr + generations.to(tl.int64) * position_stride, mask=live, other=0)
     positions = (last.to(tl.int64)[:, None] + columns[None, :] + 1).to(tl.uint32)
-    key = _mix((tl.load(seed_ptr) + 0x9E3779B9).to(tl.uint32))
-    draws = (_mix(key ^ positions) >> SHIFT).to(tl.int32)
+    of_seed = _mix((tl.load(seed_ptr) + 0x9E3779B9).to(tl.uint32))
+    numbers = tl.zeros_like(last).to(tl.uint32)
+    if HAS_NUMBERS:
+        place = generations.to(tl.int64) * number_stride
+        numbers = tl.load(number_ptr + place, mask=live, other=0).to(tl.uint32)
+    of_request = _mix(of_seed ^ numbers)
+    draws = (_mix(of_request[:, None] ^ positions) >> SHIFT).to(tl.int32)
     thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
     stands = draws < thresholds[None, :]
     # no column behind K stands

@@ -10,16 +10,21 @@ from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import (
     DRAW_BITS,
     SyntheticRule,
-    check_positions,
+    check_draws,
 )
 from mtp_plugin.speculative.ops.synthetic_acceptance.kernel import draw_kernel
 
 BLOCK = 32
 
 
-def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.Tensor:
+def forced_matches(
+    last_positions: torch.Tensor,
+    rule: SyntheticRule,
+    request_numbers: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As the reference."""
-    generations = check_positions(last_positions)
+    generations = check_draws(last_positions, request_numbers)
+    numbers = last_positions if request_numbers is None else request_numbers
     k = int(rule.thresholds.shape[0])
     forced = torch.empty(generations, dtype=torch.int32, device=last_positions.device)
     expect_reachable(draw_kernel, "last_positions", last_positions)
@@ -28,6 +33,7 @@ def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.T
     draw_kernel[(triton.cdiv(generations, BLOCK),)](
         # inputs
         last_positions,
+        numbers,
         rule.thresholds,
         rule.seed,
         # outputs
@@ -35,11 +41,13 @@ def forced_matches(last_positions: torch.Tensor, rule: SyntheticRule) -> torch.T
         # sizes
         generations,
         last_positions.stride(0),
+        numbers.stride(0),
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(max(k, 1)),
         BLOCK=BLOCK,
         SHIFT=32 - DRAW_BITS,
+        HAS_NUMBERS=request_numbers is not None,
         num_warps=1,
         **pdl_options(last_positions.device),
     )

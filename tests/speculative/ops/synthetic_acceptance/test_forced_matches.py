@@ -42,18 +42,32 @@ def rule_of(thresholds: list[int], seed: int) -> SyntheticRule:
         st.integers(0, CERTAIN) | st.sampled_from([0, CERTAIN, CERTAIN - 1]), max_size=9
     ),
     seed=seeds,
+    first_number=st.none() | st.integers(0, 2**31 - 80),
 )
 def test_reference_and_kernel_are_the_story(
-    positions: list[int], dtype: torch.dtype, stride: int, thresholds: list[int], seed: int
+    positions: list[int],
+    dtype: torch.dtype,
+    stride: int,
+    thresholds: list[int],
+    seed: int,
+    first_number: int | None,
 ) -> None:
-    wide = torch.full((len(positions), stride), -777, dtype=dtype, device=DEVICE)
+    wide = torch.full((len(positions), stride + 1), -777, dtype=dtype, device=DEVICE)
     wide[:, 0] = vector(positions, dtype)
+    numbers, given_numbers = [0] * len(positions), None
+    if first_number is not None:
+        numbers = [first_number + i for i in range(len(positions))]
+        wide[:, 1] = vector(numbers, dtype)
+        given_numbers = wide[:, 1]
     before = wide.clone()
-    told = [story.forced(position, thresholds, seed) for position in positions]
+    told = [
+        story.forced(position, thresholds, seed, number)
+        for position, number in zip(positions, numbers, strict=True)
+    ]
     rule = rule_of(thresholds, seed)
     for module in (reference, launch):
         with poisoned_outputs(launch):
-            forced = module.forced_matches(wide[:, 0], rule)
+            forced = module.forced_matches(wide[:, 0], rule, given_numbers)
         assert forced.dtype == torch.int32
         assert forced.tolist() == told
     assert torch.equal(wide, before)
@@ -62,9 +76,9 @@ def test_reference_and_kernel_are_the_story(
 @pytest.mark.parametrize(
     ("seed", "draws"),
     [
-        (0, [465750585, 144420090, 972076772, 28817804]),
-        (7, [481950684, 158953805, 601332000, 257979524]),
-        (2**32 - 1, [325074841, 206416731, 146143647, 456226346]),
+        (0, [1053980816, 536506620, 100065276, 681475419]),
+        (7, [558947160, 416179284, 180906342, 553857852]),
+        (2**32 - 1, [543702670, 1054910314, 498578609, 849874168]),
     ],
 )
 @pytest.mark.parametrize("module", MODULES)
@@ -111,6 +125,22 @@ def test_neighbours_are_independent() -> None:
         (half[1], half[2]),
     ):
         assert abs(float(((one - 0.5) * (other - 0.5)).mean() * 4)) < bound
+
+
+def test_requests_at_equal_positions_are_independent() -> None:
+    """A batch of prompts of one length draws anew for each; neighbours agree by chance alone."""
+    batch, steps, shares = 64, 400, (0.8, 0.6, 0.4)
+    rule = synthetic_rule(shares, 3, DEVICE)
+    positions = torch.arange(steps, device=DEVICE).repeat_interleave(batch) * 5
+    numbers = torch.arange(batch, device=DEVICE).repeat(steps)
+    forced = reference.forced_matches(positions, rule, numbers)
+    assert torch.equal(forced, launch.forced_matches(positions, rule, numbers))
+    for i, share in enumerate(shares):
+        measured = float((forced > i).double().mean())
+        assert abs(measured - share) <= 4 * math.sqrt(share * (1 - share) / (batch * steps))
+    first = (forced > 0).double().view(steps, batch) - shares[0]
+    agreement = (first[:, 1:] * first[:, :-1]).mean() / (shares[0] * (1 - shares[0]))
+    assert abs(float(agreement)) < 4 / math.sqrt(steps * (batch - 1))
 
 
 def test_a_walk_reads_every_draw_once() -> None:
@@ -167,6 +197,15 @@ def test_positions_that_are_none(module: Any, positions: torch.Tensor) -> None:
         module.forced_matches(positions.to(DEVICE), rule_of([1], 0))
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "numbers", [torch.zeros(2), torch.zeros(2, 1).long(), torch.zeros(3).int()]
+)
+def test_numbers_that_are_none(module: Any, numbers: torch.Tensor) -> None:
+    with pytest.raises(TensorContractError, match=r"request_numbers: expected integers \[2\], got"):
+        module.forced_matches(vector([1, 2]), rule_of([1], 0), numbers.to(DEVICE))
+
+
 def test_nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
     assert launch.forced_matches(vector([]), rule_of([1], 0)).shape == (0,)
@@ -177,14 +216,16 @@ def test_nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_a_cuda_graph(batch: int, k: int) -> None:
     """Captured once, replayed at other positions, rates and seeds; the host is never asked."""
     positions = torch.arange(batch, device=DEVICE) * 3
+    numbers = torch.arange(batch, device=DEVICE, dtype=torch.int32)
     rule = synthetic_rule([0.9**i for i in range(1, k + 1)], 1, DEVICE)
-    graph, forced = captured(lambda: launch.forced_matches(positions, rule))
+    graph, forced = captured(lambda: launch.forced_matches(positions, rule, numbers))
     for seed, rate in ((7, 0.5), (2**32 - 1, 0.99)):
         other = synthetic_rule([rate**i for i in range(1, k + 1)], seed, DEVICE)
         positions.add_(1717)
+        numbers.add_(5)
         rule.thresholds.copy_(other.thresholds)
         rule.seed.copy_(other.seed)
         forced.fill_(POISON)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(forced, reference.forced_matches(positions, other))
+        assert torch.equal(forced, reference.forced_matches(positions, other, numbers))
