@@ -50,8 +50,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ExecutorError, expect
 from mtp_plugin.speculative.draft_length.gate import LengthGate
+from mtp_plugin.speculative.draft_length.schedule import DraftLengthSchedule
 
 
 class DraftLengthController:
@@ -80,8 +80,8 @@ class DraftLengthController:
         self.max_batch_size = max_batch_size
         self.keep_warm = config.mtp.keep_warm
         self._layer_per_depth = config.use_mtp_vanilla
-        self._by_size = [config.draft_len_for(size) for size in range(1, max_batch_size + 1)]
-        lengths = set(self._by_size)
+        self._schedule = DraftLengthSchedule(config, max_batch_size)
+        lengths = self._schedule.lengths()
         if config.acceptance_window is not None:
             lengths |= {0, *(config.draft_len_schedule or {}).values()}
         self._lengths = sorted(lengths)
@@ -97,10 +97,7 @@ class DraftLengthController:
         Raises:
             ExecutorError: a size that no batch has.
         """
-        if batch_sizes is None:
-            most = set(self._by_size)
-        else:
-            most = {self._scheduled(size) for size in batch_sizes}
+        most = self._schedule.lengths(batch_sizes)
         if self.gates or not self.keep_warm:
             return tuple(k for k in self._lengths if most and k <= max(most))
         return tuple(sorted(most))
@@ -111,7 +108,7 @@ class DraftLengthController:
         Raises:
             ExecutorError: a size that no batch has.
         """
-        scheduled = self._scheduled(batch_size)
+        scheduled = self._schedule.length(batch_size)
         self._step += 1
         for length in reversed(self._lengths):
             if length <= scheduled:
@@ -169,15 +166,6 @@ class DraftLengthController:
             return self.max_draft_len
         # a reused layer's first pass writes every row that counts
         return length if self._layer_per_depth or length == 0 else self.max_draft_len
-
-    def _scheduled(self, batch_size: int) -> int:
-        expect(
-            1 <= batch_size <= self.max_batch_size,
-            ExecutorError,
-            f"draft length: expected a batch of 1 to {self.max_batch_size} requests, got "
-            f"{batch_size}",
-        )
-        return self._by_size[batch_size - 1]
 
     def _make_gates(self, config: MTPDecodingConfig) -> dict[int, LengthGate]:
         window, threshold = config.acceptance_window, config.acceptance_length_threshold
