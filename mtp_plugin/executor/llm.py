@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import weakref
@@ -18,6 +17,7 @@ import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
+from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
     HeadShape,
@@ -236,7 +236,7 @@ class LLM:
             weakref.WeakKeyDictionary()
         )
         if self.device.type == "cuda":
-            self._thaw = _collector_freeze.hold(self)
+            self._thaw = collector_freeze.of_process.hold(self)
         report("ready")
 
     # ---- use --------------------------------------------------------------------------------
@@ -638,38 +638,6 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def place_of(number: int, count: int) -> str:
     """How messages call one of several prompts; ``number`` counts from 1."""
     return f"prompt {number} of {count}"
-
-
-class CollectorFreeze:
-    """Keeps Python's collector from what is there when executors are ready.
-
-    While requests come and go the collector runs over everything once in a few hundred steps, and
-    over the modules of a model that takes longer than many steps. Where a host has frozen objects
-    of its own, it is left to the host.
-    """
-
-    HOST_FROZE = 10_000
-    """Frozen objects from which a host must have done it: Python itself keeps some hundreds."""
-
-    def __init__(self) -> None:
-        self._num_owners = 0
-
-    def hold(self, owner: object) -> Callable[[], Any]:
-        """Freeze what is there; calling the result, or the owner's end, undoes it."""
-        if self._num_owners == 0 and gc.get_freeze_count() >= self.HOST_FROZE:
-            return lambda: None
-        gc.collect()
-        gc.freeze()
-        self._num_owners += 1
-        return weakref.finalize(owner, self._leave)
-
-    def _leave(self) -> None:
-        self._num_owners -= 1
-        if self._num_owners == 0:
-            gc.unfreeze()
-
-
-_collector_freeze = CollectorFreeze()
 
 
 def resolve_device(name: str) -> torch.device:

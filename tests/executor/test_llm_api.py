@@ -16,7 +16,7 @@ import torch
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
-from mtp_plugin.executor.llm import CollectorFreeze
+from mtp_plugin.executor.collector_freeze import CollectorFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 

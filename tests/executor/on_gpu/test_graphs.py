@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mtp_plugin.executor import llm as llm_module
+from mtp_plugin.executor import collector_freeze
 from tests.executor.conftest import assert_drained
 from tests.executor.test_graphs import *  # noqa: F403
 from tests.executor.test_graphs import WORKERS, greedy
@@ -95,8 +95,8 @@ def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
 
 def test_the_collector_leaves_the_model_alone_until_the_end(graphed, monkeypatch):
     gc.unfreeze()
-    freeze = llm_module.CollectorFreeze()
-    monkeypatch.setattr(llm_module, "_collector_freeze", freeze)
+    freeze = collector_freeze.CollectorFreeze()
+    monkeypatch.setattr(collector_freeze, "of_process", freeze)
     watched = graphed()
     assert gc.get_freeze_count() > freeze.HOST_FROZE
     watched.llm.shutdown()
