@@ -22,6 +22,17 @@ OnResult = Callable[[StepResults], None]
 """Called in the thread that steps, once per step that has results for its requests."""
 
 
+def events_of(results: StepResults) -> list[StepEvent]:
+    """What a step gave.
+
+    Raises:
+        Exception: why there will be nothing more.
+    """
+    if isinstance(results, Exception):
+        raise results
+    return results
+
+
 class Dispatcher:
     """Steps an executor on behalf of callers in any thread.
 

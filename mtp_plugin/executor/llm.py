@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +16,14 @@ import torch
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
 from mtp_plugin.executor import collector_freeze
+from mtp_plugin.executor.async_steps import AsyncSteps
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
     HeadShape,
     PagedAttentionMetadata,
     select_backend,
 )
-from mtp_plugin.executor.dispatcher import Dispatcher, StepResults
+from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model, read_facts
@@ -232,9 +231,7 @@ class LLM:
         self._end_ids = facts.eos_token_ids
         self._ids = itertools.count()  # its next() is one step for any number of threads
         self._dispatcher = Dispatcher(self.executor)
-        self._drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._async_steps = AsyncSteps(self._dispatcher)
         if self.device.type == "cuda":
             self._thaw = collector_freeze.of_process.hold(self)
         report("ready")
@@ -280,7 +277,7 @@ class LLM:
             RequestError: a prompt or option that cannot be served; nothing was started.
         """
         (request,) = self._requests([prompt], sampling_params)
-        return self._run_async(request)
+        return self._async_steps.run(request)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -294,7 +291,7 @@ class LLM:
         (request,) = self._requests([prompt], sampling_params)
         ids: list[int] = []
         text = ""
-        async for event in self._run_async(request):
+        async for event in self._async_steps.run(request):
             ids += event.token_ids
             text += event.text
         if request.error is not None:
@@ -448,33 +445,11 @@ class LLM:
         try:
             while self._dispatcher.holds(requests) or arrived:
                 if arrived:
-                    yield _events(arrived.popleft())
+                    yield events_of(arrived.popleft())
                 else:
                     self._dispatcher.advance()
         finally:
             self._dispatcher.abort(requests)
-
-    async def _run_async(self, request: LlmRequest) -> AsyncIterator[StepEvent]:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
-
-        def on_result(results: StepResults) -> None:
-            try:
-                loop.call_soon_threadsafe(arrived.put_nowait, results)
-            except RuntimeError:  # the loop was closed: nobody waits
-                self._dispatcher.cancel([request])
-
-        self._dispatcher.start([request], on_result)
-        try:
-            finished = False
-            while not finished:
-                for event in _events(await self._driven(arrived)):
-                    finished = event.finish_reason is not None
-                    yield event
-        finally:
-            self._dispatcher.cancel([request])
-            while self._dispatcher.holds([request]):
-                await asyncio.to_thread(self._dispatcher.advance)
 
     @staticmethod
     def _output(request: LlmRequest) -> RequestOutput:
@@ -489,38 +464,6 @@ class LLM:
             acceptance=request.py_acceptance,
             error=request.error,
         )
-
-    async def _driven(self, arrived: asyncio.Queue[StepResults | None]) -> StepResults:
-        """The next results, while some task of the event loop steps; another one where it ended."""
-        loop = asyncio.get_running_loop()
-
-        def wake(_: object) -> None:
-            arrived.put_nowait(None)
-
-        while True:
-            driver = self._drivers.get(loop)
-            if driver is None or driver.done():
-                driver = loop.create_task(self._drive())
-                driver.add_done_callback(self._forget_driver)
-                self._drivers[loop] = driver
-            driver.add_done_callback(wake)
-            try:
-                results = await arrived.get()
-            finally:
-                driver.remove_done_callback(wake)
-            if results is not None:
-                return results
-
-    def _forget_driver(self, driver: asyncio.Task[None]) -> None:
-        """A task holds its loop, which could not go while the task is kept for it."""
-        loop = driver.get_loop()
-        if self._drivers.get(loop) is driver:
-            del self._drivers[loop]
-
-    async def _drive(self) -> None:
-        """Step while there is work, each time in a thread, so that the event loop goes on."""
-        while self._dispatcher.has_work:
-            await asyncio.to_thread(self._dispatcher.advance)
 
     # ---- set-up -----------------------------------------------------------------------------
 
@@ -599,12 +542,6 @@ class LLM:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _events(results: StepResults) -> list[StepEvent]:
-    if isinstance(results, Exception):
-        raise results
-    return results
 
 
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:

@@ -705,7 +705,7 @@ def test_event_loops_are_not_kept(bed) -> None:
     for _ in range(3):
         asyncio.run(llm.generate_async([1, 2], greedy(3)))
     gc.collect()
-    assert len(llm._drivers) == 0
+    assert len(llm._async_steps._drivers) == 0
 
 
 def test_a_loop_that_was_closed_loses_its_requests(bed) -> None:
