@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
 from mtp_plugin.executor import collector_freeze
+from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.async_steps import AsyncSteps
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
@@ -31,10 +31,10 @@ from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.prompts import Prompt
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.requests.tokenizer import detokenizer_of, encode, load_tokenizer
+from mtp_plugin.requests.tokenizer import encode, load_tokenizer
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.plugin import DraftPlan, HostFacts, find_plugin
@@ -48,7 +48,6 @@ THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
 than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
-Prompt = str | Sequence[int]
 Progress = Callable[[str], None]
 
 
@@ -159,7 +158,6 @@ class LLM:
             report("loading the tokenizer")
             tokenizer = load_tokenizer(self.config.model)
         self.tokenizer = tokenizer
-        self._detokenizer = detokenizer_of(tokenizer)
         batch_size = self.config.max_batch_size
         host = HostFacts(
             hidden_size=facts.hidden_size,
@@ -228,8 +226,9 @@ class LLM:
             ResourceManagers(managers),
             overlap=not self.config.disable_overlap_scheduler,
         )
-        self._end_ids = facts.eos_token_ids
-        self._ids = itertools.count()  # its next() is one step for any number of threads
+        self._admission = Admission(
+            self.executor, facts, pieces, tokenizer=tokenizer, max_seq_len=self.max_seq_len
+        )
         self._dispatcher = Dispatcher(self.executor)
         self._async_steps = AsyncSteps(self._dispatcher)
         if self.device.type == "cuda":
@@ -248,7 +247,7 @@ class LLM:
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
         """
-        requests = self._requests(prompts, sampling_params)
+        requests = self._admission.make_batch(prompts, sampling_params)
         for _ in self._run(requests):
             pass
         return [self._output(request) for request in requests]
@@ -264,7 +263,7 @@ class LLM:
         iterator cancels what is unfinished and gives its resources back. Other calls may run
         between two steps; what they make this one's requests gain comes with its next steps.
         """
-        return self._run(self._requests(prompts, sampling_params))
+        return self._run(self._admission.make_batch(prompts, sampling_params))
 
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -276,7 +275,7 @@ class LLM:
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
         """
-        (request,) = self._requests([prompt], sampling_params)
+        (request,) = self._admission.make_batch([prompt], sampling_params)
         return self._async_steps.run(request)
 
     async def generate_async(
@@ -288,7 +287,7 @@ class LLM:
             RequestError: a prompt or option that cannot be served; nothing was started.
             ExecutorError: the request ended with an error.
         """
-        (request,) = self._requests([prompt], sampling_params)
+        (request,) = self._admission.make_batch([prompt], sampling_params)
         ids: list[int] = []
         text = ""
         async for event in self._async_steps.run(request):
@@ -318,7 +317,7 @@ class LLM:
         Raises:
             RequestError: naming every reason.
         """
-        return self._make_request(next(self._ids), prompt, params)
+        return self._admission.make_request(prompt, params)
 
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
@@ -328,116 +327,7 @@ class LLM:
         Raises:
             RequestError: naming every reason, and among several the prompt's place.
         """
-        requests = []
-        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), 1):
-            request_id = next(self._ids)
-            try:
-                request = self._make_request(request_id, prompt, asked)
-                self.executor.check_fits(request)
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                why = str(error).removeprefix(f"request {request_id}: ")
-                raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
-            requests.append(request)
-        return requests
-
-    def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        ids = self._prompt_ids(prompt, request_id)
-        self._admit(params, request_id)
-        text = None
-        if self._detokenizer is not None:
-            text = RequestText(self._detokenizer, params.stop, params.min_tokens)
-        return LlmRequest(
-            request_id,
-            ids,
-            params,
-            end_ids=self._end_ids,
-            text=text,
-            max_draft_len=self.pieces.plan.max_draft_len,
-            max_seq_len=self.max_seq_len,
-            is_synthetic=self.pieces.is_synthetic,
-        )
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[LlmRequest]:
-        batch = _as_batch(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(batch)
-        elif isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sequence):
-            raise RequestError(
-                f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}"
-            )
-        else:
-            params = list(sampling_params)
-            odd = [(n, p) for n, p in enumerate(params, 1) if not isinstance(p, SamplingParams)]
-            if odd:
-                raise RequestError(
-                    f"{place_of(odd[0][0], len(params))}: sampling_params: expected "
-                    f"SamplingParams, got {type(odd[0][1]).__name__}"
-                )
-        if len(params) != len(batch):
-            raise RequestError(f"{len(batch)} prompts, but {len(params)} sampling parameters")
-        return self.make_requests(batch, params)
-
-    def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has "
-                    f"none"
-                )
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(
-                    f"request {request_id}: the prompt is no valid Unicode text: {error}"
-                ) from error
-            ids = encode(self.tokenizer, prompt)
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise RequestError(f"request {request_id}: the prompt is empty")
-        vocab = self.model.facts.vocab_size
-        wrong = [
-            t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab
-        ]
-        if wrong:
-            raise RequestError(
-                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
-                f"{wrong[:3]}"
-            )
-        return ids
-
-    def _admit(self, params: SamplingParams, request_id: int) -> None:
-        unsupported = params.unsupported()
-        if params.stop and self.tokenizer is None:
-            unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
-        elif params.stop:
-            unsupported += [
-                f"stop={word!r} (special tokens are no text, give their ids in stop_token_ids)"
-                for word in params.stop
-                if not self._is_text(word)
-            ]
-        vocab = self.model.facts.vocab_size
-        unsupported += [
-            f"stop_token_ids: {t} is outside the vocabulary of {vocab}"
-            for t in params.stop_token_ids
-            if t >= vocab
-        ]
-        if unsupported:
-            raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
-
-    def _is_text(self, word: str) -> bool:
-        """Whether a model could write the word in tokens that are all decoded."""
-        ids = encode(self.tokenizer, word, add_special_tokens=False)
-        shown = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return not ids or shown == self.tokenizer.decode(ids, skip_special_tokens=False) != ""
+        return self._admission.make_requests(prompts, params)
 
     def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
         arrived: deque[StepResults] = deque()
@@ -550,31 +440,6 @@ def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
     if isinstance(config, Mapping):
         return parse_config(config)
     return load_config(config)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several; a sequence of integers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise RequestError(
-            f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
-        )
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    for number, item in enumerate(items, 1):
-        if not isinstance(item, Sequence) or isinstance(item, bytes):
-            raise RequestError(
-                f"{place_of(number, len(items))}: expected text or a list of token ids, "
-                f"got {type(item).__name__}"
-            )
-    return items  # type: ignore[return-value]
-
-
-def place_of(number: int, count: int) -> str:
-    """How messages call one of several prompts; ``number`` counts from 1."""
-    return f"prompt {number} of {count}"
 
 
 def resolve_device(name: str) -> torch.device:

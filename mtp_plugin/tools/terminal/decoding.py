@@ -8,9 +8,9 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
-from mtp_plugin.executor.llm import Prompt, place_of
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.requests.detokenizer import RequestText, Tokenizer
+from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import TIE_ULPS, Oracle, TieRule, compare_with_continuations, judge_gap

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.errors import RequestError
-from mtp_plugin.executor.llm import place_of
+from mtp_plugin.requests.prompts import place_of
 from mtp_plugin.requests.tokenizer import encode, load_tokenizer
 
 BUNDLED = "prompts.json"

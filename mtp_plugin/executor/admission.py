@@ -1,0 +1,157 @@
+"""From prompts and options to requests that the executor can serve, or every reason why not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.executor.models import ModelFacts
+from mtp_plugin.executor.py_executor import PyExecutor
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.detokenizer import RequestText
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
+from mtp_plugin.requests.tokenizer import detokenizer_of, encode
+from mtp_plugin.speculative.plugin import SpeculativePieces
+
+
+class Admission:
+    """Makes requests, numbered in the order they come, from any number of threads.
+
+    Args:
+        executor: that they are for; nothing is enqueued here.
+        facts: vocabulary and end ids.
+        pieces: how many drafts a request may get, and whether draws accept them.
+        tokenizer: with ``encode`` and ``decode``; None: prompts are ids, and there is no text.
+        max_seq_len: tokens of a request at most.
+    """
+
+    def __init__(
+        self,
+        executor: PyExecutor,
+        facts: ModelFacts,
+        pieces: SpeculativePieces,
+        *,
+        tokenizer: Any,
+        max_seq_len: int,
+    ) -> None:
+        self._executor = executor
+        self._facts = facts
+        self._pieces = pieces
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer_of(tokenizer)
+        self._max_seq_len = max_seq_len
+        self._ids = itertools.count()  # its next() is one step for any number of threads
+
+    def make_batch(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[LlmRequest]:
+        """As :meth:`make_requests`, for one prompt or several, with the same options or each its
+        own."""
+        batch = prompts_of(prompts)
+        return self.make_requests(batch, params_of(sampling_params, len(batch)))
+
+    def make_requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[LlmRequest]:
+        """Requests that are admitted and fit.
+
+        Raises:
+            RequestError: naming every reason, and among several the prompt's place.
+        """
+        requests = []
+        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), 1):
+            request_id = next(self._ids)
+            try:
+                request = self._make_request(request_id, prompt, asked)
+                self._executor.check_fits(request)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                why = str(error).removeprefix(f"request {request_id}: ")
+                raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
+            requests.append(request)
+        return requests
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+        """A request that is admitted; whether it fits, its enqueuing says.
+
+        Raises:
+            RequestError: naming every reason.
+        """
+        return self._make_request(next(self._ids), prompt, params)
+
+    def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+        ids = self._prompt_ids(prompt, request_id)
+        self._check_options(params, request_id)
+        text = None
+        if self._detokenizer is not None:
+            text = RequestText(self._detokenizer, params.stop, params.min_tokens)
+        return LlmRequest(
+            request_id,
+            ids,
+            params,
+            end_ids=self._facts.eos_token_ids,
+            text=text,
+            max_draft_len=self._pieces.plan.max_draft_len,
+            max_seq_len=self._max_seq_len,
+            is_synthetic=self._pieces.is_synthetic,
+        )
+
+    def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has "
+                    f"none"
+                )
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(
+                    f"request {request_id}: the prompt is no valid Unicode text: {error}"
+                ) from error
+            ids = encode(self._tokenizer, prompt)
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise RequestError(f"request {request_id}: the prompt is empty")
+        vocab = self._facts.vocab_size
+        wrong = [
+            t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab
+        ]
+        if wrong:
+            raise RequestError(
+                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
+                f"{wrong[:3]}"
+            )
+        return ids
+
+    def _check_options(self, params: SamplingParams, request_id: int) -> None:
+        unsupported = params.unsupported()
+        if params.stop and self._tokenizer is None:
+            unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
+        elif params.stop:
+            unsupported += [
+                f"stop={word!r} (special tokens are no text, give their ids in stop_token_ids)"
+                for word in params.stop
+                if not self._is_text(word)
+            ]
+        vocab = self._facts.vocab_size
+        unsupported += [
+            f"stop_token_ids: {t} is outside the vocabulary of {vocab}"
+            for t in params.stop_token_ids
+            if t >= vocab
+        ]
+        if unsupported:
+            raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
+
+    def _is_text(self, word: str) -> bool:
+        """Whether a model could write the word in tokens that are all decoded."""
+        ids = encode(self._tokenizer, word, add_special_tokens=False)
+        shown = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return not ids or shown == self._tokenizer.decode(ids, skip_special_tokens=False) != ""

@@ -1,0 +1,68 @@
+"""One prompt or many, with the options of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options import SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+def place_of(number: int, count: int) -> str:
+    """How messages call one of several prompts; ``number`` counts from 1."""
+    return f"prompt {number} of {count}"
+
+
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list; a sequence of integers is one prompt.
+
+    Raises:
+        RequestError: neither text nor ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
+        )
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, Sequence) or isinstance(item, bytes):
+            raise RequestError(
+                f"{place_of(number, len(items))}: expected text or a list of token ids, "
+                f"got {type(item).__name__}"
+            )
+    return items  # type: ignore[return-value]
+
+
+def params_of(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """The options of each prompt; None: the defaults, and one object: the same for all.
+
+    Raises:
+        RequestError: no options, or not as many as there are prompts.
+    """
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sequence):
+        raise RequestError(
+            f"sampling_params: expected SamplingParams, got {type(sampling_params).__name__}"
+        )
+    params = list(sampling_params)
+    odd = [(n, p) for n, p in enumerate(params, 1) if not isinstance(p, SamplingParams)]
+    if odd:
+        raise RequestError(
+            f"{place_of(odd[0][0], len(params))}: sampling_params: expected "
+            f"SamplingParams, got {type(odd[0][1]).__name__}"
+        )
+    if len(params) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
+    return params
