@@ -19,12 +19,15 @@ from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.async_steps import AsyncSteps
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
+    AttentionBackend,
     HeadShape,
     PagedAttentionMetadata,
     select_backend,
 )
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
+from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
+from mtp_plugin.executor.memory_line import memory_line
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
@@ -38,11 +41,6 @@ from mtp_plugin.requests.tokenizer import encode, load_tokenizer
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.plugin import DraftPlan, HostFacts, find_plugin
-from mtp_plugin.speculative.state import MTPHiddenStatesManager
-
-CPU_KV_BYTES = 2 * 2**30
-"""Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says
-otherwise."""
 
 THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
@@ -182,8 +180,12 @@ class LLM:
             report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
             draft_head = model.draft_head(pieces.draft_vocab_ids)
         report("allocating the KV cache")
-        cache = self.config.kv_cache_config
-        blocks = BlockManager(self._num_blocks(plan.num_draft_layers), cache.tokens_per_block)
+        write_one_token = partial(_write_one_token, model, self.attn_backend, plan.num_draft_layers)
+        token_bytes = partial(bytes_per_token, write_one_token)
+        num_blocks = num_kv_blocks(
+            self.config, self.device, max_seq_len=self.max_seq_len, token_bytes=token_bytes
+        )
+        blocks = BlockManager(num_blocks, self.config.kv_cache_config.tokens_per_block)
         self.blocks = blocks
         self.pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)
         engine = ModelEngine(
@@ -204,7 +206,7 @@ class LLM:
             model.keep_experts_on_device()
             engine.capture(_captured_sizes(self.config), report)
         if on_progress is not None:
-            report(self._memory_line(engine, plan.num_draft_layers))
+            report(memory_line(engine, token_bytes))
         scheduler = Scheduler(
             plan,
             blocks,
@@ -355,83 +357,36 @@ class LLM:
             error=request.error,
         )
 
-    # ---- set-up -----------------------------------------------------------------------------
 
-    def _num_blocks(self, num_draft_layers: int) -> int:
-        """Blocks of the pool: what was asked for, else what the batch can use and memory holds."""
-        cache = self.config.kv_cache_config
-        block = cache.tokens_per_block
-        if cache.max_tokens is not None:
-            blocks = cache.max_tokens // block
-            if blocks < 1:
-                raise ConfigError(
-                    f"kv_cache_config.max_tokens: {cache.max_tokens} holds no block of {block} "
-                    f"tokens"
-                )
-            return blocks
-        useful = self.config.max_batch_size * -(-self.max_seq_len // block)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading left with the allocator is free too
-            free, _ = torch.cuda.mem_get_info(self.device)
-            available = int(free * cache.free_gpu_memory_fraction)
-        else:
-            available = CPU_KV_BYTES
-        per_block = self._kv_bytes_per_token(num_draft_layers) * block
-        return max(1, min(useful, available // per_block))
-
-    def _memory_line(self, engine: ModelEngine, num_draft_layers: int) -> str:
-        """What was allocated beside the weights."""
-        kv = self.pools.num_bytes()
-        if kv == 0:  # pools come with a layer's first step
-            kv = self._kv_bytes_per_token(num_draft_layers) * self.pools.num_rows
-        parts = [
-            f"KV cache {_mib(kv)} ({self.blocks.num_blocks} blocks of {self.blocks.block_size} "
-            f"tokens)"
-        ]
-        manager = self.pieces.manager
-        if isinstance(manager, MTPHiddenStatesManager):
-            slots = manager.sentinel_slot + 1
-            size = manager.bytes_per_slot()
-            parts.append(f"MTP state {_mib(slots * size)} ({slots} slots of {size} bytes)")
-        if engine.captured is not None:
-            parts.append(
-                f"CUDA graphs {_mib(engine.captured.num_bytes)} ({len(engine.captured.shapes)})"
-            )
-        return f"memory: {', '.join(parts)}"
-
-    @torch.inference_mode()
-    def _kv_bytes_per_token(self, num_draft_layers: int) -> int:
-        """Measured: one token through the target and every draft layer, over a pool of one
-        block."""
-        pools = PagedKVPools(num_blocks=1, block_size=1)
-        one = torch.ones(1, dtype=torch.int32, device=self.device)
-        metadata = PagedAttentionMetadata(
-            seq_lens=torch.ones(1, dtype=torch.int32),
-            kv_lens=one,
-            num_contexts=1,
-            num_cached_tokens_per_seq=[0],
-            block_table=torch.zeros(1, 1, dtype=torch.int32, device=self.device),
-            kv_write_limit=one.clone(),
-            kv_capacity=one.clone(),
-            pools=pools,
-            backend=self.attn_backend,
+@torch.inference_mode()
+def _write_one_token(
+    model: LoadedModel, attn_backend: AttentionBackend, num_draft_layers: int, pools: PagedKVPools
+) -> None:
+    """Run one token through the target and every draft layer, over a pool of one block."""
+    device = next(model.lm_head.parameters()).device
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    metadata = PagedAttentionMetadata(
+        seq_lens=torch.ones(1, dtype=torch.int32),
+        kv_lens=one,
+        num_contexts=1,
+        num_cached_tokens_per_seq=[0],
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        kv_write_limit=one.clone(),
+        kv_capacity=one.clone(),
+        pools=pools,
+        backend=attn_backend,
+    )
+    ids = torch.zeros(1, dtype=torch.int32, device=device)
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    states = model.forward_target(ids, positions, metadata)
+    for layer in list(model.mtp_layers)[:num_draft_layers]:
+        layer(
+            embed_tokens=model.embed_tokens,
+            input_ids=ids,
+            position_ids=positions,
+            hidden_states=states,
+            attn_metadata=metadata,
         )
-        ids = torch.zeros(1, dtype=torch.int32, device=self.device)
-        positions = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        states = self.model.forward_target(ids, positions, metadata)
-        for layer in list(self.model.mtp_layers)[:num_draft_layers]:
-            layer(
-                embed_tokens=self.model.embed_tokens,
-                input_ids=ids,
-                position_ids=positions,
-                hidden_states=states,
-                attn_metadata=metadata,
-            )
-        return pools.num_bytes() // pools.num_rows
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:

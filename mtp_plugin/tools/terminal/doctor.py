@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MTPPluginError
+from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.executor.attention import HeadShape, select_backend
+from mtp_plugin.executor.kv_cache.sizing import asked_blocks
 from mtp_plugin.executor.llm import check_budget, check_graphs, resolve_device, resolve_max_seq_len
 from mtp_plugin.executor.models import ModelFacts, Preflight, family_of, preflight, read_facts
 from mtp_plugin.requests.tokenizer import load_tokenizer
@@ -107,13 +108,11 @@ def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
 
 def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
     cache = config.kv_cache_config
-    block, most = cache.tokens_per_block, cache.max_tokens
-    if most is None:
+    asked, block = asked_blocks(cache), cache.tokens_per_block
+    if asked is None:
         found.add("KV blocks", f"of {block} tokens, as many as memory holds")
-    elif most < block:
-        raise ConfigError(f"kv_cache_config.max_tokens: {most} holds no block of {block} tokens")
     else:
-        found.add("KV blocks", f"{most // block} of {block} tokens")
+        found.add("KV blocks", f"{asked} of {block} tokens")
 
 
 def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
