@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, MTPPluginError
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
@@ -18,6 +19,25 @@ from mtp_plugin.speculative.drafting.trace_check import DeferredCheck, deferred_
 
 WARM_UP_STEPS = 2
 """Eager steps before a capture: kernels are compiled, libraries made ready, pools allocated."""
+
+
+def captured_sizes(config: LLMConfig) -> list[int]:
+    """Batch sizes of the graphs: those asked for, else powers of two and the largest batch."""
+    graphs = config.cuda_graph_config
+    if graphs is None:
+        return []
+    if graphs.batch_sizes:
+        sizes = set(graphs.batch_sizes)
+    else:
+        largest = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
+        sizes = {1 << i for i in range(largest.bit_length())} | {largest}
+    return sorted(size for size in sizes if size <= config.max_batch_size)
+
+
+def padded_sizes(config: LLMConfig) -> list[int]:
+    """Batch sizes that smaller batches are padded to, on a device without graphs as well."""
+    graphs = config.cuda_graph_config
+    return captured_sizes(config) if graphs is not None and graphs.enable_padding else []
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from mtp_plugin.executor.attention import (
     PagedAttentionMetadata,
     select_backend,
 )
+from mtp_plugin.executor.cuda_graphs import captured_sizes, padded_sizes
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
@@ -195,7 +196,7 @@ class LLM:
             self.pools,
             max_seq_len=self.max_seq_len,
             max_batch_size=batch_size,
-            padded_sizes=_padded_sizes(self.config),
+            padded_sizes=padded_sizes(self.config),
             check_metadata=bool(
                 getattr(getattr(speculative, "mtp", None), "check_metadata", False)
             ),
@@ -204,7 +205,7 @@ class LLM:
         )
         if self.config.cuda_graph_config is not None and self.device.type == "cuda":
             model.keep_experts_on_device()
-            engine.capture(_captured_sizes(self.config), report)
+            engine.capture(captured_sizes(self.config), report)
         if on_progress is not None:
             report(memory_line(engine, token_bytes))
         scheduler = Scheduler(
@@ -465,21 +466,3 @@ def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
             f"max_seq_len: {config.max_seq_len} is above the model's {positions} positions"
         )
     return config.max_seq_len
-
-
-def _captured_sizes(config: LLMConfig) -> list[int]:
-    """Batch sizes of the graphs: those asked for, else powers of two and the largest batch."""
-    graphs = config.cuda_graph_config
-    if graphs is None:
-        return []
-    if graphs.batch_sizes:
-        sizes = set(graphs.batch_sizes)
-    else:
-        largest = min(graphs.max_batch_size or config.max_batch_size, config.max_batch_size)
-        sizes = {1 << i for i in range(largest.bit_length())} | {largest}
-    return sorted(size for size in sizes if size <= config.max_batch_size)
-
-
-def _padded_sizes(config: LLMConfig) -> list[int]:
-    graphs = config.cuda_graph_config
-    return _captured_sizes(config) if graphs is not None and graphs.enable_padding else []

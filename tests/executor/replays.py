@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from mtp_plugin.executor import model_engine
-from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps
-from mtp_plugin.executor.llm import _captured_sizes
+from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps, captured_sizes
 from mtp_plugin.executor.row_table import StepShape
 
 
@@ -40,7 +39,7 @@ class WatchedGraphs:
         if engine.captured is None:
             with monkeypatch.context() as patch:
                 patch.setattr(model_engine, "CapturedSteps", EagerReplays)
-                engine.capture(_captured_sizes(llm.config), lambda _: None)
+                engine.capture(captured_sizes(llm.config), lambda _: None)
         self.captured = engine.captured
         replay = self.captured.replay
 
