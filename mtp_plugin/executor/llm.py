@@ -30,9 +30,18 @@ from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
 from mtp_plugin.executor.memory_line import memory_line
 from mtp_plugin.executor.model_engine import ModelEngine
-from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model, read_facts
+from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
 from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.executor.resolved_config import (
+    check_budget,
+    check_graphs,
+    check_model,
+    resolve_device,
+    resolve_dtype,
+    resolve_fusing,
+    resolve_max_seq_len,
+)
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.requests.options import SamplingParams
@@ -41,7 +50,7 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import encode, load_tokenizer
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.speculative.plugin import DraftPlan, HostFacts, find_plugin
+from mtp_plugin.speculative.plugin import HostFacts, find_plugin
 
 THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
@@ -131,12 +140,12 @@ class LLM:
             report("loading weights")
             model = load_model(
                 self.config.model,
-                dtype=_dtype(self.config.dtype, facts.dtype, self.device),
+                dtype=resolve_dtype(self.config.dtype, facts.dtype, self.device),
                 device=self.device,
                 attn_implementation=SDPA_BACKEND,
                 num_mtp_layers=plan.num_draft_layers,
             )
-            if _fuses(self.config, self.device):
+            if resolve_fusing(self.config, self.device):
                 model = fuse(model)
                 report(str(model.report))
         elif len(model.mtp_layers) < plan.num_draft_layers:
@@ -144,7 +153,7 @@ class LLM:
                 f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
                 f"{plan.num_draft_layers}"
             )
-        _check_model(self.config, model, self.device)
+        check_model(self.config, model, self.device)
         self.attn_backend = select_backend(
             self.config.attn_backend, HeadShape.of(model.target.config), self.device
         )
@@ -396,73 +405,3 @@ def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
     if isinstance(config, Mapping):
         return parse_config(config)
     return load_config(config)
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device")
-    return torch.device(name)
-
-
-def check_graphs(config: LLMConfig, device: torch.device, report: Progress) -> None:
-    if config.cuda_graph_config is not None and device.type != "cuda":
-        report("no CUDA device: steps run eagerly, padded as the graphs would be")
-
-
-def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # a CPU gains nothing from half precision, and float32 is exact against target-only decoding
-        return torch.float32 if device.type == "cpu" else stored
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def check_budget(config: LLMConfig, plan: DraftPlan) -> None:
-    """Refuse a token budget that cannot hold a full batch of generations, whatever the plugin.
-
-    Raises:
-        ConfigError: with the numbers.
-    """
-    least = config.max_batch_size * plan.step_rows
-    if config.max_num_tokens < least:
-        raise ConfigError(
-            f"max_num_tokens: expected at least max_batch_size ({config.max_batch_size}) times the "
-            f"{plan.step_rows} rows of a generation, which is {least}, got {config.max_num_tokens}"
-        )
-
-
-def _fuses(config: LLMConfig, device: torch.device) -> bool:
-    if config.fused_layers == "auto":
-        return device.type == "cuda"
-    return config.fused_layers
-
-
-def _check_model(config: LLMConfig, model: LoadedModel, device: torch.device) -> None:
-    """A model that is shared must be what the config asks for."""
-    weight = next(model.lm_head.parameters())
-    if config.dtype != "auto" and weight.dtype is not getattr(torch, config.dtype):
-        raise ConfigError(
-            f"dtype: {config.dtype} was asked for, the loaded model is {weight.dtype}"
-        )
-    if weight.device.type != device.type:
-        raise ConfigError(f"device: {device} was asked for, the loaded model is on {weight.device}")
-    fused = isinstance(model, FusedModel) and bool(model.report.fused)
-    if config.fused_layers is True and not fused:
-        raise ConfigError(
-            f"fused_layers: true was asked for, no layer of the {model.facts.model_type} model is "
-            f"fused; expected auto or false"
-        )
-    if config.fused_layers is False and fused:
-        raise ConfigError("fused_layers: false was asked for, the loaded model is fused")
-
-
-def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
-    if config.max_seq_len is None:
-        return positions
-    if config.max_seq_len > positions:
-        raise ConfigError(
-            f"max_seq_len: {config.max_seq_len} is above the model's {positions} positions"
-        )
-    return config.max_seq_len

@@ -14,8 +14,13 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.executor.attention import HeadShape, select_backend
 from mtp_plugin.executor.kv_cache.sizing import asked_blocks
-from mtp_plugin.executor.llm import check_budget, check_graphs, resolve_device, resolve_max_seq_len
 from mtp_plugin.executor.models import ModelFacts, Preflight, family_of, preflight, read_facts
+from mtp_plugin.executor.resolved_config import (
+    check_budget,
+    check_graphs,
+    resolve_device,
+    resolve_max_seq_len,
+)
 from mtp_plugin.requests.tokenizer import load_tokenizer
 from mtp_plugin.speculative.plugin import (
     DraftPlan,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
-from mtp_plugin.executor.llm import resolve_device
+from mtp_plugin.executor.resolved_config import resolve_device
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.cases import EAGLE, VANILLA, WORKERS
