@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
-from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
+from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.async_steps import AsyncSteps
@@ -31,6 +30,7 @@ from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
 from mtp_plugin.executor.memory_line import memory_line
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
+from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resolved_config import (
@@ -46,10 +46,8 @@ from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt
-from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import encode, load_tokenizer
 from mtp_plugin.speculative.host import ResourceManager
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.plugin import HostFacts, find_plugin
 
 THIN_MODEL_WIDTH = 512
@@ -57,25 +55,6 @@ THIN_MODEL_WIDTH = 512
 than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A finished request."""
-
-    request_id: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    acceptance: AcceptanceStats
-    error: str | None = None
-    """What went wrong, where ``finish_reason`` is ERROR."""
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether draws accepted the drafts: the text is then not the model's."""
-        return self.acceptance.is_synthetic
 
 
 class LLM:
@@ -262,7 +241,7 @@ class LLM:
         requests = self._admission.make_batch(prompts, sampling_params)
         for _ in self._run(requests):
             pass
-        return [self._output(request) for request in requests]
+        return [RequestOutput.of(request) for request in requests]
 
     def stream(
         self,
@@ -352,20 +331,6 @@ class LLM:
                     self._dispatcher.advance()
         finally:
             self._dispatcher.abort(requests)
-
-    @staticmethod
-    def _output(request: LlmRequest) -> RequestOutput:
-        if request.finish_reason is None:
-            raise RequestError(f"request {request.request_id} has not finished")
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.tokens[: request.py_orig_prompt_len],
-            token_ids=request.output_token_ids,
-            text=request.text.full_text if request.text is not None else "",
-            finish_reason=request.finish_reason,
-            acceptance=request.py_acceptance,
-            error=request.error,
-        )
 
 
 @torch.inference_mode()

@@ -1,0 +1,50 @@
+"""What a finished request comes back as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    acceptance: AcceptanceStats
+    error: str | None = None
+    """What went wrong, where ``finish_reason`` is ERROR."""
+
+    @classmethod
+    def of(cls, request: LlmRequest) -> Self:
+        """The output of a request.
+
+        Raises:
+            RequestError: it has not finished.
+        """
+        if request.finish_reason is None:
+            raise RequestError(f"request {request.request_id} has not finished")
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.tokens[: request.py_orig_prompt_len],
+            token_ids=request.output_token_ids,
+            text=request.text.full_text if request.text is not None else "",
+            finish_reason=request.finish_reason,
+            acceptance=request.py_acceptance,
+            error=request.error,
+        )
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether draws accepted the drafts: the text is then not the model's."""
+        return self.acceptance.is_synthetic
