@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mtp_plugin.config import LLMConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.async_steps import AsyncSteps
-from mtp_plugin.executor.attention import (
-    SDPA_BACKEND,
-    AttentionBackend,
-    HeadShape,
-    PagedAttentionMetadata,
-    select_backend,
-)
-from mtp_plugin.executor.cuda_graphs import captured_sizes, padded_sizes
+from mtp_plugin.executor.build import Progress, build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
-from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
-from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
-from mtp_plugin.executor.memory_line import memory_line
-from mtp_plugin.executor.model_engine import ModelEngine
-from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
+from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
-from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
+from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.executor.resolved_config import (
-    check_budget,
-    check_graphs,
-    check_model,
-    resolve_device,
-    resolve_dtype,
-    resolve_fusing,
-    resolve_max_seq_len,
-)
-from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
-from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
+from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt
-from mtp_plugin.requests.tokenizer import encode, load_tokenizer
-from mtp_plugin.speculative.host import ResourceManager
-from mtp_plugin.speculative.plugin import HostFacts, find_plugin
-
-THIN_MODEL_WIDTH = 512
-"""Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
-than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
-
-Progress = Callable[[str], None]
 
 
 class LLM:
@@ -85,146 +51,45 @@ class LLM:
         chunk_policy: ChunkPolicy = whole_budget,
         kv_fill: float = 0.0,
     ) -> None:
-        self.config = _as_config(config)
-        self._thaw: Callable[[], Any] = lambda: None
+        parsed = _as_config(config)
         try:
-            self._set_up(model, tokenizer, on_progress, chunk_policy, kv_fill)
+            built = build_executor(
+                parsed,
+                model=model,
+                tokenizer=tokenizer,
+                on_progress=on_progress,
+                chunk_policy=chunk_policy,
+                kv_fill=kv_fill,
+            )
         except ConfigError as error:
             if isinstance(config, (str, Path)):
                 raise ConfigError(f"{config}: {error}") from error
             raise
-
-    def _set_up(
-        self,
-        model: LoadedModel | None,
-        tokenizer: Any,
-        on_progress: Progress | None,
-        chunk_policy: ChunkPolicy,
-        kv_fill: float,
-    ) -> None:
-        report = on_progress or (lambda _: None)
-        report("reading the checkpoint's config")
-        facts = read_facts(self.config.model) if model is None else model.facts
-        self.config = self.config.resolve(facts.num_mtp_layers)
-        speculative = self.config.speculative_config
-        plugin = find_plugin(None if speculative is None else speculative.decoding_type)
-        plan = plugin.plan(speculative, facts.num_mtp_layers)
-        check_budget(self.config, plan)
-        if chunk_policy is not whole_budget and not self.config.enable_chunked_prefill:
-            raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
-        self.device = resolve_device(self.config.device)
-        check_graphs(self.config, self.device, report)
-        self.max_seq_len = resolve_max_seq_len(self.config, facts.max_position_embeddings)
-        if model is None:
-            report("loading weights")
-            model = load_model(
-                self.config.model,
-                dtype=resolve_dtype(self.config.dtype, facts.dtype, self.device),
-                device=self.device,
-                attn_implementation=SDPA_BACKEND,
-                num_mtp_layers=plan.num_draft_layers,
-            )
-            if resolve_fusing(self.config, self.device):
-                model = fuse(model)
-                report(str(model.report))
-        elif len(model.mtp_layers) < plan.num_draft_layers:
-            raise ConfigError(
-                f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
-                f"{plan.num_draft_layers}"
-            )
-        check_model(self.config, model, self.device)
-        self.attn_backend = select_backend(
-            self.config.attn_backend, HeadShape.of(model.target.config), self.device
-        )
-        model.set_attn_implementation(self.attn_backend.attention_function)
-        self.model = model
-        thin = self.device.type == "cpu" and facts.hidden_size <= THIN_MODEL_WIDTH
-        if thin and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)
-        if tokenizer is None and (Path(self.config.model) / "tokenizer.json").is_file():
-            report("loading the tokenizer")
-            tokenizer = load_tokenizer(self.config.model)
-        self.tokenizer = tokenizer
-        batch_size = self.config.max_batch_size
-        host = HostFacts(
-            hidden_size=facts.hidden_size,
-            vocab_size=facts.vocab_size,
-            dtype=model.lm_head.weight.dtype,  # type: ignore[arg-type]
-            device=self.device,
-            max_batch_size=batch_size,
-            max_num_sequences=2 * batch_size,
-            max_seq_len=self.max_seq_len,
-            chain=model.traits.chain,
-            encode=(
-                partial(encode, tokenizer, add_special_tokens=False)
-                if tokenizer is not None
-                else None
-            ),
-        )
-        pieces = plugin.build(speculative, plan, host)
-        self.pieces = pieces
-        # before the KV cache is sized, which takes of the memory that is left
-        draft_head = None
-        if pieces.draft_vocab_ids is not None:
-            report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
-            draft_head = model.draft_head(pieces.draft_vocab_ids)
-        report("allocating the KV cache")
-        write_one_token = partial(_write_one_token, model, self.attn_backend, plan.num_draft_layers)
-        token_bytes = partial(bytes_per_token, write_one_token)
-        num_blocks = num_kv_blocks(
-            self.config, self.device, max_seq_len=self.max_seq_len, token_bytes=token_bytes
-        )
-        blocks = BlockManager(num_blocks, self.config.kv_cache_config.tokens_per_block)
-        self.blocks = blocks
-        self.pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)
-        engine = ModelEngine(
-            model,
-            pieces,
-            blocks,
-            self.pools,
-            max_seq_len=self.max_seq_len,
-            max_batch_size=batch_size,
-            padded_sizes=padded_sizes(self.config),
-            check_metadata=bool(
-                getattr(getattr(speculative, "mtp", None), "check_metadata", False)
-            ),
-            attn_backend=self.attn_backend,
-            draft_head=draft_head,
-        )
-        if self.config.cuda_graph_config is not None and self.device.type == "cuda":
-            model.keep_experts_on_device()
-            engine.capture(captured_sizes(self.config), report)
-        if on_progress is not None:
-            report(memory_line(engine, token_bytes))
-        scheduler = Scheduler(
-            plan,
-            blocks,
-            max_batch_size=batch_size,
-            max_num_tokens=self.config.max_num_tokens,
-            chunk_policy=chunk_policy,
-            chunking=self.config.enable_chunked_prefill,
-        )
-        managers: dict[str, ResourceManager] = {}
-        if pieces.manager is not None:
-            managers["spec_resource_manager"] = pieces.manager
-        self.seq_slots = SeqSlotManager(host.max_num_sequences)
-        managers["seq_slot_manager"] = self.seq_slots
-        managers["kv_cache_manager"] = blocks
-        self.executor = PyExecutor(
-            engine,
-            scheduler,
-            pieces.sampler,
-            ResourceManagers(managers),
-            overlap=not self.config.disable_overlap_scheduler,
-        )
+        self.executor = built.executor
+        self.config = built.config
+        self.device = built.device
+        self.max_seq_len = built.max_seq_len
+        self.model = built.model
+        self.tokenizer = built.tokenizer
+        self.attn_backend = built.attn_backend
+        self.pieces = built.pieces
+        self.blocks = built.blocks
+        self.pools = built.pools
+        self.seq_slots = built.seq_slots
         self._admission = Admission(
-            self.executor, facts, pieces, tokenizer=tokenizer, max_seq_len=self.max_seq_len
+            built.executor,
+            built.model.facts,
+            built.pieces,
+            tokenizer=built.tokenizer,
+            max_seq_len=built.max_seq_len,
         )
-        self._dispatcher = Dispatcher(self.executor)
+        self._dispatcher = Dispatcher(built.executor)
         self._async_steps = AsyncSteps(self._dispatcher)
-        if self.device.type == "cuda":
+        self._thaw: Callable[[], Any] = lambda: None
+        if built.device.type == "cuda":
             self._thaw = collector_freeze.of_process.hold(self)
-        report("ready")
+        if on_progress is not None:
+            on_progress("ready")
 
     # ---- use --------------------------------------------------------------------------------
 
@@ -331,37 +196,6 @@ class LLM:
                     self._dispatcher.advance()
         finally:
             self._dispatcher.abort(requests)
-
-
-@torch.inference_mode()
-def _write_one_token(
-    model: LoadedModel, attn_backend: AttentionBackend, num_draft_layers: int, pools: PagedKVPools
-) -> None:
-    """Run one token through the target and every draft layer, over a pool of one block."""
-    device = next(model.lm_head.parameters()).device
-    one = torch.ones(1, dtype=torch.int32, device=device)
-    metadata = PagedAttentionMetadata(
-        seq_lens=torch.ones(1, dtype=torch.int32),
-        kv_lens=one,
-        num_contexts=1,
-        num_cached_tokens_per_seq=[0],
-        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        kv_write_limit=one.clone(),
-        kv_capacity=one.clone(),
-        pools=pools,
-        backend=attn_backend,
-    )
-    ids = torch.zeros(1, dtype=torch.int32, device=device)
-    positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    states = model.forward_target(ids, positions, metadata)
-    for layer in list(model.mtp_layers)[:num_draft_layers]:
-        layer(
-            embed_tokens=model.embed_tokens,
-            input_ids=ids,
-            position_ids=positions,
-            hidden_states=states,
-            attn_metadata=metadata,
-        )
 
 
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:

@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.models import FusedModel, LoadedModel
-from mtp_plugin.speculative.plugin import DraftPlan
+from mtp_plugin.executor.models import FusedModel, LoadedModel, ModelFacts
+from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A config, and all that it comes to before any weight is loaded."""
+
+    config: LLMConfig
+    """With the draft length that the checkpoint gives where the file names none."""
+    facts: ModelFacts
+    plugin: SpeculativePlugin
+    plan: DraftPlan
+    device: torch.device
+    max_seq_len: int
+    """Tokens of a request at most."""
+
+
+def resolve_config(
+    config: LLMConfig, facts: ModelFacts, report: Callable[[str], None]
+) -> ResolvedConfig:
+    """Look a config over.
+
+    Args:
+        facts: of its checkpoint.
+        report: called with a line where an option changes nothing here.
+
+    Raises:
+        ConfigError: an option that cannot be on this checkpoint or machine.
+        PluginError: nothing speculates in the way that is asked for.
+    """
+    config = config.resolve(facts.num_mtp_layers)
+    speculative = config.speculative_config
+    plugin = find_plugin(None if speculative is None else speculative.decoding_type)
+    plan = plugin.plan(speculative, facts.num_mtp_layers)
+    check_budget(config, plan)
+    device = resolve_device(config.device)
+    check_graphs(config, device, report)
+    max_seq_len = resolve_max_seq_len(config, facts.max_position_embeddings)
+    return ResolvedConfig(config, facts, plugin, plan, device, max_seq_len)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -76,13 +115,19 @@ def check_graphs(config: LLMConfig, device: torch.device, report: Callable[[str]
         report("no CUDA device: steps run eagerly, padded as the graphs would be")
 
 
-def check_model(config: LLMConfig, model: LoadedModel, device: torch.device) -> None:
+def check_model(resolved: ResolvedConfig, model: LoadedModel) -> None:
     """Refuse a model that is not what the config asks for, as a shared one may be.
 
     Raises:
-        ConfigError: another dtype or device, or fused where it should not be, or not where it
-            should.
+        ConfigError: too few MTP layers, another dtype or device, or fused where it should not be,
+            or not where it should.
     """
+    config, device = resolved.config, resolved.device
+    if len(model.mtp_layers) < resolved.plan.num_draft_layers:
+        raise ConfigError(
+            f"the loaded model has {len(model.mtp_layers)} MTP layers, this config needs "
+            f"{resolved.plan.num_draft_layers}"
+        )
     weight = next(model.lm_head.parameters())
     if config.dtype != "auto" and weight.dtype is not getattr(torch, config.dtype):
         raise ConfigError(

@@ -1,0 +1,258 @@
+"""From a config to an executor that is ready: model, pieces, KV cache, graphs, loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_plugin.config import LLMConfig
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor.attention import (
+    SDPA_BACKEND,
+    AttentionBackend,
+    HeadShape,
+    PagedAttentionMetadata,
+    select_backend,
+)
+from mtp_plugin.executor.cuda_graphs import captured_sizes, padded_sizes
+from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
+from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
+from mtp_plugin.executor.memory_line import memory_line
+from mtp_plugin.executor.model_engine import ModelEngine
+from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
+from mtp_plugin.executor.py_executor import PyExecutor
+from mtp_plugin.executor.resolved_config import (
+    ResolvedConfig,
+    check_model,
+    resolve_config,
+    resolve_dtype,
+    resolve_fusing,
+)
+from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
+from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
+from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces
+
+THIN_MODEL_WIDTH = 512
+"""Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
+than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
+
+Progress = Callable[[str], None]
+"""Called with a line of text as loading goes on."""
+
+
+@dataclass(frozen=True)
+class BuiltExecutor:
+    """An executor, and what it was built of."""
+
+    executor: PyExecutor
+    config: LLMConfig
+    """With the draft length that the checkpoint gives where the file names none."""
+    device: torch.device
+    max_seq_len: int
+    """Tokens of a request at most."""
+    model: LoadedModel
+    tokenizer: Any
+    """None where there is none."""
+    attn_backend: AttentionBackend
+    pieces: SpeculativePieces
+    blocks: BlockManager
+    pools: PagedKVPools
+    seq_slots: SeqSlotManager
+
+
+def build_executor(
+    config: LLMConfig,
+    *,
+    model: LoadedModel | None = None,
+    tokenizer: Any = None,
+    on_progress: Progress | None = None,
+    chunk_policy: ChunkPolicy = whole_budget,
+    kv_fill: float = 0.0,
+) -> BuiltExecutor:
+    """Load what is not given, and put an executor together.
+
+    Args and errors: see `mtp_plugin.executor.llm.LLM`.
+    """
+    report = on_progress or (lambda _: None)
+    report("reading the checkpoint's config")
+    facts = read_facts(config.model) if model is None else model.facts
+    resolved = resolve_config(config, facts, report)
+    if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
+        raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
+    if model is None:
+        model = _load(resolved, report)
+    check_model(resolved, model)
+    attn_backend = select_backend(
+        config.attn_backend, HeadShape.of(model.target.config), resolved.device
+    )
+    model.set_attn_implementation(attn_backend.attention_function)
+    _limit_threads(resolved)
+    if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
+        report("loading the tokenizer")
+        tokenizer = load_tokenizer(config.model)
+    host = _host_facts(resolved, model, tokenizer)
+    pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
+    engine = _engine(resolved, model, pieces, attn_backend, on_progress, kv_fill)
+    seq_slots = SeqSlotManager(host.max_num_sequences)
+    return BuiltExecutor(
+        executor=_executor(resolved, engine, seq_slots, chunk_policy),
+        config=resolved.config,
+        device=resolved.device,
+        max_seq_len=resolved.max_seq_len,
+        model=model,
+        tokenizer=tokenizer,
+        attn_backend=attn_backend,
+        pieces=pieces,
+        blocks=engine.blocks,
+        pools=engine.pools,
+        seq_slots=seq_slots,
+    )
+
+
+def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:
+    config, device = resolved.config, resolved.device
+    report("loading weights")
+    model = load_model(
+        config.model,
+        dtype=resolve_dtype(config.dtype, resolved.facts.dtype, device),
+        device=device,
+        attn_implementation=SDPA_BACKEND,
+        num_mtp_layers=resolved.plan.num_draft_layers,
+    )
+    if resolve_fusing(config, device):
+        model = fuse(model)
+        report(str(model.report))
+    return model
+
+
+def _limit_threads(resolved: ResolvedConfig) -> None:
+    is_thin = resolved.device.type == "cpu" and resolved.facts.hidden_size <= THIN_MODEL_WIDTH
+    if is_thin and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) -> HostFacts:
+    has_text = tokenizer is not None
+    return HostFacts(
+        hidden_size=resolved.facts.hidden_size,
+        vocab_size=resolved.facts.vocab_size,
+        dtype=model.lm_head.weight.dtype,  # type: ignore[arg-type]
+        device=resolved.device,
+        max_batch_size=resolved.config.max_batch_size,
+        max_num_sequences=2 * resolved.config.max_batch_size,
+        max_seq_len=resolved.max_seq_len,
+        chain=model.traits.chain,
+        encode=partial(encode, tokenizer, add_special_tokens=False) if has_text else None,
+    )
+
+
+def _engine(
+    resolved: ResolvedConfig,
+    model: LoadedModel,
+    pieces: SpeculativePieces,
+    attn_backend: AttentionBackend,
+    on_progress: Progress | None,
+    kv_fill: float,
+) -> ModelEngine:
+    """Cut the draft head, then size the KV cache, which takes of the memory that is left; then
+    capture."""
+    config, device = resolved.config, resolved.device
+    report = on_progress or (lambda _: None)
+    draft_head = None
+    if pieces.draft_vocab_ids is not None:
+        report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
+        draft_head = model.draft_head(pieces.draft_vocab_ids)
+    report("allocating the KV cache")
+    probe = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
+    token_bytes = partial(bytes_per_token, probe)
+    num_blocks = num_kv_blocks(
+        config, device, max_seq_len=resolved.max_seq_len, token_bytes=token_bytes
+    )
+    blocks = BlockManager(num_blocks, config.kv_cache_config.tokens_per_block)
+    mtp_options = getattr(config.speculative_config, "mtp", None)
+    engine = ModelEngine(
+        model,
+        pieces,
+        blocks,
+        PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill),
+        max_seq_len=resolved.max_seq_len,
+        max_batch_size=config.max_batch_size,
+        padded_sizes=padded_sizes(config),
+        check_metadata=bool(getattr(mtp_options, "check_metadata", False)),
+        attn_backend=attn_backend,
+        draft_head=draft_head,
+    )
+    if config.cuda_graph_config is not None and device.type == "cuda":
+        model.keep_experts_on_device()
+        engine.capture(captured_sizes(config), report)
+    if on_progress is not None:
+        report(memory_line(engine, token_bytes))
+    return engine
+
+
+def _executor(
+    resolved: ResolvedConfig,
+    engine: ModelEngine,
+    seq_slots: SeqSlotManager,
+    chunk_policy: ChunkPolicy,
+) -> PyExecutor:
+    config, pieces, blocks = resolved.config, engine.pieces, engine.blocks
+    scheduler = Scheduler(
+        resolved.plan,
+        blocks,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        chunk_policy=chunk_policy,
+        chunking=config.enable_chunked_prefill,
+    )
+    managers: dict[str, ResourceManager] = {}
+    if pieces.manager is not None:
+        managers["spec_resource_manager"] = pieces.manager
+    managers["seq_slot_manager"] = seq_slots
+    managers["kv_cache_manager"] = blocks
+    return PyExecutor(
+        engine,
+        scheduler,
+        pieces.sampler,
+        ResourceManagers(managers),
+        overlap=not config.disable_overlap_scheduler,
+    )
+
+
+@torch.inference_mode()
+def _write_one_token(
+    model: LoadedModel, attn_backend: AttentionBackend, num_draft_layers: int, pools: PagedKVPools
+) -> None:
+    """Run one token through the target and every draft layer, over a pool of one block."""
+    device = next(model.lm_head.parameters()).device
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    metadata = PagedAttentionMetadata(
+        seq_lens=torch.ones(1, dtype=torch.int32),
+        kv_lens=one,
+        num_contexts=1,
+        num_cached_tokens_per_seq=[0],
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        kv_write_limit=one.clone(),
+        kv_capacity=one.clone(),
+        pools=pools,
+        backend=attn_backend,
+    )
+    ids = torch.zeros(1, dtype=torch.int32, device=device)
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    states = model.forward_target(ids, positions, metadata)
+    for layer in list(model.mtp_layers)[:num_draft_layers]:
+        layer(
+            embed_tokens=model.embed_tokens,
+            input_ids=ids,
+            position_ids=positions,
+            hidden_states=states,
+            attn_metadata=metadata,
+        )
