@@ -14,17 +14,15 @@ from mtp_plugin.executor import collector_freeze
 from tests.executor.conftest import assert_drained
 from tests.executor.test_graphs import *  # noqa: F403
 from tests.executor.test_graphs import WORKERS, greedy
+from tests.speculative.ops.on_device import read_back_forbidden
 
 
 @contextmanager
 def nothing_waits() -> Iterator[None]:
     """Whatever reads the device back, or copies in a way that waits, raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with read_back_forbidden():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)

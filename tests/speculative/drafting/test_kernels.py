@@ -22,8 +22,8 @@ from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, triton_ops
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import RowParameters
 from tests.speculative.drafting.host import LimitedAttention
+from tests.speculative.ops.on_device import DEVICE, read_back_forbidden
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BEGIN, END = 3, 5
 
 
@@ -372,16 +372,13 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
 
     captured.attention.is_cuda_graph = True
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            outputs = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with read_back_forbidden(), torch.cuda.graph(graph, stream=stream):
+        outputs = step()
     for seed in (1, 2):
         fresh = case(seed)
         expected, pools = fresh.run(REFERENCE_OPS)

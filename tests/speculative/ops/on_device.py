@@ -16,6 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 POISON = -777
 INDEX_DTYPES = (torch.int32, torch.int64)
+PROTOTYPE = "Synchronization debug mode is a prototype feature"
 
 
 def vector(values: Iterable, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -36,14 +37,16 @@ def forbid_launches(monkeypatch: pytest.MonkeyPatch, launch: object) -> None:
 
 @contextmanager
 def read_back_forbidden() -> Iterator[None]:
-    """On a GPU, let whatever waits for the device fail."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
+    """On a GPU, let whatever waits for the device fail; afterwards the mode is what it was."""
+    before = torch.cuda.get_sync_debug_mode()
     try:
+        with warnings.catch_warnings():
+            # said once per process, after the change: as an error it would leave the mode on
+            warnings.filterwarnings("ignore", PROTOTYPE, UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def replay_in_graph(step: Callable[[], object], change: Callable[[], object]) -> None:
