@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from mtp_plugin.executor.models import fuse, load_model, write_random_checkpoint
 from tests.executor.oracles import Oracle
 
 VOCAB = 128
+CHECKPOINTS = {
+    "echo": {"family": "glm4_moe", "seed": 3, "residual_scale": 0.4},
+    "looping": {"family": "glm4_moe", "seed": 6, "residual_scale": 0.0},
+    "mla": {"family": "deepseek_v3", "seed": 4, "residual_scale": 0.4},
+}
 
 
 class Bed:
@@ -26,6 +32,7 @@ class Bed:
         self.path = str(path)
         self.host = host
         self.oracle_model = load_model(self.path, num_mtp_layers=num_mtp_layers)
+        self.target = Oracle(self.oracle_model, 1, vanilla=False)
         on_gpu = host["device"] == "cuda"
         self.model = load_model(
             self.path, num_mtp_layers=num_mtp_layers, device="cuda" if on_gpu else "cpu"
@@ -74,51 +81,43 @@ def host() -> dict:
 
 
 @pytest.fixture(scope="session")
-def bed(tmp_path_factory, host) -> Bed:
+def beds(tmp_path_factory) -> Callable[[str, dict], Bed]:
+    """Beds by checkpoint and host, each made once.
+
+    The fixtures of a bed are a test's, not the session's: pytest would keep that of the host which
+    came first.
+    """
+    folder = tmp_path_factory.mktemp("beds")
+    made: dict[str, Bed] = {}
+
+    def make(name: str, host: dict) -> Bed:
+        path, key = folder / name, f"{name} {host}"
+        if not path.exists():
+            options = {"num_mtp_layers": 3, "echo_draft": True, "vocab_size": VOCAB}
+            write_random_checkpoint(path, **options, **CHECKPOINTS[name])
+        if key not in made:
+            made[key] = Bed(path, 3, host)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def bed(beds, host) -> Bed:
     """Three MTP layers whose drafts are often, not always, right."""
-    path = tmp_path_factory.mktemp("echo")
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=3,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=VOCAB,
-    )
-    return Bed(path, 3, host)
+    return beds("echo", host)
 
 
-@pytest.fixture(scope="session")
-def looping_bed(tmp_path_factory, host) -> Bed:
+@pytest.fixture
+def looping_bed(beds, host) -> Bed:
     """The next token depends on the last one alone, so that every long text loops."""
-    path = tmp_path_factory.mktemp("looping")
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=6,
-        echo_draft=True,
-        residual_scale=0.0,
-        vocab_size=VOCAB,
-    )
-    return Bed(path, 3, host)
+    return beds("looping", host)
 
 
-@pytest.fixture(scope="session")
-def mla_bed(tmp_path_factory, host) -> Bed:
+@pytest.fixture
+def mla_bed(beds, host) -> Bed:
     """Latent attention, three MTP layers."""
-    path = tmp_path_factory.mktemp("mla")
-    write_random_checkpoint(
-        path,
-        "deepseek_v3",
-        num_mtp_layers=3,
-        seed=4,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=VOCAB,
-    )
-    return Bed(path, 3, host)
+    return beds("mla", host)
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ def assert_drained(llm: LLM) -> None:
         assert len(set(manager.slot_manager.free_slots)) == manager.slot_manager.max_num_requests
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def target(bed) -> Oracle:
     """The target of ``bed`` alone."""
-    return Oracle(bed.oracle_model, 1, vanilla=False)
+    return bed.target
