@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,3 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device_memory() -> Iterator[Callable[[int], None]]:
+    """Asks for that many GiB of the device; what torch would keep of them goes to other workers."""
+
+    def ask(gibibytes: int) -> None:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
+            pytest.skip(f"needs {gibibytes} GB of device memory")
+
+    yield ask
+    torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,11 +111,10 @@ def test_in_a_cuda_graph(batch: int, rows: int, dtype: torch.dtype) -> None:
         assert torch.equal(eager, again)
 
 
-def test_pools_beyond_32_bits() -> None:
+def test_pools_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     heads = Heads(8, 8, 128)
     num_blocks = 3 * 2**30 // (32 * 8 * 128)
-    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("needs 40 GB of device memory")
+    device_memory(40)
     case = Case([2, 2], [70, 90], [70, 90], heads=heads, block_size=32, dtype=torch.bfloat16)
     far = dataclasses.replace(case, least_blocks=num_blocks)
     used = sorted({block for table in far.tables for block in table if block != num_blocks})

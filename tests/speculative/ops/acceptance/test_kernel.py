@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -494,11 +495,10 @@ def test_real_shapes(batch: int, k: int, vocab: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     stride, k, batch, vocab = 2**29 + 24, 3, 2, 151935
     rows = batch * (k + 1)
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GB of device memory")
+    device_memory(12)
     near = real_case(batch, k, vocab, 2, torch.bfloat16)
     near.rule.thinking[:] = True
     buffer = torch.empty(rows * stride, dtype=torch.bfloat16, device=DEVICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import pytest
@@ -181,10 +182,9 @@ def test_real_shapes(requests: int, k: int, vocab: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     stride, rows, vocab = 2**29 + 24, 6, 151935
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GB of device memory")
+    device_memory(12)
     near = real_logits(rows, vocab, 3, torch.bfloat16)
     buffer = torch.empty(rows * stride, dtype=torch.bfloat16, device=DEVICE)
     far = buffer.as_strided((rows, vocab), (stride, 1))

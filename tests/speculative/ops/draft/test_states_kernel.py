@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,10 +214,9 @@ def test_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     stride, hidden = 2**29 + 8, 4096
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GB of device memory")
+    device_memory(12)
     near = filled(6, hidden, torch.bfloat16, 8)
     far = torch.empty(6 * stride, dtype=torch.bfloat16, device=DEVICE).as_strided(
         (6, hidden), (stride, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -478,10 +479,9 @@ def test_in_a_cuda_graph(batch: int, k: int, hidden: int, vanilla: bool) -> None
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     """Pools and states so large that their last rows lie behind 2**31 elements."""
-    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GB of device memory")
+    device_memory(24)
     k, hidden = 3, 7168
     near = real_step(4, 2, 3, k, hidden)
     far = replace(near)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,9 +215,8 @@ def test_in_a_cuda_graph(chunks: list[int], generations: int, k: int, hidden: in
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GB of device memory")
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
+    device_memory(12)
     k, hidden = 3, 7168
     near = Step(1, k, [2, 5], 3, hidden, **BRAINS)
     slots = 2**31 // (k * hidden) + 16
