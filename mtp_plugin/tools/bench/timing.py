@@ -21,6 +21,7 @@ class Times:
     """Of one call, in the unit of the samples."""
 
     median: float
+    mean: float
     p20: float
     p80: float
     samples: int
@@ -32,6 +33,7 @@ class Times:
         last = len(ordered) - 1
         return Times(
             median=statistics.median(ordered),
+            mean=statistics.fmean(ordered),
             p20=ordered[round(0.2 * last)],
             p80=ordered[round(0.8 * last)],
             samples=len(ordered),

@@ -130,7 +130,7 @@ def test_sets_fill_the_cache_twice_and_share_a_replay(on_device) -> None:
     outcome = on_device(Toy())
     assert outcome.problem is None
     assert outcome.figures.num_sets == 6  # 2 * 24000 bytes, 8000 each
-    assert outcome.figures.graph == Times(20.0, 20.0, 20.0, 5)
+    assert outcome.figures.graph == Times(20.0, 20.0, 20.0, 20.0, 5)
     told = outcome.as_dict(CEILINGS)
     assert told["gb_per_s"] == pytest.approx(0.4)
     assert told["floor_us"] == pytest.approx(0.002)
@@ -184,5 +184,10 @@ def test_the_heading_names_what_ran() -> None:
 
 
 def test_quantiles() -> None:
-    assert Times.of([float(n) for n in range(10, -1, -1)]) == Times(5.0, 2.0, 8.0, 11)
-    assert Times.of([3.0]) == Times(3.0, 3.0, 3.0, 1)
+    assert Times.of([float(n) for n in range(10, -1, -1)]) == Times(5.0, 5.0, 2.0, 8.0, 11)
+    assert Times.of([3.0]) == Times(3.0, 3.0, 3.0, 3.0, 1)
+
+
+def test_the_mean_counts_what_the_median_does_not_see() -> None:
+    times = Times.of([1.0, 1.0, 1.0, 1.0, 6.0])
+    assert (times.median, times.mean, times.p80) == (1.0, 2.0, 1.0)

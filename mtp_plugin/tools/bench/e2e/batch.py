@@ -17,14 +17,26 @@ from mtp_plugin.tools.bench.case import BenchmarkError
 
 
 @dataclass(frozen=True)
-class TimedStep:
+class Call:
     """One call of the executor."""
 
+    start: float
+    """By the host's clock, in seconds."""
     seconds: float
     emitted: list[int]
     """Tokens of each request that got some."""
     is_steady: bool
     """Whether every request of the batch was generating, and none was near its end."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step, from its start to that of the next one."""
+
+    seconds: float
+    """What the host does between two calls of the executor included."""
+    emitted: list[int]
+    is_steady: bool
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,9 @@ class Batch:
         self._executor = llm.executor
         self._device = llm.device
         self.requests = llm.make_requests(prompts, [params] * len(prompts))
-        self._unstarted = {request.request_id for request in self.requests}
-        self._by_id = {request.request_id: request for request in self.requests}
+        self._emitted = {request.request_id: 0 for request in self.requests}
+        self._num_started = 0
+        self._most = 0  # of what one request emitted
         # one step is running and one is about to be: neither may cut its drafts
         self._longest = num_tokens - 2 * llm.pieces.plan.step_rows
 
@@ -98,17 +111,14 @@ class Batch:
     @property
     def all_started(self) -> bool:
         """Whether every request has its first token."""
-        return not self._unstarted
+        return self._num_started == len(self.requests)
 
     @property
     def is_steady(self) -> bool:
         """Whether every request is generating, with whole steps before it."""
-        return self.all_started and all(
-            request.get_num_tokens() - request.py_orig_prompt_len <= self._longest
-            for request in self.requests
-        )
+        return self.all_started and self._most <= self._longest
 
-    def step(self) -> TimedStep:
+    def step(self) -> Call:
         """Make one step.
 
         Raises:
@@ -118,16 +128,19 @@ class Batch:
         start = perf_counter()
         events = self._executor.step()
         seconds = perf_counter() - start
+        emitted = []
+        # between two calls, so part of a step's time: no more than what has to be known
         for event in events:
-            expect(
-                event.finish_reason is not FinishReason.ERROR,
-                BenchmarkError,
-                f"request {event.request_id}: {self._by_id[event.request_id].error}",
-            )
-            if event.token_ids:
-                self._unstarted.discard(event.request_id)
-        emitted = [len(event.token_ids) for event in events if event.token_ids]
-        return TimedStep(seconds, emitted, steady)
+            if event.finish_reason is FinishReason.ERROR:
+                raise BenchmarkError(f"request {event.request_id}: {self._error(event.request_id)}")
+            count = len(event.token_ids)
+            if count:
+                before = self._emitted[event.request_id]
+                self._num_started += not before
+                self._emitted[event.request_id] = before + count
+                self._most = max(self._most, before + count)
+                emitted.append(count)
+        return Call(start, seconds, emitted, steady)
 
     def cancel(self) -> None:
         """End every request and let the executor run empty."""
@@ -136,6 +149,9 @@ class Batch:
         while self.is_running:
             self._executor.step()
 
+    def _error(self, request_id: int) -> str | None:
+        return next(each.error for each in self.requests if each.request_id == request_id)
+
 
 def run_batch(
     llm: LLM,
@@ -143,12 +159,12 @@ def run_batch(
     num_tokens: int,
     *,
     before: Callable[[], Any] | None = None,
-    after: Callable[[TimedStep], Any] | None = None,
+    after: Callable[[Call], Any] | None = None,
 ) -> Run:
     """Run a batch to its end.
 
     Args:
-        before, after: called around every step that may be steady, outside of its time.
+        before, after: called around every step that may be steady, outside of its call.
 
     Raises:
         BenchmarkError: a request failed or was preempted.
@@ -156,7 +172,7 @@ def run_batch(
     batch = Batch(llm, prompts, num_tokens)
     preemptions = llm.executor.num_preemptions
     synchronize(llm.device)
-    steps: list[TimedStep] = []
+    calls: list[Call] = []
     first = 0.0
     start = perf_counter()
     batch.start()
@@ -164,19 +180,28 @@ def run_batch(
         candidate = batch.is_steady
         if candidate and before is not None:
             before()
-        steps.append(batch.step())
+        calls.append(batch.step())
         if candidate and after is not None:
-            after(steps[-1])
+            after(calls[-1])
         if not first and batch.all_started:
             first = perf_counter() - start
     synchronize(llm.device)
-    seconds = perf_counter() - start
+    end = perf_counter()
     preempted = llm.executor.num_preemptions - preemptions
     expect(
         preempted == 0, BenchmarkError, f"{preempted} requests were preempted: too few KV blocks"
     )
     tokens = [request.output_token_ids for request in batch.requests]
-    return Run(tokens, steps, seconds, first)
+    return Run(tokens, timed_steps(calls, end), end - start, first)
+
+
+def timed_steps(calls: Sequence[Call], end: float) -> list[TimedStep]:
+    """The steps of a run that ended at ``end``, each with the time to the next one."""
+    nexts = [*(call.start for call in calls[1:]), end]
+    return [
+        TimedStep(after - call.start, call.emitted, call.is_steady)
+        for call, after in zip(calls, nexts, strict=True)
+    ]
 
 
 def synchronize(device: torch.device) -> None:

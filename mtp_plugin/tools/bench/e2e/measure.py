@@ -16,7 +16,15 @@ from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.e2e.batch import Batch, Run, TimedStep, pooled, run_batch, synchronize
+from mtp_plugin.tools.bench.e2e.batch import (
+    Batch,
+    Call,
+    Run,
+    TimedStep,
+    pooled,
+    run_batch,
+    synchronize,
+)
 from mtp_plugin.tools.bench.e2e.cases import VANILLA, E2ECase, E2EOptions, Synthetic
 from mtp_plugin.tools.bench.e2e.gate import Gate, Match
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
@@ -63,7 +71,7 @@ class Measured:
     timed: list[Run]
     others: list[Run]
     """For the device's clocks to rise, for the gaps, for the phases."""
-    phases: list[tuple[TimedStep, dict[str, float]]] = field(default_factory=list)
+    phases: list[tuple[Call, dict[str, float]]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Milliseconds between the replays of steps that only generate; empty without graphs."""
 
@@ -81,9 +89,9 @@ class StepFigures:
     num_tokens: int
     first_tokens_seconds: float
     step_ms: Times
-    """Of steps in which every request generates."""
+    """From a step in which every request generates to the next one."""
     steady_tokens_per_second: float
-    """In those steps."""
+    """In those steps, so by their mean."""
     acceptance: AcceptanceStats
     """In those steps."""
     share_of_repeated_8_grams: float
@@ -144,7 +152,7 @@ class E2EOutcome:
 
     @property
     def speed_up(self) -> float | None:
-        """Tokens per second of generating steps over those without MTP."""
+        """Tokens per second of generating steps over those without MTP: by their means."""
         if self.figures is None or self.off is None or self.case.is_off:
             return None
         return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
@@ -266,13 +274,13 @@ class E2EBench:
         if not self.options.phases:
             return measured
         clock = clock_for(self.subject.device)
-        phases: list[tuple[TimedStep, dict[str, float]]] = []
+        phases: list[tuple[Call, dict[str, float]]] = []
 
-        def after(step: TimedStep) -> None:
+        def after(call: Call) -> None:
             synchronize(self.subject.device)
             spent = clock.read()
-            if step.is_steady and spent is not None:
-                phases.append((step, spent))
+            if call.is_steady and spent is not None:
+                phases.append((call, spent))
 
         # graphs that are captured in here hold the clock's marks, those above do not
         with watch(self.subject.model, clock):
@@ -312,7 +320,7 @@ class E2EBench:
         case: E2ECase,
         *,
         before: Callable[[], Any] | None = None,
-        after: Callable[[TimedStep], Any] | None = None,
+        after: Callable[[Call], Any] | None = None,
     ) -> Run:
         prompts = self.prompts(case.batch)
         few = min(self.options.output_tokens, WARM_UP_STEPS * (case.k + 1))
@@ -438,7 +446,7 @@ def _phases(measured: Measured, step_ms: float, *, on_device: bool) -> Phases | 
     if measured.gaps:
         gap = statistics.median(measured.gaps)
     else:
-        # on a device these steps waited for their end, so the time is that of the timed ones
-        wall = step_ms if on_device else statistics.median(s.seconds * 1000 for s, _ in steps)
+        # on a device these calls waited for their end, so the time is that of the timed steps
+        wall = step_ms if on_device else statistics.median(c.seconds * 1000 for c, _ in steps)
         gap = wall - statistics.median(sum(each.values()) for _, each in steps)
     return Phases(spent, gap, len(steps), len(measured.gaps))

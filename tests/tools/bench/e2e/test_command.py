@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from typer.testing import CliRunner
 
 from mtp_plugin.executor import LLM
 from mtp_plugin.executor.models import write_random_checkpoint
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import app
 from mtp_plugin.tools.bench.e2e import measure, transformers_side
-from mtp_plugin.tools.bench.e2e.batch import Batch, Run, run_batch
+from mtp_plugin.tools.bench.e2e.batch import Batch, Call, Run, run_batch, timed_steps
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.gate import RANDOM_WEIGHTS_ULPS
 from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome
@@ -73,6 +77,9 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
         assert case["matched"] is True
         assert case["tokens"] == 40 * case["batch"]
         assert 0 < case["step_ms"]["p20"] <= case["step_ms"]["median"] <= case["step_ms"]["p80"]
+        per_step = case["batch"] * case["acceptance_length"]
+        rate = per_step / case["step_ms"]["mean"] * 1000
+        assert case["steady_tokens_per_second"] == pytest.approx(rate)
         assert case["tokens_per_second_per_request"] * case["batch"] == pytest.approx(
             case["tokens_per_second"]
         )
@@ -100,6 +107,7 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     }
     ratio = eagle["steady_tokens_per_second"] / off["steady_tokens_per_second"]
     assert eagle["speed_up"]["steady"] == pytest.approx(ratio)
+    assert "speed-ups follow from the mean" in told["step_ms"]
     assert told["transformers"]["generate"]["tokens_per_second"] > 0
 
 
@@ -284,9 +292,10 @@ def test_a_device_is_timed_long_enough_and_every_run_is_compared(
     assert [len(runs) for runs in pools] == [timed]
     # the short one, and the one of the phases
     assert compared == [timed + (seconds == 1e9) + 1]
-    steps = sum(len(run.steady) for run in pools[0])
+    seconds = [step.seconds for run in pools[0] for step in run.steady]
     assert outcome.figures is not None
-    assert outcome.figures.step_ms.samples == steps
+    assert outcome.figures.step_ms.samples == len(seconds)
+    assert outcome.figures.step_ms.mean == pytest.approx(sum(seconds) / len(seconds) * 1000)
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -338,6 +347,29 @@ def test_probes_are_called_around_steps_that_may_be_steady(toy: Subject) -> None
             after=lambda step: calls.append(f"after {step.is_steady}"),
         )
     assert calls == ["before", "after True"] * len(run.steady)
+
+
+def test_a_step_lasts_until_the_next_one_starts(toy: Subject) -> None:
+    calls = [Call(start, 0.5, [1], True) for start in (1.0, 2.0, 4.0)]
+    assert [step.seconds for step in timed_steps(calls, 4.5)] == [1.0, 2.0, 0.5]
+    spent: list[Call] = []
+    with executor(toy, E2ECase(2), E2EOptions(isl=4, osl=12)) as llm:
+        run = run_batch(llm, [[1, 2, 3, 4]] * 2, 12, after=lambda c: spent.append(c) or sleep(0.01))
+    host = [step.seconds - call.seconds for step, call in zip(run.steady, spent, strict=True)]
+    assert min(host) >= 0.01
+
+
+def test_a_request_that_fails_is_named(toy: Subject) -> None:
+    with executor(toy, E2ECase(2), E2EOptions(isl=4, osl=12)) as llm:
+        batch = Batch(llm, [[1, 2, 3, 4]] * 2, 12)
+        second = batch.requests[1]
+        second.fail("broken")
+        failed = SimpleNamespace(
+            request_id=second.request_id, finish_reason=FinishReason.ERROR, token_ids=[]
+        )
+        batch._executor = SimpleNamespace(step=lambda: [failed])
+        with pytest.raises(BenchmarkError, match=f"request {second.request_id}: broken"):
+            batch.step()
 
 
 def test_a_batch_that_is_cancelled_leaves_nothing(toy: Subject) -> None:
