@@ -39,19 +39,23 @@ def launches(name: str, label: str) -> str:
     return f"{case(name, f'{label}/b8')['launches']['kernels']:.0f}"
 
 
+def mean_ms(name: str, label: str) -> float:
+    """Of a step: the time that its tokens per second stand for."""
+    told = case(name, label)
+    tokens = told["batch"] * told["acceptance_length"]
+    return float(tokens / told["steady_tokens_per_second"] * 1000)
+
+
 def milliseconds(name: str, label: str, batches: tuple[int, ...] = E2E_BATCHES) -> str:
     """Of a step, by batch size."""
-    return over_batches(
-        batches, lambda batch: case(name, f"{label}/b{batch}")["step_ms"]["median"], 2
-    )
+    return over_batches(batches, lambda batch: mean_ms(name, f"{label}/b{batch}"), 2)
 
 
 def over_off(name: str, label: str, batches: tuple[int, ...] = E2E_BATCHES) -> str:
     """Of a step, as a multiple of one without MTP in the same file."""
 
     def ratio(batch: int) -> float:
-        on, off = (case(name, f"{kind}/b{batch}")["step_ms"]["median"] for kind in (label, "off"))
-        return on / off
+        return mean_ms(name, f"{label}/b{batch}") / mean_ms(name, f"off/b{batch}")
 
     return over_batches(batches, ratio, 2)
 
@@ -102,6 +106,27 @@ def test_steps_of_long_contexts() -> None:
     cells = [of(name, label, LONG_BATCHES) for of in (milliseconds, over_off, speed_ups)]
     assert f"| K = 3, drafts among 32768 ids | {' | '.join(cells)} |" in README
     assert result(name)["draft_vocab"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("row", "way"), [("MTP off", "off"), ("K = 1", "k1"), ("K = 3", "k3")], ids=lambda each: each
+)
+def test_steps_beside_vllm(row: str, way: str) -> None:
+    told = result("vllm-0.24")
+    assert told["source"] == "one run on one H200, torch 2.11"
+    batches = " / ".join(map(str, told["batches"]))
+    assert f"| mean milliseconds to the next step, batch {batches} | vLLM 0.24 |" in README
+    theirs, ours = (told["step_ms"][way][who] for who in ("vllm", "mtp_plugin"))
+    ratios = [slow / fast for slow, fast in zip(theirs, ours, strict=True)]
+    cells = [" / ".join(f"{value:.2f}" for value in each) for each in (theirs, ours, ratios)]
+    assert f"| {row} | {' | '.join(cells)} |" in README
+
+
+def test_the_shape_beside_vllm_is_that_of_the_steps() -> None:
+    shape, model = result("vllm-0.24")["shape"], result("e2e-8gb")["model"]
+    assert {name: model[name] for name in shape if name in model} == {
+        name: value for name, value in shape.items() if name != "intermediate_size"
+    }
 
 
 PROSE = " ".join(README.split())
@@ -161,7 +186,10 @@ def test_what_the_readme_links_to_is_there() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+OURS = [path for path in sorted(RESULTS.glob("*.json")) if result(path.stem)["kind"] != "beside"]
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_every_result_was_compared(path: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document.get("matched", document.get("holds")) is True
