@@ -68,6 +68,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """
     described: dict[str, Any] = {
         "gpu": None,
+        "cpu": cpu_name(),
+        "cpu_cores": available_cores(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -86,6 +88,23 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
         }
     return described
+
+
+def cpu_name(listed: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model; what the platform says where Linux does not list it."""
+    try:
+        lines = listed.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "unknown"
+
+
+def available_cores() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str:

@@ -8,8 +8,36 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from mtp_plugin.tools.bench.machine import git_tree
+from mtp_plugin.tools.bench import machine
+from mtp_plugin.tools.bench.machine import available_cores, cpu_name, describe_machine, git_tree
+
+
+def test_the_processor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 2.50GHz\nprocessor\t: 1\n")
+    assert cpu_name(listed) == "Fast CPU @ 2.50GHz"
+    # other systems have no such file, other architectures no such line
+    listed.write_text("processor\t: 0\n")
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    for where in (listed, tmp_path / "none"):
+        assert cpu_name(where) == machine.platform.machine()
+    monkeypatch.setattr(machine.platform, "machine", lambda: "")
+    assert cpu_name(listed) == "unknown"
+
+
+def test_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 5, 7}, raising=False)
+    assert available_cores() == 3
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    assert available_cores() == (os.cpu_count() or 1)
+
+
+def test_every_result_names_the_host() -> None:
+    told = describe_machine(torch.device("cpu"))
+    assert told["cpu"] == cpu_name() != ""
+    assert told["cpu_cores"] == available_cores() >= 1
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="asks git")
