@@ -100,7 +100,7 @@ class Outcome:
             "input_sets": figures.num_sets,
             "rotation_bytes": figures.num_sets * case.bytes_moved,
             "graph_us": None if figures.graph is None else asdict(figures.graph),
-            "eager_us": asdict(figures.eager),
+            "eager_us": asdict(figures.eager) | {"host_bound": True},
             "launches": None if figures.launches is None else asdict(figures.launches),
             "gb_per_s": self.gb_per_s,
         }

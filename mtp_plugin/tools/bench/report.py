@@ -19,6 +19,9 @@ from mtp_plugin.tools.bench.machine import Ceilings
 from mtp_plugin.tools.bench.measure import Outcome, floor_us
 from mtp_plugin.tools.bench.timing import Times
 
+HOST_BOUND_MARK = "*"
+HOST_BOUND = "launched one by one from the host: another host gives other figures"
+"""What eager times are by nature."""
 NOT_A_BENCHMARK = "not a benchmark: measured without a GPU"
 
 
@@ -33,9 +36,14 @@ def heading(machine: dict[str, Any], kernels: str, ceilings: Ceilings | None) ->
 
 def results_table(outcomes: list[Outcome], ceilings: Ceilings | None) -> Table:
     """One row per case; a case that did not match has no figure in it."""
-    table = Table(box=box.SIMPLE_HEAD, title=None if ceilings is not None else NOT_A_BENCHMARK)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=None if ceilings is not None else NOT_A_BENCHMARK,
+        caption=f"{HOST_BOUND_MARK} host-bound: {HOST_BOUND}",
+    )
     table.add_column("case", no_wrap=True)
-    for title in ("graph us", "p20-p80", "target", "met", "eager us", "launches", "MB"):
+    eager = f"eager us{HOST_BOUND_MARK}"
+    for title in ("graph us", "p20-p80", "target", "met", eager, "launches", "MB"):
         table.add_column(title, justify="right", no_wrap=True)
     for title in ("floor us", "of ceiling"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -99,6 +107,7 @@ def document(
         "complete": complete,
         "machine": machine,
         "kernels": kernels,
+        "host_bound_if": HOST_BOUND,
         "ceilings_gb_per_s": None if ceilings is None else ceilings.as_dict(),
         "matched": all(outcome.matched for outcome in outcomes),
         "targets_met": sum(met),

@@ -43,6 +43,11 @@ def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int
     assert told["complete"] is told["matched"] is True
     assert len(told["cases"]) == num_cases
     assert all(case["matched"] and case["graph_us"] is None for case in told["cases"])
+    # a time of eager launches is the host's
+    assert all(case["eager_us"]["host_bound"] is True for case in told["cases"])
+    assert told["host_bound_if"].startswith("launched one by one from the host")
+    assert "eager us*" in result.stdout
+    assert "* host-bound: launched one by one" in result.stdout
     assert {"torch", "triton", "python", "commit"} <= told["machine"].keys()
 
 

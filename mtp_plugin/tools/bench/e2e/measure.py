@@ -42,6 +42,9 @@ TRACED_STEPS = 5
 LEAST_STEADY_STEPS = 3
 LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
 """Seconds of steps that only generate over which a device is timed, within so many runs."""
+HOST_BOUND_GAP = 0.03
+"""Share of a step for which the device may be idle. Copies and the sampler keep any replay from the
+next one for some 16 microseconds: where that is more, steps are as short as the host's part."""
 ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
 
 
@@ -96,6 +99,8 @@ class StepFigures:
     """In those steps."""
     share_of_repeated_8_grams: float
     phases: Phases | None
+    host_bound: bool
+    """Whether another host gives other figures: see `is_host_bound`."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,6 +115,7 @@ class StepFigures:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_request": self.tokens_per_second / batch,
             "first_tokens_seconds": self.first_tokens_seconds,
+            "host_bound": self.host_bound,
             "step_ms": asdict(self.step_ms),
             "steady_tokens_per_second": self.steady_tokens_per_second,
             "steady_tokens_per_second_per_request": self.steady_tokens_per_second / batch,
@@ -349,6 +355,7 @@ class E2EBench:
             acceptance=_acceptance(steady, case.k),
             share_of_repeated_8_grams=run.share_of_repeated_8_grams,
             phases=_phases(measured, times.median, on_device=self.subject.device.type == "cuda"),
+            host_bound=is_host_bound(measured.gaps, times.mean),
         )
 
     def _with_executor(self, case: E2ECase, use: Callable[[LLM], T]) -> T:
@@ -424,6 +431,15 @@ def executor_config(
             }
         config["speculative_config"] = speculative
     return config
+
+
+def is_host_bound(gaps: list[float], step_ms: float) -> bool:
+    """Whether the host sets the pace: steps run eagerly, or the device idles too long between two.
+
+    Args:
+        gaps: milliseconds between replays; empty without graphs. step_ms: the mean.
+    """
+    return not gaps or statistics.median(gaps) > HOST_BOUND_GAP * step_ms
 
 
 def _steady_seconds(runs: list[Run]) -> float:

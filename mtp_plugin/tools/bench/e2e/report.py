@@ -11,15 +11,19 @@ from rich import box
 from rich.table import Table
 
 from mtp_plugin.tools.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
-from mtp_plugin.tools.bench.e2e.measure import E2EOutcome, StepFigures
+from mtp_plugin.tools.bench.e2e.measure import HOST_BOUND_GAP, E2EOutcome, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES
 from mtp_plugin.tools.bench.e2e.subject import Subject
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome
-from mtp_plugin.tools.bench.report import NOT_A_BENCHMARK, number, spread
+from mtp_plugin.tools.bench.report import HOST_BOUND_MARK, NOT_A_BENCHMARK, number, spread
 
 TIMED = (
     "from the start of a step to that of the next; tokens per second and speed-ups follow from the "
     "mean"
+)
+HOST_BOUND = (
+    f"steps run eagerly, or the device idles for more than {HOST_BOUND_GAP:.0%} of one: another "
+    "host gives other figures"
 )
 SYNTHETIC = "synthetic acceptance: drafts were accepted by draw, the texts mean nothing"
 _GAP = "host_gap"
@@ -52,6 +56,8 @@ def results_table(outcomes: list[E2EOutcome], *, is_benchmark: bool) -> Table:
     """One row per case; a case that did not match has no figure in it."""
     title = None if is_benchmark else NOT_A_BENCHMARK
     caption = f"step ms: mean, {TIMED}; phases in ms; tok/s of the batch"
+    if any(outcome.figures is not None and outcome.figures.host_bound for outcome in outcomes):
+        caption += f"\n{HOST_BOUND_MARK} host-bound: {HOST_BOUND}"
     table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
     table.add_column("case", no_wrap=True)
     step = ["step ms", "median", "p20-p80"]
@@ -68,9 +74,10 @@ def _row(outcome: E2EOutcome) -> list[str]:
     if figures is None:
         return [case.label, "failed" if outcome.error else "no match"]
     kind = "" if outcome.synthetic is None else " synth."
+    mark = HOST_BOUND_MARK if figures.host_bound else ""
     row = [
         case.label,
-        _milliseconds(figures.step_ms.mean),
+        _milliseconds(figures.step_ms.mean) + mark,
         _milliseconds(figures.step_ms.median),
         spread(figures.step_ms, _milliseconds),
         "" if case.is_off else f"{figures.acceptance.acceptance_length:.2f}{kind}",
@@ -117,14 +124,16 @@ def transformers_lines(found: GenerateOutcome | None, off: E2EOutcome | None) ->
     for name, figures in (("generate", found.without_mtp), ("generate, use_mtp", found.with_mtp)):
         if figures is not None:
             lines.append(
-                f"transformers {name}, batch 1: {number(figures.decode_tokens_per_second)} tok/s "
-                "decoding"
+                f"transformers {name}, batch 1: {number(figures.decode_tokens_per_second)} tok/s"
+                f"{HOST_BOUND_MARK} decoding"
             )
     if found.without_mtp is not None and found.with_mtp is not None:
         lines[-1] += f", {_ratio(found.as_dict()['speed_up'])} of generate"
     if off is not None and off.figures is not None and found.without_mtp is not None:
         ratio = off.figures.steady_tokens_per_second / found.without_mtp.decode_tokens_per_second
         lines.append(f"this executor without MTP, batch 1: {_ratio(ratio)} of generate")
+    if lines:
+        lines.append(f"{HOST_BOUND_MARK} host-bound: eager")
     if found.error is not None:
         lines.append(f"no figure: transformers: {found.error}")
     return lines
@@ -161,6 +170,7 @@ def document(
         "acceptance": acceptance_kind(synthetic),
         "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
         "step_ms": TIMED,
+        "host_bound_if": HOST_BOUND,
         "tie_tolerance_ulps": tie_ulps,
         "matched": all(outcome.matched for outcome in outcomes),
         "skipped": skipped,

@@ -60,6 +60,7 @@ class GenerateOutcome:
         described: dict[str, Any] = {
             "version": transformers.__version__,
             "batch": 1,
+            "host_bound": True,  # every call of it launches eagerly
             "match": None if self.match is None else self.match.as_dict(),
             "error": self.error,
         }

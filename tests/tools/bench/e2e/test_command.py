@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from time import sleep
@@ -21,7 +22,7 @@ from mtp_plugin.tools.bench.e2e import measure, transformers_side
 from mtp_plugin.tools.bench.e2e.batch import Batch, Call, Run, run_batch, timed_steps
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.gate import RANDOM_WEIGHTS_ULPS
-from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome
+from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome, is_host_bound
 from mtp_plugin.tools.bench.e2e.report import document, heading, plot, results_table
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
@@ -108,6 +109,10 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     ratio = eagle["steady_tokens_per_second"] / off["steady_tokens_per_second"]
     assert eagle["speed_up"]["steady"] == pytest.approx(ratio)
     assert "speed-ups follow from the mean" in told["step_ms"]
+    assert all(case["host_bound"] is True for case in told["cases"])  # eager
+    assert told["transformers"]["host_bound"] is True
+    assert "or the device idles for more than 3% of one" in told["host_bound_if"]
+    assert "* host-bound: steps run eagerly, or" in result.stdout
     assert told["transformers"]["generate"]["tokens_per_second"] > 0
 
 
@@ -426,6 +431,27 @@ def test_the_table_has_a_row_per_case(toy: Subject) -> None:
     told = document({}, toy, E2EOptions(), outcomes, [], None, [], tie_ulps=4, complete=False)
     assert (told["complete"], told["matched"]) == (False, False)
     assert "synthetic" in heading({"gpu": None}, toy, E2EOptions())[-1]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "step_ms", "bound"),
+    [([], 2.0, True), ([0.016, 0.017, 3.0], 2.3, False), ([0.016, 0.017, 0.017], 0.35, True)],
+    ids=["eager", "long-steps", "short-steps"],
+)
+def test_the_host_sets_the_pace_of_eager_and_of_short_steps(
+    gaps: list[float], step_ms: float, bound: bool
+) -> None:
+    assert is_host_bound(gaps, step_ms) is bound
+
+
+def test_host_bound_rows_are_marked(toy: Subject) -> None:
+    (outcome,) = measured(toy, E2ECase(1))
+    figures = dataclasses.replace(outcome.figures, host_bound=False)
+    free = dataclasses.replace(outcome, figures=figures)
+    tables = [results_table(each, is_benchmark=True) for each in ([outcome, free], [free])]
+    steps = [list(table.columns[1].cells) for table in tables]
+    assert [[cell.endswith("*") for cell in cells] for cells in steps] == [[True, False], [False]]
+    assert ["host-bound" in table.caption for table in tables] == [True, False]
 
 
 def test_a_plot_needs_figures_or_says_so(toy: Subject, tmp_path) -> None:
