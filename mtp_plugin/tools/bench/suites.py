@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 from mtp_plugin.tools.bench.bookkeeping_cases import (
     STATE,
@@ -49,7 +50,7 @@ class Options:
         """One per batch size.
 
         Raises:
-            BenchmarkError: a size below its minimum, or an unknown dtype.
+            BenchmarkError: a size out of its bounds, or an unknown dtype.
         """
         base = TINY if self.tiny else REFERENCE
         shape = Shape(
@@ -69,6 +70,11 @@ class Options:
                 BenchmarkError,
                 f"--{name}: expected at least {least}, got {size}",
             )
+        expect(
+            shape.k <= MAX_DRAFT_LEN,
+            BenchmarkError,
+            f"--k: expected at most {MAX_DRAFT_LEN}, got {shape.k}",
+        )
         expect(
             shape.dtype in DTYPES,
             BenchmarkError,

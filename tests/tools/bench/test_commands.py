@@ -110,6 +110,7 @@ def test_without_a_gpu_it_refuses(bench) -> None:
         (Options(only="nothing"), "--filter: no case has 'nothing' in its name"),
         (Options(batches=(4, 0)), "--batch: expected sizes of at least 1, got 0"),
         (Options(k=0), "--k: expected at least 1, got 0"),
+        (Options(k=99), "--k: expected at most 16, got 99"),
         (Options(vocab=4), "--vocab: expected at least 16, got 4"),
         (Options(dtype="float64"), "--dtype: expected one of float32, bfloat16, got float64"),
     ],

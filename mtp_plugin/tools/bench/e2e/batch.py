@@ -79,6 +79,14 @@ def pooled(runs: Sequence[Run]) -> Run:
     )
 
 
+def steady_tokens(num_tokens: int, step_rows: int) -> int:
+    """Up to how many emitted tokens of ``num_tokens`` no request is near its end.
+
+    One step is running and one is about to be: neither may cut its drafts.
+    """
+    return num_tokens - 2 * step_rows
+
+
 class Batch:
     """Requests of the same length, started together.
 
@@ -95,8 +103,7 @@ class Batch:
         self._emitted = {request.request_id: 0 for request in self.requests}
         self._num_started = 0
         self._most = 0  # of what one request emitted
-        # one step is running and one is about to be: neither may cut its drafts
-        self._longest = num_tokens - 2 * llm.pieces.plan.step_rows
+        self._longest = steady_tokens(num_tokens, llm.pieces.plan.step_rows)
 
     def start(self) -> None:
         """Hand the requests in."""

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 from mtp_plugin.tools.bench.case import BenchmarkError
 
@@ -117,7 +118,7 @@ class E2EOptions:
         """Refuse what cannot be run.
 
         Raises:
-            BenchmarkError: a number below its minimum, a worker that is none, rates that are none.
+            BenchmarkError: a number out of its bounds, a worker that is none, rates that are none.
         """
         for name, numbers in (
             ("batch", self.batches),
@@ -127,6 +128,8 @@ class E2EOptions:
         ):
             low = [number for number in numbers or () if number < 1]
             expect(not low, BenchmarkError, f"--{name}: expected at least 1, got {low[:1]}")
+        high = [k for k in self.ks or () if k > MAX_DRAFT_LEN]
+        expect(not high, BenchmarkError, f"--k: expected at most {MAX_DRAFT_LEN}, got {high[:1]}")
         odd = [worker for worker in self.workers or () if worker not in WORKERS]
         expect(not odd, BenchmarkError, f"--worker: expected {' or '.join(WORKERS)}, got {odd[:1]}")
         rates = self.acceptance or ()

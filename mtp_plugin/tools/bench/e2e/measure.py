@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from mtp_plugin.errors import expect
+from mtp_plugin.config import parse_config
+from mtp_plugin.errors import MTPPluginError, expect
 from mtp_plugin.executor import LLM
+from mtp_plugin.executor.llm import resolve_max_seq_len
+from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.batch import (
@@ -23,6 +26,7 @@ from mtp_plugin.tools.bench.e2e.batch import (
     TimedStep,
     pooled,
     run_batch,
+    steady_tokens,
     synchronize,
 )
 from mtp_plugin.tools.bench.e2e.cases import VANILLA, E2ECase, E2EOptions, Synthetic
@@ -222,6 +226,18 @@ class E2EBench:
         )
         self._off: dict[int, tuple[Run, E2EOutcome]] = {}
         self._ran: dict[str, Any] = {}
+
+    def check(self, cases: Sequence[E2ECase]) -> None:
+        """Refuse cases that cannot run, before any other has.
+
+        Raises:
+            BenchmarkError: with the case and what is wrong.
+        """
+        for case in cases:
+            try:
+                check_case(self.subject, case, self.options, self.synthetic)
+            except MTPPluginError as error:
+                raise BenchmarkError(f"{case.label}: {error}") from error
 
     def measure(self, case: E2ECase) -> E2EOutcome:
         """Compare, then tell the figures; whatever goes wrong is told in the outcome."""
@@ -431,6 +447,29 @@ def executor_config(
             }
         config["speculative_config"] = speculative
     return config
+
+
+def check_case(
+    subject: Subject, case: E2ECase, options: E2EOptions, synthetic: Synthetic | None
+) -> None:
+    """What the model's sizes say of a case.
+
+    Raises:
+        MTPPluginError: no executor can run it, or it ends before there is a step to time.
+    """
+    facts = subject.model.facts
+    config = parse_config(executor_config(subject, case, options, synthetic))
+    config = config.resolve(facts.num_mtp_layers)
+    resolve_max_seq_len(config, facts.max_position_embeddings)
+    resolve_draft_vocab(options.draft_vocab, facts.vocab_size)
+    tokens, rows = options.output_tokens, case.k + 1
+    short = LEAST_STEADY_STEPS - steady_tokens(tokens, rows)
+    expect(
+        short <= 0,
+        BenchmarkError,
+        f"--osl: expected at least {tokens + short} tokens, of which {LEAST_STEADY_STEPS} steps "
+        f"only generate, got {tokens}",
+    )
 
 
 def is_host_bound(gaps: list[float], step_ms: float) -> bool:

@@ -64,10 +64,11 @@ def run(
     cases, skipped = cases_of(options, subject.model.facts.num_mtp_layers)
     for label in skipped:
         log.print(f"skipped: {label}: vanilla needs a layer per draft")
+    bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
+    bench.check(cases)
     path = path or folder / f"e2e-{subject.name}.json"
     check_writable(path)
     machine = describe_machine(place)
-    bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
     outcomes: list[E2EOutcome] = []
     beside: GenerateOutcome | None = None
 

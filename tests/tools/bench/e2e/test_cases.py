@@ -62,6 +62,7 @@ def test_a_filter_keeps_the_run_to_compare_with() -> None:
     [
         (E2EOptions(batches=(0,)), r"--batch: expected at least 1, got \[0\]"),
         (E2EOptions(ks=(3, -1)), r"--k: expected at least 1, got \[-1\]"),
+        (E2EOptions(ks=(3, 17)), r"--k: expected at most 16, got \[17\]"),
         (E2EOptions(isl=0), r"--isl: expected at least 1"),
         (E2EOptions(osl=0), r"--osl: expected at least 1"),
         (E2EOptions(workers=("medusa",)), r"--worker: expected eagle or vanilla, got \['medusa'\]"),

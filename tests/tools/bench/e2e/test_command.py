@@ -186,10 +186,40 @@ def test_a_wrong_token_without_mtp_yields_no_figure_at_all(bench, checkpoint, mo
     assert "generate" not in told["transformers"]
 
 
-def test_too_few_tokens_for_a_steady_state_are_named(bench, checkpoint) -> None:
-    result, told = bench("--model", checkpoint, "--osl", "4", "--batch", "1", "--no-transformers")
-    assert result.exit_code == 1
-    assert "more output tokens are needed" in told["cases"][0]["error"]
+def test_too_few_tokens_for_a_steady_state_are_named(
+    toy: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = E2EOptions(isl=4, osl=8, phases=False)
+    monkeypatch.setattr(measure, "LEAST_STEADY_STEPS", 99)
+    outcome = E2EBench(toy, options, tie_ulps=TIE_ULPS).measure(E2ECase(1))
+    assert outcome.problem.endswith("more output tokens are needed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--k", "1,99"), "--k: expected at most 16, got [99]"),
+        (("--k", "1,3", "--acceptance", "0.9,0.5"), "eagle-k3/b1: --acceptance: expected one rate"),
+        (("--isl", "1000"), "off/b1: max_seq_len: 1024 is above the model's 512 positions"),
+        (("--draft-vocab", "97"), "mtp.draft_vocab: expected at most the vocabulary of 96, got 97"),
+        (("--osl", "4"), "off/b1: --osl: expected at least 5 tokens"),
+        (("--k", "1,8", "--osl", "20"), "eagle-k8/b1: --osl: expected at least 21 tokens"),
+    ],
+)
+def test_a_case_that_cannot_run_is_named_before_any_has(
+    bench, checkpoint, monkeypatch: pytest.MonkeyPatch, arguments, message: str
+) -> None:
+    monkeypatch.setattr(measure, "LLM", None)  # nothing may run
+    result, told = bench("--model", checkpoint, "--batch", "1", *arguments)
+    assert isinstance(result.exception, BenchmarkError)
+    assert message in str(result.exception)
+    assert told is None
+
+
+def test_the_fewest_tokens_that_are_let_through_can_be_timed(toy: Subject) -> None:
+    bench = E2EBench(toy, E2EOptions(isl=4, osl=5, phases=False), tie_ulps=TIE_ULPS)
+    bench.check([E2ECase(1)])
+    assert bench.measure(E2ECase(1)).problem is None
 
 
 def test_without_phases_there_are_none(bench, checkpoint) -> None:
