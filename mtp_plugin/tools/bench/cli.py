@@ -41,7 +41,10 @@ Filter = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", metavar="FILE", help=f"JSON; the plot goes beside it. Default: in {RESULTS}."
+        "--output",
+        metavar="FILE",
+        help=f"JSON; the plot goes beside it. Default: in {RESULTS}, without a GPU or with --quick "
+        "nowhere.",
     ),
 ]
 Cpu = Annotated[
@@ -333,7 +336,7 @@ def _run(
         only=only,
         tiny=cpu,
     )
-    raise typer.Exit(run(kind, options, output or RESULTS / f"{kind}.json", cpu=cpu))
+    raise typer.Exit(run(kind, options, folder=RESULTS, path=output, cpu=cpu))
 
 
 def _batches(text: str | None) -> tuple[int, ...] | None:

@@ -116,6 +116,28 @@ def document(
     }
 
 
+def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path | None:
+    """Where the results go; None: nowhere, since a lesser run replaces no published file.
+
+    Args:
+        is_full: on a GPU, and not quick.
+
+    Raises:
+        BenchmarkError: a file that cannot be written.
+    """
+    path = default if output is None and is_full else output
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+def stored_line(path: Path | None) -> str:
+    """What a run says of its results at the end."""
+    if path is None:
+        return "results are not written: without a GPU or with --quick they need an --output"
+    return f"results: {path}"
+
+
 def check_writable(path: Path) -> None:
     """Make the folders that lead to a document, before anything is measured for it.
 
@@ -134,8 +156,10 @@ def check_writable(path: Path) -> None:
     )
 
 
-def store(path: Path, content: dict[str, Any]) -> None:
-    """Write the document, and the folders that lead there."""
+def store(path: Path | None, content: dict[str, Any]) -> None:
+    """Write the document, and the folders that lead there; without a path nothing."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -13,12 +13,13 @@ from mtp_plugin.tools.bench.kernels import Kernels, reference_kernels, triton_ke
 from mtp_plugin.tools.bench.machine import describe_machine, measure_ceilings
 from mtp_plugin.tools.bench.measure import Bench, Outcome
 from mtp_plugin.tools.bench.report import (
-    check_writable,
     document,
     heading,
     plot,
+    results_file,
     results_table,
     store,
+    stored_line,
 )
 from mtp_plugin.tools.bench.suites import Options, cases_of
 
@@ -26,8 +27,11 @@ SAMPLES, QUICK_SAMPLES, CPU_SAMPLES = 50, 20, 3
 _NARROWEST = 150
 
 
-def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
+def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bool) -> int:
     """Measure the cases of ``kind``; the exit code is 1 where a result did not match.
+
+    Args:
+        folder: where the results of a full run go unless ``path`` names their file.
 
     Raises:
         BenchmarkError: no GPU and ``cpu`` not given, no case left, or a path that cannot be
@@ -43,7 +47,8 @@ def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
             "without one, and its times are no benchmark"
         )
     cases = cases_of(kind, options, device)
-    check_writable(path)
+    is_full = not cpu and not options.quick
+    path = results_file(path, folder / f"{kind}.json", is_full=is_full)
     measured = measured_kernels(device)
     machine = describe_machine(device)
     samples = CPU_SAMPLES if cpu else QUICK_SAMPLES if options.quick else SAMPLES
@@ -69,8 +74,9 @@ def run(kind: str, options: Options, path: Path, *, cpu: bool) -> int:
     if ceilings is not None:
         met = [outcome.target_met for outcome in outcomes if outcome.target_met is not None]
         out.print(f"targets met: {sum(met)} of {len(met)}")
-        out.print(plot(path.with_suffix(".png"), outcomes, ceilings), soft_wrap=True)
-    out.print(f"results: {path}", soft_wrap=True)
+        if path is not None:
+            out.print(plot(path.with_suffix(".png"), outcomes, ceilings), soft_wrap=True)
+    out.print(stored_line(path), soft_wrap=True)
     return 0 if all(outcome.matched for outcome in outcomes) else 1
 
 

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from mtp_plugin.tools.bench import run
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.cli import app, main
+from mtp_plugin.tools.bench.cli import RESULTS, app, main
 from mtp_plugin.tools.bench.kernels import reference_kernels
+from mtp_plugin.tools.bench.report import results_file
 from mtp_plugin.tools.bench.step_cases import step_cases
 from mtp_plugin.tools.bench.suites import Options, cases_of
 
@@ -57,6 +58,26 @@ def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, BenchmarkError)
     assert "--output: /proc/none/ops.json cannot be written" in str(result.exception)
+
+
+def test_a_run_without_a_gpu_replaces_no_published_result(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    published = tmp_path / RESULTS / "step.json"
+    published.parent.mkdir(parents=True)
+    published.write_text("{}")
+    arguments = ["step", "--cpu", "--batch", "2", "--filter", "vanilla/"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "results are not written: without a GPU" in result.stdout
+    assert published.read_text() == "{}"
+    assert [*tmp_path.rglob("*.*")] == [published]
+
+
+def test_full_runs_go_to_the_published_results_others_where_asked(tmp_path) -> None:
+    default, asked = tmp_path / "published.json", tmp_path / "asked.json"
+    assert results_file(None, default, is_full=True) == default
+    assert results_file(None, default, is_full=False) is None
+    assert all(results_file(asked, default, is_full=yes) == asked for yes in (True, False))
 
 
 def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:

@@ -22,7 +22,7 @@ from mtp_plugin.tools.bench.e2e.report import (
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome, measure_transformers
 from mtp_plugin.tools.bench.machine import describe_machine
-from mtp_plugin.tools.bench.report import check_writable, store
+from mtp_plugin.tools.bench.report import results_file, store, stored_line
 
 GENERATE_PROMPTS, QUICK_GENERATE_PROMPTS = 4, 1
 _NARROWEST = 170
@@ -43,7 +43,7 @@ def run(
     """Measure one model; the exit code is 1 where a case did not match.
 
     Args:
-        folder: where the results go unless ``path`` names their file.
+        folder: where the results of a full run go unless ``path`` names their file.
 
     Raises:
         BenchmarkError: options that no case fits, or not exactly one model.
@@ -66,8 +66,9 @@ def run(
         log.print(f"skipped: {label}: vanilla needs a layer per draft")
     bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
     bench.check(cases)
-    path = path or folder / f"e2e-{subject.name}.json"
-    check_writable(path)
+    default = folder / f"e2e-{subject.name}.json"
+    is_full = place.type == "cuda" and not options.quick
+    path = results_file(path, default, is_full=is_full)
     machine = describe_machine(place)
     outcomes: list[E2EOutcome] = []
     beside: GenerateOutcome | None = None
@@ -120,7 +121,7 @@ def _show(
     options: E2EOptions,
     outcomes: list[E2EOutcome],
     beside: GenerateOutcome | None,
-    path: Path,
+    path: Path | None,
 ) -> None:
     out = Console(highlight=False, markup=False)
     if not out.is_terminal:
@@ -135,6 +136,6 @@ def _show(
     for outcome in outcomes:
         if outcome.problem is not None:
             log.print(f"no figure: {outcome.case.label}: {outcome.problem}", style="red")
-    if subject.device.type == "cuda":
+    if subject.device.type == "cuda" and path is not None:
         out.print(plot(path.with_suffix(".png"), subject, outcomes), soft_wrap=True)
-    out.print(f"results: {path}", soft_wrap=True)
+    out.print(stored_line(path), soft_wrap=True)

@@ -21,7 +21,7 @@ from mtp_plugin.tools.bench.e2e.gate import Gate
 from mtp_plugin.tools.bench.e2e.prompts import make_pieces
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint
 from mtp_plugin.tools.bench.machine import describe_machine
-from mtp_plugin.tools.bench.report import check_writable, store
+from mtp_plugin.tools.bench.report import results_file, store, stored_line
 from mtp_plugin.tools.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
 from mtp_plugin.tools.bench.soak.outputs import Texts
 from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
@@ -296,8 +296,8 @@ def run(
     fused = place.type == "cuda" if options.fused is None else options.fused
     subject = load_checkpoint(checkpoint, place, dtype, fused=fused)
     machine = describe_machine(place)
-    path = path or folder / f"soak-{subject.name}.json"
-    check_writable(path)
+    default = folder / f"soak-{subject.name}.json"
+    path = results_file(path, default, is_full=place.type == "cuda")
     found = soak(subject, options, tie_ulps=tie_ulps)
     out = Console(highlight=False, markup=False)
     out.print(_table(found))
@@ -309,7 +309,7 @@ def run(
         f"acceptance length {found.acceptance_length:.2f}",
         soft_wrap=True,
     )
-    out.print(f"results: {path}", soft_wrap=True)
+    out.print(stored_line(path), soft_wrap=True)
     return 0 if found.holds else 1
 
 

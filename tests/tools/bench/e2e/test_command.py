@@ -186,6 +186,16 @@ def test_a_wrong_token_without_mtp_yields_no_figure_at_all(bench, checkpoint, mo
     assert "generate" not in told["transformers"]
 
 
+def test_without_an_output_nothing_is_written(checkpoint, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["e2e", "--quick", "--device", "cpu", "--model", checkpoint, "--batch", "1"]
+    few = ["--k", "1", "--worker", "eagle", "--no-phases", "--no-transformers"]
+    result = CliRunner().invoke(app, [*arguments, *few])
+    assert result.exit_code == 0, result.output
+    assert "results are not written: without a GPU" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_few_tokens_for_a_steady_state_are_named(
     toy: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

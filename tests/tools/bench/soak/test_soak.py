@@ -119,6 +119,16 @@ def test_the_command_leaves_a_document(path, tmp_path) -> None:
     assert "outputs like target-only decoding's" in result.stdout
 
 
+def test_a_soak_without_a_gpu_replaces_no_published_one(path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["soak", "-m", str(path), "--device", "cpu", "--steps", "9", "--k", "2"]
+    sizes = ["--batch-size", "2", "--longest-prompt", "12", "--longest-output", "8"]
+    result = CliRunner().invoke(app, [*arguments, *sizes])
+    assert result.exit_code == 0, result.output
+    assert "results are not written: without a GPU" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
