@@ -168,6 +168,14 @@ class E2EOutcome:
         return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
 
     @property
+    def speed_up_as_asked(self) -> float | None:
+        """With the asked-for tokens per step in place of those drawn; None: acceptance is real."""
+        if self.synthetic is None or self.figures is None or self.off is None:
+            return None
+        tokens = 1 + sum(self.synthetic.shares(self.case.k))
+        return tokens * self.off.step_ms.mean / self.figures.step_ms.mean
+
+    @property
     def total_speed_up(self) -> float | None:
         """The same from start to end, prompts included."""
         if self.figures is None or self.off is None or self.case.is_off:
@@ -202,6 +210,8 @@ class E2EOutcome:
         described |= self.figures.as_dict(case.batch)
         if not case.is_off:
             described["speed_up"] = {"steady": self.speed_up, "total": self.total_speed_up}
+            if self.synthetic is not None:
+                described["speed_up"]["as_asked"] = self.speed_up_as_asked
         return described
 
 

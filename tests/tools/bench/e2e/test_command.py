@@ -108,6 +108,7 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     }
     ratio = eagle["steady_tokens_per_second"] / off["steady_tokens_per_second"]
     assert eagle["speed_up"]["steady"] == pytest.approx(ratio)
+    assert "as_asked" not in eagle["speed_up"]
     assert "speed-ups follow from the mean" in told["step_ms"]
     assert all(case["host_bound"] is True for case in told["cases"])  # eager
     assert told["transformers"]["host_bound"] is True
@@ -124,6 +125,7 @@ def test_a_shape_with_synthetic_acceptance_says_so_everywhere(bench) -> None:
     assert result.exit_code == 0, result.output
     assert "synthetic acceptance: drafts were accepted by draw" in result.stdout
     assert " synth." in result.stdout
+    assert "as asked: with the asked-for tokens per step" in result.stdout
     assert told["acceptance"] == "synthetic"
     assert told["synthetic_acceptance"] == {"rates": [0.9, 0.5], "seed": 5}
     assert told["skipped"] == ["vanilla-k2/b1"]
@@ -134,6 +136,9 @@ def test_a_shape_with_synthetic_acceptance_says_so_everywhere(bench) -> None:
     assert eagle["synthetic_acceptance"]["expected_per_position"] == [0.9, 0.5]
     assert eagle["match"]["compared_with"] == "valid ids and the asked-for acceptance"
     assert 1.8 < eagle["acceptance_length"] < 2.9
+    # tokens per step as asked for, whatever was drawn
+    means = [case["step_ms"]["mean"] for case in (off, eagle)]
+    assert eagle["speed_up"]["as_asked"] == pytest.approx((1 + 0.9 + 0.5) * means[0] / means[1])
     assert off["match"]["compared_with"] == "target-only decoding of 1 requests"
 
 
