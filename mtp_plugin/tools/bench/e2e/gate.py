@@ -137,8 +137,8 @@ class Gate:
 
         Args:
             num_tokens: of each request. shares: of the steps that accept drafts 1..i.
-            measure: these shares in a run. Draws fall alike in all runs, so that many of them say
-                no more than one.
+            measure: these shares in a run. Each run is held against them by itself: others may
+                repeat its draws.
         """
         vocab = self._subject.model.facts.vocab_size
         return _all_of([_match_draws(run, num_tokens, vocab, shares, measure(run)) for run in runs])
@@ -170,10 +170,11 @@ def _match_draws(
         odd = [token for token in tokens if not 0 <= token < vocab]
         if odd:
             mismatches.append(f"request {number}: {odd[0]} is no id below {vocab}")
-    # requests of a batch may share their draws: only steps count as independent
+    # every request draws for itself in every step; where a run is cut, one step may lean
     steps = max(1, len(run.steady))
+    draws = max(1, sum(len(step.emitted) for step in run.steady))
     for i, (share, found) in enumerate(zip(shares, measured, strict=True), 1):
-        error = STANDARD_ERRORS * math.sqrt(share * (1 - share) / steps) + 1 / steps
+        error = STANDARD_ERRORS * math.sqrt(share * (1 - share) / draws) + 1 / steps
         if abs(found - share) > error:
             mismatches.append(
                 f"drafts 1..{i} were accepted in {found:.3f} of the steps, expected "

@@ -29,8 +29,8 @@ def truth(subject: Subject) -> Run:
     return run_of(texts)
 
 
-def run_of(texts: list[list[int]], steps: int = 0) -> Run:
-    return Run(texts, [TimedStep(0.1, [1], True)] * steps, 1.0, 0.1)
+def run_of(texts: list[list[int]], steps: int = 0, requests: int = 1) -> Run:
+    return Run(texts, [TimedStep(0.1, [1] * requests, True)] * steps, 1.0, 0.1)
 
 
 def changed(run: Run, request: int, position: int, subject: Subject) -> Run:
@@ -102,7 +102,7 @@ GOOD = [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_every_synthetic_run_is_looked_at(gate: Gate) -> None:
-    """Each by itself: runs of the same draws are no further evidence."""
+    """Each by itself: runs may repeat each other's draws."""
     runs = [run_of(GOOD, 100)] * 20
     assert gate.match_synthetic(runs, 4, [0.8], lambda _: [0.8 + 0.16]).holds
     bad = run_of([[1, 2, 3, 4], [5, 6, 7, -1]], 100)
@@ -119,6 +119,14 @@ def test_valid_ids_and_the_asked_for_acceptance_match(gate: Gate) -> None:
     match = synthetic(gate, GOOD, 0.8, 0.8 - 0.18, 100)
     (line,) = match.mismatches
     assert line == "drafts 1..1 were accepted in 0.620 of the steps, expected 0.800 within 0.170"
+
+
+def test_every_request_draws_for_itself(gate: Gate) -> None:
+    """64 requests over 100 steps are 6400 draws: four standard errors of them, and one step."""
+    many = [run_of(GOOD, 100, requests=64)]
+    assert gate.match_synthetic(many, 4, [0.8], lambda _: [0.8 + 0.029]).holds
+    (line,) = gate.match_synthetic(many, 4, [0.8], lambda _: [0.8 + 0.031]).mismatches
+    assert line.endswith("expected 0.800 within 0.030")
 
 
 def test_certain_acceptance_has_no_error(gate: Gate) -> None:
