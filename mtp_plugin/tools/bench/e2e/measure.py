@@ -15,7 +15,7 @@ import torch
 from mtp_plugin.config import parse_config
 from mtp_plugin.errors import MTPPluginError, expect
 from mtp_plugin.executor import LLM
-from mtp_plugin.executor.llm import resolve_max_seq_len
+from mtp_plugin.executor.resolved_config import resolve_max_seq_len
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
