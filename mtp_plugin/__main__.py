@@ -1,5 +1,15 @@
-"""``python -m mtp_plugin`` is the command ``mtp-plugin``."""
+"""The command ``mtp-plugin``, which is ``python -m mtp_plugin`` as well."""
 
-from mtp_plugin.cli import main
+from mtp_plugin.extras import COMMAND_LINE_PACKAGES, require_or_exit
 
-main()
+
+def main() -> None:
+    """Run the command line where its packages are installed, else say in one line what is not."""
+    require_or_exit("the command line mtp-plugin", *COMMAND_LINE_PACKAGES)
+    from mtp_plugin import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -47,6 +47,10 @@ class ExecutorError(MTPPluginError, RuntimeError):
     """The executor cannot go on: shut down, or a request was used against its life cycle."""
 
 
+class MissingExtraError(MTPPluginError, ImportError):
+    """What the embedded executor or the command line needs is not installed; says how to do it."""
+
+
 def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
     """Raise ``error(message)`` unless ``condition`` holds."""
     if not condition:

@@ -1,4 +1,9 @@
 """The embedded PyExecutor: a small TensorRT-LLM-shaped engine on transformers models."""
+# ruff: noqa: E402 - what is missing is told before an import of it fails
+
+from mtp_plugin.extras import MODEL_PACKAGES, require
+
+require("the embedded executor (mtp_plugin.LLM)", *MODEL_PACKAGES)
 
 from mtp_plugin.executor.llm import LLM
 from mtp_plugin.executor.outputs import RequestOutput

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from typing_extensions import TypeIs
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.infer.kv_cache import DynamicKVCache
 from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
 from mtp_plugin.infer.sample_strategy import GreedySampleStrategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def greedy_decode(
@@ -44,7 +49,7 @@ def greedy_decode(
     if problems:
         raise RequestError("; ".join(problems))
     device = None
-    if isinstance(model, PreTrainedModel):
+    if _is_of_transformers(model):
         device = model.device
         model = TransformersLanguageModel(model)
     ends = sorted(set(eos_token_ids))
@@ -61,3 +66,9 @@ def greedy_decode(
             break
         query = [token]
     return emitted
+
+
+def _is_of_transformers(model: LanguageModel | PreTrainedModel) -> TypeIs[PreTrainedModel]:
+    """Where the package is not loaded, no model is of its classes."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from mtp_plugin.errors import CheckpointError, TensorContractError, UnsupportedModelError
+from mtp_plugin.extras import require
 from mtp_plugin.infer.kv_cache import KVCache, KVState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -52,7 +55,9 @@ class TransformersLanguageModel:
 
         Raises:
             UnsupportedModelError: the model has layers that keep a recurrent state.
+            MissingExtraError: transformers is not installed.
         """
+        require("mtp_plugin.infer.TransformersLanguageModel", "transformers")
         config: Any = model.config.get_text_config()
         layer_types = set(getattr(config, "layer_types", None) or ())
         odd = sorted(layer_types - set(ATTENTION_LAYER_TYPES))
@@ -91,6 +96,8 @@ class TransformersLanguageModel:
                 "query_token_ids: expected [B, Q] with at least one token, "
                 f"got {list(query_token_ids.shape)}"
             )
+        from transformers import DynamicCache
+
         past = kv_cache.get_num_tokens()
         states = DynamicCache(kv_cache.get_kv_states() or None)
         num_new = query_token_ids.shape[1]

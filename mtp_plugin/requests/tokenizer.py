@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.extras import MODEL_PACKAGES, require
 
 
 def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint directory.
+
+    Raises:
+        MTPPluginError: it does not load.
+        MissingExtraError: transformers is not installed.
+    """
+    require("a checkpoint's tokenizer", *MODEL_PACKAGES)
     from transformers import AutoTokenizer
 
     try:
@@ -18,11 +27,12 @@ def load_tokenizer(path: str) -> Any:
 
 def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """Token ids of a text; transformers says nothing of long ones, which admission knows better."""
-    from transformers import PreTrainedTokenizerBase
-
-    inherited = getattr(type(tokenizer), "encode", None) is PreTrainedTokenizerBase.encode
-    if inherited and "encode" not in vars(tokenizer):
-        options["verbose"] = False
+    transformers = _transformers()
+    if transformers is not None:
+        base = transformers.PreTrainedTokenizerBase
+        inherited = getattr(type(tokenizer), "encode", None) is base.encode
+        if inherited and "encode" not in vars(tokenizer):
+            options["verbose"] = False
     return list(tokenizer.encode(text, **options))
 
 
@@ -32,14 +42,21 @@ def detokenizer_of(tokenizer: Any) -> Any:
     A step decodes every token of every request, and transformers' own part of it takes several
     times as long as the backend's.
     """
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+    transformers = _transformers()
+    if transformers is None:
+        return tokenizer
+    fast = transformers.PreTrainedTokenizerFast
+    if not isinstance(tokenizer, fast) or tokenizer.clean_up_tokenization_spaces:
         return tokenizer
     kind = type(tokenizer)
     inherits = (
-        kind.decode is PreTrainedTokenizerBase.decode
-        and kind._decode is PreTrainedTokenizerFast._decode
+        kind.decode is transformers.PreTrainedTokenizerBase.decode
+        and kind._decode is fast._decode
         and "decode" not in vars(tokenizer)
     )
     return tokenizer.backend_tokenizer if inherits else tokenizer
+
+
+def _transformers() -> Any:
+    """The package where it is loaded, as it is wherever a tokenizer is of its classes; or None."""
+    return sys.modules.get("transformers")

@@ -1,0 +1,132 @@
+"""The plugin without the packages of the extra ``executor``, and what needs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtp_plugin import extras
+from mtp_plugin.errors import MissingExtraError, MTPPluginError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+EXTRA = ("transformers", "tokenizers", "safetensors", "typer", "rich")
+INSTALL = "pip install 'mtp-plugin[executor]'"
+
+WHAT_NEEDS_MODELS = {
+    "from mtp_plugin import LLM": "the embedded executor (mtp_plugin.LLM)",
+    "import mtp_plugin.executor.models": "the embedded executor (mtp_plugin.LLM)",
+    "from mtp_plugin.executor.scheduler import Scheduler": "the embedded executor (mtp_plugin.LLM)",
+    "from mtp_plugin.requests.tokenizer import load_tokenizer; load_tokenizer('.')": (
+        "a checkpoint's tokenizer"
+    ),
+}
+
+
+def without(packages: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that has none of the packages."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))\n"
+    command = [sys.executable, "-c", hidden + code]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def message(user: str, *packages: str) -> str:
+    many = len(packages) > 1
+    what, which = ("packages", "which are") if many else ("package", "which is")
+    return f"{user} needs the {what} {', '.join(packages)}, {which} not installed: {INSTALL}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
+def test_the_plugin_does_without_the_extra() -> None:
+    code = """
+import importlib, pkgutil
+import mtp_plugin
+for name, room in mtp_plugin._ROOMS.items():
+    if room.split(".")[0] != "executor":
+        getattr(mtp_plugin, name)
+names = ["config", "errors", "extras", "hosts", "infer", "kernels", "plugin", "requests",
+         "speculative"]
+done = []
+while names:
+    module = importlib.import_module("mtp_plugin." + names.pop())
+    done.append(module.__name__)
+    for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        names.append(module.__name__.removeprefix("mtp_plugin.") + "." + found.name)
+print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]}))
+"""
+    result = without(EXTRA, code)
+    assert result.returncode == 0, result.stderr
+    number, *loaded = result.stdout.split()
+    assert int(number) > 100
+    assert not set(EXTRA) & set(loaded)
+
+
+@pytest.mark.parametrize("package", EXTRA[:3])
+@pytest.mark.parametrize("code", WHAT_NEEDS_MODELS)
+def test_what_needs_models_says_what_is_missing(code: str, package: str) -> None:
+    result = without((package,), code)
+    last = result.stderr.splitlines()[-1]
+    want = message(WHAT_NEEDS_MODELS[code], package)
+    assert last == f"mtp_plugin.errors.MissingExtraError: {want}"
+
+
+def test_a_model_of_transformers_needs_it() -> None:
+    code = "from mtp_plugin.infer import TransformersLanguageModel as T; T(None)"
+    last = without(EXTRA, code).stderr.splitlines()[-1]
+    assert last.endswith(message("mtp_plugin.infer.TransformersLanguageModel", "transformers"))
+
+
+@pytest.mark.parametrize("package", EXTRA)
+@pytest.mark.parametrize("module", ["mtp_plugin", "mtp_plugin.tools.bench"])
+def test_a_command_says_in_one_line_what_is_missing(module: str, package: str) -> None:
+    user = "the command line mtp-plugin" if module == "mtp_plugin" else module
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    result = without((package,), code)
+    assert result.stderr == f"error: {message(user, package)}\n"
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_the_script_is_the_same_door() -> None:
+    module, _, function = PROJECT["scripts"]["mtp-plugin"].partition(":")
+    result = without(EXTRA, f"from {module} import {function}; {function}()")
+    assert result.stderr == f"error: {message('the command line mtp-plugin', *EXTRA)}\n"
+    assert result.returncode == 2
+
+
+def test_tools_that_compare_need_models() -> None:
+    last = without(("transformers",), "import mtp_plugin.tools.parity").stderr.splitlines()[-1]
+    assert last.endswith(message("the embedded executor (mtp_plugin.LLM)", "transformers"))
+
+
+def test_what_the_command_line_shows_needs_all() -> None:
+    last = without(("rich",), "import mtp_plugin.tools.terminal.console").stderr.splitlines()[-1]
+    assert last.endswith(message("mtp_plugin.tools.terminal", "rich"))
+
+
+@pytest.mark.parametrize(
+    "installed", ["4.57.1", "5.16.0", "5.9.2", "6.0.0", "6.1.0.dev0", "6.0rc1"]
+)
+def test_another_transformers_is_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_transformers_version", lambda: installed)
+    want = (
+        f"LLM needs the package transformers from version 5.17 and below 6, {installed} is "
+        f"installed: {INSTALL}"
+    )
+    with pytest.raises(MissingExtraError, match=f"^{re.escape(want)}$") as caught:
+        extras.require("LLM", "transformers")
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value, MTPPluginError)
+
+
+@pytest.mark.parametrize("installed", ["5.17.0", "5.18.0.dev0", "5.120.1", ""])
+def test_versions_that_are_used(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_transformers_version", lambda: installed)
+    extras.require("LLM", *EXTRA)
