@@ -44,6 +44,29 @@ def message(user: str, *packages: str) -> str:
     return f"{user} needs the {what} {', '.join(packages)}, {which} not installed: {INSTALL}"
 
 
+def name_of(requirement: str) -> str:
+    return re.split(r"[\s<>=!;\[]", requirement)[0]
+
+
+def test_what_a_host_has_to_have() -> None:
+    assert sorted(PROJECT["dependencies"]) == [
+        "pydantic>=2",
+        "pyyaml",
+        "torch>=2.9",
+        "triton; sys_platform == 'linux'",
+        "typing_extensions>=4.12",
+    ]
+
+
+def test_what_the_extra_adds() -> None:
+    optional = PROJECT["optional-dependencies"]
+    assert sorted(map(name_of, optional["executor"])) == sorted(EXTRA)
+    assert sorted(extras.COMMAND_LINE_PACKAGES) == sorted(EXTRA)
+    (least, below) = (".".join(map(str, end)) for end in extras.TRANSFORMERS_RANGE)
+    assert f"transformers>={least},<{below.removesuffix('.0')}" in optional["executor"]
+    assert "mtp-plugin[executor]" in optional["dev"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
 def test_the_plugin_does_without_the_extra() -> None:
     code = """
