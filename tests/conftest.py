@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.interpreter import speed_up
+
 # without a GPU the kernels run under Triton's interpreter; triton reads this when it is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton") is not None:
+        speed_up()
 
 # the tensors of a test are small: a second thread costs more than it gives
 torch.set_num_threads(1)
