@@ -11,6 +11,8 @@ import json
 import sys
 import time
 
+import triton
+
 from tests.compiled.compiler import Compilations, launched_kernels
 
 
@@ -25,6 +27,7 @@ def main(capability: str, *module_names: str) -> None:
                     launch()
                 seconds[name] = round(time.perf_counter() - start, 2)
     report = {
+        "triton": triton.__version__,
         "binaries": {name: len(hashes) for name, hashes in compilations.binaries.items()},
         "errors": compilations.errors,
         "contracted": sorted(compilations.contracted),

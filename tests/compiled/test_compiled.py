@@ -1,30 +1,41 @@
 """Every kernel compiles for a Hopper GPU and for an Ada one, not only under the interpreter.
 
-A child process does it: whether a kernel is interpreted is decided when it is imported.
+Child processes do it, one per GPU and both at once: whether a kernel is interpreted is decided when
+it is imported.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import triton
 
 from mtp_plugin.executor.attention.triton import WIDE_HEAD_BYTES
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 600
 BAD = "tests.compiled.refused."
+MODULES = {
+    90: ("tests.compiled.launches", "tests.compiled.refused"),
+    89: ("tests.compiled.launches",),
+}
+"""What is compiled, by compute capability."""
 
 
 @dataclass(frozen=True)
 class Report:
     """What became of the launches, by kernel."""
 
+    triton: str
     binaries: dict[str, int]
     errors: dict[str, list[str]]
     contracted: list[str]
@@ -40,10 +51,26 @@ class Report:
         )
 
 
-def compiled(capability: int, cache: Path, *modules: str) -> Report:
+class Ended(NamedTuple):
+    """A child process that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def report(self) -> Report:
+        if self.status:
+            pytest.fail(f"exit status {self.status}:\n{self.err[-4000:]}", pytrace=False)
+        found = Report(**json.loads(self.out))
+        sys.stdout.write(f"triton {found.triton}\n")
+        sys.stdout.writelines(f"{count:3} {name}\n" for name, count in found.binaries.items())
+        return found
+
+
+def compiled(capability: int, cache: Path) -> Ended:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     child = subprocess.run(
-        [sys.executable, "-m", "tests.compiled", str(capability), *modules],
+        [sys.executable, "-m", "tests.compiled", str(capability), *MODULES[capability]],
         cwd=ROOT,
         env={**environment, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -51,17 +78,30 @@ def compiled(capability: int, cache: Path, *modules: str) -> Report:
         timeout=SECONDS,
         check=False,
     )
-    if child.returncode:
-        pytest.fail(f"exit status {child.returncode}:\n{child.stderr[-4000:]}", pytrace=False)
-    found = Report(**json.loads(child.stdout))
-    sys.stdout.writelines(f"{count:3} {name}\n" for name, count in found.binaries.items())
-    return found
+    return Ended(child.returncode, child.stdout, child.stderr)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    modules = "tests.compiled.launches", "tests.compiled.refused"
-    return compiled(90, tmp_path_factory.mktemp("compiled"), *modules)
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
+    """The children by capability; once per run, also where pytest-xdist has many workers."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the other workers' too
+    with (folder / "compiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "compiled.json"
+        if not kept.exists():
+            caches = [folder / f"compiled-{capability}" for capability in MODULES]
+            with ThreadPoolExecutor() as pool:
+                kept.write_text(json.dumps(list(pool.map(compiled, MODULES, caches))))
+        told = json.loads(kept.read_text())
+    return {capability: Ended(*each) for capability, each in zip(MODULES, told, strict=True)}
+
+
+@pytest.fixture
+def report(ended: dict[int, Ended]) -> Report:
+    """Of the Hopper GPU."""
+    return ended[90].report()
 
 
 def test_every_launch_compiles(report: Report) -> None:
@@ -70,15 +110,20 @@ def test_every_launch_compiles(report: Report) -> None:
         pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
 
 
-def test_smaller_gpus_can_hold_every_program(tmp_path: Path) -> None:
+def test_smaller_gpus_can_hold_every_program(ended: dict[int, Ended]) -> None:
     """But for prompts with wide heads, for which the attention backend refuses such a device."""
-    report = compiled(89, tmp_path, "tests.compiled.launches")
+    report = ended[89].report()
     wide = "executor.attention.kernel.ragged_kernel"
     failed = [name for name in report.errors if name != wide]
     if failed:
         pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
     (told,) = report.errors[wide]
     assert int(told.split(" bytes")[0]) <= WIDE_HEAD_BYTES
+
+
+def test_the_triton_is_that_of_this_process(report: Report) -> None:
+    """So that a run over another version is one."""
+    assert report.triton == triton.__version__
 
 
 def test_no_rounding_of_half_precision_is_left_out(report: Report) -> None:
