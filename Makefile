@@ -2,6 +2,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# processes of a test run: one per core, but no more than a GPU has memory for
+WORKERS ?= auto
+MOST_WORKERS ?= 6
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 
 .PHONY: setup demo test lint results clean
 
@@ -20,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/mtp-plugin generate --config configs/tiny_vanilla.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -30,7 +34,7 @@ lint: $(STAMP)
 
 # on a machine with a GPU: its tests, then every figure of the README
 results: $(STAMP)
-	$(BIN)/python -m pytest -q -m gpu
+	$(PYTEST) -m gpu
 	$(BIN)/mtp-plugin bench step
 	$(BIN)/mtp-plugin bench ops
 	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
