@@ -6,8 +6,10 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 MOST_WORKERS ?= 6
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
+# the oldest Triton that is supported, in a folder that comes before the environment's own
+OLD_TRITON := $(CURDIR)/.triton-3.5
 
-.PHONY: setup demo test lint results clean
+.PHONY: setup demo test test-triton-3.5 lint results clean
 
 setup: $(STAMP)
 
@@ -25,6 +27,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST)
+
+# not part of `test`: every kernel compiles under the oldest Triton too
+test-triton-3.5: $(STAMP) $(OLD_TRITON)/.installed
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -q tests/compiled
+
+$(OLD_TRITON)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.5.1
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -47,6 +57,6 @@ results: $(STAMP)
 	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(OLD_TRITON) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
