@@ -153,3 +153,28 @@ def test_another_transformers_is_named(installed: str, monkeypatch: pytest.Monke
 def test_versions_that_are_used(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "_transformers_version", lambda: installed)
     extras.require("LLM", *EXTRA)
+
+
+def test_a_step_without_numpy() -> None:
+    """Nothing among the dependencies brings it."""
+    code = """
+from types import SimpleNamespace
+import torch
+from mtp_plugin import MTPSampler
+args = SimpleNamespace(max_num_sequences=2, max_seq_len=9)
+sampler = MTPSampler(args, nextn=1, device="cpu", kernels="reference")
+tokens = []
+request = SimpleNamespace(
+    request_id=0, py_seq_slot=1, py_draft_tokens=[], py_decoding_iter=1, state=2, py_end_id=None,
+    py_max_new_tokens=9, py_orig_prompt_len=0, get_num_tokens=lambda _: len(tokens),
+    add_new_token=lambda token, _: tokens.append(token),
+)
+batch = SimpleNamespace(context_requests=[], generation_requests=[request])
+outputs = dict(new_tokens=[[5, 6]], next_new_tokens=[[6, 7]], next_draft_tokens=[[7]])
+outputs = {name: torch.tensor(rows, dtype=torch.int32) for name, rows in outputs.items()}
+outputs["new_tokens_lens"] = torch.tensor([2], dtype=torch.int32)
+sampler.update_requests(sampler.sample_async(batch, outputs))
+print(tokens)
+"""
+    done = without((*EXTRA, "numpy"), code)
+    assert done.stdout.strip() == "[5, 6]", done.stderr

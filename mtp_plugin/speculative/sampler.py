@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,6 +62,7 @@ class SampleStateMTP:
     requests: list[Any] = field(default_factory=list)
     rows: list[PendingRow] = field(default_factory=list)
     runtime_draft_len: int | None = None
+    results: _Store | None = None  # what ``host`` has, in one piece
 
 
 class _HostEvent:
@@ -69,6 +70,14 @@ class _HostEvent:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+
+class _Result(NamedTuple):
+    """What a step gave one request."""
+
+    tokens: list[int]
+    drafts: list[int]
+    status: int
 
 
 class _Store:
@@ -89,6 +98,29 @@ class _Store:
         self.next_draft_tokens = drafts  # [S, K]
         self.new_tokens_lens = lens.squeeze(1)  # [S]
         self.status = status.squeeze(1)  # [S]
+
+    @classmethod
+    def gathered(cls, host: SampleStateTensorsMTP) -> _Store:
+        """The columns of a state that a host built itself.
+
+        Raises:
+            ExecutorError: a tensor is missing.
+        """
+        tokens, lens, drafts = host.new_tokens, host.new_tokens_lens, host.next_draft_tokens
+        if lens is None or drafts is None:
+            raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
+        status = torch.full_like(lens, STATUS_OK) if host.status is None else host.status
+        emitted = tokens.squeeze(-1).T
+        columns = [emitted, emitted, drafts, lens.unsqueeze(1), status.unsqueeze(1)]
+        return cls(torch.cat(columns, dim=1), int(drafts.shape[1]))
+
+    def results(self, slots: Sequence[int]) -> Iterator[_Result]:
+        """What stands at these slots."""
+        k = self.next_draft_tokens.shape[1]
+        index = torch.tensor(slots, dtype=torch.int64)
+        for values in self.rows.index_select(0, index).tolist():
+            *following, count, status = values[k + 1 :]
+            yield _Result(values[: min(count, k + 1)], following[k + 1 :], status)
 
     @classmethod
     def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> _Store:
@@ -235,6 +267,7 @@ class MTPSampler:
             requests=requests,
             rows=rows,
             runtime_draft_len=min(int(model_outputs["new_tokens"].shape[1]) - 1, self.draft_len),
+            results=copy,
         )
 
     def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> None:
@@ -246,16 +279,15 @@ class MTPSampler:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
         # who ended since may have no slot any more
         rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
-        slots = [row.seq_slot for row in rows]
-        tokens = _of_slots(host.new_tokens.squeeze(-1).T, slots)
-        counts = _of_slots(host.new_tokens_lens, slots)
-        drafts = _of_slots(host.next_draft_tokens, slots)
-        status = _of_slots(host.status, slots) or [STATUS_OK] * len(rows)
+        store = state.results
+        if store is None or host.new_tokens is not store.new_tokens:
+            store = _Store.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        for i, row in enumerate(rows):
+        results = store.results([row.seq_slot for row in rows])
+        for row, result in zip(rows, results, strict=True):
             # a shorter step drafted fewer than the store holds
-            drafted = drafts[i][:draft_len]
-            self._apply(row, tokens[i][: counts[i]], drafted, status[i], draft_len)
+            drafted = result.drafts[:draft_len]
+            self._apply(row, result.tokens, drafted, result.status, draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -436,8 +468,3 @@ def _ends_with(request: Any, words: list[list[int]]) -> bool:
     tokens = request.get_tokens(BEAM)
     output = len(tokens) - request.py_orig_prompt_len
     return any(0 < len(w) <= output and tokens[-len(w) :] == w for w in words)
-
-
-def _of_slots(tensor: torch.Tensor | None, slots: list[int]) -> Any:
-    """Rows of a host tensor as lists."""
-    return None if tensor is None else tensor.numpy()[slots].tolist()

@@ -732,3 +732,30 @@ def test_who_ended_since_may_have_no_slot_any_more(slot: int | None) -> None:
 def test_a_state_without_tokens_is_refused() -> None:
     with pytest.raises(ExecutorError, match="holds no host tensors"):
         make().update_requests(SampleStateMTP(scheduled_requests=batch([], [])))
+
+
+# --- states that are not ours ---
+
+
+def test_tensors_that_a_host_put_in_place_of_ours_are_read() -> None:
+    """As where the results of another pipeline stage arrive."""
+    sampler, request = make(), Request(2)
+    state = sampler.sample_async(batch([], [request]), outputs([10, 11]))
+    tokens = state.host.new_tokens.clone()
+    tokens[:, 2, 0] = torch.tensor([20, 21, 22, -1], dtype=torch.int32)
+    lens = state.host.new_tokens_lens.clone()
+    lens[2] = 3
+    state.host = SampleStateTensorsMTP(tokens, lens, state.host.next_draft_tokens)
+    sampler.update_requests(state)
+    assert request.output == [20, 21, 22]
+
+
+@pytest.mark.parametrize("missing", ["new_tokens_lens", "next_draft_tokens"])
+def test_a_state_without_a_tensor_is_named(missing: str) -> None:
+    sampler, request = make(), Request(2)
+    state = sampler.sample_async(batch([], [request]), outputs([10, 11]))
+    state.results = None
+    setattr(state.host, missing, None)
+    with pytest.raises(ExecutorError, match="holds no lengths or no drafts"):
+        sampler.update_requests(state)
+    assert request.output == []
