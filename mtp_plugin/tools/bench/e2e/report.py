@@ -198,7 +198,7 @@ def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
     batches = sorted({outcome.case.batch for outcome, _ in told})
     for way in ways:
         points = [
-            (o.case.batch, f.steady_tokens_per_second, o.speed_up)
+            (o.case.batch, f.steady_tokens_per_second, o.speed_up_as_asked or o.speed_up)
             for o, f in told
             if o.case.way == way
         ]
