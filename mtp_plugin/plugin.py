@@ -1,29 +1,4 @@
 """How another way to speculate plugs in: the contract of its pieces, and the registry."""
 
-from mtp_plugin.speculative.plugin import (
-    ENTRY_POINT_GROUP,
-    NO_SPECULATION,
-    DraftPlan,
-    HostFacts,
-    MTPPlugin,
-    NoSpeculationPlugin,
-    SpeculativePieces,
-    SpeculativePlugin,
-    find_plugin,
-    register_plugin,
-    unregister_plugin,
-)
-
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "NO_SPECULATION",
-    "DraftPlan",
-    "HostFacts",
-    "MTPPlugin",
-    "NoSpeculationPlugin",
-    "SpeculativePieces",
-    "SpeculativePlugin",
-    "find_plugin",
-    "register_plugin",
-    "unregister_plugin",
-]
+from mtp_plugin.speculative.plugin import *  # noqa: F403
+from mtp_plugin.speculative.plugin import __all__ as __all__

@@ -113,7 +113,7 @@ def test_a_compiled_kernel_reaches_no_cpu_tensor() -> None:
 # --- launches that overlap the kernel before them ---
 
 
-def test_nothing_is_launched_early_on_a_cpu() -> None:
+def test_no_pdl_on_a_cpu() -> None:
     assert pdl_options(torch.device("cpu")) == {"PDL": False}
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_launched_early_on_a_cpu() -> None:
     [((8, 9), None, False), ((9, 0), None, True), ((12, 0), None, True), ((9, 4), "7.0", False)],
     ids=["before", "first", "later", "other-maker"],
 )
-def test_early_launches_go_by_the_device(
+def test_pdl_goes_by_the_device(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, early: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -134,7 +134,7 @@ def test_early_launches_go_by_the_device(
 
 
 def early_kernels() -> list[Any]:
-    """Every kernel of the package that may be launched early."""
+    """Every kernel of the package that may be launched with PDL."""
     root = Path(mtp_plugin.__file__).parent
     return [
         pytest.param(node, id=f"{path.relative_to(root)}:{node.name}")
@@ -147,7 +147,7 @@ def early_kernels() -> list[Any]:
 
 
 @pytest.mark.parametrize("kernel", early_kernels())
-def test_a_kernel_launched_early_waits_first(kernel: ast.FunctionDef) -> None:
+def test_a_kernel_launched_with_pdl_waits_first(kernel: ast.FunctionDef) -> None:
     """Above the wait only weights are touched, which no kernel writes, and nothing is stored."""
     lines = [ast.unparse(statement) for statement in kernel.body]
     wait = lines.index("grid_dependency_synchronize(PDL)")

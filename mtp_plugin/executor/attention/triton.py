@@ -324,7 +324,7 @@ class _Call:
             float32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
             partial = torch.empty(items, splits, width, **float32)
             weight = torch.empty(items, splits, **float32)
-        early = pdl_options(query.device)
+        pdl = pdl_options(query.device)
         uniform_kernel[(counts.num_uniform * row_tiles, self.kv_heads, splits)](
             query,
             metadata.kv_lens_cuda,
@@ -355,7 +355,7 @@ class _Call:
             SPLIT=splits > 1,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **early,
+            **pdl,
         )
         if splits > 1:
             merge_kernel[(items,)](
@@ -370,7 +370,7 @@ class _Call:
                 BLOCK_D=tile.width,
                 # in one warp the pieces of a value meet in one thread
                 num_warps=max(1, min(8, triton.next_power_of_2(splits) * tile.width // 2048)),
-                **early,
+                **pdl,
             )
 
 

@@ -13,19 +13,13 @@ import torch
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.ops import (
     acceptance,
+    draft,
     draft_inputs,
     first_pass,
     history,
+    logits,
+    sampler_store,
     synthetic_acceptance,
-)
-from mtp_plugin.speculative.ops import (
-    draft as draft_step,
-)
-from mtp_plugin.speculative.ops import (
-    logits as sampling,
-)
-from mtp_plugin.speculative.ops import (
-    sampler_store as result_store,
 )
 
 
@@ -57,19 +51,19 @@ REFERENCE_OPS = StepOps(
     accept_strict=acceptance.accept_strict,
     accept_relaxed=acceptance.accept_relaxed,
     forced_matches=synthetic_acceptance.forced_matches,
-    early_stops_masked=sampling.early_stops_masked,
+    early_stops_masked=logits.early_stops_masked,
     advance_history=history.advance_history,
     vanilla_first_pass=first_pass.vanilla_first_pass,
     eagle_first_pass=first_pass.eagle_first_pass,
     generation_window=draft_inputs.generation_window,
     context_rows=draft_inputs.context_rows,
     accepted_rows=draft_inputs.accepted_rows,
-    draft_argmax=draft_step.draft_argmax,
-    propose=draft_step.propose,
-    place_last_states=draft_step.place_last_states,
-    local_top1=draft_step.local_top1,
-    merge_top1=draft_step.merge_top1,
-    store_results=result_store.store_results,
+    draft_argmax=draft.draft_argmax,
+    propose=draft.propose,
+    place_last_states=draft.place_last_states,
+    local_top1=draft.local_top1,
+    merge_top1=draft.merge_top1,
+    store_results=sampler_store.store_results,
 )
 
 
@@ -84,11 +78,11 @@ def triton_ops() -> StepOps:
             "kernels: 'triton' was asked for, but the package triton is not installed"
         )
     from mtp_plugin.speculative.ops.acceptance import launch as acceptance_launch
-    from mtp_plugin.speculative.ops.draft import launch as draft_step_launch
+    from mtp_plugin.speculative.ops.draft import launch as draft_launch
     from mtp_plugin.speculative.ops.draft import states_launch
     from mtp_plugin.speculative.ops.draft_inputs import launch as draft_inputs_launch
-    from mtp_plugin.speculative.ops.logits import launch as sampling_launch
-    from mtp_plugin.speculative.ops.sampler_store import launch as result_store_launch
+    from mtp_plugin.speculative.ops.logits import launch as logits_launch
+    from mtp_plugin.speculative.ops.sampler_store import launch as sampler_store_launch
     from mtp_plugin.speculative.ops.synthetic_acceptance import (
         launch as synthetic_acceptance_launch,
     )
@@ -98,19 +92,19 @@ def triton_ops() -> StepOps:
         accept_strict=acceptance_launch.accept_strict,
         accept_relaxed=acceptance_launch.accept_relaxed,
         forced_matches=synthetic_acceptance_launch.forced_matches,
-        early_stops_masked=sampling_launch.early_stops_masked,
+        early_stops_masked=logits_launch.early_stops_masked,
         advance_history=draft_inputs_launch.advance_history,
         vanilla_first_pass=draft_inputs_launch.vanilla_first_pass,
         eagle_first_pass=draft_inputs_launch.eagle_first_pass,
         generation_window=draft_inputs.generation_window,
         context_rows=draft_inputs.context_rows,
         accepted_rows=draft_inputs.accepted_rows,
-        draft_argmax=draft_step_launch.draft_argmax,
-        propose=draft_step_launch.propose,
+        draft_argmax=draft_launch.draft_argmax,
+        propose=draft_launch.propose,
         place_last_states=states_launch.place_last_states,
-        local_top1=draft_step_launch.local_top1,
-        merge_top1=draft_step_launch.merge_top1,
-        store_results=result_store_launch.store_results,
+        local_top1=draft_launch.local_top1,
+        merge_top1=draft_launch.merge_top1,
+        store_results=sampler_store_launch.store_results,
     )
 
 

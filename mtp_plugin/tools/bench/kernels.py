@@ -25,7 +25,7 @@ class Kernels:
 
 
 def reference_kernels() -> Kernels:
-    """Plain torch."""
+    """The torch references."""
     return Kernels(
         name="reference",
         step=REFERENCE_OPS,

@@ -170,7 +170,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("batch", "k", "vocab", "hidden", "steps"), SIZES)
-@pytest.mark.parametrize("early", [True, False], ids=["early", "plain"])
+@pytest.mark.parametrize("pdl", [True, False], ids=["pdl", "serial"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 def test_every_step_is_the_reference(
@@ -180,14 +180,14 @@ def test_every_step_is_the_reference(
     vocab: int,
     hidden: int,
     steps: int,
-    early: bool,
+    pdl: bool,
     in_graph: bool,
     vanilla: bool,
 ) -> None:
     """Steps follow each other without a pause, all with other inputs."""
     if in_graph and DEVICE.type == "cpu":
         pytest.skip("needs a CUDA device")
-    if not early:
+    if not pdl:
         for module in (acceptance, draft_inputs, draft_step, top_k):
             monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
     state = State.of(batch, k, vocab, hidden)

@@ -45,7 +45,7 @@ def place_last_states(
     rows = min(SHARED if shares else APART, triton.next_power_of_2(requests))
     chunks = triton.cdiv(requests, rows)
     block = min(COLUMNS, triton.next_power_of_2(hidden))
-    # chunk after chunk it runs long enough that an early launch costs more than it saves
+    # chunk after chunk it runs long enough that an overlapping launch costs more than it saves
     timing = {"PDL": False} if shares else pdl_options(states.device)
     place_states_kernel[(triton.cdiv(hidden, block), 1 if shares else chunks)](
         # inputs
