@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.requests.admission import unsupported_options
@@ -15,7 +16,7 @@ from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_ids import stop_words
 from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.ops.backend import select_ops
-from mtp_plugin.speculative.step import STATUS_OK, to_device
+from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK, to_device
 
 BEAM = 0
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
@@ -72,14 +73,6 @@ class _HostEvent:
         """Nothing to wait for."""
 
 
-class _Result(NamedTuple):
-    """What a step gave one request."""
-
-    tokens: list[int]
-    drafts: list[int]
-    status: int
-
-
 class _Store:
     """Tensors addressed by sequence slot, all of them columns of one: they move in one copy.
 
@@ -101,26 +94,40 @@ class _Store:
 
     @classmethod
     def gathered(cls, host: SampleStateTensorsMTP) -> _Store:
-        """The columns of a state that a host built itself.
+        """The columns of a state that a host built itself; K is that of its drafts.
 
         Raises:
             ExecutorError: a tensor is missing.
         """
-        tokens, lens, drafts = host.new_tokens, host.new_tokens_lens, host.next_draft_tokens
+        lens, drafts = host.new_tokens_lens, host.next_draft_tokens
         if lens is None or drafts is None:
             raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
+        draft_len = int(drafts.shape[1])
+        emitted = host.new_tokens.squeeze(-1).T  # of a step that was shorter: fewer columns
+        emitted = pad(emitted, (0, draft_len + 1 - emitted.shape[1]), value=PAD_TOKEN)
         status = torch.full_like(lens, STATUS_OK) if host.status is None else host.status
-        emitted = tokens.squeeze(-1).T
         columns = [emitted, emitted, drafts, lens.unsqueeze(1), status.unsqueeze(1)]
-        return cls(torch.cat(columns, dim=1), int(drafts.shape[1]))
+        return cls(torch.cat(columns, dim=1), draft_len)
 
-    def results(self, slots: Sequence[int]) -> Iterator[_Result]:
-        """What stands at these slots."""
-        k = self.next_draft_tokens.shape[1]
+    @property
+    def draft_len(self) -> int:
+        """K."""
+        return int(self.next_draft_tokens.shape[1])
+
+    def is_shown_by(self, host: SampleStateTensorsMTP) -> bool:
+        """Whether these tensors are the store's own, none of them replaced."""
+        return (
+            host.new_tokens is self.new_tokens
+            and host.new_tokens_lens is self.new_tokens_lens
+            and host.next_draft_tokens is self.next_draft_tokens
+            and host.status is self.status
+        )
+
+    def at(self, slots: Sequence[int]) -> list[list[int]]:
+        """The rows at these slots: emitted [K+1], next inputs [K+1], drafts [K], count, status."""
         index = torch.tensor(slots, dtype=torch.int64)
-        for values in self.rows.index_select(0, index).tolist():
-            *following, count, status = values[k + 1 :]
-            yield _Result(values[: min(count, k + 1)], following[k + 1 :], status)
+        rows: list[list[int]] = self.rows.index_select(0, index).tolist()
+        return rows
 
     @classmethod
     def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> _Store:
@@ -280,14 +287,16 @@ class MTPSampler:
         # who ended since may have no slot any more
         rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
         store = state.results
-        if store is None or host.new_tokens is not store.new_tokens:
+        if store is None or not store.is_shown_by(host):
             store = _Store.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        results = store.results([row.seq_slot for row in rows])
-        for row, result in zip(rows, results, strict=True):
-            # a shorter step drafted fewer than the store holds
-            drafted = result.drafts[:draft_len]
-            self._apply(row, result.tokens, drafted, result.status, draft_len)
+        width = store.draft_len + 1
+        # a shorter step drafted fewer than the store holds
+        first, last = 2 * width, 2 * width + min(draft_len, width - 1)
+        results = store.at([row.seq_slot for row in rows])
+        for row, values in zip(rows, results, strict=True):
+            emitted = values[: min(values[-2], width)]
+            self._apply(row, emitted, values[first:last], values[-1], draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -387,7 +396,8 @@ class MTPSampler:
         batch = state.scheduled_requests
         if batch is None:
             # without a batch to ask: a request's first result is that of its prompt
-            return [self._pending(r, r.py_decoding_iter == 0) for r in state.requests]
+            rows = [self._pending(r, r.py_decoding_iter == 0) for r in state.requests]
+            return [self._with_refusal(row) if row.is_context else row for row in rows]
         contexts = [
             self._with_refusal(self._pending(request, True)) for request in batch.context_requests
         ]

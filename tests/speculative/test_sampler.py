@@ -737,24 +737,55 @@ def test_a_state_without_tokens_is_refused() -> None:
 # --- states that are not ours ---
 
 
-def test_tensors_that_a_host_put_in_place_of_ours_are_read() -> None:
+@pytest.mark.parametrize(
+    ("name", "put", "output", "drafts"),
+    [
+        ("new_tokens", [[20], [21], [22], [-1]], [20, 21], [40, 41, 42]),
+        ("new_tokens_lens", 1, [10], [40, 41, 42]),
+        ("next_draft_tokens", [7, 8, 9], [10, 11], [7, 8, 9]),
+        ("status", STATUS_NO_FINITE_LOGIT, [10, 11], [40, 41, 42]),
+    ],
+)
+def test_tensors_that_a_host_put_in_place_of_ours_are_read(
+    name: str, put: Any, output: list[int], drafts: list[int]
+) -> None:
     """As where the results of another pipeline stage arrive."""
     sampler, request = make(), Request(2)
     state = sampler.sample_async(batch([], [request]), outputs([10, 11]))
-    tokens = state.host.new_tokens.clone()
-    tokens[:, 2, 0] = torch.tensor([20, 21, 22, -1], dtype=torch.int32)
-    lens = state.host.new_tokens_lens.clone()
-    lens[2] = 3
-    state.host = SampleStateTensorsMTP(tokens, lens, state.host.next_draft_tokens)
+    tensor = getattr(state.host, name).clone()
+    place = (slice(None), 2) if name == "new_tokens" else 2
+    tensor[place] = torch.tensor(put, dtype=torch.int32)
+    setattr(state.host, name, tensor)
     sampler.update_requests(state)
-    assert request.output == [20, 21, 22]
+    assert (request.output, request.py_draft_tokens) == (output, drafts)
+    assert (request.finish_reason is FinishReason.ERROR) == (name == "status")
+
+
+@pytest.mark.parametrize("width", [1, 2, K + 1, K + 3])
+def test_a_state_of_another_width_is_read(width: int) -> None:
+    """Fewer columns of tokens than the drafts would have, or more."""
+    sampler, request = make(), Request(2)
+    state = sampler.sample_async(batch([], [request]), outputs([10]))
+    tokens = torch.full((width, S, 1), 10, dtype=torch.int32)
+    host = SampleStateTensorsMTP(tokens, state.host.new_tokens_lens, state.host.next_draft_tokens)
+    sampler.update_requests(SampleStateMTP(requests=[request], host=host))
+    assert request.output == [10]
+
+
+def test_what_no_host_validated_ends_in_a_state_without_a_batch() -> None:
+    sampler = make()
+    warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
+    warm.state = RequestState.CONTEXT_INIT
+    state = sampler.sample_async(batch([warm], []), outputs([10]))
+    fields = {name: getattr(state, name) for name in ("device", "host", "sampler_event")}
+    sampler.update_requests(SampleStateMTP(requests=[warm], **fields))
+    assert (warm.output, warm.finish_reason) == ([], FinishReason.ERROR)
 
 
 @pytest.mark.parametrize("missing", ["new_tokens_lens", "next_draft_tokens"])
 def test_a_state_without_a_tensor_is_named(missing: str) -> None:
     sampler, request = make(), Request(2)
     state = sampler.sample_async(batch([], [request]), outputs([10, 11]))
-    state.results = None
     setattr(state.host, missing, None)
     with pytest.raises(ExecutorError, match="holds no lengths or no drafts"):
         sampler.update_requests(state)
