@@ -23,17 +23,20 @@ def read_thinking_token(config: Any, edge: str) -> int:
     return NO_TOKEN
 
 
-def thinking_tokens_of(config: Any) -> tuple[int, int]:
-    """(begin, end) ids that a config itself gives, for pieces that relax acceptance by them.
+def thinking_tokens_of(config: Any, given: tuple[int, int] | None = None) -> tuple[int, int]:
+    """(begin, end) ids for pieces that relax acceptance by them: ``given``, else a config's own.
 
     Raises:
         ConfigError: one of them is missing, or both are the same.
     """
-    begin, end = (read_thinking_token(config, edge) for edge in ("begin", "end"))
+    begin, end = given or (
+        read_thinking_token(config, "begin"),
+        read_thinking_token(config, "end"),
+    )
     missing = [
         f"{edge}_thinking_phase_token"
         for edge, token in (("begin", begin), ("end", end))
-        if token == NO_TOKEN
+        if token < 0
     ]
     if missing:
         raise ConfigError(

@@ -131,7 +131,7 @@ class SpecWorker(nn.Module, ABC):
             self._take_synthetic_rule(options, device)
         self.begin_token, self.end_token = NO_TOKEN, NO_TOKEN
         if self.use_relaxed_acceptance:
-            tokens = thinking_tokens or thinking_tokens_of(spec_config)
+            tokens = thinking_tokens_of(spec_config, thinking_tokens)
             self.begin_token, self.end_token = tokens
         self._take_draft_vocab(options, draft_vocab_ids, device)
         self._public_loop: DraftLoop | None = None
@@ -458,18 +458,14 @@ class SpecWorker(nn.Module, ABC):
     def _phase(manager: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which requests think [R] bool, and the delta that each has or would have [R] float32.
 
-        The delta in force is ours to write; where it is another, a host wrote it, and is obeyed: 0
-        ends the phase, anything above begins it with that delta.
+        The delta in force says so, whoever wrote it: 0 ends the phase, anything above begins it.
         """
-        thinking = manager.thinking_pool[slots] > 0
         limit = manager.relaxed_limit_pool[slots]
         in_force = manager.mtp_relaxed_delta_pool[slots]
-        by_host = in_force != torch.where(thinking, limit, 0.0)
         begins = in_force > 0
-        return (
-            torch.where(by_host, begins, thinking),
-            torch.where(by_host & begins, in_force, limit),
-        )
+        # without a delta of its own a phase shows in the other pool alone
+        unseen = (manager.thinking_pool[slots] > 0) & (limit == 0)
+        return begins | unseen, torch.where(begins, in_force, limit)
 
     def _scan_prompts(
         self, input_ids: torch.Tensor, thinking: torch.Tensor, attn_metadata: Any

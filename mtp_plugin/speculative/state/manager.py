@@ -28,7 +28,7 @@ class MTPHiddenStatesManager:
     Pools (S slots; plain attributes that a host may replace, read afresh at every use):
     ``mtp_past_hidden_states_pool`` [S, K, H] dtype, ``mtp_past_tokens_pool`` [S, K] int32, and with
     relaxed acceptance ``mtp_relaxed_delta_pool`` [S] float32 (the delta in force: 0 outside the
-    thinking phase; a host that writes another is obeyed), ``thinking_pool`` [S] int8,
+    thinking phase; a host that writes another is obeyed), ``thinking_pool`` [S] int8 (follows it),
     ``relaxed_topk_pool`` [S] int32, ``relaxed_limit_pool`` [S] float32 (the request's own delta),
     ``stop_ids_pool`` [S, P] int32 (ids accepted only as first choice, read where the host sets no
     ``row_parameters``; -1 behind them; P = :data:`~mtp_plugin.requests.stop_ids.MAX_STOP_IDS`, and
@@ -46,6 +46,7 @@ class MTPHiddenStatesManager:
         device: default CUDA where present, else CPU.
         num_seq_slots: sequences that hold a slot at a time; default 2 * max_num_requests, since
             under overlap a finishing request and its replacement both hold one.
+        thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
 
     Raises:
         ConfigError: K or a size below 1, or relaxed acceptance without two thinking tokens, or an
@@ -61,6 +62,7 @@ class MTPHiddenStatesManager:
         *,
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
+        thinking_tokens: tuple[int, int] | None = None,
         **others: Any,
     ) -> None:
         refuse_unserved("MTPHiddenStatesManager", others)
@@ -85,7 +87,7 @@ class MTPHiddenStatesManager:
         self.relaxed_delta = float(getattr(config, "relaxed_delta", 0.0))
         self.thinking_tokens = (NO_TOKEN, NO_TOKEN)
         if self.use_relaxed_acceptance_for_thinking:
-            self.thinking_tokens = thinking_tokens_of(config)
+            self.thinking_tokens = thinking_tokens_of(config, thinking_tokens)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)

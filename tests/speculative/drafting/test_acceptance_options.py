@@ -108,6 +108,7 @@ def test_the_bare_step_cannot_count() -> None:
 # --- relaxed acceptance ---
 
 BEGIN, END = 40, 41
+MANAGER = partial(MTPHiddenStatesManager, dtype=torch.float32, hidden_size=H, max_num_requests=2)
 CONFIG = SimpleNamespace(
     max_draft_len=2,
     use_relaxed_acceptance_for_thinking=True,
@@ -311,6 +312,31 @@ def test_relaxed_acceptance_that_would_relax_nothing(
     config = SimpleNamespace(**given)
     with pytest.raises(ConfigError, match=f"gives no {' and no '.join(names)}, so nothing would"):
         piece(config)
+
+
+@pytest.mark.parametrize("given", [(-1, -1), (-1, 5), (5, 5)])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        MTPEagleWorker,
+        MANAGER,
+    ],
+)
+def test_given_thinking_ids_that_cannot_be(
+    piece: Callable[..., Any], given: tuple[int, int]
+) -> None:
+    with pytest.raises(ConfigError, match=r"gives no |begin and end must differ"):
+        piece(CONFIG, device="cpu", thinking_tokens=given)
+
+
+def test_given_thinking_ids_win_in_both_pieces() -> None:
+    bare = {n: v for n, v in vars(CONFIG).items() if not n.endswith("_thinking_phase_token")}
+    for config in (CONFIG, SimpleNamespace(**bare)):
+        worker = MTPEagleWorker(config, device="cpu", thinking_tokens=(5, 6))
+        manager = MTPHiddenStatesManager(
+            config, torch.float32, H, 2, device="cpu", thinking_tokens=(5, 6)
+        )
+        assert (worker.begin_token, worker.end_token) == manager.thinking_tokens == (5, 6)
 
 
 def test_thinking_ids_of_a_host_are_taken() -> None:
