@@ -161,8 +161,8 @@ class Sampler(Protocol):
 def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:
     """Refuse what a host hands to a constructor and this version does not serve.
 
-    Hosts of several versions pass arguments of their own. None and False ask for nothing, and so
-    does a ``mapping`` of one rank.
+    Hosts of several versions pass arguments of their own. None, False, 0 and what is empty ask for
+    nothing, and so does a ``mapping`` of one rank.
 
     Raises:
         ConfigError: naming every other argument and its value.
@@ -170,15 +170,23 @@ def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:
     asked = [
         f"{name}={value!r}"
         for name, value in arguments.items()
-        if not (value is None or value is False or (name == "mapping" and num_ranks(value) == 1))
+        if not (_is_nothing(value) or (name == "mapping" and num_ranks(value) == 1))
     ]
     if asked:
         raise ConfigError(f"{piece}: not served in this version: {', '.join(asked)}")
 
 
-def num_ranks(mapping: Any) -> int:
-    """Ranks of a host's mapping: its ``world_size``, else the product of its parallel sizes."""
+def num_ranks(mapping: Any) -> int | None:
+    """Ranks of a host's mapping: its ``world_size``, else the product of its parallel sizes; None
+    where it tells neither."""
     world = getattr(mapping, "world_size", None)
     if world is not None:
         return int(world)
-    return math.prod(getattr(mapping, name, 1) for name in ("tp_size", "pp_size", "cp_size"))
+    sizes = [getattr(mapping, name, None) for name in ("tp_size", "pp_size", "cp_size")]
+    told = [size for size in sizes if size is not None]
+    return math.prod(told) if told else None
+
+
+def _is_nothing(value: Any) -> bool:
+    plain = (bool, int, float, str, bytes, list, tuple, dict, set)
+    return value is None or (isinstance(value, plain) and not value)

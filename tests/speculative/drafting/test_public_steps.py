@@ -497,6 +497,7 @@ RANKS = {count: SimpleNamespace(world_size=count, tp_size=count) for count in (1
         ({"mapping": RANKS[2]}, "mapping=namespace(world_size=2"),
         ({"mapping": SimpleNamespace(tp_size=1, pp_size=2)}, "mapping=namespace(tp_size=1"),
         ({"model_config": SimpleNamespace(mapping=RANKS[2])}, "mapping=namespace(world_size=2"),
+        ({"mapping": {"tp_size": 2}}, "mapping={'tp_size': 2}"),
         ({"sa_manager": "suffixes", "is_new": 1}, "sa_manager='suffixes', is_new=1"),
     ],
 )
@@ -518,6 +519,7 @@ def test_constructors_of_every_version(worker_class: Any) -> None:
         worker_class(config, None, False, mapping=None),
         worker_class(config, SimpleNamespace(mapping=RANKS[1]), mapping=RANKS[1]),
         worker_class(config, mapping=SimpleNamespace(tp_size=1)),
+        worker_class(config, is_new=0, names=[]),
     ):
         assert worker.max_draft_len == 2
         assert isinstance(worker, torch.nn.Module)
