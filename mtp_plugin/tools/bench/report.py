@@ -120,7 +120,7 @@ def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path |
     """Where the results go; None: nowhere, since a lesser run replaces no published file.
 
     Args:
-        is_full: on a GPU, and not quick.
+        is_full: on a GPU, and neither quick nor a choice of cases.
 
     Raises:
         BenchmarkError: a file that cannot be written.

@@ -47,7 +47,7 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
             "without one, and its times are no benchmark"
         )
     cases = cases_of(kind, options, device)
-    is_full = not cpu and not options.quick
+    is_full = not (cpu or options.quick or options.only or options.batches)
     path = results_file(path, folder / f"{kind}.json", is_full=is_full)
     measured = measured_kernels(device)
     machine = describe_machine(device)

@@ -67,7 +67,7 @@ def run(
     bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
     bench.check(cases)
     default = folder / f"e2e-{subject.name}.json"
-    is_full = place.type == "cuda" and not options.quick
+    is_full = place.type == "cuda" and not (options.quick or options.only)
     path = results_file(path, default, is_full=is_full)
     machine = describe_machine(place)
     outcomes: list[E2EOutcome] = []
