@@ -20,7 +20,11 @@ class AsyncSteps:
             weakref.WeakKeyDictionary()
         )
 
-    async def run(self, request: LlmRequest) -> AsyncIterator[StepEvent]:
+    async def run(
+        self,
+        request: LlmRequest,
+        owner: object,  # noqa: ARG002 - it lives as long as the iteration
+    ) -> AsyncIterator[StepEvent]:
         """Start a request and give its events; leaving the iteration early cancels it.
 
         Raises:

@@ -132,7 +132,7 @@ class LLM:
             RequestError: a prompt or option that cannot be served; nothing was started.
         """
         (request,) = self._admission.make_batch([prompt], sampling_params)
-        return self._async_steps.run(request)
+        return self._async_steps.run(request, self)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -146,7 +146,7 @@ class LLM:
         (request,) = self._admission.make_batch([prompt], sampling_params)
         ids: list[int] = []
         text = ""
-        async for event in self._async_steps.run(request):
+        async for event in self._async_steps.run(request, self):
             ids += event.token_ids
             text += event.text
         if request.error is not None:

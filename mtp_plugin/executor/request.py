@@ -37,8 +37,8 @@ class LlmRequest:
         self.request_id = request_id
         self.py_request_id = request_id
         self.number = request_id & 0x7FFFFFFF
-        """The order in which requests were handed in, which synthetic draws follow; a bench counts
-        anew in every run."""
+        """The order in which requests were handed in, over the life of an executor: synthetic draws
+        follow it."""
         self.params = params
         self.text = text
         self.tokens = list(prompt_token_ids)
@@ -130,7 +130,7 @@ class LlmRequest:
         """Why this request ended with an error; None where it did not."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
-        return self.py_error
+        return self.py_error or "the sampler ended it without a reason"
 
     def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
         """End the request; the first reason stays."""

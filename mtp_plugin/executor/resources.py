@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.speculative.host import ResourceManager
-from mtp_plugin.speculative.state import SlotManager
 
 
 class SeqSlotManager:

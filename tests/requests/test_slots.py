@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import NoFreeSlotsError
-from mtp_plugin.speculative.state import SlotManager
+from mtp_plugin.requests.slots import SlotManager
 
 
 def test_a_fresh_manager_hands_out_slots_in_order() -> None:

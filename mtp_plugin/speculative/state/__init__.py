@@ -1,7 +1,6 @@
 """Request -> slot -> pool rows."""
 
-from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.speculative.state.draft_len import read_draft_len
 from mtp_plugin.speculative.state.manager import MTPHiddenStatesManager
 
-__all__ = ["MTPHiddenStatesManager", "SlotManager", "read_draft_len"]
+__all__ = ["MTPHiddenStatesManager", "read_draft_len"]
