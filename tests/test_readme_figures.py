@@ -170,11 +170,14 @@ def test_the_tiny_model() -> None:
     def rate(label: str) -> float:
         return float(case(name, label)["steady_tokens_per_second"])
 
-    gains = over_batches(E2E_BATCHES, lambda b: rate(f"eagle-k3/b{b}") / rate(f"off/b{b}"), 1)
-    assert f"decodes {gains} times as many tokens per second with K = 3 as without MTP" in PROSE
+    gain = rate("eagle-k3/b1") / rate("off/b1")
+    told = (
+        f"decodes {gain:.1f} times as many tokens per second with K = 3 as without MTP at batch 1"
+    )
+    assert told in PROSE
     theirs = result(name)["transformers"]["generate_use_mtp"]["decode_tokens_per_second"]
     ratio = rate("eagle-k3/b1") / theirs
-    assert f"at batch 1 {ratio:.0f} times as many as transformers' `generate(use_mtp" in PROSE
+    assert f"and {ratio:.0f} times as many as transformers' `generate(use_mtp" in PROSE
 
 
 def test_the_soak() -> None:
