@@ -40,7 +40,7 @@ def thinking_tokens_of(config: Any, given: tuple[int, int] | None = None) -> tup
     ]
     if missing:
         raise ConfigError(
-            f"use_relaxed_acceptance_for_thinking: the decoding config gives no "
+            f"use_relaxed_acceptance_for_thinking: there is no "
             f"{' and no '.join(missing)}, so nothing would be relaxed; expected the ids of the "
             f"model's thinking tokens (DeepSeek-R1: 128798 and 128799)"
         )

@@ -310,7 +310,7 @@ def test_relaxed_acceptance_that_would_relax_nothing(
     names = [f"{edge}_thinking_phase_token" for edge in absent]
     given = {name: value for name, value in vars(CONFIG).items() if name not in names}
     config = SimpleNamespace(**given)
-    with pytest.raises(ConfigError, match=f"gives no {' and no '.join(names)}, so nothing would"):
+    with pytest.raises(ConfigError, match=f"there is no {' and no '.join(names)}, so nothing"):
         piece(config)
 
 
@@ -325,7 +325,7 @@ def test_relaxed_acceptance_that_would_relax_nothing(
 def test_given_thinking_ids_that_cannot_be(
     piece: Callable[..., Any], given: tuple[int, int]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"gives no |begin and end must differ"):
+    with pytest.raises(ConfigError, match=r"there is no |begin and end must differ"):
         piece(CONFIG, device="cpu", thinking_tokens=given)
 
 
