@@ -11,11 +11,12 @@ import torch
 from torch.nn.functional import pad
 
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_ids import stop_words
 from mtp_plugin.speculative.host import refuse_unserved
-from mtp_plugin.speculative.ops.backend import select_ops
+from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK, to_device
 
 BEAM = 0
@@ -144,7 +145,7 @@ class MTPSampler:
             ``TorchSampler.Args``.
         nextn: K, 0 for decoding without drafts.
         device: of the store; default CUDA where present.
-        kernels: what writes the store, see `ops.backend.select_ops`.
+        kernels: what writes the store, see `kernels.backend.Backend`.
         always_greedy: take requests that ask for a temperature and the like, and decode them
             greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
             into every request. False: refuse them.
@@ -194,7 +195,7 @@ class MTPSampler:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.store = self.create_store()
-        self._store_results = select_ops(kernels, self.device).store_results
+        self.backend = Backend.of(kernels, self.device)
         self._slots: list[int] = []
         self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
@@ -425,7 +426,7 @@ class MTPSampler:
         if not rows:
             return
         slots = self._slots_on_device([row.seq_slot for row in rows])
-        self._store_results(
+        store_results(
             self.store.rows,
             slots,
             outputs["new_tokens"],
@@ -433,6 +434,7 @@ class MTPSampler:
             outputs["next_draft_tokens"],
             outputs["new_tokens_lens"],
             outputs.get("status"),
+            backend=self.backend,
         )
 
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:

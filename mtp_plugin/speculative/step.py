@@ -60,6 +60,78 @@ def expect_vocab(logits: torch.Tensor, vocab_ids: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
+class StepLayout:
+    """The shape of a step: contexts first, each with its chunk, then generations of K+1 rows.
+
+    What stands on the host decides shapes and grids, so in a captured step it never changes.
+    """
+
+    chunk_lens: tuple[int, ...]  # [C] on the host: prompt rows of each context
+    num_generations: int  # G
+    draft_len: int  # K of this step
+    context_lens: torch.Tensor  # [C] integer: chunk_lens on the device, any stride
+    positions: torch.Tensor | None = None
+    """[T] integer, any stride, where a caller has them. The first of a generation is its true one;
+    later ones may be clamped."""
+
+    def __post_init__(self) -> None:
+        if self.num_generations < 0 or self.draft_len < 0:
+            raise TensorContractError(
+                f"step: expected numbers >= 0, got G = {self.num_generations} generations and "
+                f"K = {self.draft_len}"
+            )
+        sizes = {"context_lens": (self.context_lens, self.num_contexts)}
+        if self.positions is not None:
+            sizes["positions"] = (self.positions, self.num_tokens)
+        for name, (tensor, size) in sizes.items():
+            if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
+                raise TensorContractError(
+                    f"step, {name}: expected integers [{size}], got {tensor.dtype} "
+                    f"{list(tensor.shape)}"
+                )
+
+    @property
+    def num_contexts(self) -> int:
+        """C."""
+        return len(self.chunk_lens)
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        """Rows of all contexts together."""
+        return sum(self.chunk_lens)
+
+    @property
+    def num_requests(self) -> int:
+        """R = C + G."""
+        return len(self.chunk_lens) + self.num_generations
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a generation: K+1."""
+        return self.draft_len + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_ctx_tokens + self.num_generations * self.step_rows
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Rows of logits: one per context, K+1 per generation."""
+        return len(self.chunk_lens) + self.num_generations * self.step_rows
+
+    def expect_positions(self, reader: str) -> torch.Tensor:
+        """The positions [T], for a ``reader`` that cannot do without.
+
+        Raises:
+            TensorContractError: the step has none.
+        """
+        if self.positions is None:
+            raise TensorContractError(f"{reader}: needs the step's positions, got None")
+        return self.positions
+
+
+@dataclass(frozen=True)
 class Accepted:
     """What the target emitted for every request of a step."""
 

@@ -31,6 +31,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
     required_logit_indices,
     verify_speculative_tokens,
 )
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance.contract import RelaxedRule
 from mtp_plugin.speculative.ops.acceptance.launch import accept_relaxed, accept_strict
 from mtp_plugin.speculative.ops.draft.launch import draft_argmax, local_top1, merge_top1, propose
@@ -42,7 +43,7 @@ from mtp_plugin.speculative.ops.draft_inputs.launch import (
 )
 from mtp_plugin.speculative.ops.logits.contract import LogitRows
 from mtp_plugin.speculative.ops.logits.launch import early_stops_masked
-from mtp_plugin.speculative.ops.sampler_store.launch import store_results
+from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import synthetic_rule
 from mtp_plugin.speculative.ops.synthetic_acceptance.launch import forced_matches
@@ -108,7 +109,14 @@ def compile_sampling() -> None:
 def compile_sampler_store() -> None:
     for status in (None, ints(8)):
         store_results(
-            ints(16, 13), ints(8, dtype=I64), ints(8, 4), ints(8, 4), ints(8, 3), ints(8), status
+            ints(16, 13),
+            ints(8, dtype=I64),
+            ints(8, 4),
+            ints(8, 4),
+            ints(8, 3),
+            ints(8),
+            status,
+            backend=Backend.TRITON,
         )
 
 

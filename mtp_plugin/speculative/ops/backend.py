@@ -18,7 +18,6 @@ from mtp_plugin.speculative.ops import (
     first_pass,
     history,
     logits,
-    sampler_store,
     synthetic_acceptance,
 )
 
@@ -43,7 +42,6 @@ class StepOps:
     place_last_states: Callable[..., Any]
     local_top1: Callable[..., Any]
     merge_top1: Callable[..., Any]
-    store_results: Callable[..., None]
 
 
 REFERENCE_OPS = StepOps(
@@ -63,7 +61,6 @@ REFERENCE_OPS = StepOps(
     place_last_states=draft.place_last_states,
     local_top1=draft.local_top1,
     merge_top1=draft.merge_top1,
-    store_results=sampler_store.store_results,
 )
 
 
@@ -82,7 +79,6 @@ def triton_ops() -> StepOps:
     from mtp_plugin.speculative.ops.draft import states_launch
     from mtp_plugin.speculative.ops.draft_inputs import launch as draft_inputs_launch
     from mtp_plugin.speculative.ops.logits import launch as logits_launch
-    from mtp_plugin.speculative.ops.sampler_store import launch as sampler_store_launch
     from mtp_plugin.speculative.ops.synthetic_acceptance import (
         launch as synthetic_acceptance_launch,
     )
@@ -104,7 +100,6 @@ def triton_ops() -> StepOps:
         place_last_states=states_launch.place_last_states,
         local_top1=draft_launch.local_top1,
         merge_top1=draft_launch.merge_top1,
-        store_results=sampler_store_launch.store_results,
     )
 
 

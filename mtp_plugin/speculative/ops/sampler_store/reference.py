@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mtp_plugin.speculative.ops.sampler_store.contract import check_results
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 
 
@@ -17,37 +16,20 @@ def store_results(
     next_draft_tokens: torch.Tensor,
     new_tokens_lens: torch.Tensor,
     status: torch.Tensor | None,
+    *,
+    max_draft_len: int,
 ) -> None:
-    """Write the results of a step's requests into their rows of the store; no other row changes.
-
-    A row holds the K+1 emitted tokens, the K+1 next inputs, the K next drafts, how many tokens were
-    emitted, and the status. What a step with fewer drafts left out is padding; drafts beyond K are
-    dropped, so that no later step verifies, and emits, more than a row holds.
-
-    Args:
-        store: [S, 3K+4] int32, written.
-        slots: [R] int64, all different, 0..S-1: the row of each request.
-        new_tokens, next_new_tokens: [>= R, k+1] integers, any strides; further rows are padding
-            and are left alone, here and below.
-        next_draft_tokens: [>= R, k].
-        new_tokens_lens: [>= R].
-        status: [>= R]; None: every request is well.
-
-    Raises:
-        TensorContractError: tensors of other shapes, dtypes or devices.
-    """
-    results = (new_tokens, next_new_tokens, next_draft_tokens, new_tokens_lens, status)
-    draft_len, _ = check_results(store, slots, *results)
-    count = slots.shape[0]
+    """As at the door."""
     if status is None:
         status = torch.full_like(new_tokens_lens, STATUS_OK)
     columns = (
-        _widened(new_tokens, draft_len + 1),
-        _widened(next_new_tokens, draft_len + 1),
-        _widened(next_draft_tokens, draft_len),
+        _widened(new_tokens, max_draft_len + 1),
+        _widened(next_new_tokens, max_draft_len + 1),
+        _widened(next_draft_tokens, max_draft_len),
         new_tokens_lens.unsqueeze(1),
         status.unsqueeze(1),
     )
+    count = slots.shape[0]
     rows = torch.cat([column[:count].to(torch.int32) for column in columns], dim=1)
     store.index_copy_(0, slots, rows)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.speculative.ops.sampler_store import launch, reference
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.sampler_store import launch, store_results
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
+from tests.doors import check_strided_arguments
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
 
-MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 Results = dict[str, torch.Tensor | None]
 
 
@@ -81,9 +80,9 @@ def test_story_reference_and_kernel_agree(
     expected = before.tolist()
     for row, slot in enumerate(slots):
         expected[slot] = story(results, row, most)
-    for module in (reference, launch):
+    for backend in Backend:
         store = before.clone()
-        module.store_results(store, vector(slots), **results)
+        store_results(store, vector(slots), **results, backend=backend)
         assert store.tolist() == expected
 
 
@@ -97,17 +96,17 @@ def test_letters() -> None:
         "new_tokens_lens": vector([2], torch.int32),
         "status": vector([STATUS_NO_FINITE_LOGIT], torch.int32),
     }
-    for module in (reference, launch):
+    for backend in Backend:
         store = poisoned(5, 10, dtype=torch.int32)
-        module.store_results(store, vector([3]), **results)
+        store_results(store, vector([3]), **results, backend=backend)
         assert store[3].tolist() == [a, b, -1, b, c, -1, c, -1, 2, 1]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_rows_that_are_columns_of_a_wider_store(module: Any) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_that_are_columns_of_a_wider_store(backend: Backend) -> None:
     wide = poisoned(4, 9, dtype=torch.int32)
     results = make_results(1, 2, 1)
-    module.store_results(wide[:, 1:8], vector([2, 0]), **results)
+    store_results(wide[:, 1:8], vector([2, 0]), **results, backend=backend)
     assert wide[2, 1:8].tolist() == story(results, 0, 1)
     assert wide[0, 1:8].tolist() == story(results, 1, 1)
     untouched = wide.clone()
@@ -115,11 +114,11 @@ def test_rows_that_are_columns_of_a_wider_store(module: Any) -> None:
     assert torch.equal(untouched, poisoned(4, 9, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_requests(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_no_requests(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
     store = poisoned(4, 7, dtype=torch.int32)
-    module.store_results(store, vector([]), **make_results(0, 0, 1))
+    store_results(store, vector([]), **make_results(0, 0, 1), backend=backend)
     assert torch.equal(store, poisoned(4, 7, dtype=torch.int32))
 
 
@@ -143,8 +142,10 @@ def test_no_requests(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"status": torch.zeros(2, dtype=torch.bool)}, "status: expected integers"),
     ],
 )
-@pytest.mark.parametrize("module", MODULES)
-def test_odd_tensors_are_refused(module: Any, changed: dict[str, torch.Tensor], told: str) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_odd_tensors_are_refused(
+    backend: Backend, changed: dict[str, torch.Tensor], told: str
+) -> None:
     tensors = {
         "store": poisoned(4, 7, dtype=torch.int32),
         "slots": vector([1, 2]),
@@ -152,7 +153,7 @@ def test_odd_tensors_are_refused(module: Any, changed: dict[str, torch.Tensor], 
     }
     moved = {name: tensor.to(DEVICE) for name, tensor in changed.items()}
     with pytest.raises(TensorContractError, match=told):
-        module.store_results(**(tensors | moved))
+        store_results(**(tensors | moved), backend=backend)
     assert torch.equal(tensors["store"], poisoned(4, 7, dtype=torch.int32))
 
 
@@ -164,7 +165,7 @@ def test_in_a_cuda_graph() -> None:
         vector([4, 1]),
         make_results(0, 2, 3),
     )
-    graph, _ = captured(lambda: launch.store_results(store, slots, **results))
+    graph, _ = captured(lambda: store_results(store, slots, **results, backend=Backend.TRITON))
     for seed in range(1, 4):
         fresh = make_results(seed, 2, 3)
         for name, tensor in fresh.items():
@@ -173,5 +174,16 @@ def test_in_a_cuda_graph() -> None:
         store.fill_(-777)
         graph.replay()
         expected = poisoned(6, 13, dtype=torch.int32)
-        reference.store_results(expected, slots, **fresh)
+        store_results(expected, slots, **fresh, backend=Backend.TORCH)
         assert torch.equal(store, expected)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    arguments = {"store": poisoned(4, 7, dtype=torch.int32), "slots": vector([1, 2])}
+    check_strided_arguments(
+        store_results,
+        arguments | make_results(0, 2, 1),
+        refused={"store": "contiguous rows"},
+        backend=backend,
+    )

@@ -1,0 +1,141 @@
+"""What the tests of every op's door share: arguments that lie apart in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+
+GAP = 3
+"""Every stride of a strided tensor is so many times that of a contiguous one."""
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` with gaps between all its elements; what lies there is poison."""
+    if tensor.dim() == 0:
+        return tensor.clone()
+    poison = True if tensor.dtype == torch.bool else 77
+    wide = torch.full(
+        [size * GAP for size in tensor.shape], poison, dtype=tensor.dtype, device=tensor.device
+    )
+    view = wide[tuple(slice(None, None, GAP) for _ in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def check_strided_arguments(
+    door: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    refused: Mapping[str, str] | None = None,
+    **others: Any,
+) -> None:
+    """A door gives the same with each tensor strided, alone, and writes nowhere else.
+
+    Tensors stand in `arguments` by name, or in the fields of dataclasses in them; then they are
+    called `argument.field`. Results and changed arguments are compared bit for bit.
+
+    Args:
+        refused: tensors that must be refused instead, and what the error tells of them.
+        others: passed on as they are.
+    """
+    refused = dict(refused or {})
+    expected = _run(door, arguments, others)
+    names = list(_tensor_names(arguments))
+    unknown = sorted(set(refused) - set(names))
+    assert not unknown, f"no tensor arguments: {unknown}, there are {names}"
+    for name in names:
+        changed = _with(arguments, name, strided)
+        if name in refused:
+            with pytest.raises(TensorContractError, match=re.escape(refused[name])):
+                _run(door, changed, others)
+            continue
+        got = _run(door, changed, others)
+        assert len(got) == len(expected), name
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other), name
+
+
+def _run(
+    door: Callable[..., Any], arguments: Mapping[str, Any], others: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Everything that a call gives or changes, as contiguous tensors; the gaps must stay poison."""
+    given = {name: _copied(value) for name, value in arguments.items()}
+    gaps = [(t, _gaps(t)) for t in _tensors(given)]
+    result = door(**given, **others)
+    if isinstance(result, AbstractContextManager):
+        with result as inner:
+            inside = [tensor.clone() for tensor in _tensors(inner)]
+        found = inside + list(_tensors(given))
+    else:
+        found = [*_tensors(result), *_tensors(given)]
+    for tensor, before in gaps:
+        assert torch.equal(_gaps(tensor), before), "written between the elements of an argument"
+    return [tensor.clone().contiguous() for tensor in found]
+
+
+def _gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in the storage of a strided tensor, with its own elements blotted out."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    whole = whole.clone()
+    own = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    own.zero_()
+    return whole
+
+
+def _copied(value: Any) -> Any:
+    """A copy with memory of its own and the same strides."""
+    if isinstance(value, torch.Tensor):
+        if value.is_contiguous():
+            return value.clone()
+        return strided(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return copy.deepcopy(value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _tensor_names(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield prefix + name
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            yield from _tensor_names(fields, f"{prefix}{name}.")
+
+
+def _with(
+    arguments: Mapping[str, Any], name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    first, _, rest = name.partition(".")
+    value = arguments[first]
+    if rest:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        inner = _with(fields, rest, change)
+        part = rest.partition(".")[0]
+        changed = dataclasses.replace(value, **{part: inner[part]})
+    else:
+        changed = change(value)
+    return {**arguments, first: changed}

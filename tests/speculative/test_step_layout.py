@@ -1,0 +1,52 @@
+"""The shape of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.speculative.step import StepLayout
+
+
+def layout(**changed: object) -> StepLayout:
+    fields = {
+        "chunk_lens": (3, 1),
+        "num_generations": 2,
+        "draft_len": 2,
+        "context_lens": torch.tensor([3, 1]),
+    }
+    return StepLayout(**(fields | changed))  # type: ignore[arg-type]
+
+
+def test_counts() -> None:
+    step = layout()
+    assert (step.num_contexts, step.num_requests, step.num_ctx_tokens) == (2, 4, 4)
+    assert (step.step_rows, step.num_tokens, step.num_logit_rows) == (3, 10, 8)
+
+
+def test_generations_alone() -> None:
+    step = layout(chunk_lens=(), context_lens=torch.empty(0, dtype=torch.int32), draft_len=0)
+    assert (step.num_contexts, step.num_ctx_tokens, step.num_tokens) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_generations": -1}, "got G = -1"),
+        ({"draft_len": -1}, "K = -1"),
+        ({"context_lens": torch.tensor([3])}, r"step, context_lens: expected integers \[2\]"),
+        ({"context_lens": torch.tensor([3.0, 1.0])}, "got torch.float32"),
+        ({"positions": torch.arange(9)}, r"step, positions: expected integers \[10\], .* \[9\]"),
+    ],
+)
+def test_what_does_not_fit(changed: dict[str, object], told: str) -> None:
+    with pytest.raises(TensorContractError, match=told):
+        layout(**changed)
+
+
+def test_positions_are_asked_for_by_name() -> None:
+    with pytest.raises(TensorContractError, match="draws: needs the step's positions, got None"):
+        layout().expect_positions("draws")
+    positions = torch.arange(10)
+    assert layout(positions=positions).expect_positions("draws") is positions
