@@ -1,4 +1,4 @@
-"""What the tests of every op's door share: arguments that lie apart in memory."""
+"""What the tests of every op's door share: arguments that lie apart in memory, poisoned memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.errors import TensorContractError
+from tests.kernels.top_k.launches import poison
 
 GAP = 3
 """Every stride of a strided tensor is so many times that of a contiguous one."""
@@ -29,6 +30,19 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     view = wide[tuple(slice(None, None, GAP) for _ in tensor.shape)]
     view.copy_(tensor)
     return view
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Whatever torch allocates without a value starts poisoned."""
+
+    def poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **options: poison(allocate(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like"):
+            patch.setattr(torch, name, poisoning(getattr(torch, name)))
+        yield
 
 
 def check_strided_arguments(
@@ -84,19 +98,22 @@ def _run(
 
 def _gaps(tensor: torch.Tensor) -> torch.Tensor:
     """What lies in the storage of a strided tensor, with its own elements blotted out."""
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    whole = whole.clone()
+    whole = _storage(tensor)
     own = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     own.zero_()
     return whole
 
 
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all the memory that a tensor lies in."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(tensor.untyped_storage()).clone()
+
+
 def _copied(value: Any) -> Any:
     """A copy with memory of its own and the same strides."""
     if isinstance(value, torch.Tensor):
-        if value.is_contiguous():
-            return value.clone()
-        return strided(value)
+        return _storage(value).as_strided(value.shape, value.stride(), value.storage_offset())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
