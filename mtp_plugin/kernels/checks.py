@@ -7,32 +7,26 @@ import torch
 from mtp_plugin.errors import TensorContractError
 
 
-def expect_output(
-    name: str,
-    tensor: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+def is_integral(tensor: torch.Tensor) -> bool:
+    """Whether the tensor holds whole numbers; flags are none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def expect_integers(
+    name: str, tensor: torch.Tensor, size: int, device: torch.device, *, at_least: bool = False
 ) -> None:
-    """Check a tensor that was handed in to be written.
+    """Check a vector of whole numbers, of any stride.
+
+    Args:
+        size: its length; with ``at_least`` it may be longer.
 
     Raises:
-        TensorContractError: another shape, type or device, or gaps between the elements.
+        TensorContractError: another shape, type or device.
     """
-    if tensor is None:
-        came = "None"
-    elif (
-        tensor.shape == shape
-        and tensor.dtype == dtype
-        and tensor.device == device
-        and tensor.is_contiguous()
-    ):
-        return
-    else:
-        came = (
-            f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
-            f"{tensor.device}"
+    shape = tensor.shape
+    fits = len(shape) == 1 and (shape[0] >= size if at_least else shape[0] == size)
+    if not fits or not is_integral(tensor) or tensor.device != device:
+        raise TensorContractError(
+            f"{name}: expected integers [{'>= ' if at_least else ''}{size}] on {device}, got "
+            f"{tensor.dtype} {list(shape)} on {tensor.device}"
         )
-    raise TensorContractError(
-        f"{name}: expected contiguous {dtype} {list(shape)} on {device} to write to, got {came}"
-    )

@@ -1,4 +1,4 @@
-"""Checks, scratch and grids of the split reductions."""
+"""Checks and grids of the split reductions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.kernels.checks import expect_output
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k.kernel import relaxed_kernel, top1_kernel
 
@@ -20,11 +19,7 @@ MAX_PIECES = 256
 
 @dataclass(frozen=True)
 class Top1Partials:
-    """Per row and piece: the highest value and the lowest id that has it.
-
-    Made beforehand by :meth:`unwritten` it is the scratch of an op: what calls of the same sizes
-    share, one after the other, so that they allocate nothing.
-    """
+    """Per row and piece: the highest value and the lowest id that has it."""
 
     values: torch.Tensor  # [rows, pieces] float32
     ids: torch.Tensor  # [rows, pieces] int32
@@ -37,15 +32,6 @@ class Top1Partials:
             values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
             ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
         )
-
-    def check(self, rows: int, pieces: int, device: torch.device) -> None:
-        """Check that these tensors take ``pieces`` partials of each of ``rows`` rows.
-
-        Raises:
-            TensorContractError: naming the tensor, what was expected and what came.
-        """
-        expect_output("scratch, values", self.values, (rows, pieces), torch.float32, device)
-        expect_output("scratch, ids", self.ids, (rows, pieces), torch.int32, device)
 
     @property
     def num_pieces(self) -> int:
@@ -71,12 +57,6 @@ class RelaxedPartials(Top1Partials):
             ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
         )
 
-    @override
-    def check(self, rows: int, pieces: int, device: torch.device) -> None:
-        super().check(rows, pieces, device)
-        expect_output("scratch, weights", self.weights, (rows, pieces), torch.float32, device)
-        expect_output("scratch, ahead", self.ahead, (rows, pieces), torch.int32, device)
-
 
 def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]:
     """(piece length, number of pieces, block) for ``rows`` rows; a function of shapes alone.
@@ -94,27 +74,20 @@ def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]
     return piece, -(-vocab // piece), min(BLOCK, 1 << max(vocab - 1, 1).bit_length())
 
 
-def top1_partials(logits: torch.Tensor, scratch: Top1Partials | None = None) -> Top1Partials:
+def top1_partials(logits: torch.Tensor) -> Top1Partials:
     """Launch one program per (row, piece) of ``logits`` [rows, V], any row stride.
 
-    Args:
-        scratch: takes the partials. None: new tensors.
-
     Raises:
-        TensorContractError: logits that are not a matrix of contiguous rows, or scratch of other
-            sizes than :meth:`Top1Partials.unwritten` gives for them.
+        TensorContractError: logits that are not a matrix of contiguous rows.
     """
     rows, vocab = _check(logits)
     piece, pieces, block = split(rows, vocab)
-    if scratch is None:
-        scratch = Top1Partials.unwritten(rows, vocab, logits.device)
-    else:
-        scratch.check(rows, pieces, logits.device)
+    partials = Top1Partials.unwritten(rows, vocab, logits.device)
     if rows:
         top1_kernel[(rows, pieces)](
             logits,
-            scratch.values,
-            scratch.ids,
+            partials.values,
+            partials.ids,
             logits.stride(0),
             vocab,
             piece,
@@ -123,7 +96,7 @@ def top1_partials(logits: torch.Tensor, scratch: Top1Partials | None = None) -> 
             num_warps=8,
             **pdl_options(logits.device),
         )
-    return scratch
+    return partials
 
 
 def relaxed_partials(
@@ -133,30 +106,27 @@ def relaxed_partials(
     num_contexts: int,
     width: int,
     begin_token: int,
-    scratch: RelaxedPartials | None = None,
 ) -> RelaxedPartials:
     """As :func:`top1_partials`, and what relaxed acceptance needs of drafted rows, in the same
     pass.
 
     Args:
-        draft_tokens: [G * (width - 1)]. thinking: [R] bool. num_contexts: C. width: K+1.
+        draft_tokens: [G * (width - 1)], contiguous. thinking: [R] bool, contiguous.
+        num_contexts: C. width: K+1.
         begin_token: a draft with this id may start the phase within its run.
     """
     rows, vocab = _check(logits)
     piece, pieces, block = split(rows, vocab, heavy=True)
-    if scratch is None:
-        scratch = RelaxedPartials.unwritten(rows, vocab, logits.device)
-    else:
-        scratch.check(rows, pieces, logits.device)
+    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
     if rows:
         relaxed_kernel[(rows, pieces)](
             logits,
             draft_tokens,
             thinking,
-            scratch.values,
-            scratch.ids,
-            scratch.weights,
-            scratch.ahead,
+            partials.values,
+            partials.ids,
+            partials.weights,
+            partials.ahead,
             logits.stride(0),
             vocab,
             piece,
@@ -169,7 +139,7 @@ def relaxed_partials(
             num_warps=4,
             **pdl_options(logits.device),
         )
-    return scratch
+    return partials
 
 
 def _check(logits: torch.Tensor) -> tuple[int, int]:

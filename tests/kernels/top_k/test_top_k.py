@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -11,17 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.top_k import (
-    RelaxedPartials,
-    Top1Partials,
-    launch,
-    relaxed_partials,
-    top1_partials,
-)
+from mtp_plugin.kernels.top_k import relaxed_partials, top1_partials
 from mtp_plugin.kernels.top_k.launch import BLOCK, MAX_PIECES, split
-from tests.kernels.top_k.launches import poison, poisoned_outputs
+from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, seams, strided, without_nan
-from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE
 
 BIG = 300_000
@@ -80,7 +72,7 @@ def test_the_cases_below_are_cut_between_planted_ties() -> None:
 def test_top1_of_every_piece(rows, vocab, dtype, behind, smooth, seed) -> None:
     dice = torch.Generator().manual_seed(seed)
     logits = strided(odd_rows(dice, rows, vocab, dtype, smooth=smooth), behind)
-    with poisoned_outputs(launch):
+    with poisoned_memory():
         partials = top1_partials(logits)
     bounds = bounds_of(rows, vocab, heavy=False)
     assert partials.num_pieces == len(bounds)
@@ -113,7 +105,7 @@ def test_weights_and_ranks_of_every_piece(
     begin = vocab + 7
     if begins and num_generations:
         drafts[0, -1] = begin
-    with poisoned_outputs(launch):
+    with poisoned_memory():
         partials = relaxed_partials(
             logits, drafts.reshape(-1).to(DEVICE), thinking.to(DEVICE), num_contexts, k + 1, begin
         )
@@ -151,48 +143,6 @@ def test_rows_must_be_contiguous() -> None:
         top1_partials(torch.zeros(4, device=DEVICE))
 
 
-@pytest.mark.parametrize("made", [Top1Partials, RelaxedPartials])
-def test_partials_are_written_to_scratch(made: type[Top1Partials]) -> None:
-    """Every element, and into the very tensors that were handed in."""
-    k, drafts, thinking = 3, torch.zeros(6, device=DEVICE).int(), torch.ones(2, device=DEVICE) > 0
-
-    def reduced(logits: torch.Tensor, scratch: Top1Partials | None = None) -> Top1Partials:
-        if made is Top1Partials:
-            return top1_partials(logits, scratch)
-        return relaxed_partials(logits, drafts, thinking, 0, k + 1, -1, scratch)
-
-    scratch = made.unwritten(2 * (k + 1), 4999, DEVICE)
-    for seed in (1, 2):
-        rows = odd_rows(torch.Generator().manual_seed(seed), 2 * (k + 1), 4999, torch.float32)
-        expected = reduced(rows.to(DEVICE))
-        for field in fields(scratch):
-            poison(getattr(scratch, field.name))
-        assert reduced(rows.to(DEVICE), scratch) is scratch
-        for field in fields(scratch):
-            assert same_bits(getattr(scratch, field.name), getattr(expected, field.name))
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [(Top1Partials, "values"), (Top1Partials, "ids")]
-    + [(RelaxedPartials, name) for name in ("values", "ids", "weights", "ahead")],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_scratch_that_does_not_fit(made: type[Top1Partials], name: str) -> None:
-    logits, drafts = torch.zeros(4, 9, device=DEVICE), torch.zeros(3, device=DEVICE).int()
-    fitting = made.unwritten(4, 9, DEVICE)
-
-    def reduce(scratch: Top1Partials) -> Top1Partials:
-        if isinstance(scratch, RelaxedPartials):
-            return relaxed_partials(logits, drafts, drafts[:1] == 0, 0, 4, -1, scratch)
-        return top1_partials(logits, scratch)
-
-    for bad in (torch.zeros(4, 2), torch.zeros(3, 1), torch.zeros(4, 1).double()):
-        scratch = replace(fitting, **{name: bad.to(DEVICE)})
-        with pytest.raises(TensorContractError, match=rf"scratch, {name}: .*\[4, 1\] .*got"):
-            reduce(scratch)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [129280, 151935])
 @pytest.mark.parametrize("rows", [4, 17, 65, 1024])
@@ -201,7 +151,7 @@ def test_real_rows(rows: int, vocab: int, dtype: torch.dtype) -> None:
     logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
     for seam in seams(rows, vocab)[::7]:
         logits[seam % rows, seam] = torch.inf
-    with poisoned_outputs(launch):
+    with poisoned_memory():
         partials = top1_partials(logits)
     for part, piece in enumerate(bounds_of(rows, vocab, heavy=False)):
         assert torch.equal(partials.values[:, part], logits[:, piece].float().amax(dim=1))
