@@ -1,19 +1,16 @@
 """Megatron's ``mtp_utils_pytorch``: the bookkeeping ops in torch, on any device."""
 
+from mtp_plugin.hosts.megatron.drop_in import fixed
+from mtp_plugin.hosts.megatron.ops import bookkeeping, kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
-    advance_decode_batch,
 )
-from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, rewind_kv_cache
-from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
-from mtp_plugin.hosts.megatron.ops.token_verify import (
-    VerifiedTokens,
-    required_logit_indices,
-    verify_speculative_tokens,
-)
-from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
+from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks
+from mtp_plugin.hosts.megatron.ops.token_verify import VerifiedTokens
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops import state_rollback
 
 __all__ = [
     "AdvancedBatch",
@@ -28,3 +25,10 @@ __all__ = [
     "rewind_kv_cache",
     "verify_speculative_tokens",
 ]
+
+advance_decode_batch = fixed(bookkeeping.advance_decode_batch, Backend.TORCH)
+mamba_state_selective_copy = fixed(state_rollback.mamba_state_selective_copy, Backend.TORCH)
+prepare_next_forward_pass = fixed(next_forward.prepare_next_forward_pass, Backend.TORCH)
+required_logit_indices = fixed(token_verify.required_logit_indices, Backend.TORCH)
+rewind_kv_cache = fixed(kv_rewind.rewind_kv_cache, Backend.TORCH)
+verify_speculative_tokens = fixed(token_verify.verify_speculative_tokens, Backend.TORCH)

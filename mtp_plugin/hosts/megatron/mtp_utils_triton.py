@@ -16,33 +16,29 @@ except ImportError as error:
         "mtp_utils_pytorch has the same functions without it"
     ) from error
 
+from mtp_plugin.hosts.megatron.drop_in import fixed
+from mtp_plugin.hosts.megatron.ops import bookkeeping, kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
 )
-from mtp_plugin.hosts.megatron.ops.bookkeeping.launch import advance_decode_batch
 from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks
 from mtp_plugin.hosts.megatron.ops.kv_rewind.kernel import (
     _rewind_kv_cache_kernel as _rewind_kv_cache_kernel,
 )
-from mtp_plugin.hosts.megatron.ops.kv_rewind.launch import rewind_kv_cache
 from mtp_plugin.hosts.megatron.ops.next_forward.kernel import (
     _prepare_next_forward_pass_kernel as _prepare_next_forward_pass_kernel,
 )
-from mtp_plugin.hosts.megatron.ops.next_forward.launch import prepare_next_forward_pass
 from mtp_plugin.hosts.megatron.ops.token_verify import VerifiedTokens
 from mtp_plugin.hosts.megatron.ops.token_verify.kernel import (
     _verify_speculative_tokens_kernel as _verify_speculative_tokens_kernel,
 )
-from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
-    required_logit_indices,
-    verify_speculative_tokens,
-)
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops import state_rollback
 from mtp_plugin.speculative.ops.state_rollback.kernel import (
     _mamba_state_selective_copy_kernel as _mamba_state_selective_copy_kernel,
 )
-from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
 
 __all__ = [
     "AdvancedBatch",
@@ -57,3 +53,10 @@ __all__ = [
     "rewind_kv_cache",
     "verify_speculative_tokens",
 ]
+
+advance_decode_batch = fixed(bookkeeping.advance_decode_batch, Backend.TRITON)
+mamba_state_selective_copy = fixed(state_rollback.mamba_state_selective_copy, Backend.TRITON)
+prepare_next_forward_pass = fixed(next_forward.prepare_next_forward_pass, Backend.TRITON)
+required_logit_indices = fixed(token_verify.required_logit_indices, Backend.TRITON)
+rewind_kv_cache = fixed(kv_rewind.rewind_kv_cache, Backend.TRITON)
+verify_speculative_tokens = fixed(token_verify.verify_speculative_tokens, Backend.TRITON)

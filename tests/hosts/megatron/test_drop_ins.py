@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch, mtp_utils_triton
+from mtp_plugin.kernels.backend import Backend
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import poisoned, vector
 
@@ -48,6 +49,21 @@ def test_signatures_are_the_engines(utils: ModuleType, name: str) -> None:
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == PARAMETERS[name].split()
     assert all(p.default is None for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+@both
+@pytest.mark.parametrize("name", [*PARAMETERS, "advance_decode_batch"])
+def test_the_backend_is_fixed(utils: ModuleType, name: str) -> None:
+    """A drop-in has its door's name and story; which side runs is not the caller's choice."""
+    op = getattr(utils, name)
+    assert op.__name__ == name
+    assert "Raises:" in op.__doc__
+    assert "backend" not in inspect.signature(op).parameters
+    assert "backend" not in op.__annotations__
+    assert "backend" in inspect.signature(op.__wrapped__).parameters
+    assert "backend" in op.__wrapped__.__annotations__
+    with pytest.raises(TypeError, match="backend"):
+        op(backend=Backend.TORCH)
 
 
 MEGATRON_KERNELS = {

@@ -11,7 +11,6 @@ import triton.language as tl
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.state_rollback.contract import check_states
 from mtp_plugin.speculative.ops.state_rollback.kernel import _mamba_state_selective_copy_kernel
 
 # states are copied as words; from 4 bytes on neighbouring words share one 16-byte access
@@ -28,18 +27,10 @@ def mamba_state_selective_copy(
     state_idx: torch.Tensor,
     accepted_counts: torch.Tensor,
     num_layers: int,
+    *,
+    num_requests: int,
 ) -> None:
-    """As the reference of the same name, in one launch."""
-    num_requests = check_states(
-        intermediate_states,
-        current_states,
-        prefill_status,
-        state_idx,
-        accepted_counts,
-        num_layers,
-    )
-    if num_requests == 0 or num_layers == 0 or current_states.numel() == 0:
-        return
+    """As at the door, in one launch."""
     _expect_dense("intermediate_states", intermediate_states, 3)
     _expect_dense("current_states", current_states, 2)
     expect_reachable(_mamba_state_selective_copy_kernel, "current_states", current_states)

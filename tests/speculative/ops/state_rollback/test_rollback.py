@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from inspect import signature
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.speculative.ops.state_rollback import launch, reference
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.state_rollback import launch, mamba_state_selective_copy
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.token_verify.batches import random_decodes
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import (
@@ -27,7 +28,7 @@ from tests.speculative.ops.on_device import (
 from tests.speculative.ops.state_rollback import story
 from tests.speculative.ops.state_rollback.story import Row
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 DTYPES = (
     torch.float32,
@@ -54,20 +55,21 @@ def as_lists(states: torch.Tensor, leading: int) -> list:
 
 
 def roll_back(
-    ops: ModuleType,
+    backend: Backend,
     intermediate: torch.Tensor,
     current: torch.Tensor,
     rows: list[Row],
     num_layers: int,
     dtype: torch.dtype = torch.int64,
 ) -> None:
-    ops.mamba_state_selective_copy(
+    mamba_state_selective_copy(
         intermediate,
         current,
         vector((0 if row.is_decode else 1 for row in rows), torch.int32),
         vector((row.slot for row in rows), dtype),
         vector((row.accepted for row in rows), dtype),
         num_layers,
+        backend=backend,
     )
 
 
@@ -83,7 +85,7 @@ def roll_back(
     seed=st.integers(0, 2**32),
 )
 def test_any_states(
-    ops: ModuleType,
+    backend: Backend,
     kinds: list[bool],
     num_padding: int,
     num_drafts: int,
@@ -109,13 +111,13 @@ def test_any_states(
     expected = as_lists(current, 2)
     story.roll_back(before, expected, rows, 2)
 
-    roll_back(ops, intermediate, current, rows, 2, index_dtype)
+    roll_back(backend, intermediate, current, rows, 2, index_dtype)
     assert as_lists(current, 2) == expected
     assert as_lists(intermediate, 3) == before
 
 
 @both
-def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(ops: ModuleType) -> None:
+def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(backend: Backend) -> None:
     """Scenario R42: accepted counts 0..K in one batch, a prefill and a padded row beside them."""
     dice = random.Random(42)
     num_layers, num_drafts = 2, 3
@@ -139,12 +141,12 @@ def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(ops: ModuleType) -
     rows = [Row(True, slot, n) for slot, n in zip(slots, accepted, strict=True)]
     rows += [Row(False, 22, 0), Row(True, -1, 2)]
     current = vector(start)
-    roll_back(ops, intermediate, current, rows, num_layers)
+    roll_back(backend, intermediate, current, rows, num_layers)
     assert torch.equal(current, vector(replayed))
 
 
 @both
-def test_rows_that_share_a_slot(ops: ModuleType) -> None:
+def test_rows_that_share_a_slot(backend: Backend) -> None:
     """A prefill row does not undo a decode row; equal decode rows agree; strangers stay out."""
     intermediate = vector(range(3 * 4)).view(1, 3, 4).clone()
     current = vector([[100, 101, 102]])
@@ -158,17 +160,17 @@ def test_rows_that_share_a_slot(ops: ModuleType) -> None:
         Row(True, 0, 4),
         Row(True, 2, -1),
     ]
-    roll_back(ops, intermediate, current, rows, 1)
+    roll_back(backend, intermediate, current, rows, 1)
     assert torch.equal(current, vector([[100, 6, 102]]))
 
 
 @both
-def test_a_state_of_several_chunks(ops: ModuleType) -> None:
+def test_a_state_of_several_chunks(backend: Backend) -> None:
     """More than one program per state, the last one partly filled."""
     size = 16 * 1024 // 4 * 2 + 5
     intermediate = torch.arange(2 * 3 * size, device=DEVICE).view(1, 3, 2, size).to(torch.float32)
     current = torch.full((1, 3, size), torch.nan, device=DEVICE)
-    roll_back(ops, intermediate, current, [Row(True, 2, 1), Row(True, 0, 0)], 1)
+    roll_back(backend, intermediate, current, [Row(True, 2, 1), Row(True, 0, 0)], 1)
     assert torch.equal(current[0, 2], intermediate[0, 2, 1])
     assert torch.equal(current[0, 0], intermediate[0, 0, 0])
     assert current[0, 1].isnan().all()
@@ -176,28 +178,30 @@ def test_a_state_of_several_chunks(ops: ModuleType) -> None:
 
 @both
 @pytest.mark.parametrize("offset", [1, 2, 3, 4])
-def test_states_at_odd_addresses(ops: ModuleType, offset: int) -> None:
+def test_states_at_odd_addresses(backend: Backend, offset: int) -> None:
     """Bytes that begin anywhere: the words are as wide as address, strides and size allow."""
     torch.manual_seed(offset)
     size = 12
     memory = random_states(torch.int8, 2 * 3 * size + offset).to(DEVICE)
     intermediate = memory[offset:].view(1, 2, 3, size)
     current = torch.zeros(1, 2, size, dtype=torch.int8, device=DEVICE)
-    roll_back(ops, intermediate, current, [Row(True, 1, 2)], 1)
+    roll_back(backend, intermediate, current, [Row(True, 1, 2)], 1)
     assert torch.equal(current[0, 1], intermediate[0, 1, 2])
     assert not current[0, 0].any()
 
 
-def test_nothing_to_copy_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_nothing_to_copy_launches_nothing(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forbid_launches(monkeypatch, launch)
     row = [Row(True, 0, 1)]
-    for ops in (reference, launch):
-        current = poisoned(1, 2, 4)
-        roll_back(ops, poisoned(1, 2, 3, 4), current, [], 1)
-        roll_back(ops, poisoned(1, 2, 3, 4), current, row, 0)
-        roll_back(ops, poisoned(1, 2, 3, 0), poisoned(1, 2, 0), row, 1)
-        roll_back(ops, poisoned(1, 0, 3, 4), poisoned(1, 0, 4), row, 1)
-        assert torch.equal(current, poisoned(1, 2, 4))
+    current = poisoned(1, 2, 4)
+    roll_back(backend, poisoned(1, 2, 3, 4), current, [], 1)
+    roll_back(backend, poisoned(1, 2, 3, 4), current, row, 0)
+    roll_back(backend, poisoned(1, 2, 3, 0), poisoned(1, 2, 0), row, 1)
+    roll_back(backend, poisoned(1, 0, 3, 4), poisoned(1, 0, 4), row, 1)
+    assert torch.equal(current, poisoned(1, 2, 4))
 
 
 @both
@@ -219,12 +223,12 @@ def test_nothing_to_copy_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
     values = [poisoned(2, 3, 4, 5), poisoned(2, 3, 5), *(vector([0, 0]) for _ in range(3)), 2]
-    names = signature(ops.mamba_state_selective_copy).parameters
-    arguments = dict(zip(names, values, strict=True)) | change
+    names = signature(mamba_state_selective_copy).parameters
+    arguments = dict(zip(names, [*values, backend], strict=True)) | change
     with pytest.raises(TensorContractError, match=message):
-        ops.mamba_state_selective_copy(**arguments)
+        mamba_state_selective_copy(**arguments)
 
 
 def test_only_the_kernel_needs_dense_states() -> None:
@@ -232,11 +236,32 @@ def test_only_the_kernel_needs_dense_states() -> None:
     current = poisoned(1, 2, 2, 2)
     rows = [Row(True, 1, 0)]
     with pytest.raises(TensorContractError, match=r"intermediate_states: .*dense .*\[1, 2\]"):
-        roll_back(launch, intermediate, current, rows, 1)
+        roll_back(Backend.TRITON, intermediate, current, rows, 1)
     with pytest.raises(TensorContractError, match=r"current_states: .*dense"):
-        roll_back(launch, intermediate.contiguous(), current.transpose(2, 3), rows, 1)
-    roll_back(reference, intermediate, current, rows, 1)
+        roll_back(Backend.TRITON, intermediate.contiguous(), current.transpose(2, 3), rows, 1)
+    roll_back(Backend.TORCH, intermediate, current, rows, 1)
     assert torch.equal(current[0, 1], intermediate[0, 1, 0])
+
+
+@both
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
+def test_strided_arguments(backend: Backend, shape: tuple[int, ...]) -> None:
+    """Gaps between states are fine; inside a state the kernel refuses them."""
+    torch.manual_seed(len(shape))
+    arguments = {
+        "intermediate_states": random_states(torch.int16, 2, 3, 4, *shape).to(DEVICE),
+        "current_states": random_states(torch.int16, 2, 3, *shape).to(DEVICE),
+        "prefill_status": vector([0, 1, 0]),
+        "state_idx": vector([2, 1, 0]),
+        "accepted_counts": vector([1, 2, 3]),
+        "num_layers": 2,
+    }
+    names = "prefill_status", "state_idx", "accepted_counts"
+    refused = {name: f"{name}: expected a contiguous" for name in names}
+    if shape and backend is Backend.TRITON:
+        states = "intermediate_states", "current_states"
+        refused |= {name: f"{name}: expected states of dense dimensions" for name in states}
+    check_strided_arguments(mamba_state_selective_copy, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -262,8 +287,9 @@ def test_graph_replays_with_changed_counts(shape: tuple[int, ...], dtype: torch.
         counts.copy_(torch.randint(0, num_drafts + 1, (50,)))
         current.copy_(expected)
 
-    replay_in_graph(lambda: launch.mamba_state_selective_copy(*arguments), change)
-    reference.mamba_state_selective_copy(intermediate, expected, status, slots, counts, num_layers)
+    replay_in_graph(lambda: mamba_state_selective_copy(*arguments, backend=Backend.TRITON), change)
+    rows = status, slots, counts
+    mamba_state_selective_copy(intermediate, expected, *rows, num_layers, backend=Backend.TORCH)
     assert same_bits(current, expected)
 
 
@@ -274,7 +300,7 @@ def test_offsets_beyond_32_bits() -> None:
     current = torch.zeros(3, 512, 2**20, dtype=torch.int8, device=DEVICE)
     assert intermediate.numel() > 2**32
     intermediate[2, 511, 2] = 7
-    roll_back(launch, intermediate, current, [Row(True, 511, 2)], 3)
+    roll_back(Backend.TRITON, intermediate, current, [Row(True, 511, 2)], 3)
     assert (current[2, 511] == 7).all()
     assert not current[:2].any()
     assert not current[2, :511].any()

@@ -8,7 +8,6 @@ from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
-    unwritten_result,
 )
 from mtp_plugin.hosts.megatron.ops.bookkeeping.kernel import _advance_decode_batch_kernel
 from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
@@ -28,27 +27,11 @@ def advance_decode_batch(
     num_prefill_requests: int,
     num_speculative_tokens: int,
     block_size_tokens: int,
-    num_active_requests: int | torch.Tensor | None = None,
-    out: AdvancedBatch | tuple[torch.Tensor, ...] | None = None,
-) -> AdvancedBatch:
-    """As the reference of the same name, in one launch."""
-    advanced = unwritten_result(
-        input_tokens,
-        output_tokens,
-        required_logit_indices,
-        buffers,
-        kv,
-        num_decode_requests,
-        num_prefill_requests,
-        num_speculative_tokens,
-        block_size_tokens,
-        num_active_requests,
-        out,
-    )
+    num_active_requests: int | torch.Tensor,
+    advanced: AdvancedBatch,
+) -> None:
+    """As at the door, in one launch."""
     num_requests = num_decode_requests + num_prefill_requests
-    if num_requests == 0:
-        advanced.accepted_tokens_mask.zero_()
-        return advanced
     expect_reachable(_advance_decode_batch_kernel, "input_tokens", input_tokens)
     num_tokens = input_tokens.shape[0]
     lanes = num_tokens - num_decode_requests * num_speculative_tokens
@@ -87,11 +70,10 @@ def advance_decode_batch(
         buffers.accepted_tokens_per_request.stride(0),
         table.stride(0),
         table.shape[1],
-        num_requests if num_active_requests is None else num_active_requests,
+        num_active_requests,
         num_decode_requests,
         num_requests,
         num_tokens,
         *constants,
         num_warps=1,
     )
-    return advanced

@@ -8,7 +8,6 @@ from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
-    unwritten_result,
 )
 from mtp_plugin.speculative.step import PAD_TOKEN
 
@@ -24,54 +23,12 @@ def advance_decode_batch(
     num_prefill_requests: int,
     num_speculative_tokens: int,
     block_size_tokens: int,
-    num_active_requests: int | torch.Tensor | None = None,
-    out: AdvancedBatch | tuple[torch.Tensor, ...] | None = None,
-) -> AdvancedBatch:
-    """Verify the drafts of a batch, prepare its next forward and rewind its KV.
-
-    The same as ``verify_speculative_tokens``, ``prepare_next_forward_pass`` and
-    ``rewind_kv_cache`` one after the other, for requests in one order: decode requests first. With
-    S = 3, blocks of 4 tokens, inputs ``a b c d`` and outputs ``b x y z``: ``b`` is the only draft
-    that stands, ``x`` is sampled, and two tokens of KV go back.
-
-    Args:
-        input_tokens: [T] int32 or int64, the S+1 tokens of every decode request, then one token
-            per prefill request, then any padding.
-        output_tokens: [>= T without padding] int32 or int64, the target's token behind each.
-        required_logit_indices: likewise, the packed row of each.
-        buffers: what the next forward reads, written.
-        kv: where the KV of each request ends, changed for decode requests.
-        num_decode_requests: D. num_prefill_requests: N - D. num_speculative_tokens: S.
-        block_size_tokens: B.
-        num_active_requests: the KV of requests at or past it is padding, which stays as it is;
-            None: there are none. One integer on the device may change between graph replays.
-        out: the four tensors of the result to write into.
-
-    Raises:
-        TensorContractError: a tensor of another shape, dtype, layout or device.
-
-    Source: the composition of three functions of Megatron-LM's ``mtp_utils_pytorch``.
-    """
-    advanced = unwritten_result(
-        input_tokens,
-        output_tokens,
-        required_logit_indices,
-        buffers,
-        kv,
-        num_decode_requests,
-        num_prefill_requests,
-        num_speculative_tokens,
-        block_size_tokens,
-        num_active_requests,
-        out,
-    )
+    num_active_requests: int | torch.Tensor,
+    advanced: AdvancedBatch,
+) -> None:
+    """As at the door."""
     num_requests = num_decode_requests + num_prefill_requests
-    if num_requests == 0:
-        advanced.accepted_tokens_mask.zero_()
-        return advanced
-    active = torch.arange(num_requests, device=input_tokens.device) < (
-        num_requests if num_active_requests is None else num_active_requests
-    )
+    active = torch.arange(num_requests, device=input_tokens.device) < num_active_requests
     width = num_speculative_tokens + 1
     decode_len = num_decode_requests * width
     read = input_tokens[:decode_len].view(num_decode_requests, width)
@@ -87,7 +44,6 @@ def advance_decode_batch(
     buffers.accepted_tokens_per_request[:num_decode_requests] = drafts
     buffers.accepted_token_counts[:num_decode_requests] = matches
     _rewind(advanced, kv, num_speculative_tokens - matches, active, block_size_tokens)
-    return advanced
 
 
 def _write_verified(advanced: AdvancedBatch, stands: torch.Tensor, matches: torch.Tensor) -> None:

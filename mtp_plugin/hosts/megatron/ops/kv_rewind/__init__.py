@@ -1,6 +1,6 @@
-"""Accepted drafts -> KV bookkeeping moved back; the kernel is in ``launch``."""
+"""Accepted drafts -> KV bookkeeping moved back."""
 
 from mtp_plugin.hosts.megatron.ops.kv_rewind.contract import RewoundBlocks
-from mtp_plugin.hosts.megatron.ops.kv_rewind.reference import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.kv_rewind.door import rewind_kv_cache
 
 __all__ = ["RewoundBlocks", "rewind_kv_cache"]

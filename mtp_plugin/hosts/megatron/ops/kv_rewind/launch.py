@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.hosts.megatron.ops.kv_rewind.contract import RewoundBlocks, unwritten_result
+from mtp_plugin.hosts.megatron.ops.kv_rewind.contract import RewoundBlocks
 from mtp_plugin.hosts.megatron.ops.kv_rewind.kernel import _rewind_kv_cache_kernel
 from mtp_plugin.kernels.launching import expect_reachable
 
@@ -22,27 +22,12 @@ def rewind_kv_cache(
     kv_block_ids: torch.Tensor,
     num_speculative_tokens: int,
     block_size_tokens: int,
-    num_active_requests: int | torch.Tensor | None = None,
+    num_active_requests: int | torch.Tensor,
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> RewoundBlocks:
-    """As the reference of the same name, in one launch."""
-    rewound = unwritten_result(
-        accepted_counts,
-        prefill_status,
-        last_kv_block_offset,
-        kv_length_offsets,
-        kv_block_counts,
-        last_kv_block_id,
-        kv_block_ids,
-        num_speculative_tokens,
-        block_size_tokens,
-        num_active_requests,
-        out,
-    )
+    rewound: RewoundBlocks,
+) -> None:
+    """As at the door, in one launch."""
     num_requests = accepted_counts.shape[0]
-    if num_requests == 0:
-        return rewound
     expect_reachable(_rewind_kv_cache_kernel, "accepted_counts", accepted_counts)
     _rewind_kv_cache_kernel[(triton.cdiv(num_requests, _LANES),)](
         accepted_counts_ptr=accepted_counts,
@@ -56,7 +41,7 @@ def rewind_kv_cache(
         remove_mask_ptr=rewound.remove_mask,
         block_ids_stride=kv_block_ids.stride(0),
         max_blocks=kv_block_ids.shape[1],
-        num_active=num_requests if num_active_requests is None else num_active_requests,
+        num_active=num_active_requests,
         num_requests=num_requests,
         NUM_DRAFTS=num_speculative_tokens,
         BLOCK_TOKENS=block_size_tokens,
@@ -65,4 +50,3 @@ def rewind_kv_cache(
         LANES=_LANES,
         num_warps=1,
     )
-    return rewound

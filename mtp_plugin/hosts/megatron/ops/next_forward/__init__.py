@@ -1,5 +1,5 @@
-"""Which drafts stand -> what the next forward reads; the kernel is in ``launch``."""
+"""Which drafts stand -> what the next forward reads."""
 
-from mtp_plugin.hosts.megatron.ops.next_forward.reference import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.next_forward.door import prepare_next_forward_pass
 
 __all__ = ["prepare_next_forward_pass"]

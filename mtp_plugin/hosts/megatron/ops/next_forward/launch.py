@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.hosts.megatron.ops.next_forward.contract import check_buffers
 from mtp_plugin.hosts.megatron.ops.next_forward.kernel import _prepare_next_forward_pass_kernel
 from mtp_plugin.kernels.launching import expect_reachable
 
@@ -24,23 +23,10 @@ def prepare_next_forward_pass(
     accepted_tokens_per_request: torch.Tensor,
     accepted_token_counts: torch.Tensor,
     num_speculative_tokens: int,
+    *,
+    num_requests: int,
 ) -> None:
-    """As the reference of the same name, in one launch."""
-    num_requests = check_buffers(
-        num_decode_requests,
-        output_tokens,
-        required_logit_indices,
-        last_one_indices,
-        accepted_tokens_mask,
-        input_tokens,
-        sampled_tokens_buf,
-        last_accepted_seq_buf,
-        accepted_tokens_per_request,
-        accepted_token_counts,
-        num_speculative_tokens,
-    )
-    if num_requests == 0:
-        return
+    """As at the door, in one launch."""
     expect_reachable(_prepare_next_forward_pass_kernel, "output_tokens", output_tokens)
     _prepare_next_forward_pass_kernel[(triton.cdiv(num_requests, _LANES),)](
         output_tokens_ptr=output_tokens,

@@ -1,7 +1,7 @@
-"""Sampled tokens -> which drafts stand; the kernels are in ``launch``, which needs Triton."""
+"""Sampled tokens -> which drafts stand."""
 
 from mtp_plugin.hosts.megatron.ops.token_verify.contract import VerifiedTokens
-from mtp_plugin.hosts.megatron.ops.token_verify.reference import (
+from mtp_plugin.hosts.megatron.ops.token_verify.door import (
     required_logit_indices,
     verify_speculative_tokens,
 )

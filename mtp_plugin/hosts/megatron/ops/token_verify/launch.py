@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from mtp_plugin.hosts.megatron.ops.token_verify.contract import (
-    VerifiedTokens,
-    unwritten_indices,
-    unwritten_result,
-)
 from mtp_plugin.hosts.megatron.ops.token_verify.kernel import (
     _required_logit_indices_kernel,
     _verify_speculative_tokens_kernel,
@@ -27,56 +22,35 @@ def verify_speculative_tokens(
     num_prefill_requests: int,
     num_speculative_tokens: int,
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> VerifiedTokens:
-    """As the reference of the same name, in one launch."""
-    verified = unwritten_result(
-        input_tokens,
-        output_tokens,
-        num_decode_requests,
-        num_prefill_requests,
-        num_speculative_tokens,
-        out,
-    )
-    last_one_indices, mask, tokens = verified
-    num_requests = num_decode_requests + num_prefill_requests
-    if num_requests == 0:
-        mask.zero_()
-        return verified
-    expect_reachable(_verify_speculative_tokens_kernel, "input_tokens", tokens)
-    lanes = tokens.shape[0] - num_decode_requests * num_speculative_tokens
+    last_one_indices: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    """As at the door, in one launch."""
+    expect_reachable(_verify_speculative_tokens_kernel, "input_tokens", input_tokens)
+    lanes = input_tokens.shape[0] - num_decode_requests * num_speculative_tokens
     _verify_speculative_tokens_kernel[(triton.cdiv(lanes, _LANES),)](
-        input_tokens_ptr=tokens,
+        input_tokens_ptr=input_tokens,
         output_tokens_ptr=output_tokens,
         last_one_indices_ptr=last_one_indices,
         accepted_mask_ptr=mask,
         num_decode=num_decode_requests,
-        num_requests=num_requests,
-        num_tokens=tokens.shape[0],
+        num_requests=num_decode_requests + num_prefill_requests,
+        num_tokens=input_tokens.shape[0],
         NUM_DRAFTS=num_speculative_tokens,
         LANES=_LANES,
         num_warps=1,
     )
-    return verified
 
 
 def required_logit_indices(
     prefill_status: torch.Tensor,
     query_lengths: torch.Tensor,
-    num_decode: int,
-    num_prefill: int,
+    num_requests: int,
     *,
-    num_speculative_tokens: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference of the same name, in one launch."""
-    indices = unwritten_indices(
-        prefill_status, query_lengths, num_decode, num_prefill, num_speculative_tokens, out
-    )
-    num_requests = num_decode + num_prefill
-    if num_requests == 0:
-        return indices.zero_()
-    expect_reachable(_verify_speculative_tokens_kernel, "query_lengths", query_lengths)
+    indices: torch.Tensor,
+) -> None:
+    """As at the door, in one launch."""
+    expect_reachable(_required_logit_indices_kernel, "query_lengths", query_lengths)
     _required_logit_indices_kernel[(num_requests,)](
         prefill_status_ptr=prefill_status,
         query_lengths_ptr=query_lengths,
@@ -87,4 +61,3 @@ def required_logit_indices(
         ENTRIES=32,
         num_warps=1,
     )
-    return indices

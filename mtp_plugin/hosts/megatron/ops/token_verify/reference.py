@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.hosts.megatron.ops.token_verify.contract import (
-    VerifiedTokens,
-    unwritten_indices,
-    unwritten_result,
-)
-
 
 def verify_speculative_tokens(
     input_tokens: torch.Tensor,
@@ -18,46 +12,15 @@ def verify_speculative_tokens(
     num_prefill_requests: int,
     num_speculative_tokens: int,
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> VerifiedTokens:
-    """Find the drafts that the target would have emitted itself.
-
-    A decode request reads its base token and S drafts. The base always stands; a draft stands
-    while the output one row before it is the same token and every draft before it stands. With
-    S = 3, inputs ``a b c d`` and outputs ``b c x y``: ``a b c`` stand. The one token of a prefill
-    request stands.
-
-    Args:
-        input_tokens: [T] or [1, T] int32 or int64, the S+1 tokens of every decode request, then
-            one token per prefill request, then any padding.
-        output_tokens: int32 or int64, the target's token behind each of them; padding not needed.
-        num_decode_requests: decode requests, which come first.
-        num_prefill_requests: prefill requests.
-        num_speculative_tokens: S.
-        out: ``(last_one_indices [N] int64, accepted_tokens_mask [T] bool)`` to write into.
-
-    Returns:
-        ``(last_one_indices, accepted_tokens_mask, input_tokens [T])``.
-
-    Raises:
-        TensorContractError: a tensor of another shape, dtype, layout or device.
-
-    Source: Megatron-LM, ``mtp_utils_pytorch``; ``out`` and unmarked padding are additions.
-    """
-    verified = unwritten_result(
-        input_tokens,
-        output_tokens,
-        num_decode_requests,
-        num_prefill_requests,
-        num_speculative_tokens,
-        out,
-    )
-    last_one_indices, mask, tokens = verified
+    last_one_indices: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    """As at the door."""
     width = num_speculative_tokens + 1
     decode_len = num_decode_requests * width
     used = decode_len + num_prefill_requests
 
-    read = tokens[:decode_len].view(num_decode_requests, width)
+    read = input_tokens[:decode_len].view(num_decode_requests, width)
     emitted = output_tokens[:decode_len].view(num_decode_requests, width)
     stands = (read[:, 1:] == emitted[:, :-1]).to(torch.int64).cumprod(dim=1)  # [D, S]
 
@@ -67,49 +30,19 @@ def verify_speculative_tokens(
     mask[decode_len:used] = True
     mask[used:] = False
 
-    flat = torch.arange(used, device=tokens.device)
+    flat = torch.arange(used, device=input_tokens.device)
     last_one_indices[:num_decode_requests] = flat[:decode_len:width] + stands.sum(dim=1)
     last_one_indices[num_decode_requests:] = flat[decode_len:]
-    return verified
 
 
 def required_logit_indices(
     prefill_status: torch.Tensor,
     query_lengths: torch.Tensor,
-    num_decode: int,
-    num_prefill: int,
+    num_requests: int,
     *,
-    num_speculative_tokens: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The flat rows whose logits a step needs: all of a decode request, the last of a prefill.
-
-    With decode requests of 2 rows each and prompts of 3 and 1 rows, ``0 1 | 2 3 | 4 5 6 | 7``
-    gives ``0 1 2 3 6 7``.
-
-    Args:
-        prefill_status: [N] int32, int64 or bool, 0 for a decode request.
-        query_lengths: [N] int32 or int64, rows per request.
-        num_decode: requests with status 0. num_prefill: all others.
-        num_speculative_tokens: S, where every decode request has S+1 rows. With it or ``out``
-            nothing is read back from the device; a CUDA graph needs one of the two.
-        out: int32 or int64, one entry per index or more; surplus entries become 0.
-
-    Returns:
-        ``out``, or int64 of as many entries as there are indices.
-
-    Raises:
-        TensorContractError: a tensor of another shape, dtype, layout or device; or a CUDA graph
-            without ``num_speculative_tokens`` and ``out``.
-
-    Source: the row selection in Megatron-LM's dynamic context, as a function of its own.
-    """
-    indices = unwritten_indices(
-        prefill_status, query_lengths, num_decode, num_prefill, num_speculative_tokens, out
-    )
-    num_requests = num_decode + num_prefill
-    if num_requests == 0:
-        return indices.zero_()
+    indices: torch.Tensor,
+) -> None:
+    """As at the door."""
     lengths = query_lengths[:num_requests].to(torch.int64)
     is_decode = prefill_status[:num_requests] == 0
     wanted = torch.where(is_decode, lengths, 1)
@@ -121,4 +54,3 @@ def required_logit_indices(
     rows = row_ends[request] - (entry_ends[request] - entries)
     # a prefill request without rows points at row 0 rather than before it
     indices.copy_(rows.clamp_min(0).masked_fill(entries >= entry_ends[-1], 0))
-    return indices

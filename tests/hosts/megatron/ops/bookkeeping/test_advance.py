@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass, fields
-from types import ModuleType
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -14,14 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops import kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
+    advance_decode_batch,
     launch,
-    reference,
 )
+from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify import verify_speculative_tokens
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.kv_rewind import story as rewinding
 from tests.hosts.megatron.ops.kv_rewind.story import Request
 from tests.hosts.megatron.ops.kv_rewind.tables import Tables
@@ -33,13 +36,12 @@ from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import (
     INDEX_DTYPES,
     POISON,
-    forbid_launches,
     poisoned,
     replay_in_graph,
     vector,
 )
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 def random_batch(seed: int, num_decodes: int, **options: Any) -> Batch:
@@ -148,10 +150,10 @@ class Batch:
 
 
 @both
-def test_letters(ops: ModuleType) -> None:
+def test_letters(backend: Backend) -> None:
     """`a b c d`, outputs `b x y z`, two tokens in block 9: `x` comes next, two tokens go back."""
     batch = Batch([Decode(ids("abcd"), ids("bxyz"))], [], [Request(True, [7, 9], 1, 50, 0)], 3, 4)
-    ops.advance_decode_batch(**batch.arguments())
+    advance_decode_batch(**batch.arguments(), backend=backend)
     assert torch.equal(batch.out.last_one_indices, vector([1]))
     assert torch.equal(batch.buffers.sampled_tokens_buf[:1], vector(ids("x")))
     assert torch.equal(batch.buffers.accepted_tokens_per_request[0], vector(ids("b..")))
@@ -175,7 +177,7 @@ def test_letters(ops: ModuleType) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_any_batch(
-    ops: ModuleType,
+    backend: Backend,
     num_decodes: int,
     num_prefills: int,
     num_padding: int,
@@ -197,54 +199,54 @@ def test_any_batch(
     )
     if num_decodes + num_prefills == 0:
         batch.out = None if num_inactive is None else batch.out
-        result = ops.advance_decode_batch(**batch.arguments())
+        result = advance_decode_batch(**batch.arguments(), backend=backend)
         assert not result.accepted_tokens_mask.any()
         return
     num_active = max(num_decodes + num_prefills - (num_inactive or 0), 0)
     given_active = vector([num_active], torch.int32) if on_device else num_active
     given_active = None if num_inactive is None else given_active
-    result = ops.advance_decode_batch(**batch.arguments(given_active))
+    result = advance_decode_batch(**batch.arguments(given_active), backend=backend)
     batch.assert_told(num_active)
     for written, handed_in in zip(result, batch.out, strict=True):
         assert written is handed_in
 
 
 @both
-def test_the_same_as_three_calls(ops: ModuleType) -> None:
+def test_the_same_as_three_calls(backend: Backend) -> None:
     batch, apart = (random_batch(9, 40, num_prefills=5, num_padding=2) for _ in range(2))
-    ops.advance_decode_batch(**batch.arguments(num_active=42))
+    advance_decode_batch(**batch.arguments(num_active=42), backend=backend)
 
-    last, mask, tokens = token_verify.verify_speculative_tokens(
-        apart.inputs, apart.outputs, 40, 5, 3, out=apart.out[:2]
+    last, mask, tokens = verify_speculative_tokens(
+        apart.inputs, apart.outputs, 40, 5, 3, out=apart.out[:2], backend=backend
     )
     buffers = apart.buffers
-    next_forward.prepare_next_forward_pass(
-        40, apart.outputs, apart.indices, last, mask, tokens, *buffers.__dict__.values(), 3
-    )
+    step = apart.outputs, apart.indices, last, mask, tokens
+    prepare_next_forward_pass(40, *step, *vars(buffers).values(), 3, backend=backend)
     counts = torch.cat([buffers.accepted_token_counts[:40], poisoned(5)])
     status = vector([0] * 40 + [1] * 5, torch.int32)
-    kv_rewind.rewind_kv_cache(counts, status, *apart.tables.tensors(), 3, 4, 42, out=apart.out[2:])
+    tables = apart.tables.tensors()
+    rewind_kv_cache(counts, status, *tables, 3, 4, 42, out=apart.out[2:], backend=backend)
     expected = apart.tensors()
     for name, tensor in batch.tensors().items():
         assert torch.equal(tensor, expected[name]), name
 
 
 @both
-def test_results_are_made_where_none_are_handed_in(ops: ModuleType) -> None:
+def test_results_are_made_where_none_are_handed_in(backend: Backend) -> None:
     batch = random_batch(3, 4, num_drafts=5, block_size=2, dtype=torch.int32)
-    batch.out = ops.advance_decode_batch(**batch.arguments() | {"out": None})
+    batch.out = advance_decode_batch(**batch.arguments() | {"out": None}, backend=backend)
     batch.assert_told(4)
 
 
-def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
-    for ops in (reference, launch):
-        batch = random_batch(0, 0, num_padding=2)
-        before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-        before["accepted_tokens_mask"] = vector([0, 0], torch.bool)
-        ops.advance_decode_batch(**batch.arguments())
-        for name, tensor in batch.tensors().items():
-            assert torch.equal(tensor, before[name]), name
+@both
+def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_launches", None)
+    batch = random_batch(0, 0, num_padding=2)
+    before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+    before["accepted_tokens_mask"] = vector([0, 0], torch.bool)
+    advance_decode_batch(**batch.arguments(), backend=backend)
+    for name, tensor in batch.tensors().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 @both
@@ -270,10 +272,14 @@ def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"accepted_tokens_mask": poisoned(5)}, "out, accepted_tokens_mask: .*torch.bool"),
         ({"blocks_to_release": poisoned(2, dtype=torch.int32)}, "out, blocks_to_release: .*int64"),
         ({"remove_mask": poisoned(2, 1, dtype=torch.bool)}, r"out, remove_mask: .*\[2, 1\]"),
+        ({"last_one_indices": poisoned(4)[::2]}, "out, last_one_indices: expected contiguous"),
+        ({"accepted_tokens_mask": poisoned(10, dtype=torch.bool)[::2]}, "out, accepted_tokens_m"),
+        ({"blocks_to_release": poisoned(4)[::2]}, "out, blocks_to_release: expected contiguous"),
+        ({"remove_mask": poisoned(4, dtype=torch.bool)[::2]}, "out, remove_mask: .*contiguous"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict[str, Any], message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
     arguments = random_batch(1, 1, num_prefills=1).arguments()
     for group in ("buffers", "kv"):
         named = vars(arguments[group])
@@ -283,7 +289,30 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict[str, Any], message:
     arguments["out"] = arguments["out"]._replace(**out)
     arguments |= {name: value for name, value in change.items() if name in arguments}
     with pytest.raises(TensorContractError, match=message):
-        ops.advance_decode_batch(**arguments)
+        advance_decode_batch(**arguments, backend=backend)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    batch = random_batch(4, 3, num_prefills=2)
+    drafts = batch.buffers.accepted_tokens_per_request.contiguous()
+    batch.buffers = replace(batch.buffers, accepted_tokens_per_request=drafts)
+    batch.tables.ids = batch.tables.ids.contiguous()
+    arguments = batch.arguments(vector([4])) | {"out": None}
+    vectors = "input_tokens output_tokens required_logit_indices"
+    records = {
+        "buffers": "sampled_tokens_buf last_accepted_seq_buf accepted_token_counts",
+        "kv": "last_kv_block_offset kv_length_offsets kv_block_counts last_kv_block_id",
+    }
+    refused = {name: f"{name}: expected a contiguous" for name in vectors.split()}
+    for record, names in records.items():
+        refused |= {f"{record}.{name}": f"{name}: expected a conti" for name in names.split()}
+    refused |= {
+        f"{record}.{name}": f"{name}: expected an int32 or int64 table of at least"
+        for record, name in (("buffers", "accepted_tokens_per_request"), ("kv", "kv_block_ids"))
+    }
+    check_strided_arguments(advance_decode_batch, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -312,8 +341,8 @@ def test_graph_replays_with_changed_batch(
             tensor.copy_(changed[name])
         active.fill_(num_decodes)
 
-    replay_in_graph(lambda: launch.advance_decode_batch(**arguments), change)
-    reference.advance_decode_batch(**other.arguments(num_decodes))
+    replay_in_graph(lambda: advance_decode_batch(**arguments, backend=Backend.TRITON), change)
+    advance_decode_batch(**other.arguments(num_decodes), backend=Backend.TORCH)
     other.assert_told(num_decodes)
     expected = other.tensors()
     for name, tensor in batch.tensors().items():

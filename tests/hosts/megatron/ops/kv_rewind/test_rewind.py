@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from inspect import signature
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, launch, reference
+from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, launch, rewind_kv_cache
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.kv_rewind import story
 from tests.hosts.megatron.ops.kv_rewind.story import Request
 from tests.hosts.megatron.ops.kv_rewind.tables import Tables
@@ -26,24 +27,25 @@ from tests.speculative.ops.on_device import (
     vector,
 )
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 def rewind(
-    ops: ModuleType,
+    backend: Backend,
     tables: Tables,
     requests: list[Request],
     num_drafts: int,
     block_size: int,
     **options: object,
 ) -> RewoundBlocks:
-    return ops.rewind_kv_cache(
+    return rewind_kv_cache(
         vector(request.accepted for request in requests),
         vector((0 if request.is_decode else 1 for request in requests), torch.int32),
         *tables.tensors(),
         num_drafts,
         block_size,
         **options,
+        backend=backend,
     )
 
 
@@ -82,7 +84,7 @@ def rows(values: list[list], dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_one_request(
-    ops: ModuleType,
+    backend: Backend,
     num_drafts: int,
     block_size: int,
     offset: int,
@@ -96,7 +98,7 @@ def test_one_request(
     request = Request(True, blocks, offset, length=100, accepted=accepted)
     tables = Tables.of([request], width=5, dtype=torch.int32)
     after = Request(True, kept, new_offset, 100 - (num_drafts - accepted), accepted)
-    result = rewind(ops, tables, [request], num_drafts, block_size)
+    result = rewind(backend, tables, [request], num_drafts, block_size)
     tables.assert_equal(Tables.of([after], width=5, dtype=torch.int32))
     assert torch.equal(result.blocks_to_release, rows([released], torch.int32))
     assert torch.equal(result.remove_mask, rows([marks], torch.bool))
@@ -114,7 +116,7 @@ def test_one_request(
     seed=st.integers(0, 2**32),
 )
 def test_any_batch(
-    ops: ModuleType,
+    backend: Backend,
     kinds: list[bool],
     num_padding: int,
     sizes: tuple[int, int],
@@ -137,7 +139,7 @@ def test_any_batch(
     released, marks = story.rewind(after, num_drafts, block_size, active)
 
     result = rewind(
-        ops, tables, requests, num_drafts, block_size, num_active_requests=num_active, out=out
+        backend, tables, requests, num_drafts, block_size, num_active_requests=num_active, out=out
     )
     tables.assert_equal(Tables.of(after, width, dtype))
     assert torch.equal(result.blocks_to_release, rows(released, dtype))
@@ -173,9 +175,10 @@ def test_any_values(num_drafts: int, block_size: int, max_blocks: int, seed: int
     second = first.clone()
     accepted, status = numbers(-2, num_drafts + 2), numbers(-1, 1)
     results = []
-    for ops, tables in ((reference, first), (launch, second)):
+    for backend, tables in ((Backend.TORCH, first), (Backend.TRITON, second)):
         state = [*tables.tensors()[:-1], tables.ids[guard : n + guard]]
-        results.append(ops.rewind_kv_cache(accepted, status, *state, num_drafts, block_size))
+        sizes = num_drafts, block_size
+        results.append(rewind_kv_cache(accepted, status, *state, *sizes, backend=backend))
     first.assert_equal(second)
     assert torch.equal(results[0].blocks_to_release, results[1].blocks_to_release)
     assert torch.equal(results[0].remove_mask, results[1].remove_mask)
@@ -184,33 +187,33 @@ def test_any_values(num_drafts: int, block_size: int, max_blocks: int, seed: int
 
 
 @both
-def test_a_bool_status(ops: ModuleType) -> None:
+def test_a_bool_status(backend: Backend) -> None:
     tables = Tables.of([Request(True, [7, 9], 0, 10, 0)] * 2, width=2, dtype=torch.int64)
-    result = ops.rewind_kv_cache(
-        vector([0, 0]), vector([0, 1], torch.bool), *tables.tensors(), 1, 4
-    )
+    status = vector([0, 1], torch.bool)
+    result = rewind_kv_cache(vector([0, 0]), status, *tables.tensors(), 1, 4, backend=backend)
     assert torch.equal(result.remove_mask, vector([1, 0], torch.bool))
     assert torch.equal(tables.count[:2], vector([1, 2]))
 
 
 @both
-def test_types_may_differ(ops: ModuleType) -> None:
+def test_types_may_differ(backend: Backend) -> None:
     """int64 counts from the device's sampler, int32 tables of the host."""
     tables = Tables.of([Request(True, [7, 9], 0, 10, 0)], width=2, dtype=torch.int32)
     tables.ids = tables.ids.to(torch.int64)
-    result = ops.rewind_kv_cache(vector([0]), vector([0]), *tables.tensors(), 1, 4)
+    state = tables.tensors()
+    result = rewind_kv_cache(vector([0]), vector([0]), *state, 1, 4, backend=backend)
     assert result.blocks_to_release.dtype == torch.int32
     assert torch.equal(tables.ids[0], vector([7, -1]))
 
 
-def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
-    for ops in (reference, launch):
-        tables = Tables.of([], width=4, dtype=torch.int32)
-        before = tables.clone()
-        assert rewind(ops, tables, [], 3, 4).remove_mask.shape == (0,)
-        assert rewind(ops, tables, [], 9, 4).blocks_to_release.shape == (0, 3)
-        tables.assert_equal(before)
+    tables = Tables.of([], width=4, dtype=torch.int32)
+    before = tables.clone()
+    assert rewind(backend, tables, [], 3, 4).remove_mask.shape == (0,)
+    assert rewind(backend, tables, [], 9, 4).blocks_to_release.shape == (0, 3)
+    tables.assert_equal(before)
 
 
 @both
@@ -232,16 +235,36 @@ def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"num_active_requests": poisoned(2)}, "num_active_requests: expected an int, or one"),
         ({"out": (poisoned(2), poisoned(2))}, "out, remove_mask: .*torch.bool"),
         ({"out": (poisoned(3), poisoned(2))}, r"out, blocks_to_release: .*\[2\]"),
+        ({"out": (poisoned(4)[::2], poisoned(2))}, "out, blocks_to_release: .*contiguous"),
+        ({"out": (poisoned(2), poisoned(4, dtype=torch.bool)[::2])}, "out, remove_mask: .*cont"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
     requests = [Request(True, [7, 9], 0, 10, 0)] * 2
     tables = Tables.of(requests, width=4, dtype=torch.int64)
-    values = [vector([0, 0]), vector([0, 0]), *tables.tensors(), 3, 4, None, None]
-    arguments = dict(zip(signature(ops.rewind_kv_cache).parameters, values, strict=True)) | change
+    values = [vector([0, 0]), vector([0, 0]), *tables.tensors(), 3, 4, None, None, backend]
+    arguments = dict(zip(signature(rewind_kv_cache).parameters, values, strict=True)) | change
     with pytest.raises(TensorContractError, match=message):
-        ops.rewind_kv_cache(**arguments)
+        rewind_kv_cache(**arguments)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    requests = story.random_requests(random.Random(5), [True, False, True], 3, 2)
+    arguments: dict[str, object] = {
+        "accepted_counts": vector(request.accepted for request in requests),
+        "prefill_status": vector([0, 1, 0]),
+    }
+    names = ["last_kv_block_offset", "kv_length_offsets", "kv_block_counts", "last_kv_block_id"]
+    *columns, table = Tables.of(requests, 6, torch.int64).tensors()
+    arguments |= dict(zip(names, columns, strict=True))
+    refused = {name: f"{name}: expected a contiguous" for name in arguments}
+    refused["kv_block_ids"] = "dense rows"
+    arguments |= {"kv_block_ids": table.contiguous(), "num_active_requests": vector([2])}
+    arguments |= {"num_speculative_tokens": 3, "block_size_tokens": 2}
+    check_strided_arguments(rewind_kv_cache, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -264,8 +287,15 @@ def test_graph_replays_with_changed_counts_and_batch(num_drafts: int, block_size
     out = poisoned(*shape, dtype=torch.int32), poisoned(*shape, dtype=torch.bool)
 
     def step() -> None:
-        launch.rewind_kv_cache(
-            accepted, status, *tables.tensors(), num_drafts, block_size, active, out=out
+        rewind_kv_cache(
+            accepted,
+            status,
+            *tables.tensors(),
+            num_drafts,
+            block_size,
+            active,
+            out=out,
+            backend=Backend.TRITON,
         )
 
     def change() -> None:
@@ -275,8 +305,9 @@ def test_graph_replays_with_changed_counts_and_batch(num_drafts: int, block_size
         active.fill_(201)
 
     replay_in_graph(step, change)
-    expected = reference.rewind_kv_cache(
-        accepted, status, *changed.tensors(), num_drafts, block_size, 201
+    state = changed.tensors()
+    expected = rewind_kv_cache(
+        accepted, status, *state, num_drafts, block_size, 201, backend=Backend.TORCH
     )
     tables.assert_equal(changed)
     assert torch.equal(out[0], expected.blocks_to_release)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.next_forward import launch, reference
+from mtp_plugin.hosts.megatron.ops.next_forward import launch, prepare_next_forward_pass
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.next_forward import story
 from tests.hosts.megatron.ops.next_forward.story import Left
 from tests.hosts.megatron.ops.token_verify import story as verification
@@ -28,7 +29,7 @@ from tests.speculative.ops.on_device import (
     vector,
 )
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Call:
         self.drafts = poisoned(len(self.decodes) + self.spare, self.num_drafts + 1)[:, 1:]
         self.counts = poisoned(len(self.decodes) + self.spare, dtype=self.dtype)
 
-    def run(self, ops: ModuleType) -> None:
-        ops.prepare_next_forward_pass(**self.arguments())
+    def run(self, backend: Backend) -> None:
+        prepare_next_forward_pass(**self.arguments(), backend=backend)
 
     def arguments(self) -> dict:
         return {
@@ -87,14 +88,14 @@ class Call:
 
 
 @both
-def test_letters(ops: ModuleType) -> None:
+def test_letters(backend: Backend) -> None:
     """`a b c d` with outputs `b c x y`: sampled `x`, drafts `b c .`; a prompt `p` just goes on."""
     decode = Decode(ids("abcd"), ids("bcxy"))
     call = Call([decode], ids("p"), rows=[10, 11, 12, 13, 20], num_drafts=3)
     x, q = ids("xq")
     left = [Left(x, 12, ids("bc."), 2), Left(q, 20, None, None)]
     assert story.after_step([decode], [q], call.rows) == left
-    call.run(ops)
+    call.run(backend)
     call.assert_left(left)
 
 
@@ -108,7 +109,7 @@ def test_letters(ops: ModuleType) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_any_batch(
-    ops: ModuleType,
+    backend: Backend,
     num_decodes: int,
     num_prefills: int,
     num_drafts: int,
@@ -121,26 +122,26 @@ def test_any_batch(
     prefills = [dice.randrange(3) for _ in range(num_prefills)]
     rows = [dice.randrange(1000) for _ in range(num_decodes * (num_drafts + 1) + num_prefills)]
     call = Call(decodes, prefills, rows, num_drafts, dtype, spare)
-    call.run(ops)
+    call.run(backend)
     call.assert_left(story.after_step(decodes, [token + 1 for token in prefills], rows))
 
 
 @both
-def test_the_mask_decides_about_each_draft(ops: ModuleType) -> None:
+def test_the_mask_decides_about_each_draft(backend: Backend) -> None:
     """A mask of the caller's own need not be a prefix."""
     call = Call([Decode(ids("abcd"), ids("xxxx"))], [], rows=[0, 1, 2, 3], num_drafts=3)
     call.mask = vector([1, 0, 1, 1], torch.bool)
-    call.run(ops)
+    call.run(backend)
     assert torch.equal(call.drafts[0], vector(ids(".cd")))
     assert torch.equal(call.counts, vector([2, POISON, POISON]))
 
 
-def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
-    for ops in (reference, launch):
-        call = Call([], [], rows=[], num_drafts=2)
-        call.run(ops)
-        call.assert_left([])
+    call = Call([], [], rows=[], num_drafts=2)
+    call.run(backend)
+    call.assert_left([])
 
 
 @both
@@ -163,10 +164,23 @@ def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
     call = Call([Decode(ids("abcd"), ids("bcxy"))], ids("p"), rows=[0] * 5, num_drafts=3)
     with pytest.raises(TensorContractError, match=message):
-        ops.prepare_next_forward_pass(**(call.arguments() | change))
+        prepare_next_forward_pass(**(call.arguments() | change), backend=backend)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    decodes = random_decodes(random.Random(6), 2, 3)
+    call = Call(decodes, ids("p"), rows=list(range(9)), num_drafts=3)
+    call.drafts = call.drafts.contiguous()
+    arguments = call.arguments()
+    tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    refused = {name: f"{name}: expected a contiguous" for name in tensors}
+    refused["accepted_tokens_per_request"] = "with dense rows"
+    check_strided_arguments(prepare_next_forward_pass, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -187,8 +201,8 @@ def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) ->
             if isinstance(tensor, torch.Tensor):
                 tensor.copy_(changed[name])
 
-    replay_in_graph(lambda: launch.prepare_next_forward_pass(**arguments), change)
-    reference.prepare_next_forward_pass(**changed)
+    replay_in_graph(lambda: prepare_next_forward_pass(**arguments, backend=Backend.TRITON), change)
+    prepare_next_forward_pass(**changed, backend=Backend.TORCH)
     for name, tensor in arguments.items():
         if isinstance(tensor, torch.Tensor):
             assert torch.equal(tensor, changed[name]), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.token_verify import launch, reference
+from mtp_plugin.hosts.megatron.ops.token_verify import launch, required_logit_indices
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.token_verify import story
 from tests.speculative.ops.on_device import (
     DEVICE,
@@ -22,15 +24,15 @@ from tests.speculative.ops.on_device import (
     vector,
 )
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 @both
-def test_two_decodes_and_two_prompts(ops: ModuleType) -> None:
+def test_two_decodes_and_two_prompts(backend: Backend) -> None:
     """`0 1 | 2 3 | 4 5 6 | 7`: all rows of the first two, the last ones of the others."""
     status, lengths = vector([0, 0, 1, 1], torch.int32), vector([2, 2, 3, 1], torch.int32)
     expected = vector([0, 1, 2, 3, 6, 7])
-    call = ops.required_logit_indices
+    call = partial(required_logit_indices, backend=backend)
     assert torch.equal(call(status, lengths, 2, 2), expected)
     assert torch.equal(call(status, lengths, 2, 2, num_speculative_tokens=1), expected)
     out = poisoned(8, dtype=torch.int32)
@@ -49,7 +51,7 @@ def test_two_decodes_and_two_prompts(ops: ModuleType) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_any_batch(
-    ops: ModuleType,
+    backend: Backend,
     num_decodes: int,
     num_prefills: int,
     ordered: bool,
@@ -68,13 +70,14 @@ def test_any_batch(
     entries = len(story.rows_with_logits(requests))
     out = None if surplus is None else poisoned(entries + surplus, dtype=dtype)
     # rows behind the batch belong to nobody
-    indices = ops.required_logit_indices(
+    indices = required_logit_indices(
         vector([0 if is_decode else 1 for is_decode, _ in requests] + [0], dtype),
         vector([length for _, length in requests] + [1000], dtype),
         num_decodes,
         num_prefills,
         num_speculative_tokens=num_drafts,
         out=out,
+        backend=backend,
     )
     expected = story.rows_with_logits(requests, entries + (surplus or 0))
     assert torch.equal(indices, vector(expected, indices.dtype))
@@ -82,28 +85,31 @@ def test_any_batch(
 
 
 @both
-def test_a_padded_graph_shape(ops: ModuleType) -> None:
+def test_a_padded_graph_shape(backend: Backend) -> None:
     """Two real decode requests in a shape of four: entries of padding point at row 0."""
     status, lengths = vector([0] * 4, torch.int32), vector([3, 3, 0, 0], torch.int32)
-    indices = ops.required_logit_indices(status, lengths, 4, 0, num_speculative_tokens=2)
+    indices = required_logit_indices(
+        status, lengths, 4, 0, num_speculative_tokens=2, backend=backend
+    )
     assert torch.equal(indices, vector([0, 1, 2, 3, 4, 5] + [0] * 6))
 
 
 @both
-def test_more_rows_than_the_host_counted_stay_out(ops: ModuleType) -> None:
+def test_more_rows_than_the_host_counted_stay_out(backend: Backend) -> None:
     out = poisoned(6)
     status, lengths = vector([0, 0, 1]), vector([3, 3, 9])
-    ops.required_logit_indices(status, lengths, 2, 1, out=out[:4])
+    required_logit_indices(status, lengths, 2, 1, out=out[:4], backend=backend)
     assert torch.equal(out, vector([0, 1, 2, 3, -777, -777]))
 
 
-def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
-    for ops in (reference, launch):
-        assert ops.required_logit_indices(vector([]), vector([]), 0, 0).shape == (0,)
-        out = poisoned(2)
-        ops.required_logit_indices(vector([]), vector([]), 0, 0, out=out)
-        assert torch.equal(out, vector([0, 0]))
+    empty = vector([])
+    assert required_logit_indices(empty, empty, 0, 0, backend=backend).shape == (0,)
+    out = poisoned(2)
+    required_logit_indices(empty, empty, 0, 0, out=out, backend=backend)
+    assert torch.equal(out, vector([0, 0]))
 
 
 @both
@@ -119,7 +125,7 @@ def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
     ids=["lengths", "status", "count", "drafts", "short", "dtype"],
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
     arguments = {
         "prefill_status": vector([0, 1]),
         "query_lengths": vector([2, 5]),
@@ -128,7 +134,22 @@ def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> N
         "num_speculative_tokens": 1,
     }
     with pytest.raises(TensorContractError, match=message):
-        ops.required_logit_indices(**(arguments | change))
+        required_logit_indices(**(arguments | change), backend=backend)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    arguments = {
+        "prefill_status": vector([0, 1, 1]),
+        "query_lengths": vector([2, 5, 3]),
+        "num_decode": 1,
+        "num_prefill": 2,
+        "out": poisoned(4),
+    }
+    names = "prefill_status", "query_lengths", "out"
+    refused = {name: f"{name}: expected a contiguous" for name in names}
+    check_strided_arguments(required_logit_indices, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -145,11 +166,18 @@ def test_graph_replays_with_changed_lengths() -> None:
         out.fill_(-777)
 
     def step() -> torch.Tensor:
-        return launch.required_logit_indices(status, lengths, num_decodes, num_prefills, out=out)
+        return required_logit_indices(
+            status, lengths, num_decodes, num_prefills, out=out, backend=Backend.TRITON
+        )
 
     replay_in_graph(step, change)
-    expected = reference.required_logit_indices(
-        status, lengths, num_decodes, num_prefills, num_speculative_tokens=num_drafts
+    expected = required_logit_indices(
+        status,
+        lengths,
+        num_decodes,
+        num_prefills,
+        num_speculative_tokens=num_drafts,
+        backend=Backend.TORCH,
     )
     assert torch.equal(out[:-9], expected)
     assert not out[-9:].any()
@@ -157,9 +185,9 @@ def test_graph_replays_with_changed_lengths() -> None:
 
 @pytest.mark.gpu
 @both
-def test_a_graph_cannot_read_lengths_back(ops: ModuleType) -> None:
+def test_a_graph_cannot_read_lengths_back(backend: Backend) -> None:
     status, lengths = vector([0, 1]), vector([2, 5])
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         lengths.add_(0)  # an empty capture would warn
         with pytest.raises(TensorContractError, match="expected num_speculative_tokens or out"):
-            ops.required_logit_indices(status, lengths, 1, 1)
+            required_logit_indices(status, lengths, 1, 1, backend=backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import ModuleType
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.token_verify import launch, reference
+from mtp_plugin.hosts.megatron.ops.token_verify import launch, verify_speculative_tokens
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.token_verify import story
 from tests.hosts.megatron.ops.token_verify.batches import flat_tokens, random_decodes
 from tests.hosts.megatron.ops.token_verify.story import Decode
@@ -25,7 +26,7 @@ from tests.speculative.ops.on_device import (
     vector,
 )
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 @both
@@ -41,10 +42,10 @@ both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "ke
     ],
     ids=["two_of_three", "all", "none", "repeated", "missing", "no_drafts"],
 )
-def test_letters(ops: ModuleType, read: str, emitted: str, standing: int) -> None:
+def test_letters(backend: Backend, read: str, emitted: str, standing: int) -> None:
     assert Decode(ids(read), ids(emitted)).num_standing() == standing
-    last, mask, tokens = ops.verify_speculative_tokens(
-        vector(ids(read)), vector(ids(emitted)), 1, 0, len(read) - 1
+    last, mask, tokens = verify_speculative_tokens(
+        vector(ids(read)), vector(ids(emitted)), 1, 0, len(read) - 1, backend=backend
     )
     assert torch.equal(last, vector([standing - 1]))
     assert torch.equal(mask, vector(i < standing for i in range(len(read))).to(torch.bool))
@@ -52,11 +53,11 @@ def test_letters(ops: ModuleType, read: str, emitted: str, standing: int) -> Non
 
 
 @both
-def test_three_decodes_and_two_prefills(ops: ModuleType) -> None:
+def test_three_decodes_and_two_prefills(backend: Backend) -> None:
     """1, 2 and 0 of 2 drafts stand; nothing bleeds over from one request into the next."""
     read, emitted = ids("abc def ghi p q"), ids("bxy efz xxx r s")
     inputs = vector([read])
-    verified = ops.verify_speculative_tokens(inputs, vector(emitted), 3, 2, 2)
+    verified = verify_speculative_tokens(inputs, vector(emitted), 3, 2, 2, backend=backend)
     assert verified.input_tokens.shape == (11,)
     assert verified.input_tokens.data_ptr() == inputs.data_ptr()
     assert torch.equal(verified.last_one_indices, vector([1, 5, 6, 9, 10]))
@@ -74,7 +75,7 @@ def test_three_decodes_and_two_prefills(ops: ModuleType) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_any_batch(
-    ops: ModuleType,
+    backend: Backend,
     num_decodes: int,
     num_prefills: int,
     num_padding: int,
@@ -91,8 +92,8 @@ def test_any_batch(
         poisoned(inputs.shape[0], dtype=torch.bool),
     )
     before = inputs.clone(), outputs.clone()
-    verified = ops.verify_speculative_tokens(
-        inputs, outputs, num_decodes, num_prefills, num_drafts, out=out
+    verified = verify_speculative_tokens(
+        inputs, outputs, num_decodes, num_prefills, num_drafts, out=out, backend=backend
     )
     last, mask = story.verify(decodes, num_prefills, num_padding)
     assert torch.equal(verified.last_one_indices, vector(last))
@@ -103,23 +104,23 @@ def test_any_batch(
     assert torch.equal(outputs, before[1])
 
 
-def test_inputs_and_outputs_may_differ_in_type() -> None:
+@both
+def test_inputs_and_outputs_may_differ_in_type(backend: Backend) -> None:
     arguments = vector(ids("abc"), torch.int32), vector(ids("bcd"), torch.int64), 1, 0, 2
-    for ops in (reference, launch):
-        verified = ops.verify_speculative_tokens(*arguments)
-        assert torch.equal(verified.last_one_indices, vector([2]))
+    verified = verify_speculative_tokens(*arguments, backend=backend)
+    assert torch.equal(verified.last_one_indices, vector([2]))
 
 
-def test_an_empty_batch_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
     empty = vector([])
-    for ops in (reference, launch):
-        last, mask, tokens = ops.verify_speculative_tokens(empty, empty, 0, 0, 3)
-        assert last.shape == mask.shape == tokens.shape == (0,)
-        assert (last.dtype, mask.dtype) == (torch.int64, torch.bool)
-        out = poisoned(0), poisoned(2, dtype=torch.bool)
-        ops.verify_speculative_tokens(vector([5, 5]), empty, 0, 0, 3, out=out)
-        assert not out[1].any()
+    last, mask, tokens = verify_speculative_tokens(empty, empty, 0, 0, 3, backend=backend)
+    assert last.shape == mask.shape == tokens.shape == (0,)
+    assert (last.dtype, mask.dtype) == (torch.int64, torch.bool)
+    out = poisoned(0), poisoned(2, dtype=torch.bool)
+    verify_speculative_tokens(vector([5, 5]), empty, 0, 0, 3, out=out, backend=backend)
+    assert not out[1].any()
 
 
 def arguments() -> dict:
@@ -148,12 +149,24 @@ def arguments() -> dict:
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected 0 or more, got -1"),
         ({"out": (poisoned(3), poisoned(4, dtype=torch.bool))}, r"out, last_one_indices: .*\[2\]"),
         ({"out": (poisoned(2), poisoned(4))}, "out, accepted_tokens_mask: .*torch.bool"),
+        ({"out": (poisoned(4)[::2], poisoned(4))}, "out, last_one_indices: .*contiguous"),
+        ({"out": (poisoned(2), poisoned(8, dtype=torch.bool)[::2])}, "out, accepted_.*contiguous"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(ops: ModuleType, change: dict, message: str) -> None:
+def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
     with pytest.raises(TensorContractError, match=message):
-        ops.verify_speculative_tokens(**(arguments() | change))
+        verify_speculative_tokens(**(arguments() | change), backend=backend)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    names = "input_tokens", "output_tokens"
+    refused = {name: f"{name}: expected a contiguous" for name in names}
+    check_strided_arguments(
+        verify_speculative_tokens, arguments(), refused=refused, backend=backend
+    )
 
 
 @pytest.mark.gpu
@@ -177,9 +190,9 @@ def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) ->
         out[1].fill_(True)
 
     def step() -> None:
-        launch.verify_speculative_tokens(inputs, outputs, *sizes, out=out)
+        verify_speculative_tokens(inputs, outputs, *sizes, out=out, backend=Backend.TRITON)
 
     replay_in_graph(step, change)
-    expected = reference.verify_speculative_tokens(inputs, outputs, *sizes)
+    expected = verify_speculative_tokens(inputs, outputs, *sizes, backend=Backend.TORCH)
     assert torch.equal(out[0], expected.last_one_indices)
     assert torch.equal(out[1], expected.accepted_tokens_mask)
