@@ -11,10 +11,13 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mtp_plugin.executor.layers.ops import ExpertOps, LayerOps
+from mtp_plugin.executor.layers import experts
+from mtp_plugin.executor.layers.mlp import silu_mul
+from mtp_plugin.executor.layers.norm import add_rms_norm, rms_norm
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import Attention, GatedMLP, Mixture, Norm
-from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
+from mtp_plugin.kernels.backend import Backend
 
 Rows = torch.Tensor
 """[T, H]."""
@@ -103,9 +106,9 @@ class Pass:
 class FusedAttention:
     """One product for queries, keys and values, one launch for norms and rotation of heads."""
 
-    def __init__(self, found: Attention, ops: LayerOps, packer: Packer) -> None:
+    def __init__(self, found: Attention, backend: Backend, packer: Packer) -> None:
         self._found = found
-        self._ops = ops
+        self._backend = backend
         inner = (found.query, found.key, found.value)
         self._weight = packer.pack([projection.weight for projection in inner])
         biases = [projection.bias for projection in inner if projection.bias is not None]
@@ -123,7 +126,7 @@ class FusedAttention:
     def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
         """[T, H] -> [T, H], or [N, H] of the given rows."""
         qkv = functional.linear(x, self._weight, self._bias)
-        self._ops.rotate(qkv, self._layout, step.angles, self._norms)
+        rotate(qkv, self._layout, step.angles, self._norms, backend=self._backend)
         queries, keys, values = self._layout.split(qkv)
         found = self._found
         if step.attend is not None:
@@ -180,13 +183,13 @@ class UnfusedAttention:
 class FusedMLP:
     """One product for gate and up."""
 
-    def __init__(self, found: GatedMLP, ops: LayerOps, packer: Packer) -> None:
-        self._ops = ops
+    def __init__(self, found: GatedMLP, backend: Backend, packer: Packer) -> None:
+        self._backend = backend
         self._gate_up = packer.pack([found.gate, found.up])
         self._down = found.down
 
     def __call__(self, x: Rows) -> Rows:
-        active = self._ops.silu_mul(functional.linear(x, self._gate_up))
+        active = silu_mul(functional.linear(x, self._gate_up), backend=self._backend)
         return functional.linear(active, self._down)
 
 
@@ -196,13 +199,11 @@ class FusedMixture:
     A shared layer as wide as an expert is one more expert, that every row takes.
     """
 
-    def __init__(
-        self, found: Mixture, ops: LayerOps, expert_ops: ExpertOps, packer: Packer
-    ) -> None:
+    def __init__(self, found: Mixture, backend: Backend, packer: Packer) -> None:
         self._router_weight = found.router_weight
         self._router_bias = found.router_bias
         self._rule = found.rule
-        self._ops = expert_ops
+        self._backend = backend
         self._beside: FusedMLP | None = None
         self._shared = int(found.shared.down.shape[1] == found.down.shape[2])
         if self._shared:
@@ -212,22 +213,23 @@ class FusedMixture:
             self._gate_up = gate_up.view(-1, *found.gate_up.shape[1:])
             self._down = down.view(-1, *found.down.shape[1:])
         else:
-            self._beside = FusedMLP(found.shared, ops, packer)
+            self._beside = FusedMLP(found.shared, backend, packer)
             self._gate_up, self._down = found.gate_up, found.down
 
     def __call__(self, x: Rows) -> Rows:
-        ops, rule = self._ops, self._rule
-        logits = ops.router_logits(x, self._router_weight)
-        blocks = ops.assign(
+        rule, backend = self._rule, self._backend
+        logits = experts.router_logits(x, self._router_weight, backend=backend)
+        blocks = experts.assign(
             logits,
             self._router_bias,
             rule,
             shared=self._shared,
-            block_rows=ops.block_rows_for(x.shape[0]),
+            block_rows=experts.block_rows_for(x.shape[0]),
+            backend=backend,
         )
-        active = ops.gate_up(x, self._gate_up, blocks)
-        parts = ops.down(active, self._down, blocks)
-        out: Rows = ops.combine(parts, top_k=rule.top_k, shared=self._shared)
+        active = experts.gate_up(x, self._gate_up, blocks, backend=backend)
+        parts = experts.down(active, self._down, blocks, backend=backend)
+        out = experts.combine(parts, top_k=rule.top_k, shared=self._shared, backend=backend)
         return out if self._beside is None else out + self._beside(x)
 
 
@@ -253,13 +255,13 @@ class FusedLayer:
         attention: FusedAttention | UnfusedAttention,
         inner_norm: Norm,
         feed_forward: FusedMLP | FusedMixture | UnfusedFeedForward,
-        ops: LayerOps,
+        backend: Backend,
     ) -> None:
         self._input_norm = input_norm
         self._attention = attention
         self._inner_norm = inner_norm
         self._feed_forward = feed_forward
-        self._ops = ops
+        self._backend = backend
 
     def __call__(
         self,
@@ -269,13 +271,13 @@ class FusedLayer:
         output_rows: torch.Tensor | None = None,
     ) -> tuple[Rows | None, Rows]:
         """(delta, residual) behind the layer, each [T, H], or [N, H] of the given rows."""
-        normed, residual = normed_stream(self._ops, self._input_norm, delta, residual)
+        normed, residual = normed_stream(self._input_norm, delta, residual, self._backend)
         attended = self._attention(normed, step, output_rows)
         if output_rows is not None:
             residual = residual[output_rows]
             if output_rows.shape[0] == 0:
                 return None, residual
-        normed, residual = normed_stream(self._ops, self._inner_norm, attended, residual)
+        normed, residual = normed_stream(self._inner_norm, attended, residual, self._backend)
         return self._feed_forward(normed), residual
 
 
@@ -294,10 +296,9 @@ class UnfusedLayer:
 
 
 def normed_stream(
-    ops: LayerOps, norm: Norm, delta: Rows | None, residual: Rows
+    norm: Norm, delta: Rows | None, residual: Rows, backend: Backend
 ) -> tuple[Rows, Rows]:
     """(the stream normed, the stream), each [T, H]."""
     if delta is None:
-        return ops.rms_norm(residual, norm.weight, norm.eps), residual
-    normed, total = ops.add_rms_norm(delta, residual, norm.weight, norm.eps)
-    return normed, total
+        return rms_norm(residual, norm.weight, norm.eps, backend=backend), residual
+    return add_rms_norm(delta, residual, norm.weight, norm.eps, backend=backend)

@@ -24,7 +24,7 @@ from mtp_plugin.executor.layers.fused_layers import (
     UnfusedLayer,
     normed_stream,
 )
-from mtp_plugin.executor.layers.ops import LayerOps, select_layer_ops
+from mtp_plugin.executor.layers.norm import join_norms
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import (
     Norm,
@@ -39,6 +39,7 @@ from mtp_plugin.executor.layers.recognise import (
 )
 from mtp_plugin.executor.models.loader import LoadedModel
 from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
+from mtp_plugin.kernels.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class FusionReport:
     left: tuple[str, ...]
     """Run as transformers runs them."""
     kernels: str
-    """Name of the implementation."""
+    """The side of the ops: ``torch`` or ``triton``."""
 
     def __str__(self) -> str:
         """One line, such as `fused with triton: 36 modules; left: 2 self_attn, 1 norm`."""
@@ -68,13 +69,13 @@ class FusedDecoder:
         layers: list[FusedLayer | UnfusedLayer],
         norm: Norm | None,
         rotary: Rotary | None,
-        ops: LayerOps,
+        backend: Backend,
     ) -> None:
         self._decoder = decoder
         self._layers = layers
         self._norm = norm
         self._rotary = rotary
-        self._ops = ops
+        self._backend = backend
 
     def __call__(
         self,
@@ -102,7 +103,7 @@ class FusedDecoder:
         for layer in self._layers:
             delta, residual = layer(delta, residual, step)
         if self._norm is not None:
-            return normed_stream(self._ops, self._norm, delta, residual)[0]
+            return normed_stream(self._norm, delta, residual, self._backend)[0]
         return self._decoder.norm(residual if delta is None else residual + delta)  # type: ignore[no-any-return]
 
 
@@ -114,7 +115,7 @@ class FusedMTPLayer(nn.Module):
         block: its decoder layer, fused.
         norms: of the embedding, of the state, and the last one.
         rotary: the target's rotary embedding.
-        ops: for the layer's own products and norms.
+        backend: of the layer's own norms.
     """
 
     takes_output_rows = True
@@ -125,14 +126,14 @@ class FusedMTPLayer(nn.Module):
         block: FusedLayer,
         norms: tuple[Norm, Norm, Norm],
         rotary: Rotary | None,
-        ops: LayerOps,
+        backend: Backend,
     ) -> None:
         super().__init__()
         self.layer = layer
         self._block = block
         self._enorm, self._hnorm, self._norm = norms
         self._fused_rotary = rotary
-        self._ops = ops
+        self._backend = backend
 
     @property
     def layer_idx(self) -> int:
@@ -156,9 +157,9 @@ class FusedMTPLayer(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """As `MTPLayer.forward`; rows that are not returned end behind the attention."""
-        traits, ops = self.layer.traits, self._ops
+        traits = self.layer.traits
         gathers = is_embedding(embed_tokens)
-        joined = ops.join_norms(
+        joined = join_norms(
             cast(nn.Embedding, embed_tokens).weight if gathers else embed_tokens(input_ids),
             input_ids if gathers else None,
             hidden_states,
@@ -167,13 +168,14 @@ class FusedMTPLayer(nn.Module):
             embedding_eps=self._enorm.eps,
             hidden_eps=self._hnorm.eps,
             embedding_first=traits.concat == "embed_hidden",
+            backend=self._backend,
         )
         x = functional.linear(joined, self.layer.eh_proj.weight)
         rope_ids = position_ids + 1 if traits.position == "token" else position_ids
         step = Pass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
         delta, residual = self._block(None, x, step, output_rows)
         if traits.recycle == "post_norm":
-            return normed_stream(ops, self._norm, delta, residual)[0]
+            return normed_stream(self._norm, delta, residual, self._backend)[0]
         return residual if delta is None else residual + delta
 
     def shared_head(
@@ -220,8 +222,8 @@ def fuse(
 
     Args:
         model: in its final dtype, on its final device.
-        kernels: ``auto``, ``triton`` or ``reference``, see `ops.select_layer_ops`. With the
-            references, mixtures of experts run as transformers runs them.
+        kernels: ``auto``, ``triton`` or ``reference``, see `Backend.of`. In torch, mixtures of
+            experts run as transformers runs them.
         max_positions: how far position ids go; None: one beyond the model's own limit.
 
     Returns:
@@ -231,19 +233,19 @@ def fuse(
         ConfigError: kernels that cannot run.
     """
     weight = cast(torch.Tensor, model.embed_tokens.weight)
-    ops = select_layer_ops(kernels, weight.device)
+    backend = Backend.of(kernels, weight.device)
     positions = max_positions or model.facts.max_position_embeddings + 1
-    return _Fuser(model, ops, weight, positions).run()
+    return _Fuser(model, backend, weight, positions).run()
 
 
 class _Fuser:
     """One run of `fuse`: the names of what was fused and of what was left."""
 
     def __init__(
-        self, model: LoadedModel, ops: LayerOps, weight: torch.Tensor, positions: int
+        self, model: LoadedModel, backend: Backend, weight: torch.Tensor, positions: int
     ) -> None:
         self._model = model
-        self._ops = ops
+        self._backend = backend
         self._weight = weight
         self._positions = positions
         self._packer = Packer()
@@ -265,7 +267,7 @@ class _Fuser:
             ]
             norm = norm_of(decoder.norm, self._weight.dtype)
             self._note("norm", norm is not None)
-            fused_decoder = FusedDecoder(decoder, layers, norm, self._rotary, self._ops)
+            fused_decoder = FusedDecoder(decoder, layers, norm, self._rotary, self._backend)
         else:
             self._note("decoder", False)
         mtp_layers = [
@@ -278,7 +280,7 @@ class _Fuser:
             facts=model.facts,
             family=model.family,
             decoder=fused_decoder,
-            report=FusionReport(tuple(self._fused), tuple(self._left), self._ops.name),
+            report=FusionReport(tuple(self._fused), tuple(self._left), self._backend.value),
         )
 
     def _note(self, name: str, fused: bool) -> None:
@@ -299,7 +301,7 @@ class _Fuser:
                     self._attention(parts.self_attn, f"{name}.self_attn"),
                     norms[1],
                     self._feed_forward(parts.mlp, f"{name}.mlp"),
-                    self._ops,
+                    self._backend,
                 )
         self._note(name, False)
         return None
@@ -309,7 +311,7 @@ class _Fuser:
         self._note(name, found is not None)
         if found is None:
             return UnfusedAttention(module)
-        return FusedAttention(found, self._ops, self._packer)
+        return FusedAttention(found, self._backend, self._packer)
 
     def _feed_forward(
         self, module: nn.Module, name: str
@@ -318,12 +320,13 @@ class _Fuser:
         mlp = mlp_of(module, dtype)
         if mlp is not None:
             self._note(name, True)
-            return FusedMLP(mlp, self._ops, self._packer)
-        mixture = mixture_of(module, dtype) if self._ops.experts is not None else None
+            return FusedMLP(mlp, self._backend, self._packer)
+        # the torch side of the products waits for the device
+        mixture = mixture_of(module, dtype) if self._backend is Backend.TRITON else None
         self._note(name, mixture is not None)
-        if mixture is None or self._ops.experts is None:
+        if mixture is None:
             return UnfusedFeedForward(module)
-        return FusedMixture(mixture, self._ops, self._ops.experts, self._packer)
+        return FusedMixture(mixture, self._backend, self._packer)
 
     def _mtp_layer(self, layer: nn.Module, name: str) -> nn.Module:
         dtype = self._weight.dtype
@@ -333,6 +336,6 @@ class _Fuser:
             if block is not None and all(norm is not None for norm in norms):
                 self._note(name, True)
                 three = cast("tuple[Norm, Norm, Norm]", tuple(norms))
-                return FusedMTPLayer(layer, block, three, self._rotary, self._ops)
+                return FusedMTPLayer(layer, block, three, self._rotary, self._backend)
         self._note(name, False)
         return layer

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe as experts_of_transformers
 
-from mtp_plugin.executor.layers.experts.contract import RouterRule
+from mtp_plugin.executor.layers.experts import RouterRule
 
 
 @dataclass(frozen=True)

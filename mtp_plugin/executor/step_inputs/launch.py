@@ -1,4 +1,4 @@
-"""Outputs and grid of the inputs of generations: one launch for a step."""
+"""The inputs of generations on the device, in one launch: outputs and grid."""
 
 from __future__ import annotations
 
@@ -7,40 +7,19 @@ from typing import Any
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.executor.row_table import StepRows
+from mtp_plugin.executor.step_inputs.contract import GenerationInputs, LastResults
 from mtp_plugin.executor.step_inputs.kernel import generation_inputs_kernel
-from mtp_plugin.executor.step_inputs.reference import GenerationInputs
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 
 def generation_inputs(
-    rows: StepRows, previous: Any | None, *, draft_len: int, max_seq_len: int
+    rows: StepRows, previous: LastResults | None, *, draft_len: int, max_seq_len: int
 ) -> GenerationInputs:
-    """As the reference, in one launch.
-
-    Raises:
-        TensorContractError: rows that are not columns of one table, or too narrow.
-    """
+    """As at the door, in one launch."""
     expect_reachable(generation_inputs_kernel, "rows", rows.tokens)
     count, width = rows.tokens.shape[0], draft_len + 1
-    stride = rows.tokens.stride(0)
-    columns = (
-        rows.length,
-        rows.draft_limit,
-        rows.capacity,
-        rows.is_pending,
-        rows.seq_slot,
-        rows.state_slot,
-    )
-    expect(
-        rows.tokens.shape[1] >= width and all(column.stride(0) == stride for column in columns),
-        TensorContractError,
-        f"step rows: expected columns of one table with at least {width} tokens, got "
-        f"{list(rows.tokens.shape)} tokens and strides "
-        f"{[column.stride(0) for column in (rows.tokens, *columns)]}",
-    )
     int32: dict[str, Any] = {"dtype": torch.int32, "device": rows.tokens.device}
     int64: dict[str, Any] = {"dtype": torch.int64, "device": rows.tokens.device}
     inputs = GenerationInputs(
@@ -59,7 +38,12 @@ def generation_inputs(
     if count:
         generation_inputs_kernel[(count,)](
             rows.tokens,
-            *columns,
+            rows.length,
+            rows.draft_limit,
+            rows.capacity,
+            rows.is_pending,
+            rows.seq_slot,
+            rows.state_slot,
             following,
             emitted,
             inputs.input_ids,
@@ -71,7 +55,7 @@ def generation_inputs(
             inputs.write_limit,
             inputs.capacity,
             inputs.state_slot,
-            stride,
+            rows.tokens.stride(0),
             following.stride(0),
             following.stride(1),
             emitted.stride(0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mtp_plugin.executor.layers.experts.contract import RouterRule
+from mtp_plugin.executor.layers.experts import RouterRule
 
 Row = list[float]
 

@@ -1,9 +1,11 @@
-"""The mixture of experts: story, transformers' modules, reference and kernels agree."""
+"""The mixture of experts: story, transformers' modules, torch and kernels agree."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,22 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.executor.layers.experts import launch, reference
-from mtp_plugin.executor.layers.experts.contract import Blocks, RouterRule, most_blocks
+from mtp_plugin.executor.layers.experts import (
+    Blocks,
+    RouterRule,
+    assign,
+    block_rows_for,
+    combine,
+    down,
+    gate_up,
+    launch,
+    router_logits,
+)
+from mtp_plugin.executor.layers.experts.contract import most_blocks
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import stories
 from tests.executor.layers.closeness import FLOAT, HALF, KINDS, Kind, rolled
-from tests.kernels.top_k.launches import poisoned_outputs
 from tests.speculative.ops.on_device import DEVICE
 
 PLAIN = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=True, scale=1.0)
@@ -45,6 +58,13 @@ def logits_of(rows: int, experts: int, seed: int = 0) -> torch.Tensor:
     return rolled(rows, experts, kind=FLOAT, seed=seed, scale=2.0)
 
 
+def assigned(*given: torch.Tensor, **options: Any) -> Blocks:
+    """Blocks without what lies behind their filled rows."""
+    blocks = assign(*given, **options)
+    is_filled = torch.arange(blocks.block_rows, device=DEVICE) < blocks.filled[:, None]
+    return replace(blocks, pairs=torch.where(is_filled, blocks.pairs, -1))
+
+
 @settings(max_examples=30)
 @given(
     rows=st.integers(1, 20),
@@ -56,7 +76,7 @@ def logits_of(rows: int, experts: int, seed: int = 0) -> torch.Tensor:
     block_rows=st.sampled_from([1, 3, 4, 16]),
     seed=st.integers(0, 999),
 )
-def test_routing_of_story_reference_and_kernel(
+def test_routing_of_story_torch_and_kernel(
     rows: int,
     experts: int,
     top_k: int,
@@ -75,21 +95,21 @@ def test_routing_of_story_reference_and_kernel(
     lists = stories.blocks(chosen, experts, shared, block_rows)
     most = most_blocks(rows, experts, top_k, shared, block_rows)
     assert len(lists) <= most
-    expected = reference.assign(logits, bias, rule, shared=shared, block_rows=block_rows)
-    ops = [expected]
-    if block_rows & (block_rows - 1) == 0:
-        with poisoned_outputs(launch):
-            ops.append(launch.assign(logits, bias, rule, shared=shared, block_rows=block_rows))
-    for blocks in ops:
+    for backend in Backend:
+        with poisoned_memory():
+            blocks = assign(
+                logits, bias, rule, shared=shared, block_rows=block_rows, backend=backend
+            )
         assert blocks.pairs.shape == (most, block_rows)
         assert told(blocks) == lists
         assert not blocks.filled[len(lists) :].any()
         FLOAT.assert_close(blocks.weights, torch.tensor(weights, device=DEVICE))
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("rule", [PLAIN, GROUPED])
-def test_routing_of_transformers(rule: RouterRule, rows: int) -> None:
+def test_routing_of_transformers(rule: RouterRule, rows: int, backend: Backend) -> None:
     config = Glm4MoeConfig(
         hidden_size=24,
         n_routed_experts=8,
@@ -104,50 +124,50 @@ def test_routing_of_transformers(rule: RouterRule, rows: int) -> None:
     router.e_score_correction_bias.copy_(0.3 * rolled(8, kind=FLOAT, seed=1))
     x = rolled(rows, 24, kind=FLOAT, seed=2)
     logits, weights, ids = router(x)
-    for op in (reference, launch):
-        FLOAT.assert_close(op.router_logits(x, router.weight), logits)
-        blocks = op.assign(logits, router.e_score_correction_bias, rule, shared=0, block_rows=16)
-        chosen = chosen_by(blocks, rows, 8)
-        for row in range(rows):
-            theirs = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
-            ours = dict(zip(chosen[row], blocks.weights[row].tolist(), strict=True))
-            assert ours == pytest.approx(theirs, rel=1e-5)
+    FLOAT.assert_close(router_logits(x, router.weight, backend=backend), logits)
+    bias = router.e_score_correction_bias
+    blocks = assign(logits, bias, rule, shared=0, block_rows=16, backend=backend)
+    chosen = chosen_by(blocks, rows, 8)
+    for row in range(rows):
+        theirs = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
+        ours = dict(zip(chosen[row], blocks.weights[row].tolist(), strict=True))
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_equal_choices_go_to_the_lower_expert() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_equal_choices_go_to_the_lower_expert(backend: Backend) -> None:
     logits = torch.zeros(3, 6, device=DEVICE)
     logits[1, 4] = 1.0
     bias = torch.zeros(6, device=DEVICE)
-    for op in (reference, launch):
-        blocks = op.assign(logits, bias, PLAIN, shared=0, block_rows=4)
-        assert chosen_by(blocks, 3, 6) == [[0, 1], [4, 0], [0, 1]]
+    blocks = assign(logits, bias, PLAIN, shared=0, block_rows=4, backend=backend)
+    assert chosen_by(blocks, 3, 6) == [[0, 1], [4, 0], [0, 1]]
 
 
-def test_the_bias_chooses_and_does_not_weigh() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_the_bias_chooses_and_does_not_weigh(backend: Backend) -> None:
     logits = torch.zeros(1, 4, device=DEVICE)
     bias = torch.tensor([0.0, 0.5, -1.0, 0.7], device=DEVICE)
-    for op in (reference, launch):
-        blocks = op.assign(logits, bias, PLAIN, shared=0, block_rows=4)
-        assert chosen_by(blocks, 1, 4) == [[3, 1]]
-        FLOAT.assert_close(blocks.weights, torch.tensor([[0.5, 0.5]], device=DEVICE))
+    blocks = assign(logits, bias, PLAIN, shared=0, block_rows=4, backend=backend)
+    assert chosen_by(blocks, 1, 4) == [[3, 1]]
+    FLOAT.assert_close(blocks.weights, torch.tensor([[0.5, 0.5]], device=DEVICE))
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("rule", [PLAIN, GROUPED])
-def test_rows_of_nan_stay_alone(rule: RouterRule) -> None:
+def test_rows_of_nan_stay_alone(rule: RouterRule, backend: Backend) -> None:
     """Whatever NaN does to a row, every pair has one place and the other rows keep theirs."""
     logits, bias = logits_of(6, 16), torch.zeros(16, device=DEVICE)
-    sound = told(reference.assign(logits, bias, rule, shared=1, block_rows=4))
-    chosen = chosen_by(reference.assign(logits, bias, rule, shared=1, block_rows=4), 6, 16)
+    sound = assign(logits, bias, rule, shared=1, block_rows=4, backend=Backend.TORCH)
+    chosen = chosen_by(sound, 6, 16)
     logits[2], logits[4, 3] = torch.nan, torch.nan
     logits[5] = torch.inf
-    for op in (reference, launch):
-        blocks = op.assign(logits, bias, rule, shared=1, block_rows=4)
-        assert told(blocks) != sound
-        ours = chosen_by(blocks, 6, 16)
-        assert all(len(set(row)) == rule.top_k for row in ours)
-        assert [ours[row] for row in (0, 1, 3)] == [chosen[row] for row in (0, 1, 3)]
-        assert blocks.weights[2, : rule.top_k].isnan().all()
-        assert not blocks.weights[[0, 1, 3]].isnan().any()
+    blocks = assign(logits, bias, rule, shared=1, block_rows=4, backend=backend)
+    assert told(blocks) != told(sound)
+    ours = chosen_by(blocks, 6, 16)
+    assert all(len(set(row)) == rule.top_k for row in ours)
+    assert [ours[row] for row in (0, 1, 3)] == [chosen[row] for row in (0, 1, 3)]
+    assert blocks.weights[2, : rule.top_k].isnan().all()
+    assert not blocks.weights[[0, 1, 3]].isnan().any()
 
 
 def test_blocks_of_the_worst_routing_fit() -> None:
@@ -165,11 +185,12 @@ def test_blocks_of_the_worst_routing_fit() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 40])
-def test_large_routings_take_the_reference(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_routings_take_torch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MOST_CHOICES", 64)
     logits, bias = logits_of(rows, 8), torch.zeros(8, device=DEVICE)
-    blocks = launch.assign(logits, bias, PLAIN, shared=1, block_rows=16)
-    expected = reference.assign(logits, bias, PLAIN, shared=1, block_rows=16)
+    blocks, expected = (
+        assign(logits, bias, PLAIN, shared=1, block_rows=16, backend=backend) for backend in Backend
+    )
     assert told(blocks) == told(expected)
 
 
@@ -177,16 +198,18 @@ def test_large_routings_take_the_reference(rows: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("rows", "experts", "width"), [(1, 4, 40), (5, 9, 100), (2, 17, 1100)])
 def test_router_logits(kind: Kind, rows: int, experts: int, width: int) -> None:
     x, weight = rolled(rows, width, kind=kind), rolled(experts, width, kind=kind, seed=1)
-    with poisoned_outputs(launch):
-        logits = launch.router_logits(x, weight)
+    with poisoned_memory():
+        logits = router_logits(x, weight, backend=Backend.TRITON)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, reference.router_logits(x, weight), rtol=1e-4, atol=1e-4)
+    expected = router_logits(x, weight, backend=Backend.TORCH)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_many_router_logits_take_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MOST_PRODUCTS", 7)
     x, weight = rolled(4, 10, kind=HALF), rolled(2, 10, kind=HALF, seed=1)
-    assert torch.equal(launch.router_logits(x, weight), reference.router_logits(x, weight))
+    logits, expected = (router_logits(x, weight, backend=backend) for backend in Backend)
+    assert torch.equal(logits, expected)
 
 
 def weights_of(kind: Kind, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, ...]:
@@ -204,33 +227,34 @@ def weights_of(kind: Kind, experts: int, width: int, hidden: int) -> tuple[torch
     shared=st.integers(0, 1),
     seed=st.integers(0, 99),
 )
-def test_products_of_reference_and_kernel(
+def test_products_of_torch_and_kernel(
     rows: int, width: int, hidden: int, shared: int, seed: int
 ) -> None:
-    tiling = launch.Tiling(tile=32, block=32, stages=2)
     for kind in KINDS:
-        gate_up, down = weights_of(kind, 5 + shared, width, hidden)
+        weights = weights_of(kind, 5 + shared, width, hidden)
         x = rolled(rows, hidden, kind=kind, seed=seed)
-        blocks = reference.assign(
+        blocks = assign(
             logits_of(rows, 5, seed),
             torch.zeros(5, device=DEVICE),
             PLAIN,
             shared=shared,
             block_rows=16,
+            backend=Backend.TORCH,
         )
-        with poisoned_outputs(launch):
-            active = launch.gate_up(x, gate_up, blocks, tiling=tiling)
-            expected = reference.gate_up(x, gate_up, blocks)
+        with poisoned_memory():
+            active = gate_up(x, weights[0], blocks, backend=Backend.TRITON)
+            expected = gate_up(x, weights[0], blocks, backend=Backend.TORCH)
             kind.assert_close(active, expected)
-            parts = launch.down(expected, down, blocks, tiling=tiling)
-            kind.assert_close(parts, reference.down(expected, down, blocks))
-            out = launch.combine(parts, top_k=2, shared=shared)
-        kind.assert_close(out, reference.combine(parts, top_k=2, shared=shared))
+            parts = down(expected, weights[1], blocks, backend=Backend.TRITON)
+            kind.assert_close(parts, down(expected, weights[1], blocks, backend=Backend.TORCH))
+            out = combine(parts, top_k=2, shared=shared, backend=Backend.TRITON)
+        kind.assert_close(out, combine(parts, top_k=2, shared=shared, backend=Backend.TORCH))
 
 
-def test_products_of_the_story() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_products_of_the_story(backend: Backend) -> None:
     rows, experts, width, hidden = 3, 4, 5, 6
-    gate_up, down = weights_of(FLOAT, experts + 1, width, hidden)
+    weights = weights_of(FLOAT, experts + 1, width, hidden)
     x, logits = rolled(rows, hidden, kind=FLOAT), logits_of(rows, experts)
     bias = torch.zeros(experts, device=DEVICE)
     rule = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=False, scale=0.7)
@@ -238,37 +262,33 @@ def test_products_of_the_story() -> None:
     for row, row_logits in zip(x.tolist(), logits.tolist(), strict=True):
         total = [0.0] * hidden
         for expert, weight in [*stories.route(row_logits, bias.tolist(), rule), (experts, 1.0)]:
-            active = stories.silu_mul(stories.linear(row, gate_up[expert].tolist()))
-            out = stories.linear(active, down[expert].tolist())
+            active = stories.silu_mul(stories.linear(row, weights[0][expert].tolist()))
+            out = stories.linear(active, weights[1][expert].tolist())
             total = [t + weight * o for t, o in zip(total, out, strict=True)]
         expected.append(total)
-    for op in (reference, launch):
-        blocks = op.assign(logits, bias, rule, shared=1, block_rows=16)
-        parts = op.down(op.gate_up(x, gate_up, blocks), down, blocks)
-        out = op.combine(parts, top_k=2, shared=1)
-        FLOAT.assert_close(out, torch.tensor(expected, device=DEVICE))
+    blocks = assign(logits, bias, rule, shared=1, block_rows=16, backend=backend)
+    parts = gate_up(x, weights[0], blocks, backend=backend)
+    parts = down(parts, weights[1], blocks, backend=backend)
+    summed = combine(parts, top_k=2, shared=1, backend=backend)
+    FLOAT.assert_close(summed, torch.tensor(expected, device=DEVICE))
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("shared", [0, 1])
-def test_no_rows(shared: int) -> None:
-    gate_up, down = weights_of(FLOAT, 5, 8, 16)
-    x, weight = torch.empty(0, 16, device=DEVICE), rolled(5, 16, kind=FLOAT)
-    for op in (reference, launch):
-        blocks = op.assign(
-            op.router_logits(x, weight),
-            torch.zeros(5, device=DEVICE),
-            PLAIN,
-            shared=shared,
-            block_rows=16,
-        )
-        assert blocks.num_blocks == 0
-        parts = op.down(op.gate_up(x, gate_up, blocks), down, blocks)
-        assert op.combine(parts, top_k=2, shared=shared).shape == (0, 16)
+def test_no_rows(shared: int, backend: Backend) -> None:
+    weights = weights_of(FLOAT, 5, 8, 16)
+    x, router = torch.empty(0, 16, device=DEVICE), rolled(5, 16, kind=FLOAT)
+    logits, bias = router_logits(x, router, backend=backend), torch.zeros(5, device=DEVICE)
+    blocks = assign(logits, bias, PLAIN, shared=shared, block_rows=16, backend=backend)
+    assert blocks.num_blocks == 0
+    parts = gate_up(x, weights[0], blocks, backend=backend)
+    parts = down(parts, weights[1], blocks, backend=backend)
+    assert combine(parts, top_k=2, shared=shared, backend=backend).shape == (0, 16)
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70, 600])
 def test_block_rows_grow_with_the_rows(rows: int) -> None:
-    block_rows = launch.block_rows_for(rows)
+    block_rows = block_rows_for(rows)
     assert block_rows in (16, 32, 64, 128)
     for products, dtype in product((launch.GATE_UP, launch.DOWN), (torch.float32, torch.bfloat16)):
         tiling = launch.tiling_for(products, block_rows, dtype)
@@ -285,30 +305,86 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(("change", "message"), REFUSALS)
-def test_rules_that_cannot_be_are_refused(change: dict, message: str) -> None:
+def test_rules_that_cannot_be_are_refused(change: dict, message: str, backend: Backend) -> None:
     rule = RouterRule(**{**vars(PLAIN), **change})
-    for op in (reference, launch):
-        with pytest.raises(TensorContractError, match=message):
-            op.assign(logits_of(2, 8), torch.zeros(8, device=DEVICE), rule, shared=0, block_rows=16)
+    logits, bias = logits_of(2, 8), torch.zeros(8, device=DEVICE)
+    with pytest.raises(TensorContractError, match=message):
+        assign(logits, bias, rule, shared=0, block_rows=16, backend=backend)
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
-    bias, logits = torch.zeros(8, device=DEVICE), logits_of(2, 8)
-    gate_up, down = weights_of(FLOAT, 8, 5, 6)
-    blocks = reference.assign(logits, bias, PLAIN, shared=0, block_rows=16)
+@pytest.mark.parametrize("backend", Backend)
+def test_operands_that_do_not_fit_are_refused(backend: Backend) -> None:
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, device=DEVICE)
+
+    logits, bias, routed = logits_of(2, 8), ones(8), {"shared": 0, "backend": backend}
     with pytest.raises(TensorContractError, match="logits: expected contiguous fp32"):
-        launch.assign(logits.double(), bias, PLAIN, shared=0, block_rows=16)
+        assign(logits.double(), bias, PLAIN, block_rows=16, **routed)
     with pytest.raises(TensorContractError, match=r"bias: expected fp32 \[8\], got"):
-        launch.assign(logits, bias[:5], PLAIN, shared=0, block_rows=16)
+        assign(logits, bias[:5], PLAIN, block_rows=16, **routed)
     with pytest.raises(TensorContractError, match="block_rows: expected at least 1"):
-        launch.assign(logits, bias, PLAIN, shared=0, block_rows=0)
-    for op in (reference, launch):
-        with pytest.raises(TensorContractError, match=r"x: expected \[2, 6\]"):
-            op.gate_up(torch.ones(3, 6, device=DEVICE), gate_up, blocks)
-        with pytest.raises(TensorContractError, match=r"active: expected \[4, 5\]"):
-            op.down(torch.ones(2, 5, device=DEVICE), down, blocks)
-        with pytest.raises(TensorContractError, match="weight: expected contiguous"):
-            op.down(torch.ones(4, 5, device=DEVICE), down.transpose(1, 2), blocks)
+        assign(logits, bias, PLAIN, block_rows=0, **routed)
+    first, second = weights_of(FLOAT, 8, 5, 6)
+    blocks = assign(logits, bias, PLAIN, block_rows=16, **routed)
+    with pytest.raises(TensorContractError, match=r"x: expected \[2, 6\]"):
+        gate_up(ones(3, 6), first, blocks, backend=backend)
+    with pytest.raises(TensorContractError, match=r"active: expected \[4, 5\]"):
+        down(ones(2, 5), second, blocks, backend=backend)
+    with pytest.raises(TensorContractError, match="active: expected contiguous rows without gaps"):
+        down(ones(4, 7)[:, :5], second, blocks, backend=backend)
+    with pytest.raises(TensorContractError, match=r"weight: expected contiguous torch\.float32"):
+        down(ones(4, 5), second.transpose(1, 2), blocks, backend=backend)
+    with pytest.raises(TensorContractError, match="blocks: expected an expert and a count for"):
+        down(ones(4, 5), second, replace(blocks, filled=blocks.filled[1:]), backend=backend)
     with pytest.raises(TensorContractError, match=r"parts: expected contiguous \[T \* 3"):
-        launch.combine(torch.ones(4, 6, device=DEVICE), top_k=2, shared=1)
+        combine(ones(4, 6), top_k=2, shared=1, backend=backend)
+    with pytest.raises(TensorContractError, match=r"weight: expected contiguous \[E, width\]"):
+        router_logits(ones(2, 6), ones(6, 8).T, backend=backend)
+    with pytest.raises(TensorContractError, match=r"x: expected \[T, 6\]"):
+        router_logits(ones(2, 5), ones(8, 6), backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    rows, experts, width, hidden = 3, 4, 5, 6
+    first, second = weights_of(FLOAT, experts + 1, width, hidden)
+    x, logits = rolled(rows, hidden, kind=FLOAT), logits_of(rows, experts)
+    check_strided_arguments(
+        router_logits,
+        {"x": x, "weight": rolled(experts, hidden, kind=FLOAT)},
+        refused={"x": "x: expected [T, 6] with contiguous rows", "weight": "expected contiguous"},
+        backend=backend,
+    )
+    routed = {"rule": PLAIN, "shared": 1, "block_rows": 16, "backend": backend}
+    check_strided_arguments(
+        assigned,
+        {"logits": logits, "bias": rolled(experts, kind=FLOAT, seed=1)},
+        refused={"logits": "logits: expected contiguous fp32"},
+        **routed,
+    )
+    blocks = assign(logits, torch.zeros(experts, device=DEVICE), **routed)
+    apart = {f"blocks.{name}": f"blocks.{name}: expected a contiguous" for name in vars(blocks)}
+    weight = {"weight": "weight: expected contiguous torch.float32"}
+    check_strided_arguments(
+        gate_up,
+        {"x": x, "weight": first, "blocks": blocks},
+        refused={"x": "x: expected [3, 6] with contiguous rows", **weight, **apart},
+        backend=backend,
+    )
+    active = rolled(rows * 3, width, kind=FLOAT)
+    check_strided_arguments(
+        down,
+        {"active": active, "weight": second, "blocks": blocks},
+        refused={"active": "active: expected [9, 5] with contiguous rows", **weight, **apart},
+        backend=backend,
+    )
+    check_strided_arguments(
+        combine,
+        {"parts": rolled(rows * 3, hidden, kind=FLOAT)},
+        refused={"parts": "parts: expected contiguous [T * 3, columns]"},
+        top_k=2,
+        shared=1,
+        backend=backend,
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.layers import FusedMTPLayer, fused_model
+from mtp_plugin.executor.layers import FusedMTPLayer
 from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model
 from tests.speculative.ops.on_device import DEVICE
 
@@ -120,7 +120,7 @@ def test_report_of_each_family(twins: Callable[..., Any]) -> None:
     assert not isinstance(qwen.mtp_layers[0], FusedMTPLayer)
     reference = twins("glm4_moe", "reference", **SPARSE).fused.report
     assert reference.left == ("layers.1.mlp", "mtp_layers.0.block.mlp")
-    assert str(reference) == "fused with reference: 9 modules; left: 2 mlp"
+    assert str(reference) == "fused with torch: 9 modules; left: 2 mlp"
 
 
 def bytes_of(*modules: nn.Module) -> int:
@@ -345,7 +345,7 @@ def test_choice_of_kernels(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(checkpoint("glm4_moe"))
-    assert fuse(model).report.kernels == "reference"
+    assert fuse(model).report.kernels == "torch"
     with pytest.raises(ConfigError, match="kernels: expected auto, triton or reference, got 'c'"):
         fuse(model, kernels="c")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -353,8 +353,7 @@ def test_choice_of_kernels(
         fuse(model, kernels="triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
-        fused_model.select_layer_ops("triton", "cuda")
-    assert fused_model.select_layer_ops("auto", "cuda").name == "reference"
+        fuse(model, kernels="triton")
 
 
 def test_fusing_twice_changes_nothing(

@@ -1,4 +1,4 @@
-"""The gated activation: story, reference and kernel agree."""
+"""The gated activation: story, torch and kernel agree."""
 
 from __future__ import annotations
 
@@ -8,38 +8,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.executor.layers.mlp import launch, reference
+from mtp_plugin.executor.layers.mlp import silu_mul
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import stories
 from tests.executor.layers.closeness import FLOAT, KINDS, rolled, strided
-from tests.kernels.top_k.launches import poisoned_outputs
 from tests.speculative.ops.on_device import DEVICE
 
 
-def test_reference_is_the_story() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_the_story(backend: Backend) -> None:
     rows = rolled(3, 10, kind=FLOAT)
     told = [stories.silu_mul(row) for row in rows.tolist()]
-    FLOAT.assert_close(reference.silu_mul(rows), torch.tensor(told, device=DEVICE))
+    FLOAT.assert_close(silu_mul(rows, backend=backend), torch.tensor(told, device=DEVICE))
 
 
 @settings(max_examples=20)
 @given(
     rows=st.integers(0, 3), width=st.sampled_from([1, 31, 96, 1024, 1500]), seed=st.integers(0, 99)
 )
-def test_kernel_on_random_shapes(rows: int, width: int, seed: int) -> None:
+def test_torch_and_kernel_agree(rows: int, width: int, seed: int) -> None:
     for kind in KINDS:
         both = rolled(rows, 2 * width, kind=kind, seed=seed, scale=3)
-        with poisoned_outputs(launch):
-            active = launch.silu_mul(strided(both))
-        kind.assert_close(active, reference.silu_mul(both))
+        with poisoned_memory():
+            active = silu_mul(strided(both), backend=Backend.TRITON)
+        kind.assert_close(active, silu_mul(both, backend=Backend.TORCH))
 
 
-def test_large_gates_do_not_overflow() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_large_gates_do_not_overflow(backend: Backend) -> None:
     rows = torch.tensor([[-200.0, 200.0, 0.0, 2.0, 3.0, 4.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 600.0, 0.0]], device=DEVICE)
-    FLOAT.assert_close(launch.silu_mul(rows), expected)
+    FLOAT.assert_close(silu_mul(rows, backend=backend), expected)
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("shape", [(2, 5), (4,)])
-def test_refusals(shape: tuple[int, ...]) -> None:
+def test_refusals(shape: tuple[int, ...], backend: Backend) -> None:
     with pytest.raises(TensorContractError, match=r"gate_up: expected \[T, 2 \* width\]"):
-        launch.silu_mul(torch.ones(shape, device=DEVICE))
+        silu_mul(torch.ones(shape, device=DEVICE), backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    refused = {"gate_up": "gate_up: expected [T, 2 * width] with contiguous rows"}
+    arguments = {"gate_up": rolled(3, 10, kind=FLOAT)}
+    check_strided_arguments(silu_mul, arguments, refused=refused, backend=backend)

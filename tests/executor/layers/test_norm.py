@@ -1,6 +1,8 @@
-"""Norms: story, transformers' class, reference and kernel agree."""
+"""Norms: story, transformers' class, torch and kernels agree."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.executor.layers.norm import launch, reference
+from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import stories
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
-from tests.kernels.top_k.launches import poisoned_outputs
 from tests.speculative.ops.on_device import DEVICE
 
 EPS = 1e-5
@@ -20,30 +23,33 @@ EPS = 1e-5
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 33, 64, 520])
-def test_reference_is_transformers(kind: Kind, width: int) -> None:
+def test_torch_is_transformers(kind: Kind, width: int) -> None:
     x, weight = rolled(3, width, kind=kind), rolled(width, kind=kind, seed=1)
     norm = Glm4MoeRMSNorm(width, eps=EPS).to(DEVICE, kind.dtype)
     norm.weight.data = weight
-    assert torch.equal(reference.rms_norm(x, weight, EPS), norm(x))
+    assert torch.equal(rms_norm(x, weight, EPS, backend=Backend.TORCH), norm(x))
 
 
-def test_reference_is_the_story() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_the_story(backend: Backend) -> None:
     x, weight = rolled(2, 7, kind=FLOAT), rolled(7, kind=FLOAT, seed=1)
     told = [stories.rms_norm(row, weight.tolist(), EPS) for row in x.tolist()]
-    FLOAT.assert_close(reference.rms_norm(x, weight, EPS), torch.tensor(told, device=DEVICE))
+    normed = rms_norm(x, weight, EPS, backend=backend)
+    FLOAT.assert_close(normed, torch.tensor(told, device=DEVICE))
 
 
 @settings(max_examples=20)
 @given(rows=st.integers(0, 4), width=st.integers(1, 70), seed=st.integers(0, 99))
-def test_kernel_on_random_shapes(rows: int, width: int, seed: int) -> None:
+def test_torch_and_kernel_agree(rows: int, width: int, seed: int) -> None:
     for kind in KINDS:
         x, residual = (rolled(rows, width, kind=kind, seed=seed + i) for i in range(2))
         weight = rolled(width, kind=kind, seed=seed + 2)
-        with poisoned_outputs(launch):
-            alone = launch.rms_norm(strided(x), weight, EPS)
-            normed, total = launch.add_rms_norm(strided(x), strided(residual, 5), weight, EPS)
-        expected = reference.add_rms_norm(x, residual, weight, EPS)
-        kind.assert_close(alone, reference.rms_norm(x, weight, EPS))
+        apart = strided(x), strided(residual, 5)
+        with poisoned_memory():
+            alone = rms_norm(apart[0], weight, EPS, backend=Backend.TRITON)
+            normed, total = add_rms_norm(*apart, weight, EPS, backend=Backend.TRITON)
+        expected = add_rms_norm(x, residual, weight, EPS, backend=Backend.TORCH)
+        kind.assert_close(alone, rms_norm(x, weight, EPS, backend=Backend.TORCH))
         kind.assert_close(normed, expected[0])
         assert torch.equal(total, expected[1])
 
@@ -56,63 +62,112 @@ def test_join(kind: Kind, embedding_first: bool, gathers: bool) -> None:
     embedding = rolled(11 if gathers else 4, width, kind=kind)
     column = torch.tensor([[10, 99], [0, 99], [3, 99], [3, 99]], dtype=torch.int32, device=DEVICE)
     ids = column[:, 0] if gathers else None
-    hidden = rolled(4, width, kind=kind, seed=1)
+    hidden = strided(rolled(4, width, kind=kind, seed=1))
     weights = [rolled(width, kind=kind, seed=seed) for seed in (2, 3)]
-    eps = {"embedding_eps": 1e-6, "hidden_eps": 1e-2}
-    with poisoned_outputs(launch):
-        joined = launch.join_norms(
-            embedding, ids, strided(hidden), *weights, **eps, embedding_first=embedding_first
-        )
-    expected = reference.join_norms(
-        embedding, ids, hidden, *weights, **eps, embedding_first=embedding_first
-    )
+    options = {"embedding_eps": 1e-6, "hidden_eps": 1e-2, "embedding_first": embedding_first}
+    expected = join_norms(embedding, ids, hidden, *weights, **options, backend=Backend.TORCH)
+    with poisoned_memory():
+        joined = join_norms(embedding, ids, hidden, *weights, **options, backend=Backend.TRITON)
     kind.assert_close(joined, expected)
     embedded = embedding if ids is None else embedding[ids.long()]
     halves = [
-        reference.rms_norm(embedded, weights[0], 1e-6),
-        reference.rms_norm(hidden, weights[1], 1e-2),
+        rms_norm(embedded, weights[0], 1e-6, backend=Backend.TORCH),
+        rms_norm(hidden, weights[1], 1e-2, backend=Backend.TORCH),
     ]
     assert torch.equal(expected, torch.cat(halves if embedding_first else halves[::-1], dim=1))
 
 
-def test_a_row_of_nan_stays_alone() -> None:
-    x = rolled(3, 40, kind=FLOAT)
+@pytest.mark.parametrize("backend", Backend)
+def test_a_row_of_nan_stays_alone(backend: Backend) -> None:
+    x, weight = rolled(3, 40, kind=FLOAT), rolled(40, kind=FLOAT, seed=1)
+    expected, _ = add_rms_norm(x, x, weight, EPS, backend=Backend.TORCH)
     x[1, 7] = torch.nan
-    weight = rolled(40, kind=FLOAT, seed=1)
-    normed, total = launch.add_rms_norm(x, x, weight, EPS)
-    expected, _ = reference.add_rms_norm(x, x, weight, EPS)
+    normed, total = add_rms_norm(x, x, weight, EPS, backend=backend)
     assert normed[1].isnan().all()
     FLOAT.assert_close(normed[::2], expected[::2])
     assert total[1].isnan().sum() == 1
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
-    ("x", "residual", "message"),
+    ("change", "message"),
     [
-        ((2, 5), (2, 4), r"x: expected \[rows, 4\]"),
-        ((2, 4), (3, 4), r"residual: expected torch.float32 \[2, 4\] like x"),
-        ((2, 4), (2, 5), r"residual: expected \[rows, 4\]"),
-        ((4,), (2, 4), "x: expected"),
+        ({"x": torch.ones(2, 5)}, r"x: expected \[rows, 4\]"),
+        ({"x": torch.ones(4)}, r"x: expected \[rows, 4\]"),
+        ({"residual": torch.ones(3, 4)}, r"residual: expected torch.float32 \[2, 4\] like x"),
+        ({"residual": torch.ones(2, 5)}, r"residual: expected torch.float32 \[2, 4\] like x"),
+        ({"residual": torch.ones(2, 4).half()}, "residual: expected torch.float32 .*, got .*16"),
+        ({"weight": torch.ones(4).double()}, r"weight: expected contiguous torch.float32 \[width"),
+        ({"weight": torch.ones(1, 4)}, r"weight: expected contiguous torch.float32 \[width"),
     ],
 )
-def test_refusals(x: tuple[int, ...], residual: tuple[int, ...], message: str) -> None:
-    weight = torch.ones(4, device=DEVICE)
+def test_refusals(change: dict[str, torch.Tensor], message: str, backend: Backend) -> None:
+    given = {"x": torch.ones(2, 4), "residual": torch.ones(2, 4), "weight": torch.ones(4)} | change
+    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
     with pytest.raises(TensorContractError, match=message):
-        launch.add_rms_norm(
-            torch.ones(x, device=DEVICE), torch.ones(residual, device=DEVICE), weight, EPS
-        )
+        add_rms_norm(**given, eps=EPS, backend=backend)
 
 
-def test_join_refuses_another_number_of_rows() -> None:
-    rows, weight = torch.ones(3, 4, device=DEVICE), torch.ones(4, device=DEVICE)
-    with pytest.raises(TensorContractError, match="one row of 4 for each of 2 embeddings"):
-        launch.join_norms(
-            rows[:2],
-            None,
-            rows,
-            weight,
-            weight,
-            embedding_eps=EPS,
-            hidden_eps=EPS,
-            embedding_first=True,
-        )
+def joined(**change: Any) -> dict[str, Any]:
+    """Arguments of a joined norm."""
+    return {
+        "embedding": rolled(6, 4, kind=FLOAT),
+        "ids": torch.tensor([5, 0, 2], device=DEVICE),
+        "hidden": rolled(3, 4, kind=FLOAT, seed=1),
+        "embedding_weight": rolled(4, kind=FLOAT, seed=2),
+        "hidden_weight": rolled(4, kind=FLOAT, seed=3),
+        "embedding_eps": EPS,
+        "hidden_eps": EPS,
+        "embedding_first": True,
+        **change,
+    }
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_join_refuses_what_does_not_fit(backend: Backend) -> None:
+    for change, message in (
+        ({"embedding": torch.ones(2, 4), "ids": None}, "one row of 4 .* for each of 2 embeddings"),
+        ({"ids": torch.ones(2, dtype=torch.int64)}, "one row of 4 .* for each of 2 embeddings"),
+        (
+            {"ids": torch.ones(3, 1, dtype=torch.int64)},
+            r"ids: expected integers \[T\], .* \[3, 1\]",
+        ),
+        ({"ids": torch.ones(3)}, r"ids: expected integers \[T\], got torch.float32"),
+        (
+            {"hidden": torch.ones(3, 4).double(), "hidden_weight": torch.ones(4).double()},
+            "hidden: expected one row of 4 torch.float32 .*, got torch.float64",
+        ),
+        ({"hidden": torch.ones(3, 5)}, r"hidden: expected \[rows, 4\]"),
+    ):
+        moved = {k: v if v is None else v.to(DEVICE) for k, v in change.items()}
+        with pytest.raises(TensorContractError, match=message):
+            join_norms(**joined(**moved), backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    rows, weight = "x: expected [rows, 5] with contiguous rows", "weight: expected contiguous"
+    given = {"x": rolled(3, 5, kind=FLOAT), "weight": rolled(5, kind=FLOAT, seed=1)}
+    others: dict[str, Any] = {"eps": EPS, "backend": backend}
+    check_strided_arguments(rms_norm, given, refused={"x": rows, "weight": weight}, **others)
+    check_strided_arguments(
+        add_rms_norm,
+        given | {"residual": rolled(3, 5, kind=FLOAT, seed=2)},
+        refused={
+            "x": rows,
+            "weight": weight,
+            "residual": "residual: expected torch.float32 [3, 5]",
+        },
+        **others,
+    )
+    check_strided_arguments(
+        join_norms,
+        joined(),
+        refused={
+            "embedding": "embedding: expected [rows, 4] with contiguous rows",
+            "hidden": "hidden: expected [rows, 4] with contiguous rows",
+            "embedding_weight": "embedding_weight: expected contiguous",
+            "hidden_weight": "hidden_weight: expected contiguous",
+        },
+        backend=backend,
+    )

@@ -8,20 +8,15 @@ from torch.nn import functional
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 
-from mtp_plugin.executor.layers.experts import launch as experts
-from mtp_plugin.executor.layers.experts import reference as experts_reference
+from mtp_plugin.executor.layers.experts import RouterRule, assign, block_rows_for
 from mtp_plugin.executor.layers.fused_layers import FusedMixture
-from mtp_plugin.executor.layers.mlp import launch as gating
-from mtp_plugin.executor.layers.mlp import reference as gating_reference
-from mtp_plugin.executor.layers.norm import launch as norms
-from mtp_plugin.executor.layers.norm import reference as norms_reference
-from mtp_plugin.executor.layers.ops import triton_ops
+from mtp_plugin.executor.layers.mlp import silu_mul
+from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import mixture_of
-from mtp_plugin.executor.layers.rotary import launch as rotary
-from mtp_plugin.executor.layers.rotary import reference as rotary_reference
-from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, random_model
+from mtp_plugin.kernels.backend import Backend
 from tests.executor.layers.causal import Causal
 from tests.kernels.top_k.launches import captured
 
@@ -55,15 +50,15 @@ def assert_as_good_as(actual: torch.Tensor, theirs: torch.Tensor, truth: torch.T
 def test_norms(rows: int) -> None:
     x, residual = drawn(rows, HIDDEN), drawn(rows, HIDDEN, seed=1)
     weight = drawn(HIDDEN, seed=2)
-    normed, total = norms.add_rms_norm(x, residual, weight, 1e-5)
-    expected, expected_total = norms_reference.add_rms_norm(x, residual, weight, 1e-5)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TRITON)
+    expected, expected_total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TORCH)
     assert torch.equal(total, expected_total)
     assert_near(normed, expected)
     table, ids = drawn(1000, HIDDEN, seed=3), torch.arange(rows, device="cuda") * 3
     options = {"embedding_eps": 1e-5, "hidden_eps": 1e-5, "embedding_first": True}
     assert_near(
-        norms.join_norms(table, ids, x, weight, weight, **options),
-        norms_reference.join_norms(table, ids, x, weight, weight, **options),
+        join_norms(table, ids, x, weight, weight, **options, backend=Backend.TRITON),
+        join_norms(table, ids, x, weight, weight, **options, backend=Backend.TORCH),
     )
 
 
@@ -76,15 +71,15 @@ def test_rotation(rows: int, normed: bool) -> None:
     angles = Angles(turn.cos().to(BF16), turn.sin().to(BF16), 32, index)
     head_norms = HeadNorms(drawn(128, seed=1), drawn(128, seed=2), 1e-5, 1e-5) if normed else None
     qkv, expected = drawn(rows, layout.width), drawn(rows, layout.width)
-    rotary.rotate(qkv, layout, angles, head_norms)
-    rotary_reference.rotate(expected, layout, angles, head_norms)
+    rotate(qkv, layout, angles, head_norms, backend=Backend.TRITON)
+    rotate(expected, layout, angles, head_norms, backend=Backend.TORCH)
     assert_near(qkv, expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate(rows: int) -> None:
     both = drawn(rows, 2 * WIDTH)
-    assert_near(gating.silu_mul(both), gating_reference.silu_mul(both))
+    assert_near(*(silu_mul(both, backend=backend) for backend in (Backend.TRITON, Backend.TORCH)))
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +107,25 @@ def mixture() -> glm.Glm4MoeMoE:
 def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
     found = mixture_of(mixture, BF16)
     assert found is not None
-    ops = triton_ops()
-    fused = FusedMixture(found, ops, ops.experts, Packer())
+    fused = FusedMixture(found, Backend.TRITON, Packer())
     x = drawn(rows, HIDDEN, seed=rows)
     theirs = mixture(x[None])[0]
     # experts one by one in fp32, for the rows that the router gave them
     _, weights, ids = mixture.gate(x)
     shared = mixture.shared_experts
     truth = functional.linear(
-        gating_reference.silu_mul(
+        silu_mul(
             functional.linear(
                 x.float(), torch.cat([shared.gate_proj.weight, shared.up_proj.weight]).float()
-            )
+            ),
+            backend=Backend.TORCH,
         ),
         shared.down_proj.weight.float(),
     )
     for expert in range(8):
         chosen = (ids == expert).any(-1).nonzero()[:, 0]
         gate_up = mixture.experts.gate_up_proj[expert].float()
-        active = gating_reference.silu_mul(functional.linear(x[chosen].float(), gate_up))
+        active = silu_mul(functional.linear(x[chosen].float(), gate_up), backend=Backend.TORCH)
         out = functional.linear(active, mixture.experts.down_proj[expert].float())
         weight = (weights * (ids == expert)).sum(-1)[chosen]
         truth.index_add_(0, chosen, out * weight[:, None])
@@ -141,10 +136,12 @@ def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
 def test_routing(rows: int, num_experts: int, top_k: int) -> None:
     logits = drawn(rows, num_experts, dtype=torch.float32)
     bias = drawn(num_experts, seed=1, scale=0.1, dtype=torch.float32)
-    rule = experts_reference.RouterRule(top_k, 1, 1, True, 1.0)
-    block_rows = experts.block_rows_for(rows)
-    ours = experts.assign(logits, bias, rule, shared=1, block_rows=block_rows)
-    theirs = experts_reference.assign(logits, bias, rule, shared=1, block_rows=block_rows)
+    rule = RouterRule(top_k, 1, 1, True, 1.0)
+    block_rows = block_rows_for(rows)
+    ours, theirs = (
+        assign(logits, bias, rule, shared=1, block_rows=block_rows, backend=backend)
+        for backend in (Backend.TRITON, Backend.TORCH)
+    )
     assert torch.equal(ours.filled, theirs.filled)
     used = torch.arange(block_rows, device="cuda") < ours.filled[:, None]
     assert torch.equal(ours.pairs * used, theirs.pairs * used)

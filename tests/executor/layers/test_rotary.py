@@ -1,4 +1,4 @@
-"""The rotation of heads: story, transformers' functions, reference and kernel agree."""
+"""The rotation of heads: story, transformers' functions, torch and kernel agree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.executor.layers.norm import reference as norms_reference
-from mtp_plugin.executor.layers.rotary import launch, reference
-from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
+from mtp_plugin.executor.layers.norm import rms_norm
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, launch, rotate
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments
 from tests.executor.layers import stories
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
-from tests.speculative.ops.on_device import DEVICE
+from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
 POSITIONS = [0, 8, 3, 8, 5]
 
@@ -37,7 +38,12 @@ def rows_of(kind: Kind, layout: HeadLayout, seed: int = 0) -> torch.Tensor:
     return rolled(len(POSITIONS), layout.width, kind=kind, seed=seed)
 
 
-def test_reference_is_the_story() -> None:
+def heads_normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(heads.flatten(0, 1), weight, eps, backend=Backend.TORCH).view_as(heads)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_the_story(backend: Backend) -> None:
     layout, n = HeadLayout(num_q_heads=2, num_kv_heads=1, head_dim=8), 3
     angles, norms, rows = angles_of(FLOAT, n), norms_of(FLOAT, 8), rows_of(FLOAT, layout)
     told = []
@@ -51,22 +57,22 @@ def test_reference_is_the_story() -> None:
         cos, sin = angles.cos[place].tolist(), angles.sin[place].tolist()
         turned = [stories.rotate(head, cos, sin) for head in normed]
         told.append([value for head in [*turned, heads[3]] for value in head])
-    reference.rotate(rows, layout, angles, norms)
+    rotate(rows, layout, angles, norms, backend=backend)
     FLOAT.assert_close(rows, torch.tensor(told, device=DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normed", [True, False])
-def test_reference_is_transformers(kind: Kind, normed: bool) -> None:
+def test_torch_is_transformers(kind: Kind, normed: bool) -> None:
     layout, n = HeadLayout(num_q_heads=4, num_kv_heads=2, head_dim=16), 4
     angles, norms, rows = angles_of(kind, n), norms_of(kind, 16), rows_of(kind, layout)
     queries, keys, values = (heads.clone() for heads in layout.split(rows))
     if normed:
-        queries = norms_reference.rms_norm(queries, norms.q_weight, norms.q_eps)
-        keys = norms_reference.rms_norm(keys, norms.k_weight, norms.k_eps)
+        queries = heads_normed(queries, norms.q_weight, norms.q_eps)
+        keys = heads_normed(keys, norms.k_weight, norms.k_eps)
     both = [torch.cat([table[POSITIONS]] * 2, dim=-1) for table in (angles.cos, angles.sin)]
     expected = glm.apply_rotary_pos_emb(queries, keys, *both)
-    reference.rotate(rows, layout, angles, norms if normed else None)
+    rotate(rows, layout, angles, norms if normed else None, backend=Backend.TORCH)
     turned = layout.split(rows)
     assert torch.equal(turned[0], expected[0])
     assert torch.equal(turned[1], expected[1])
@@ -82,7 +88,7 @@ def test_reference_is_transformers(kind: Kind, normed: bool) -> None:
     normed=st.booleans(),
     indexed=st.booleans(),
 )
-def test_kernel_on_random_shapes(
+def test_torch_and_kernel_agree(
     q_heads: int, kv_heads: int, n: int, rest: int, normed: bool, indexed: bool
 ) -> None:
     layout = HeadLayout(q_heads, kv_heads, 2 * n + rest)
@@ -90,46 +96,85 @@ def test_kernel_on_random_shapes(
         norms = norms_of(kind, layout.head_dim) if normed else None
         angles = angles_of(kind, n, indexed)
         rows, expected = strided(rows_of(kind, layout)), rows_of(kind, layout)
-        launch.rotate(rows, layout, angles, norms)
-        reference.rotate(expected, layout, angles, norms)
+        rotate(rows, layout, angles, norms, backend=Backend.TRITON)
+        rotate(expected, layout, angles, norms, backend=Backend.TORCH)
         kind.assert_close(rows, expected)
         assert torch.equal(layout.split(rows)[2], layout.split(rows_of(kind, layout))[2])
 
 
-def test_positions_beyond_the_table_take_its_ends() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_positions_beyond_the_table_take_its_ends(backend: Backend) -> None:
     layout, n = HeadLayout(1, 1, 6), 3
     angles = angles_of(FLOAT, n)
     beyond = replace(angles, index=torch.tensor([-4, 9, 99, 8, 0], device=DEVICE))
     ends = replace(angles, index=torch.tensor([0, 8, 8, 8, 0], device=DEVICE))
-    for op in (launch, reference):
-        rows, expected = rows_of(FLOAT, layout), rows_of(FLOAT, layout)
-        op.rotate(rows, layout, beyond)
-        op.rotate(expected, layout, ends)
-        assert torch.equal(rows, expected)
+    rows, expected = rows_of(FLOAT, layout), rows_of(FLOAT, layout)
+    rotate(rows, layout, beyond, None, backend=backend)
+    rotate(expected, layout, ends, None, backend=backend)
+    assert torch.equal(rows, expected)
 
 
-def test_no_rows() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
     layout = HeadLayout(1, 1, 6)
     angles = replace(angles_of(FLOAT, 3), index=torch.empty(0, dtype=torch.int64, device=DEVICE))
-    launch.rotate(torch.empty(0, layout.width, device=DEVICE), layout, angles)
+    rotate(torch.empty(0, layout.width, device=DEVICE), layout, angles, None, backend=backend)
 
 
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_angles": 4}, "angles: expected up to 3 of them for heads of 6, got 4"),
-        ({"index": torch.zeros(2, dtype=torch.int64)}, r"index: expected \[5\], got \[2\]"),
+        ({"index": torch.zeros(2, dtype=torch.int64)}, r"index: expected integers \[5\] .* \[2\]"),
+        ({"index": torch.zeros(5)}, r"index: expected integers \[5\] .* got torch.float32"),
         ({"cos": torch.zeros(9, 2)}, "cos: expected torch.float32 rows of at least 3 angles"),
         ({"sin": torch.zeros(9, 3, dtype=torch.float64)}, "sin: expected torch.float32 rows"),
+        ({"sin": torch.zeros(8, 3)}, "sin: expected 9 rows as cos has, got 8"),
     ],
 )
-def test_refusals(change: dict, message: str) -> None:
+def test_angles_that_do_not_fit_are_refused(change: dict, message: str, backend: Backend) -> None:
     layout = HeadLayout(1, 1, 6)
-    for op in (launch, reference):
-        with pytest.raises(TensorContractError, match=message):
-            op.rotate(rows_of(FLOAT, layout), layout, replace(angles_of(FLOAT, 3), **change))
+    angles = replace(angles_of(FLOAT, 3), **change)
+    with pytest.raises(TensorContractError, match=message):
+        rotate(rows_of(FLOAT, layout), layout, angles, None, backend=backend)
 
 
-def test_rows_of_another_width_are_refused() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_another_width_are_refused(backend: Backend) -> None:
+    rows, layout = torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6)
     with pytest.raises(TensorContractError, match=r"qkv: expected \[T, 18\]"):
-        launch.rotate(torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6), angles_of(FLOAT, 3))
+        rotate(rows, layout, angles_of(FLOAT, 3), None, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("name", ["q_weight", "k_weight"])
+@pytest.mark.parametrize("weight", [torch.ones(1), torch.ones(6).double(), torch.ones(6, 1)])
+def test_norms_that_do_not_fit_are_refused(
+    weight: torch.Tensor, name: str, backend: Backend
+) -> None:
+    layout = HeadLayout(1, 1, 6)
+    norms = replace(norms_of(FLOAT, 6), **{name: weight.to(DEVICE)})
+    with pytest.raises(TensorContractError, match=rf"{name}: expected torch.float32 \[6\], got"):
+        rotate(rows_of(FLOAT, layout), layout, angles_of(FLOAT, 3), norms, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("indexed", [True, False])
+def test_strided_arguments(indexed: bool, backend: Backend) -> None:
+    layout, n = HeadLayout(2, 1, 8), 3
+    angles = angles_of(FLOAT, n, indexed)
+    if angles.index is not None:
+        angles = replace(angles, index=angles.index.contiguous())
+    check_strided_arguments(
+        rotate,
+        {"qkv": rows_of(FLOAT, layout), "angles": angles, "norms": norms_of(FLOAT, 8)},
+        refused={
+            "qkv": "qkv: expected [T, 32] with contiguous rows",
+            "angles.cos": "cos: expected torch.float32 rows of at least 3 angles",
+            "angles.sin": "sin: expected torch.float32 rows of at least 3 angles",
+        },
+        layout=layout,
+        backend=backend,
+    )

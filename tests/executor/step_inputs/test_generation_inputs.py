@@ -1,8 +1,8 @@
-"""Inputs of generations: the list story equals the reference equals the kernel."""
+"""Inputs of generations: the list story equals torch equals the kernel."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import ExecutorError, TensorContractError
 from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.executor.step_inputs import generation_inputs, launch
-from tests.kernels.top_k.launches import captured, poisoned_outputs
-from tests.speculative.ops.on_device import DEVICE
+from mtp_plugin.kernels.backend import Backend
+from tests.doors import check_strided_arguments, poisoned_memory
+from tests.kernels.top_k.launches import captured
+from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
 K, NUM_SLOTS, MAX_SEQ_LEN, SENTINEL = 3, 6, 40, 99
 
@@ -32,6 +34,14 @@ rows = st.builds(
 )
 
 
+@dataclass(frozen=True)
+class Store:
+    """What is read of the sampler's store."""
+
+    new_tokens: torch.Tensor
+    new_tokens_lens: torch.Tensor
+
+
 def make_table(max_rows: int = 8) -> RowTable:
     return RowTable(
         max_rows,
@@ -43,18 +53,18 @@ def make_table(max_rows: int = 8) -> RowTable:
     )
 
 
-def make_store(seed: int) -> SimpleNamespace:
+def make_store(seed: int) -> Store:
     dice = torch.Generator().manual_seed(seed)
     together = torch.randint(0, 500, (NUM_SLOTS, 2 * K + 3), generator=dice, dtype=torch.int32)
     lens = torch.randint(0, K + 2, (NUM_SLOTS, 3), generator=dice, dtype=torch.int32)
     # columns of wider tensors, as the sampler's are
-    return SimpleNamespace(
+    return Store(
         new_tokens=together.to(DEVICE)[:, 1 : K + 2].T.unsqueeze(-1),
         new_tokens_lens=lens.to(DEVICE)[:, 1],
     )
 
 
-def story(row: Row, store: SimpleNamespace | None, draft_len: int) -> dict[str, list[int] | int]:
+def story(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int] | int]:
     tokens, length = row.tokens, row.length
     if store is not None and row.is_pending:
         tokens = store.new_tokens[:, row.seq_slot, 0].tolist()
@@ -84,15 +94,15 @@ def story(row: Row, store: SimpleNamespace | None, draft_len: int) -> dict[str, 
     has_store=st.booleans(),
     draft_len=st.integers(0, K),
 )
-def test_story_reference_and_kernel_agree(
+def test_story_torch_and_kernel_agree(
     batch: list[Row], seed: int, has_store: bool, draft_len: int
 ) -> None:
     step = make_table().upload(batch)
     store = make_store(seed) if has_store else None
     sizes = {"draft_len": draft_len, "max_seq_len": MAX_SEQ_LEN}
-    expected = generation_inputs(step, store, **sizes)
-    with poisoned_outputs(launch):
-        got = launch.generation_inputs(step, store, **sizes)
+    expected = generation_inputs(step, store, **sizes, backend=Backend.TORCH)
+    with poisoned_memory():
+        got = generation_inputs(step, store, **sizes, backend=Backend.TRITON)
     told = [story(row, store, draft_len) for row in batch]
     for name, tensor in vars(expected).items():
         assert tensor.tolist() == [row[name] for row in told], name
@@ -101,14 +111,15 @@ def test_story_reference_and_kernel_agree(
         assert getattr(got, name).is_contiguous(), name
 
 
-def test_letters() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_letters(backend: Backend) -> None:
     """K = 3: the step before emitted two tokens of a request that the host knows 10 tokens of."""
     row = Row([7, 0, 0, 0], length=10, draft_limit=3, capacity=15, is_pending=True, seq_slot=2)
     store = make_store(0)
     store.new_tokens_lens[2] = 2
     store.new_tokens[:, 2, 0] = torch.tensor([70, 71, 72, 73], dtype=torch.int32)
     inputs = generation_inputs(
-        make_table().upload([row]), store, draft_len=K, max_seq_len=MAX_SEQ_LEN
+        make_table().upload([row]), store, draft_len=K, max_seq_len=MAX_SEQ_LEN, backend=backend
     )
     # 12 tokens are there: 15 rows hold the newest one and two drafts
     assert inputs.input_ids.tolist() == [[70, 71, 72, 0]]
@@ -146,13 +157,66 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
         table.upload([Row([0] * (K + 1), length=1, blocks=list(range(6)))])
 
 
-def test_rows_of_no_table_are_refused() -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_no_generations(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    step = make_table().upload([])
+    sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
+    inputs = generation_inputs(step, make_store(0), **sizes, backend=backend)
+    assert inputs.input_ids.shape == (0, K + 1)
+    assert inputs.draft_tokens.shape == (0, K)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_no_table_are_refused(backend: Backend) -> None:
     step = make_table().upload([Row([0] * (K + 1), length=1)] * 2)
-    loose = type(step)(**{**vars(step), "length": step.length.clone()})
+    sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN, "backend": backend}
+    loose = replace(step, length=step.length.clone())
     with pytest.raises(TensorContractError, match="columns of one table"):
-        launch.generation_inputs(loose, None, draft_len=K, max_seq_len=MAX_SEQ_LEN)
+        generation_inputs(loose, None, **sizes)
+    stride = step.tokens.stride(0)
+    apart = step.tokens.as_strided(step.tokens.shape, (stride, 2))
+    with pytest.raises(TensorContractError, match="columns of one table"):
+        generation_inputs(replace(step, tokens=apart), None, **sizes)
     with pytest.raises(TensorContractError, match="at least 5 tokens"):
-        launch.generation_inputs(step, None, draft_len=K + 1, max_seq_len=MAX_SEQ_LEN)
+        generation_inputs(step, None, **(sizes | {"draft_len": K + 1}))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_store_that_does_not_fit_is_refused(backend: Backend) -> None:
+    step = make_table().upload([Row([0] * (K + 1), length=1)])
+    store, sizes = make_store(0), {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
+    for tokens in (store.new_tokens[:K], store.new_tokens[..., 0]):
+        with pytest.raises(TensorContractError, match=r"new_tokens: expected \[>= 4, S, 1\]"):
+            generation_inputs(step, replace(store, new_tokens=tokens), **sizes, backend=backend)
+    short = replace(store, new_tokens_lens=store.new_tokens_lens[1:])
+    with pytest.raises(TensorContractError, match=r"new_tokens_lens: expected \[6\], got \[5\]"):
+        generation_inputs(step, short, **sizes, backend=backend)
+    for name in ("new_tokens", "new_tokens_lens"):
+        wide = replace(store, **{name: getattr(store, name).long()})
+        with pytest.raises(
+            TensorContractError, match=rf"{name}: expected torch.int32 .* got torch.int64"
+        ):
+            generation_inputs(step, wide, **sizes, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    """With K = 0 rows that lie one behind the other are columns of one table."""
+    step = make_table().upload([Row([7] * (K + 1), 5 + i, 0, 30, i == 1, i) for i in range(3)])
+    rows = replace(step, tokens=step.tokens[:, :1])
+    rows = replace(rows, **{name: value.contiguous() for name, value in vars(rows).items()})
+    store = make_store(3)
+    store = replace(store, **{name: value.contiguous() for name, value in vars(store).items()})
+    read = ["tokens", "length", "draft_limit", "capacity", "is_pending", "seq_slot", "state_slot"]
+    check_strided_arguments(
+        generation_inputs,
+        {"rows": rows, "previous": store},
+        refused={f"rows.{name}": "step rows: expected columns of one table" for name in read},
+        draft_len=0,
+        max_seq_len=MAX_SEQ_LEN,
+        backend=backend,
+    )
 
 
 @pytest.mark.gpu
@@ -160,8 +224,9 @@ def test_replays_read_the_table_and_the_store_anew() -> None:
     table, store = make_table(), make_store(1)
     first = [Row([1, 2, 3, 4], length=5, draft_limit=3, capacity=30)] * 8
     step = table.upload(first)
+    sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
     graph, inputs = captured(
-        lambda: launch.generation_inputs(step, store, draft_len=K, max_seq_len=MAX_SEQ_LEN)
+        lambda: generation_inputs(step, store, **sizes, backend=Backend.TRITON)
     )
     for seed in range(4):
         batch = [
@@ -172,6 +237,6 @@ def test_replays_read_the_table_and_the_store_anew() -> None:
         store.new_tokens_lens.copy_(fresh.new_tokens_lens)
         table.upload(batch)
         graph.replay()
-        expected = generation_inputs(step, store, draft_len=K, max_seq_len=MAX_SEQ_LEN)
+        expected = generation_inputs(step, store, **sizes, backend=Backend.TORCH)
         for name, tensor in vars(expected).items():
             assert torch.equal(getattr(inputs, name), tensor), name

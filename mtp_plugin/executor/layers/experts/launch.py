@@ -1,4 +1,4 @@
-"""Checks, scratch and grids of the mixture of experts."""
+"""The mixture of experts on the device: outputs and grids."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.executor.layers.experts import reference
-from mtp_plugin.executor.layers.experts.contract import (
-    Blocks,
-    RouterRule,
-    check_product,
-    check_router,
-    most_blocks,
-)
+from mtp_plugin.executor.layers.experts.contract import Blocks, RouterRule
 from mtp_plugin.executor.layers.experts.kernel import (
     assign_kernel,
     combine_kernel,
@@ -68,34 +61,20 @@ WIDE = Tiling(tile=32, block=32, stages=2)
 """For fp32, whose products do not run on tensor cores."""
 
 
-def block_rows_for(num_rows: int) -> int:
-    """Rows of a block for ``num_rows`` rows; a function of shapes alone."""
-    if num_rows <= 32:
-        return 16
-    if num_rows <= 64:
-        return 32
-    return 64 if num_rows <= 512 else 128
-
-
 def tiling_for(products: dict[int, Tiling], block_rows: int, dtype: torch.dtype) -> Tiling:
-    """The tiling that is used where none is given: of ``GATE_UP`` or ``DOWN``."""
+    """The tiling out of ``GATE_UP`` or ``DOWN``."""
     if dtype == torch.float32:
         return WIDE
     return products[min((size for size in products if size >= block_rows), default=128)]
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the reference: one launch for few rows, else torch's product in fp32."""
+    """As at the door: one launch for few rows, else torch's product in fp32."""
     num_rows, width = x.shape
     num_experts = weight.shape[0]
     if num_rows * num_experts > MOST_PRODUCTS:
         return reference.router_logits(x, weight)
     expect_reachable(logits_kernel, "x", x)
-    expect(
-        weight.shape == (num_experts, width) and weight.is_contiguous() and x.stride(1) == 1,
-        TensorContractError,
-        f"weight: expected contiguous [E, {width}], got {list(weight.shape)}",
-    )
     logits = torch.empty(num_rows, num_experts, dtype=torch.float32, device=x.device)
     if logits.numel():
         block = min(LOGITS_BLOCK, triton.next_power_of_2(width))
@@ -116,12 +95,17 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def assign(
-    logits: torch.Tensor, bias: torch.Tensor, rule: RouterRule, *, shared: int, block_rows: int
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    rule: RouterRule,
+    *,
+    shared: int,
+    block_rows: int,
+    num_blocks: int,
 ) -> Blocks:
-    """As the reference: one launch for few rows and experts, else the reference itself."""
-    num_rows, num_experts = check_router(logits, bias, rule, block_rows)
+    """As at the door: one launch for few rows and experts, else the torch side."""
+    num_rows, num_experts = logits.shape
     rows, experts = triton.next_power_of_2(max(num_rows, 1)), triton.next_power_of_2(num_experts)
-    num_blocks = most_blocks(num_rows, num_experts, rule.top_k, shared, block_rows)
     padded_blocks = triton.next_power_of_2(max(num_blocks, 1))
     # groups are told apart by reshaping, which padding would break
     grouped = rule.topk_group < rule.num_groups
@@ -130,7 +114,9 @@ def assign(
         or num_rows == 0
         or (grouped and (experts != num_experts or num_experts < 2 * rule.num_groups))
     ):
-        return reference.assign(logits, bias, rule, shared=shared, block_rows=block_rows)
+        return reference.assign(
+            logits, bias, rule, shared=shared, block_rows=block_rows, num_blocks=num_blocks
+        )
     expect_reachable(assign_kernel, "logits", logits)
     device = logits.device
     blocks = Blocks(
@@ -141,7 +127,7 @@ def assign(
     )
     assign_kernel[(1,)](
         logits_ptr=logits,
-        bias_ptr=bias,
+        bias_ptr=bias.contiguous(),
         weights_ptr=blocks.weights,
         pairs_ptr=blocks.pairs,
         block_expert_ptr=blocks.expert,
@@ -165,15 +151,12 @@ def assign(
     return blocks
 
 
-def gate_up(
-    x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, *, tiling: Tiling | None = None
-) -> torch.Tensor:
-    """As the reference, in one launch that reads each needed expert once per block."""
-    check_product("x", x, weight, blocks, blocks.weights.shape[0])
+def gate_up(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """As at the door, in one launch that reads each needed expert once per block."""
     expect_reachable(gate_up_kernel, "x", x)
     columns, width = weight.shape[1] // 2, weight.shape[2]
     out = torch.empty(blocks.weights.numel(), columns, dtype=x.dtype, device=x.device)
-    cut = tiling or tiling_for(GATE_UP, blocks.block_rows, x.dtype)
+    cut = tiling_for(GATE_UP, blocks.block_rows, x.dtype)
     if out.numel():
         gate_up_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile // 2),)](
             x_ptr=x,
@@ -198,15 +181,12 @@ def gate_up(
     return out
 
 
-def down(
-    active: torch.Tensor, weight: torch.Tensor, blocks: Blocks, *, tiling: Tiling | None = None
-) -> torch.Tensor:
-    """As the reference, in one launch that reads each needed expert once per block."""
-    check_product("active", active, weight, blocks, blocks.weights.numel())
+def down(active: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """As at the door, in one launch that reads each needed expert once per block."""
     expect_reachable(down_kernel, "active", active)
     columns, width = weight.shape[1], weight.shape[2]
     out = torch.empty(blocks.weights.numel(), columns, dtype=active.dtype, device=active.device)
-    cut = tiling or tiling_for(DOWN, blocks.block_rows, active.dtype)
+    cut = tiling_for(DOWN, blocks.block_rows, active.dtype)
     if out.numel():
         down_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile),)](
             active_ptr=active,
@@ -231,14 +211,9 @@ def down(
 
 
 def combine(parts: torch.Tensor, *, top_k: int, shared: int) -> torch.Tensor:
-    """As the reference, in one launch."""
+    """As at the door, in one launch."""
     expect_reachable(combine_kernel, "parts", parts)
     slots = top_k + shared
-    expect(
-        parts.dim() == 2 and parts.shape[0] % slots == 0 and parts.is_contiguous(),
-        TensorContractError,
-        f"parts: expected contiguous [T * {slots}, columns], got {list(parts.shape)}",
-    )
     num_rows, width = parts.shape[0] // slots, parts.shape[1]
     out = torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device)
     if out.numel():

@@ -1,17 +1,14 @@
-"""The mixture of experts in torch. Routing has fixed shapes, and so can be captured on a GPU."""
+"""The mixture of experts in torch: the CPU path and the oracle of the kernels.
+
+Routing has fixed shapes, and so can be captured on a GPU; the products cannot.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-from mtp_plugin.executor.layers.experts.contract import (
-    Blocks,
-    RouterRule,
-    check_product,
-    check_router,
-    most_blocks,
-)
+from mtp_plugin.executor.layers.experts.contract import Blocks, RouterRule
 from mtp_plugin.executor.layers.mlp.reference import silu_mul
 
 NAN_CHOICE = -3.0e38
@@ -19,27 +16,21 @@ MASKED_CHOICE = -3.2e38
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, width] times the router's weight [E, width] in fp32, [T, E]."""
+    """As at the door."""
     return functional.linear(x.to(torch.float32), weight.to(torch.float32))
 
 
 def assign(
-    logits: torch.Tensor, bias: torch.Tensor, rule: RouterRule, *, shared: int, block_rows: int
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    rule: RouterRule,
+    *,
+    shared: int,
+    block_rows: int,
+    num_blocks: int,
 ) -> Blocks:
-    """The experts of every row, and the rows of every expert in blocks.
-
-    Scores are sigmoids; the correction bias counts for the choice alone. Equal choices go to the
-    lower expert. A row of NaN goes to ``top_k`` experts with weights of NaN.
-
-    Args:
-        logits: [T, E] fp32. bias: [E] fp32. rule: of the router.
-        shared: experts that every row takes, with a weight of 1.
-        block_rows: rows of a block.
-
-    Raises:
-        TensorContractError: tensors or a rule that do not fit.
-    """
-    num_rows, num_experts = check_router(logits, bias, rule, block_rows)
+    """As at the door."""
+    num_rows, num_experts = logits.shape
     device = logits.device
     scores = logits.sigmoid()
     choice = scores + bias
@@ -54,7 +45,6 @@ def assign(
     weights = torch.cat([weights, weights.new_ones(num_rows, shared)], dim=1)
 
     slots = rule.top_k + shared
-    num_blocks = most_blocks(num_rows, num_experts, rule.top_k, shared, block_rows)
     rows = torch.arange(num_rows, device=device)
     whole = -(-num_rows // block_rows)
     chosen = torch.zeros(num_rows, num_experts, dtype=torch.int64, device=device)
@@ -96,17 +86,7 @@ def _mask_groups(choice: torch.Tensor, rule: RouterRule) -> torch.Tensor:
 
 
 def gate_up(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """silu(x @ gate) * (x @ up) of every pair.
-
-    Reads the blocks on the host: a reference, not a way to run a step.
-
-    Args:
-        x: [T, width]. weight: [experts, 2 * columns, width], gates first.
-
-    Returns:
-        [T * slots, columns].
-    """
-    check_product("x", x, weight, blocks, blocks.weights.shape[0])
+    """As at the door."""
     out = x.new_empty(blocks.weights.numel(), weight.shape[1] // 2)
     for expert, pairs in _filled(blocks):
         out[pairs] = silu_mul(functional.linear(x[pairs // blocks.slots], weight[expert]))
@@ -114,15 +94,7 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tens
 
 
 def down(active: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """active @ down times the router's weight, of every pair; as ``gate_up`` a reference only.
-
-    Args:
-        active: [T * slots, width]. weight: [experts, columns, width].
-
-    Returns:
-        [T * slots, columns].
-    """
-    check_product("active", active, weight, blocks, blocks.weights.numel())
+    """As at the door."""
     out = active.new_empty(blocks.weights.numel(), weight.shape[1])
     weights = blocks.weights.reshape(-1, 1)
     for expert, pairs in _filled(blocks):
@@ -132,20 +104,13 @@ def down(active: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Te
 
 
 def _filled(blocks: Blocks) -> list[tuple[int, torch.Tensor]]:
-    """(expert, its pairs) of every block that has any."""
+    """(expert, its pairs) of every block that has any; read on the host."""
     filled = zip(blocks.expert.tolist(), blocks.filled.tolist(), blocks.pairs.long(), strict=True)
     return [(expert, pairs[:count]) for expert, count, pairs in filled if count]
 
 
 def combine(parts: torch.Tensor, *, top_k: int, shared: int) -> torch.Tensor:
-    """What the routed experts gave, added in fp32 and rounded, plus what the shared ones gave.
-
-    Args:
-        parts: [T * (top_k + shared), columns].
-
-    Returns:
-        [T, columns].
-    """
+    """As at the door."""
     slots = parts.unflatten(0, (-1, top_k + shared)).to(torch.float32)
     out: torch.Tensor = slots[:, :top_k].sum(1).to(parts.dtype)
     if shared:

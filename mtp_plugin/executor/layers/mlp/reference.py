@@ -1,4 +1,4 @@
-"""The gated activation in torch."""
+"""The gated activation in torch: the CPU path and the oracle of the kernel."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from torch.nn import functional
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, rounded to the dtype after each of both steps.
-
-    Args:
-        gate_up: [T, 2 * width], gates first.
-
-    Returns:
-        [T, width].
-    """
+    """As at the door."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

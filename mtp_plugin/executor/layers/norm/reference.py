@@ -1,4 +1,4 @@
-"""The norms in torch, in the words of transformers' RMSNorm classes."""
+"""The norms in torch: the CPU path and the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Rows over their root mean square, in fp32, cast to the dtype of ``x``, times the weight.
-
-    Args:
-        x: [T, width]. weight: [width]. eps: added to the mean square.
-
-    Returns:
-        [T, width].
-    """
+    """As at the door, and of tensors of any rank."""
     wide = x.to(torch.float32)
     mean_square = wide.pow(2).mean(-1, keepdim=True)
     return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
@@ -23,7 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual plus ``x``, normed, and the sum itself, [T, width] each."""
+    """As at the door."""
     total = residual + x
     return rms_norm(total, weight, eps), total
 
@@ -39,18 +32,7 @@ def join_norms(
     hidden_eps: float,
     embedding_first: bool,
 ) -> torch.Tensor:
-    """What the joining projection of an MTP layer reads: two normed halves side by side.
-
-    Args:
-        embedding: [V, width], or [T, width] where ``ids`` is None.
-        ids: [T], rows of ``embedding``; any stride.
-        hidden: [T, width].
-        embedding_weight, hidden_weight: [width].
-        embedding_first: order of the halves.
-
-    Returns:
-        [T, 2 * width].
-    """
+    """As at the door."""
     embedded = embedding if ids is None else functional.embedding(ids, embedding)
     halves = [
         rms_norm(embedded, embedding_weight, embedding_eps),

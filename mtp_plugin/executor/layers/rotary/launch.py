@@ -1,11 +1,11 @@
-"""The grid of the rotary embedding."""
+"""The rotary embedding on the device: its grid."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms, check_rotation
+from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
 from mtp_plugin.executor.layers.rotary.kernel import rotate_kernel
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
@@ -14,22 +14,17 @@ HEADS = 8
 """Heads that one program turns."""
 
 
-def rotate(
-    qkv: torch.Tensor, layout: HeadLayout, angles: Angles, norms: HeadNorms | None = None
-) -> None:
-    """As the reference, in one launch."""
-    num_rows = check_rotation(qkv, layout, angles)
+def rotate(qkv: torch.Tensor, layout: HeadLayout, angles: Angles, norms: HeadNorms | None) -> None:
+    """As at the door, in one launch."""
     expect_reachable(rotate_kernel, "qkv", qkv)
-    if num_rows == 0:
-        return
     rest = layout.head_dim - 2 * angles.num_angles
-    rotate_kernel[(num_rows, triton.cdiv(layout.num_turned, HEADS))](
+    rotate_kernel[(qkv.shape[0], triton.cdiv(layout.num_turned, HEADS))](
         qkv_ptr=qkv,
         cos_ptr=angles.cos,
         sin_ptr=angles.sin,
         index_ptr=qkv if angles.index is None else angles.index,
-        q_weight_ptr=qkv if norms is None else norms.q_weight,
-        k_weight_ptr=qkv if norms is None else norms.k_weight,
+        q_weight_ptr=qkv if norms is None else norms.q_weight.contiguous(),
+        k_weight_ptr=qkv if norms is None else norms.k_weight.contiguous(),
         qkv_stride=qkv.stride(0),
         index_stride=0 if angles.index is None else angles.index.stride(0),
         cos_stride=angles.cos.stride(0),
