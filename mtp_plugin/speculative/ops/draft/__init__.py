@@ -1,6 +1,6 @@
 """One draft pass -> the inputs of the next."""
 
-from mtp_plugin.speculative.ops.draft.reference import (
+from mtp_plugin.speculative.ops.draft.door import (
     draft_argmax,
     local_top1,
     merge_top1,

@@ -1,35 +1,35 @@
-"""Grids of the draft-step kernels: two launches per draft."""
+"""Grids of the draft-step kernels: two launches per draft, one per state window moved on."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from mtp_plugin.kernels.checks import expect_output
+from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
+from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
-from mtp_plugin.speculative.step import DraftColumn, expect_vocab
+from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
+from mtp_plugin.speculative.step import DraftColumn
 
 UNBOUNDED = 2**62
+APART, SHARED, COLUMNS = 32, 256, 64
+"""Requests and columns of states that a program holds at a time: where outputs have memory of their
+own, and where every program goes through all requests, chunk after chunk."""
 
 
-def propose(logits: torch.Tensor, place: DraftColumn, scratch: Top1Partials | None = None) -> None:
-    """As the reference."""
-    if place.vocab_ids is not None:
-        expect_vocab(logits, place.vocab_ids)
-    partials = top1_partials(logits, scratch)
-    requests = logits.shape[0]
-    if requests == 0:
-        return
+def propose(logits: torch.Tensor, place: DraftColumn) -> None:
+    """As at the door."""
+    partials = top1_partials(logits)
     unused = partials.ids
-    place_kernel[(requests,)](
+    place_kernel[(logits.shape[0],)](
         partials.values,
         partials.ids,
         place.drafts,
         place.next_tokens,
         place.shifted_ids if place.shifted_ids is not None else unused,
-        place.last_rows if place.last_rows is not None else unused,
+        place.last_rows.contiguous() if place.last_rows is not None else unused,
         place.positions if place.positions is not None else unused,
         place.kv_lens if place.kv_lens is not None else unused,
         place.vocab_ids if place.vocab_ids is not None else unused,
@@ -48,69 +48,44 @@ def propose(logits: torch.Tensor, place: DraftColumn, scratch: Top1Partials | No
     )
 
 
-def draft_argmax(
-    logits: torch.Tensor, out: torch.Tensor | None = None, scratch: Top1Partials | None = None
-) -> torch.Tensor:
-    """As the reference: [N] int32."""
-    drafts = _drafts(logits.shape[0], logits.device, out)
-    _merge_pieces(top1_partials(logits, scratch), None, drafts, 0)
+def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """As at the door."""
+    drafts = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    _merge_pieces(top1_partials(logits), None, drafts, 0)
     return drafts
 
 
 def local_top1(
-    logits: torch.Tensor,
-    first_id: int,
-    num_ids: int,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    scratch: Top1Partials | None = None,
+    logits: torch.Tensor, first_id: int, num_ids: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; padding columns are never read."""
+    """As at the door."""
     rows, device = logits.shape[0], logits.device
-    if out is None:
-        values = torch.empty(rows, dtype=torch.float32, device=device)
-        ids = torch.empty(rows, dtype=torch.int32, device=device)
-    else:
-        values, ids = out
-        expect_output("top1, values", values, (rows,), torch.float32, device)
-        expect_output("top1, ids", ids, (rows,), torch.int32, device)
-    if num_ids == 0:
-        return values.fill_(-torch.inf), ids.fill_(first_id)
-    _merge_pieces(top1_partials(logits[:, :num_ids], scratch), values, ids, first_id)
+    values = torch.empty(rows, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, dtype=torch.int32, device=device)
+    _merge_pieces(top1_partials(logits[:, :num_ids]), values, ids, first_id)
     return values, ids
 
 
-def merge_top1(
-    values: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As the reference, one launch after the ranks' pairs were gathered."""
+def merge_top1(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As at the door, one launch after the ranks' pairs were gathered."""
     ranks, rows = values.shape
-    drafts = _drafts(rows, values.device, out)
-    if rows:
-        merge_kernel[(rows,)](
-            values,
-            ids,
-            drafts,
-            rows,
-            ranks,
-            RANKS=triton.next_power_of_2(ranks),
-            num_warps=1,
-        )
+    drafts = torch.empty(rows, dtype=torch.int32, device=values.device)
+    merge_kernel[(rows,)](
+        values.contiguous(),
+        ids.contiguous(),
+        drafts,
+        rows,
+        ranks,
+        RANKS=triton.next_power_of_2(ranks),
+        num_warps=1,
+    )
     return drafts
-
-
-def _drafts(rows: int, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        return torch.empty(rows, dtype=torch.int32, device=device)
-    expect_output("drafts", out, (rows,), torch.int32, device)
-    return out
 
 
 def _merge_pieces(
     partials: Top1Partials, values: torch.Tensor | None, ids: torch.Tensor, first_id: int
 ) -> None:
     """The best of each row's pieces: its id, counted from ``first_id``, and its value."""
-    if ids.shape[0] == 0:
-        return
     local_kernel[(ids.shape[0],)](
         partials.values,
         partials.ids,
@@ -123,3 +98,60 @@ def _merge_pieces(
         num_warps=1,
         **pdl_options(ids.device),
     )
+
+
+def place_last_states(
+    states: torch.Tensor, outputs: torch.Tensor, last_rows: torch.Tensor, offset: int
+) -> None:
+    """As at the door, in one launch; memory that overlaps in other ways than a window does, and
+    rows with gaps, are left to torch."""
+    expect_reachable(place_states_kernel, "states", states)
+    requests, hidden = last_rows.shape[0], states.shape[1]
+    shares = _share_memory(states, outputs)
+    if (shares and not _is_window(states, outputs, offset)) or not _has_plain_rows(states, outputs):
+        reference.place_last_states(states, outputs, last_rows, offset)
+        return
+    rows = min(SHARED if shares else APART, triton.next_power_of_2(requests))
+    chunks = triton.cdiv(requests, rows)
+    block = min(COLUMNS, triton.next_power_of_2(hidden))
+    # chunk after chunk it runs long enough that an overlapping launch costs more than it saves
+    timing = {"PDL": False} if shares else pdl_options(states.device)
+    place_states_kernel[(triton.cdiv(hidden, block), 1 if shares else chunks)](
+        # inputs
+        outputs,
+        last_rows.contiguous(),
+        # outputs
+        states,
+        # sizes
+        requests,
+        hidden,
+        outputs.stride(0),
+        states.stride(0),
+        offset,
+        chunks if shares else 1,
+        # constants
+        REQUESTS=rows,
+        BLOCK=block,
+        num_warps=8,
+        **timing,
+    )
+
+
+def _share_memory(states: torch.Tensor, outputs: torch.Tensor) -> bool:
+    return states.untyped_storage().data_ptr() == outputs.untyped_storage().data_ptr()
+
+
+def _is_window(states: torch.Tensor, outputs: torch.Tensor, offset: int) -> bool:
+    """Whether ``outputs`` are rows of ``states`` from at most row ``offset`` on."""
+    ahead = outputs.storage_offset() - states.storage_offset()
+    return (
+        outputs.dtype == states.dtype
+        and outputs.stride() == states.stride()
+        and ahead % states.stride(0) == 0
+        and 0 <= ahead // states.stride(0) <= offset
+    )
+
+
+def _has_plain_rows(states: torch.Tensor, outputs: torch.Tensor) -> bool:
+    """Whether both are rows of neighbouring elements, and no two rows of states are one."""
+    return states.stride(1) == outputs.stride(1) == 1 and states.stride(0) >= states.shape[1]

@@ -1,11 +1,10 @@
-"""Drafts of a cut vocabulary: story over the whole rows, reference and kernel over the cut ones."""
+"""Drafts of a cut vocabulary: story over the whole rows, both backends over the cut ones."""
 
 from __future__ import annotations
 
 import copy
 import random
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.top_k import launch as reduce_launch
-from mtp_plugin.speculative.ops.draft import launch, reference
-from tests.kernels.top_k.launches import captured, poisoned_outputs
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.draft import launch, propose
+from tests.doors import poisoned_memory
+from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft import story
-from tests.speculative.ops.draft.test_kernel import Loop, real_logits
+from tests.speculative.ops.draft.loop import Loop, real_logits
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 
-both = pytest.mark.parametrize("ops", [reference, launch], ids=["reference", "kernel"])
+both = pytest.mark.parametrize("backend", Backend)
 
 
 def some_ids(vocab: int, count: int, seed: int) -> list[int]:
@@ -54,11 +54,11 @@ def test_a_draft_is_the_id_of_its_column_for_every_reader(
     mine = Loop.of(seed, requests, k)
     theirs = copy.deepcopy(mine)
     column = random.Random(seed).randrange(k)
-    options = (column, shift, advance, True, 30)
     vocab_ids = int32(ids)
-    with poisoned_outputs(launch, reduce_launch):
-        launch.propose(logits, replace(mine.column(*options), vocab_ids=vocab_ids))
-    reference.propose(logits, replace(theirs.column(*options), vocab_ids=vocab_ids))
+    for loop, backend in ((mine, Backend.TRITON), (theirs, Backend.TORCH)):
+        place = replace(loop.column(column, shift, advance, True, 30), vocab_ids=vocab_ids)
+        with poisoned_memory():
+            propose(logits, place, backend=backend)
     mine.assert_same(theirs)
     told = [story.proposal_among(ids, row) for row in whole.double().tolist()]
     assert mine.drafts[:requests, column].tolist() == told
@@ -69,24 +69,25 @@ def test_a_draft_is_the_id_of_its_column_for_every_reader(
 
 
 @both
-def test_ties_and_rows_without_a_value_go_to_the_lowest_id(ops: ModuleType) -> None:
+def test_ties_and_rows_without_a_value_go_to_the_lowest_id(backend: Backend) -> None:
     """Columns of `d f k`: the highest, a tie of the last two, NaN alone, and nothing at all."""
     ids = int32([3, 5, 10])
     nan, low = torch.nan, -torch.inf
     rows = [[0.0, 1.0, 2.0], [0.0, 1.0, 1.0], [nan, low, nan], [low, low, low]]
     loop = Loop.of(0, 4, 1)
-    place = replace(loop.column(0, False, False, False, None), vocab_ids=ids)
-    ops.propose(torch.tensor(rows, device=DEVICE), place)
+    place = replace(loop.column(0), vocab_ids=ids)
+    propose(torch.tensor(rows, device=DEVICE), place, backend=backend)
     assert place.drafts[:, 0].tolist() == [10, 5, 3, 3]
 
 
 @both
-def test_the_whole_vocabulary_as_a_list_changes_nothing(ops: ModuleType) -> None:
+def test_the_whole_vocabulary_as_a_list_changes_nothing(backend: Backend) -> None:
     logits = odd_rows(torch.Generator().manual_seed(7), 5, 2049, torch.float32).to(DEVICE)
     plain, listed = Loop.of(1, 5, 2), Loop.of(1, 5, 2)
-    options = (1, True, True, True, None)
-    ops.propose(logits, plain.column(*options))
-    ops.propose(logits, replace(listed.column(*options), vocab_ids=int32(list(range(2049)))))
+    options = (1, True, True, True)
+    propose(logits, plain.column(*options), backend=backend)
+    place = replace(listed.column(*options), vocab_ids=int32(list(range(2049))))
+    propose(logits, place, backend=backend)
     listed.assert_same(plain)
 
 
@@ -105,16 +106,16 @@ def test_the_whole_vocabulary_as_a_list_changes_nothing(ops: ModuleType) -> None
     ids=["type", "matrix", "gaps", "device", "whole head", "narrow head"],
 )
 def test_sizes_that_do_not_fit(
-    ops: ModuleType, ids: torch.Tensor, columns: int, message: str, rows: int
+    backend: Backend, ids: torch.Tensor, columns: int, message: str, rows: int
 ) -> None:
     """Refused before anything runs or is written."""
     loop = Loop.of(0, rows, 1)
     before = copy.deepcopy(loop)
-    place = replace(loop.column(0, False, False, False, None), vocab_ids=ids)
+    place = replace(loop.column(0), vocab_ids=ids)
     with pytest.MonkeyPatch.context() as patch:
         forbid_launches(patch, launch)
         with pytest.raises(TensorContractError, match=message.replace("{rows}", str(rows))):
-            ops.propose(torch.zeros(rows, columns, device=DEVICE), place)
+            propose(torch.zeros(rows, columns, device=DEVICE), place, backend=backend)
     loop.assert_same(before)
 
 
@@ -133,8 +134,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int, count: int) -> None:
 
     def step() -> None:
         for column in range(k):
-            place = loop.column(column, True, False, False, None)
-            launch.propose(logits[column], replace(place, vocab_ids=ids))
+            place = replace(loop.column(column, True), vocab_ids=ids)
+            propose(logits[column], place, backend=Backend.TRITON)
 
     graph, _ = captured(step)
     ids.copy_(others)
@@ -143,8 +144,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int, count: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     for column in range(k):
-        place = fresh.column(column, True, False, False, None)
-        reference.propose(logits[column], replace(place, vocab_ids=ids))
+        place = replace(fresh.column(column, True), vocab_ids=ids)
+        propose(logits[column], place, backend=Backend.TORCH)
         # of the whole row, all but the ids left out
         among = torch.full_like(whole[column], -torch.inf).index_copy(
             1, ids.long(), without_nan(whole[column])[:, ids.long()]

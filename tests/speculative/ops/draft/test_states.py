@@ -1,4 +1,4 @@
-"""State windows moved by the kernel: against reference and story, also where all is one buffer."""
+"""State windows moved on: story, torch and kernel, also where all is one buffer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.speculative.ops.draft import reference, states_launch
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.draft import launch, place_last_states
+from tests.doors import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft import story
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, replay_in_graph, vector
 
+both = pytest.mark.parametrize("backend", Backend)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,8 +38,8 @@ def last_rows_of(lens: list[int]) -> torch.Tensor:
     return vector(lens).cumsum(0) - 1
 
 
-def forbid_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states_launch, "reference", None)
+def forbid_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "reference", None)
 
 
 @settings(max_examples=40)
@@ -49,7 +52,7 @@ def forbid_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     alias=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_reference_bit_for_bit(lens, depth, behind, hidden, dtype, alias, seed) -> None:
+def test_the_kernel_is_torch_bit_for_bit(lens, depth, behind, hidden, dtype, alias, seed) -> None:
     """Runs of sequences with a single row: the row that one writes is the row that the next reads.
 
     300 of them need two chunks of requests.
@@ -59,23 +62,25 @@ def test_the_reference_bit_for_bit(lens, depth, behind, hidden, dtype, alias, se
     expected = states.clone()
     other = filled(num_rows, hidden, dtype, seed + 1)
     last_rows = last_rows_of(lens)
-    for buffer, place in ((states, states_launch), (expected, reference)):
+    for buffer, backend in ((states, Backend.TRITON), (expected, Backend.TORCH)):
         window = buffer[:, :hidden]
         outputs = window[depth : depth + num_rows] if alias else other
         with pytest.MonkeyPatch.context() as patch:
-            if place is states_launch:
-                forbid_the_reference(patch)
-            place.place_last_states(window, outputs, last_rows, offset)
+            forbid_the_fallback(patch)
+            place_last_states(window, outputs, last_rows, offset, backend=backend)
     assert same_bits(states, expected)
 
 
+@both
 @settings(max_examples=25)
 @given(
     lens=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     returns_input=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_a_loop_of_depths_is_the_story(lens: list[int], returns_input: bool, seed: int) -> None:
+def test_a_loop_of_depths_is_the_story(
+    backend: Backend, lens: list[int], returns_input: bool, seed: int
+) -> None:
     """Every depth reads one row on; a layer may return the very rows that it read."""
     dice = random.Random(seed)
     depths, num_rows = 4, sum(lens)
@@ -90,7 +95,7 @@ def test_a_loop_of_depths_is_the_story(lens: list[int], returns_input: bool, see
         else:
             column = torch.tensor(flat(given_back), device=DEVICE).unsqueeze(1)
             outputs = column.repeat(1, 3).to(torch.bfloat16)
-        states_launch.place_last_states(buffer, outputs, last_rows_of(lens), depth + 1)
+        place_last_states(buffer, outputs, last_rows_of(lens), depth + 1, backend=backend)
         sequences = story.move_on(sequences, [items[-1] for items in given_back])
         told = torch.tensor(flat(sequences), device=DEVICE).unsqueeze(1).expand(-1, 3)
         assert torch.equal(buffer[depth + 1 : depth + 1 + num_rows], told)
@@ -100,8 +105,8 @@ def test_a_loop_of_depths_is_the_story(lens: list[int], returns_input: bool, see
 def assert_converted(outputs: torch.Tensor, target: torch.dtype) -> None:
     states, last_rows = filled(8, 50, target, 2), vector([1, 2, 5])
     expected = states.clone()
-    states_launch.place_last_states(states, outputs, last_rows, 2)
-    reference.place_last_states(expected, outputs, last_rows, 2)
+    place_last_states(states, outputs, last_rows, 2, backend=Backend.TRITON)
+    place_last_states(expected, outputs, last_rows, 2, backend=Backend.TORCH)
     assert same_bits(states, expected)
 
 
@@ -142,32 +147,51 @@ def test_any_other_overlap_is_right_too(name: str) -> None:
     states = filled(2 * COUNT, 8, torch.float32, 3)
     expected = states.clone()
     last_rows = torch.arange(COUNT, device=DEVICE)
-    states_launch.place_last_states(states, odd_views(states)[name], last_rows, 1)
-    reference.place_last_states(expected, odd_views(expected)[name], last_rows, 1)
+    place_last_states(states, odd_views(states)[name], last_rows, 1, backend=Backend.TRITON)
+    place_last_states(expected, odd_views(expected)[name], last_rows, 1, backend=Backend.TORCH)
     assert same_bits(states, expected)
 
 
-def test_nothing_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, states_launch)
+@both
+def test_nothing_to_move(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
     states = filled(4, 8, torch.float32, 1)
     before = states.clone()
-    states_launch.place_last_states(states, states[:1], vector([]), 1)
-    states_launch.place_last_states(states[:, :0], states[:2, :0], vector([0]), 1)
+    place_last_states(states, states[:1], vector([]), 1, backend=backend)
+    place_last_states(states[:, :0], states[:2, :0], vector([0]), 1, backend=backend)
     assert same_bits(states, before)
 
 
+@both
 @pytest.mark.parametrize(
     ("outputs", "rows", "message"),
     [
         (torch.zeros(4, 7), torch.zeros(2).long(), r"outputs: expected \[T', H\] for states"),
         (torch.zeros(8), torch.zeros(2).long(), "outputs: expected"),
-        (torch.zeros(4, 8), torch.zeros(2, 1).long(), "last_rows: expected a vector, got"),
+        (
+            torch.zeros(4, 8),
+            torch.zeros(2, 1).long(),
+            "last_rows: expected a vector of integers, got",
+        ),
+        (torch.zeros(4, 8), torch.zeros(2), "last_rows: .* got torch.float32"),
     ],
-    ids=["width", "flat", "rows"],
+    ids=["width", "flat", "rows", "floats"],
 )
-def test_shapes_that_do_not_fit(outputs: torch.Tensor, rows: torch.Tensor, message: str) -> None:
+def test_shapes_that_do_not_fit(
+    backend: Backend, outputs: torch.Tensor, rows: torch.Tensor, message: str
+) -> None:
     with pytest.raises(TensorContractError, match=message):
-        states_launch.place_last_states(torch.zeros(6, 8), outputs, rows, 1)
+        place_last_states(torch.zeros(6, 8), outputs, rows, 1, backend=backend)
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    arguments = {
+        "states": filled(7, 20, torch.float32, 1).nan_to_num(),
+        "outputs": filled(5, 20, torch.float32, 2).nan_to_num(),
+        "last_rows": vector([1, 2, 4]),
+    }
+    check_strided_arguments(place_last_states, arguments, offset=2, backend=backend)
 
 
 @pytest.mark.gpu
@@ -181,11 +205,11 @@ def test_real_shapes(lens: list[int], alias: bool) -> None:
     start = filled(num_rows + 2, hidden, torch.bfloat16, 4)
     expected = start.clone()
     read = expected[depth : depth + num_rows] if alias else other
-    reference.place_last_states(expected, read, last_rows, depth + 1)
+    place_last_states(expected, read, last_rows, depth + 1, backend=Backend.TORCH)
     for _ in range(20):
         states = start.clone()
         read = states[depth : depth + num_rows] if alias else other
-        states_launch.place_last_states(states, read, last_rows, depth + 1)
+        place_last_states(states, read, last_rows, depth + 1, backend=Backend.TRITON)
         assert same_bits(states, expected)
 
 
@@ -200,7 +224,7 @@ def test_in_a_cuda_graph() -> None:
     def step() -> None:
         for depth in (0, 1):
             window = states[depth : depth + rows]
-            states_launch.place_last_states(states, window, last_rows, depth + 1)
+            place_last_states(states, window, last_rows, depth + 1, backend=Backend.TRITON)
 
     def change() -> None:
         states.copy_(fresh)
@@ -209,7 +233,7 @@ def test_in_a_cuda_graph() -> None:
     replay_in_graph(step, change)
     for depth in (0, 1):
         window = fresh[depth : depth + rows]
-        reference.place_last_states(fresh, window, other_rows, depth + 1)
+        place_last_states(fresh, window, other_rows, depth + 1, backend=Backend.TORCH)
     assert same_bits(states, fresh)
 
 
@@ -223,6 +247,6 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     )
     far.copy_(near)
     last_rows = vector([0, 1, 4])
-    for states, place in ((far, states_launch), (near, reference)):
-        place.place_last_states(states, states[:5], last_rows, 1)
+    for states, backend in ((far, Backend.TRITON), (near, Backend.TORCH)):
+        place_last_states(states, states[:5], last_rows, 1, backend=backend)
     assert same_bits(far, near)
