@@ -1,6 +1,12 @@
-"""History and accepted tokens -> rows of the first draft pass."""
+"""History and accepted tokens -> history moved on, and the rows of the first draft pass."""
 
-from mtp_plugin.speculative.ops.draft_inputs.reference import (
+from mtp_plugin.speculative.ops.draft_inputs.contract import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs.door import (
+    advance_and_build_inputs,
+    advance_history,
+    build_reused_inputs,
+)
+from mtp_plugin.speculative.ops.draft_inputs.rows import (
     accepted_rows,
     concatenate,
     context_rows,
@@ -9,7 +15,13 @@ from mtp_plugin.speculative.ops.draft_inputs.reference import (
 )
 
 __all__ = [
+    "History",
+    "LoopKVLens",
+    "TargetRows",
     "accepted_rows",
+    "advance_and_build_inputs",
+    "advance_history",
+    "build_reused_inputs",
     "concatenate",
     "context_rows",
     "context_rows_with_history",

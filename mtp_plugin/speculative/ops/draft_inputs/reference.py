@@ -1,144 +1,221 @@
-"""The rows that the first draft pass reads, in torch."""
+"""History and draft inputs in torch: the CPU path and the oracle of the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from mtp_plugin.errors import TensorContractError, expect
-from mtp_plugin.speculative.step import DraftInputs
+from mtp_plugin.speculative.ops.draft_inputs.contract import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs.rows import (
+    accepted_rows,
+    concatenate,
+    context_rows,
+    context_rows_with_history,
+    generation_window,
+)
+from mtp_plugin.speculative.step import DraftInputs, FirstPass, StepLayout, to_device
 
 
-def generation_window(
-    entry_tokens: torch.Tensor,
-    entry_states: torch.Tensor,
-    first_entry: torch.Tensor,
+def advance_history(
+    layout: StepLayout, history: History, rows: TargetRows, num_accepted: torch.Tensor
+) -> None:
+    """As at the door."""
+    tokens_pool, states_pool = history.tokens, history.states
+    width, num_contexts = history.max_draft_len, layout.num_contexts
+    slots = history.slot_ids.to(torch.int64)
+    pool_tokens = tokens_pool[slots]  # [R, K]
+    pool_states = states_pool[slots]  # [R, K, H]
+    columns = torch.arange(width, device=tokens_pool.device)
+
+    if num_contexts > 0:
+        lens = layout.context_lens.to(torch.int64)
+        ends = lens.cumsum(0)
+        # entry e of the last K: pool entry m + e while that is one, else chunk row m - K + e
+        entry = lens.unsqueeze(1) + columns  # index into (pool ++ chunk), [C, K]
+        from_pool = entry < width
+        chunk_rows = (ends.unsqueeze(1) - width + columns).clamp_min(0)
+        pool_entry = entry.clamp_max(width - 1)
+        kept = pool_tokens[:num_contexts]
+        fresh = rows.input_ids[chunk_rows].to(kept.dtype)
+        tokens_pool[slots[:num_contexts]] = torch.where(
+            from_pool, kept.gather(1, pool_entry), fresh
+        )
+        kept_states = _gather_entries(pool_states[:num_contexts], pool_entry)
+        fresh_states = rows.hidden_states[chunk_rows].to(kept_states.dtype)
+        states_pool[slots[:num_contexts]] = torch.where(
+            from_pool.unsqueeze(-1), kept_states, fresh_states
+        )
+
+    if layout.num_generations > 0:
+        all_tokens, all_states = _entries(
+            layout, rows, pool_tokens[num_contexts:], pool_states[num_contexts:], states_pool.dtype
+        )
+        entry = num_accepted[num_contexts:].to(torch.int64).unsqueeze(1) + columns
+        tokens_pool[slots[num_contexts:]] = all_tokens.gather(1, entry)
+        states_pool[slots[num_contexts:]] = _gather_entries(all_states, entry)
+
+
+def advance_and_build_inputs(
+    layout: StepLayout,
+    history: History,
+    rows: TargetRows,
+    num_accepted: torch.Tensor,
     last_tokens: torch.Tensor,
-    first_position: torch.Tensor,
+    successors: torch.Tensor | None,
+    *,
+    positions: torch.Tensor,
     window: int,
-) -> DraftInputs:
-    """W pairs of (state, token one further on) per generation, the last token emitted last.
-
-    With entries ``q r s t u v w`` (K = 3 pool pairs, then this step's inputs), n = 2 and the bonus
-    ``x``: the exact window of 4 starts at entry n - 1 = 1 and gives states of ``r s t u`` with
-    tokens ``s t u x``.
-
-    Args:
-        entry_tokens: [G, E] int32. entry_states: [G, E, H].
-        first_entry: [G] int64, where the window starts.
-        last_tokens: [G] the emitted token behind the window.
-        first_position: [G] position of the window's first state; negative rows are dead.
-        window: W.
-
-    Returns:
-        DraftInputs with G*W rows; ids and positions of dead rows are 0.
-    """
-    num_generations, num_entries = entry_tokens.shape
-    expect(
-        entry_states.shape[:2] == entry_tokens.shape and window <= num_entries,
-        TensorContractError,
-        f"window: expected at most E = {num_entries} rows and states [{num_generations}, "
-        f"{num_entries}, H], got {window} rows and {list(entry_states.shape)}",
+    history_lens: Sequence[int],
+    spare_rows: int,
+    kv: LoopKVLens | None,
+    may_overwrite_states: bool,  # noqa: ARG001 - new memory serves as well
+) -> FirstPass:
+    """As at the door."""
+    k, num_contexts = history.max_draft_len, layout.num_contexts
+    slots = history.slot_ids.to(torch.int64)
+    row_lens = layout.context_lens.to(torch.int64)
+    parts: list[DraftInputs] = []
+    if num_contexts > 0 and successors is not None:
+        prompts = _context_rows(layout, rows, positions, successors)
+        if any(history_lens):
+            contexts = slots[:num_contexts]
+            prompts = context_rows_with_history(
+                prompts,
+                rows.input_ids[: layout.num_ctx_tokens],
+                history.tokens[contexts],
+                history.states[contexts],
+                layout.chunk_lens,
+                history_lens,
+            )
+            row_lens = row_lens + to_device(history_lens, row_lens.dtype, row_lens.device)
+        parts.append(prompts)
+    if layout.num_generations > 0 or not parts:
+        generations = slots[num_contexts:]
+        all_tokens, all_states = _entries(
+            layout,
+            rows,
+            history.tokens[generations],
+            history.states[generations],
+            rows.hidden_states.dtype,
+        )
+        counts = num_accepted[num_contexts:].to(torch.int64)
+        parts.append(
+            generation_window(
+                all_tokens,
+                all_states,
+                (counts + k - window).clamp_min(0),
+                last_tokens[num_contexts:],
+                positions[layout.num_ctx_tokens :: layout.step_rows] + counts - window,
+                window,
+            )
+        )
+    inputs = parts[0] if len(parts) == 1 else concatenate(*parts)
+    # the windows above were read from the history before this step advances it
+    advance_history(layout, history, rows, num_accepted)
+    states = inputs.hidden_states
+    if spare_rows:
+        states = torch.cat([states, states.new_zeros(spare_rows, states.shape[1])])
+    lens = torch.cat([row_lens, row_lens.new_full((layout.num_generations,), window)])
+    return FirstPass(
+        ids=torch.cat([inputs.input_ids, inputs.input_ids.new_zeros(k - 1)]),
+        positions=inputs.position_ids,
+        states=states,
+        last_rows=lens.cumsum(0) - 1,
+        kv_lens=None
+        if kv is None
+        else _loop_kv_lens(layout, kv, num_accepted, context_rows=0, taken=layout.step_rows),
     )
-    offsets = torch.arange(window, device=entry_tokens.device)
-    entry = first_entry.to(torch.int64).unsqueeze(1) + offsets  # [G, W]
-    states = entry_states.gather(1, entry.unsqueeze(-1).expand(-1, -1, entry_states.shape[-1]))
-    shifted = entry_tokens.gather(1, entry[:, 1:])
-    tokens = torch.cat([shifted, last_tokens.to(shifted.dtype).unsqueeze(1)], dim=1)
-    positions = first_position.to(torch.int64).unsqueeze(1) + offsets
-    dead = positions < 0
-    tokens = tokens.masked_fill(dead, 0)
-    return DraftInputs(
-        tokens.reshape(-1).to(torch.int32),
-        positions.clamp_min(0).reshape(-1),
-        states.flatten(0, 1),
+
+
+def build_reused_inputs(
+    layout: StepLayout,
+    rows: TargetRows,
+    accepted_tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    successors: torch.Tensor | None,
+    *,
+    positions: torch.Tensor,
+    max_position: int | None,
+    kv: LoopKVLens | None,
+) -> FirstPass:
+    """As at the door."""
+    num_contexts, num_ctx_tokens = layout.num_contexts, layout.num_ctx_tokens
+    parts: list[DraftInputs] = []
+    if num_contexts > 0 and successors is not None:
+        parts.append(_context_rows(layout, rows, positions, successors))
+    if layout.num_generations > 0 or not parts:
+        parts.append(
+            accepted_rows(
+                accepted_tokens[num_contexts:],
+                positions[num_ctx_tokens:],
+                rows.hidden_states[num_ctx_tokens:],
+            )
+        )
+    counts = num_accepted[num_contexts:].to(torch.int64).clamp_min(1)
+    generation = torch.arange(layout.num_generations, device=counts.device)
+    ends = layout.context_lens.to(torch.int64).cumsum(0) - 1
+    last_rows = torch.cat([ends, num_ctx_tokens + generation * layout.step_rows + counts - 1])
+    next_positions = positions[last_rows].to(torch.int64) + 1
+    if max_position is not None:
+        next_positions = next_positions.clamp_max(max_position)
+    return FirstPass(
+        ids=torch.cat([part.input_ids for part in parts]),
+        positions=positions,
+        states=rows.hidden_states,
+        last_rows=last_rows,
+        next_positions=next_positions,
+        kv_lens=None
+        if kv is None
+        else _loop_kv_lens(layout, kv, num_accepted, context_rows=1, taken=layout.draft_len),
     )
 
 
-def context_rows(
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    hidden_states: torch.Tensor,
-    context_lens: torch.Tensor,
-    last_tokens: torch.Tensor,
+def _context_rows(
+    layout: StepLayout, rows: TargetRows, positions: torch.Tensor, successors: torch.Tensor
 ) -> DraftInputs:
-    """Prompt chunks moved on by one, each chunk's last token taken from ``last_tokens``.
-
-    Prompt ``p q r s`` with emitted ``t``: tokens ``q r s t``, states of ``p q r s``.
-
-    Args:
-        input_ids: [N] the context rows. position_ids: [N]. hidden_states: [N, H].
-        context_lens: [C] chunk lengths on the device. last_tokens: [C].
-    """
-    moved = input_ids.to(torch.int32).roll(-1)
-    moved[context_lens.to(torch.int64).cumsum(0) - 1] = last_tokens.to(torch.int32)
-    return DraftInputs(moved, position_ids.to(torch.int64), hidden_states)
+    chunks = slice(0, layout.num_ctx_tokens)
+    return context_rows(
+        rows.input_ids[chunks],
+        positions[chunks],
+        rows.hidden_states[chunks],
+        layout.context_lens,
+        successors,
+    )
 
 
-def context_rows_with_history(
-    rows: DraftInputs,
-    chunk_ids: torch.Tensor,
+def _entries(
+    layout: StepLayout,
+    rows: TargetRows,
     pool_tokens: torch.Tensor,
     pool_states: torch.Tensor,
-    context_lens: list[int],
-    history_lens: list[int],
-) -> DraftInputs:
-    """Put the last ``history_lens[c]`` pool pairs of each context in front of its chunk rows.
-
-    A chunk that continues a prompt rewrites the draft rows of the chunk before, whose tokens were
-    guesses there. Prompt ``p q r | s`` with K = 2, emitted ``t``: the second chunk is fed as
-    states of ``q r s`` with tokens ``r s t``.
-
-    Args:
-        rows: the chunk rows of :func:`context_rows`. chunk_ids: [N] the chunks themselves.
-        pool_tokens: [C, K], pool_states: [C, K, H]: the history before this step.
-        context_lens, history_lens: host lengths per context, history at most K.
-    """
-    width = pool_tokens.shape[1]
-    ids: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    states: list[torch.Tensor] = []
-    start = 0
-    for c, (chunk, history) in enumerate(zip(context_lens, history_lens, strict=True)):
-        end = start + chunk
-        if history > 0:
-            # the successor of a pool pair is the next pool token, then the chunk's first token
-            ids += [pool_tokens[c, width - history + 1 :], chunk_ids[start : start + 1]]
-            first = rows.position_ids[start]
-            positions.append(first - history + torch.arange(history, device=first.device))
-            states.append(pool_states[c, width - history :].to(rows.hidden_states.dtype))
-        ids.append(rows.input_ids[start:end])
-        positions.append(rows.position_ids[start:end])
-        states.append(rows.hidden_states[start:end])
-        start = end
-    return DraftInputs(
-        torch.cat([part.to(torch.int32) for part in ids]), torch.cat(positions), torch.cat(states)
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pool pairs and step rows of each generation: tokens [G, E], and states [G, E, H] in
+    ``dtype``."""
+    shape = (layout.num_generations, layout.step_rows)
+    tokens = rows.input_ids[layout.num_ctx_tokens :].reshape(shape)
+    states = rows.hidden_states[layout.num_ctx_tokens :].unflatten(0, shape)
+    return (
+        torch.cat([pool_tokens, tokens.to(pool_tokens.dtype)], dim=1),
+        torch.cat([pool_states.to(dtype), states.to(dtype)], dim=1),
     )
 
 
-def accepted_rows(
-    accepted_tokens: torch.Tensor, position_ids: torch.Tensor, hidden_states: torch.Tensor
-) -> DraftInputs:
-    """The K+1 rows of each generation for a reused layer: accepted tokens with this step's states.
-
-    Columns past the run repeat the last accepted token; nobody reads their results.
-
-    Args:
-        accepted_tokens: [G, K+1] with negative padding behind the run.
-        position_ids: [G*(K+1)]. hidden_states: [G*(K+1), H].
-    """
-    num_generations, width = accepted_tokens.shape
-    run = (accepted_tokens >= 0).to(torch.int64).cumprod(dim=1).sum(dim=1, keepdim=True)
-    columns = torch.arange(width, device=accepted_tokens.device).expand(num_generations, -1)
-    tokens = accepted_tokens.gather(1, torch.minimum(columns, (run - 1).clamp_min(0))).clamp_min(0)
-    return DraftInputs(
-        tokens.reshape(-1).to(torch.int32), position_ids.to(torch.int64), hidden_states
-    )
+def _gather_entries(states: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    """states [N, E, H] at entry [N, W] -> [N, W, H]."""
+    return states.gather(1, entry.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def concatenate(first: DraftInputs, second: DraftInputs) -> DraftInputs:
-    """Context rows, then generation rows."""
-    return DraftInputs(
-        torch.cat([first.input_ids, second.input_ids]),
-        torch.cat([first.position_ids, second.position_ids]),
-        torch.cat([first.hidden_states, second.hidden_states.to(first.hidden_states.dtype)]),
-    )
+def _loop_kv_lens(
+    layout: StepLayout, kv: LoopKVLens, num_accepted: torch.Tensor, *, context_rows: int, taken: int
+) -> torch.Tensor:
+    """The loop's KV lengths: contexts + ``context_rows``, generations - ``taken`` + n."""
+    lens = kv.lens.clone()
+    num_contexts, requests = layout.num_contexts, layout.num_requests
+    lens[:num_contexts] += context_rows
+    generations = lens[num_contexts:requests]
+    generations += (num_accepted[num_contexts:] - taken).to(lens.dtype)
+    if kv.floor is not None:
+        generations.clamp_(min=kv.floor)
+    return lens

@@ -1,4 +1,4 @@
-"""The rows of the first draft pass, told from a request's tokens.
+"""History and the rows of the first draft pass, told over lists.
 
 Row p of a draft layer pairs the target's state of position p with the token of position p + 1.
 """
@@ -35,3 +35,21 @@ def accepted(run: list[int], width: int, start: int) -> list[Row]:
     """The emitted tokens behind the states of the step's inputs; unread columns repeat the last."""
     padded = run + [run[-1]] * (width - len(run)) if run else [0] * width
     return [Row(token, start + i, start + i) for i, token in enumerate(padded)]
+
+
+class Pair(NamedTuple):
+    """A token and what the target's state of it is called."""
+
+    token: int
+    state: float
+
+
+def after_prompt(pool: list[Pair], chunk: list[Pair]) -> list[Pair]:
+    """A prompt or a piece of one: the last pairs of what was there and what was read."""
+    return (pool + chunk)[-len(pool) :]
+
+
+def after_generation(pool: list[Pair], step: list[Pair], num_accepted: int) -> list[Pair]:
+    """The step's rows were read, n tokens emitted: the pairs of the tokens before the last one."""
+    window = pool + step
+    return window[num_accepted : num_accepted + len(pool)]

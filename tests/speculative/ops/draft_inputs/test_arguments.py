@@ -1,0 +1,238 @@
+"""Arguments of the doors: strided ones give the same, those that do not fit are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.draft_inputs import (
+    History,
+    LoopKVLens,
+    advance_and_build_inputs,
+    advance_history,
+    build_reused_inputs,
+)
+from mtp_plugin.speculative.step import FirstPass
+from tests.doors import check_strided_arguments
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.draft_inputs.batches import Batch, Request, make_batch
+from tests.speculative.ops.on_device import DEVICE
+
+both = pytest.mark.parametrize("backend", Backend)
+Arguments = dict[str, Any]
+
+POOLS = {
+    "history.tokens": "history, tokens: expected contiguous torch.int32 [S, K]",
+    "history.states": "history, states: expected contiguous floats [S, K, H]",
+    "rows.hidden_states": "rows, hidden_states: expected rows without gaps",
+}
+
+
+def a_batch() -> Batch:
+    """History rows in front of a chunk, generations, and no poison that equals nothing."""
+    batch = next(
+        batch
+        for seed in range(99)
+        if all((batch := make_batch(seed, 3, 2, 3, 8, stops=True)).history_lens)
+    )
+    batch.states_pool.nan_to_num_()
+    return batch
+
+
+def history_arguments(batch: Batch) -> Arguments:
+    return {
+        "layout": batch.layout,
+        "history": History(*batch.pools(), batch.slot_ids),
+        "rows": batch.rows,
+        "num_accepted": batch.num_accepted,
+    }
+
+
+def vanilla_arguments(batch: Batch) -> Arguments:
+    return history_arguments(batch) | {
+        "last_tokens": batch.last_tokens.clone(),
+        "successors": batch.successors.clone(),
+        "kv": LoopKVLens(batch.kv_lens, 1),
+        "window": 4,
+        "history_lens": batch.history_lens,
+    }
+
+
+def reused_arguments(batch: Batch) -> Arguments:
+    return {
+        "layout": batch.layout,
+        "rows": batch.rows,
+        "accepted_tokens": batch.accepted,
+        "num_accepted": batch.num_accepted,
+        "successors": batch.successors.clone(),
+        "kv": LoopKVLens(batch.kv_lens, 1),
+        "max_position": 6,
+    }
+
+
+def written(door: Callable[..., FirstPass]) -> Callable[..., FirstPass]:
+    """The door, and of its result what is written."""
+
+    def call(**arguments: Any) -> FirstPass:
+        first = door(**arguments)
+        rows, requests = first.positions.shape[0], first.last_rows.shape[0]
+        return replace(
+            first,
+            ids=first.ids[:rows],
+            states=first.states[:rows],
+            kv_lens=first.kv_lens[:requests],
+        )
+
+    return call
+
+
+@both
+def test_strided_arguments_of_the_history(backend: Backend) -> None:
+    check_strided_arguments(
+        advance_history, history_arguments(a_batch()), refused=POOLS, backend=backend
+    )
+
+
+@both
+@pytest.mark.parametrize("in_place", [False, True])
+def test_strided_arguments_over_layers(backend: Backend, in_place: bool) -> None:
+    arguments = vanilla_arguments(a_batch())
+    if in_place:
+        arguments["history_lens"] = [0, 0]
+    check_strided_arguments(
+        written(advance_and_build_inputs),
+        arguments,
+        refused=POOLS,
+        may_overwrite_states=in_place,
+        backend=backend,
+    )
+
+
+@both
+def test_strided_arguments_of_a_reused_layer(backend: Backend) -> None:
+    check_strided_arguments(
+        written(build_reused_inputs), reused_arguments(a_batch()), backend=backend
+    )
+
+
+# --- what does not fit ---
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+ids = {"dtype": torch.int32}
+META = {"dtype": torch.int32, "device": "meta"}
+
+# the step has C = 2 contexts of 3 + 2 rows and G = 3 generations of K = 3: R = 5, T = 17; H = 8
+ROWS = [
+    ({"rows.input_ids": zeros(16, **ids)}, r"rows, input_ids: expected integers \[17\].*\[16\]"),
+    ({"rows.input_ids": zeros(17)}, "rows, input_ids: .*got torch.float32"),
+    ({"rows.hidden_states": zeros(16, 8)}, r"hidden_states: expected \[T, H\] with T = 17"),
+    ({"rows.hidden_states": zeros(17)}, r"hidden_states: expected \[T, H\]"),
+    ({"num_accepted": zeros(4, **ids)}, r"num_accepted: expected integers \[5\]"),
+    ({"num_accepted": torch.zeros(5, **META)}, "num_accepted: .*on meta"),
+    ({"layout.context_lens": torch.zeros(2, **META)}, "step, context_lens: .*on meta"),
+]
+HISTORY = [
+    ({"history.tokens": zeros(7, 2, **ids)}, r"history, tokens: .* K >= 3, got .*\[7, 2\]"),
+    ({"history.tokens": zeros(7, 3)}, "history, tokens: .*got torch.float32"),
+    ({"history.states": zeros(7, 4, 8)}, r"history, states: .*K = 3 and H = 8, got .*\[7, 4, 8\]"),
+    (
+        {"rows.hidden_states": zeros(17, 9)},
+        r"history, states: .*K = 3 and H = 9, got .*\[7, 3, 8\]",
+    ),
+    ({"history.states": zeros(7, 3, 8, **ids)}, "history, states: expected contiguous floats"),
+    ({"history.slot_ids": zeros(4, **ids)}, r"history, slot_ids: expected integers \[5\]"),
+    ({"history.slot_ids": zeros(5)}, "history, slot_ids: .*got torch.float32"),
+]
+SUCCESSORS = [
+    ({"successors": None}, "successors: expected the tokens behind 2 chunks, got None"),
+    ({"successors": zeros(3, **ids)}, r"successors: expected integers \[2\]"),
+]
+POSITIONS = [
+    ({"layout.positions": None}, "inputs: needs the step's positions, got None"),
+    ({"layout.positions": torch.zeros(17, **META)}, "step, positions: .*on meta"),
+]
+KV = [
+    ({"kv.lens": zeros(4, **ids)}, r"kv, lens: expected integers \[>= 5\] .*\[4\]"),
+    ({"kv.lens": zeros(5)}, "kv, lens: .*got torch.float32"),
+]
+WINDOWS = [
+    ({"last_tokens": zeros(4, **ids)}, r"last_tokens: expected integers \[5\]"),
+    ({"window": 5}, r"window: expected 1 to K\+1 = 4 rows .*got 5"),
+    ({"window": 0}, r"window: expected 1 to K\+1 = 4 rows .*got 0"),
+    ({"history_lens": [1]}, "history_lens: .* each of 2 contexts, got"),
+    ({"history_lens": [4, 0]}, "history_lens: expected 0 to K = 3 rows"),
+    ({"history_lens": [-1, 0]}, "history_lens: expected 0 to K = 3 rows"),
+    ({"spare_rows": -1}, "spare_rows: expected 0 or more, got -1"),
+]
+ACCEPTED = [
+    ({"accepted_tokens": zeros(5, 3, **ids)}, r"accepted_tokens: .*\[5, 4\] .*\[5, 3\]"),
+    ({"accepted_tokens": zeros(5, 4)}, "accepted_tokens: .*got torch.float32"),
+]
+
+
+def a_small_step() -> Batch:
+    contexts = [
+        Request([1, 2, 3], 0, [], 4, history=0),
+        Request([1, 2, 3, 4], 2, [], 5, history=2),
+    ]
+    return Batch(3, contexts, [Request([1, 2, 3, 4, 5], 1, [9], 0, 0)] * 3, hidden=8)
+
+
+@both
+@pytest.mark.parametrize(
+    ("door", "make", "change", "told"),
+    [
+        *((advance_history, history_arguments, *case) for case in ROWS + HISTORY),
+        *(
+            (advance_and_build_inputs, vanilla_arguments, *case)
+            for case in ROWS + HISTORY + POSITIONS + SUCCESSORS + KV + WINDOWS
+        ),
+        *(
+            (build_reused_inputs, reused_arguments, *case)
+            for case in ROWS + POSITIONS + SUCCESSORS + KV + ACCEPTED
+        ),
+    ],
+)
+def test_odd_arguments_are_refused(
+    backend: Backend,
+    door: Callable[..., Any],
+    make: Callable[[Batch], Arguments],
+    change: Arguments,
+    told: str,
+) -> None:
+    """By name, and before any pool moves."""
+    arguments = make(a_small_step())
+    for name, value in change.items():
+        first, _, field = name.partition(".")
+        arguments[first] = replace(arguments[first], **{field: value}) if field else value
+    history = arguments.get("history")
+    pools = [] if history is None else [history.tokens, history.states]
+    before = [pool.clone() for pool in pools]
+    with pytest.raises(TensorContractError, match=told):
+        door(**arguments, backend=backend)
+    assert all(same_bits(pool, same) for pool, same in zip(pools, before, strict=True))
+
+
+@both
+def test_pools_of_different_numbers_of_slots(backend: Backend) -> None:
+    batch = a_small_step()
+    tokens, states = batch.pools()
+    more = torch.cat([states, zeros(2, 3, 8)])
+    advance_history(
+        batch.layout,
+        History(tokens, more, batch.slot_ids),
+        batch.rows,
+        batch.num_accepted,
+        backend=backend,
+    )
+    batch.assert_history((tokens, more[:-2]))
