@@ -1,6 +1,11 @@
 """Target logits -> accepted tokens."""
 
-from mtp_plugin.speculative.ops.acceptance.contract import RelaxedAccepted, RelaxedRule
-from mtp_plugin.speculative.ops.acceptance.reference import accept_relaxed, accept_strict
+from mtp_plugin.speculative.ops.acceptance.contract import (
+    STRICT,
+    AcceptanceRules,
+    RelaxedRule,
+    Verdict,
+)
+from mtp_plugin.speculative.ops.acceptance.door import accept
 
-__all__ = ["RelaxedAccepted", "RelaxedRule", "accept_relaxed", "accept_strict"]
+__all__ = ["STRICT", "AcceptanceRules", "RelaxedRule", "Verdict", "accept"]

@@ -34,7 +34,6 @@ def emit_kernel(
     status_ptr,
     last_ptr,
     thinking_out_ptr,
-    margin_ptr,
     # sizes
     num_contexts,
     num_pieces,
@@ -72,6 +71,13 @@ def emit_kernel(
     inside = (columns[:, None] < num_rows) & (pieces[None, :] < num_pieces)
     values = tl.load(value_ptr + offset, mask=inside, other=float("-inf"))
     ids = tl.load(id_ptr + offset, mask=inside, other=2147483647)
+    if RELAXED:
+        # asked for beside the values: a request that thinks waits for memory once
+        weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
+        ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
+        thinking = tl.load(thinking_ptr + request) != 0
+        topk = tl.load(topk_ptr + request)
+        delta = tl.load(delta_ptr + request)
     top = tl.max(values, axis=1)
     top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
     alive = top > float("-inf")
@@ -84,23 +90,19 @@ def emit_kernel(
     if HAS_DRAFT_LENS:
         draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
         present = present & (columns < draft_len)
+    matches = present & alive & (drafts == top1)
     if HAS_FORCED:
-        forced = tl.load(forced_ptr + generation, mask=request >= num_contexts, other=0)
-        matches = present & (drafts >= 0) & (columns < forced)
+        forced = tl.load(forced_ptr + generation, mask=request >= num_contexts, other=-1)
+        stands = present & (drafts >= 0) & (columns < forced)
         entry = (first_row + columns) * row_stride + drafts
         # a comparison with NaN is false: neither NaN nor a masked token stands
-        matches = tl.load(logits_ptr + entry, mask=matches, other=float("-inf")) > float("-inf")
-    else:
-        matches = present & alive & (drafts == top1)
+        stands = tl.load(logits_ptr + entry, mask=stands, other=float("-inf")) > float("-inf")
+        matches = tl.where(forced >= 0, stands, matches)
 
     if RELAXED:
-        thinking = tl.load(thinking_ptr + request) != 0
-        margin = tl.full([COLUMNS], float("inf"), tl.float32)
         begins = tl.max((drafted & (drafts == begin_token)).to(tl.int32), axis=0) == 1
-        # without a phase now or within the run the strict rule decides everything
+        # without a phase now or within the run no distance decides
         if (thinking | begins) & (request >= num_contexts):
-            weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
-            ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
             scale = tl.where(values == top[:, None], 1.0, tl.exp(values - top[:, None]))
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
             rank = tl.sum(ahead, axis=1)
@@ -111,8 +113,8 @@ def emit_kernel(
             ).to(tl.float32)
             draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
             relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
-            distance = relative / total - (1.0 / total - tl.load(delta_ptr + request))
-            eligible = known & (rank < tl.load(topk_ptr + request))
+            distance = relative / total - (1.0 / total - delta)
+            eligible = known & (rank < topk)
             eligible = eligible & (draft_value > float("-inf"))
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
             if HAS_STOPS:
@@ -124,6 +126,8 @@ def emit_kernel(
                 )
                 is_stop = (drafts[:, None] == stops[None, :]) & (stops[None, :] >= 0)
                 eligible = eligible & (tl.max(is_stop.to(tl.int32), axis=1) == 0)
+            if HAS_FORCED:
+                eligible = eligible & (forced < 0)
             strict = matches.to(tl.int32)
             by_distance = (eligible & ~matches).to(tl.int32)
             near = (distance >= 0).to(tl.int32)
@@ -133,7 +137,6 @@ def emit_kernel(
             accepted = 0
             for column in tl.static_range(K):
                 decided = running & phase & _at(by_distance, columns, column)
-                margin = tl.where((columns == column) & (decided == 1), tl.abs(distance), margin)
                 accepts = _at(strict, columns, column) | (decided & _at(near, columns, column))
                 running = running & accepts
                 accepted += running
@@ -145,7 +148,6 @@ def emit_kernel(
         else:
             num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
             thinking_after = tl.where(thinking, 1, 0)
-        tl.store(margin_ptr + generation * K + columns, margin, mask=drafted)
     else:
         num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
         thinking_after = 0

@@ -2,133 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from mtp_plugin.speculative.ops.acceptance.contract import RelaxedAccepted, RelaxedRule, check_rows
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK, Accepted
+from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule, Verdict
+from mtp_plugin.speculative.step import (
+    PAD_TOKEN,
+    STATUS_NO_FINITE_LOGIT,
+    STATUS_OK,
+    Accepted,
+    StepLayout,
+)
 
 
-def accept_strict(
+def accept(
+    layout: StepLayout,
     logits: torch.Tensor,
     draft_tokens: torch.Tensor,
+    rules: AcceptanceRules,
     *,
-    num_contexts: int,
-    max_draft_len: int,
-    draft_lens: torch.Tensor | None = None,
-    final_context: torch.Tensor | None = None,
-    last_tokens: torch.Tensor | None = None,
-    forced_matches: torch.Tensor | None = None,
-    out: Accepted | None = None,
-    scratch: Any | None = None,  # noqa: ARG001
-) -> Accepted:
-    """Greedy acceptance: a draft stands while it is the target's argmax; then one bonus token.
-
-    With K = 2, drafts ``b c`` and rows whose argmax is ``b x y``: emitted ``b x``.
-    Ties go to the lowest id, NaN counts as -inf.
-
-    Args:
-        logits: [C + G*(K+1), V] floating, any row stride.
-        draft_tokens: [G*K] or [G, K] integer; ids outside the vocabulary are never accepted.
-        num_contexts: C.
-        max_draft_len: K.
-        draft_lens: [G] integer; drafts at or past it are absent. None: K everywhere.
-        final_context: [C] bool; a context that does not end its prompt emits nothing. None: all do.
-        last_tokens: [R] int32, any stride: takes each request's last emitted token, 0 without one.
-        forced_matches: [G] integer, synthetic acceptance: so many leading drafts stand, whatever
-            the argmax is, up to the first that is absent, outside the vocabulary or masked (-inf
-            or NaN) in its row. None: the target decides.
-        out: takes the result, and is given back. None: new tensors.
-        scratch: for implementations that reduce in two launches: ``Top1Partials.unwritten`` of
-            :mod:`mtp_plugin.kernels.top_k` for the logits' sizes. With ``out`` and ``scratch`` they
-            allocate nothing.
-
-    Raises:
-        TensorContractError: a shape that does not fit.
-    """
-    num_generations = check_rows(
-        logits,
-        draft_tokens,
-        num_contexts,
-        max_draft_len,
-        draft_lens,
-        final_context,
-        forced_matches,
-    )
-    if out is not None:
-        out.check(num_contexts + num_generations, max_draft_len, logits.device)
+    draft_lens: torch.Tensor | None,
+    final_context: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+) -> Verdict:
+    """As at the door."""
     top1, alive = _top1(logits)
-    drafts = _drafts(draft_tokens, num_generations, max_draft_len)
+    drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len).to(torch.int64)
     present = _present(drafts, draft_lens)
-    if forced_matches is None:
-        top1_rows = _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
-        matches = present & (drafts == top1_rows)
-    else:
-        rows = _generation_rows(logits, num_contexts, max_draft_len)[:, :max_draft_len]
-        matches = present & _present(drafts, forced_matches) & _possible(rows, drafts)
-    accepted = _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
-    return accepted if out is None else out.fill(accepted)
-
-
-def accept_relaxed(
-    logits: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    rule: RelaxedRule,
-    *,
-    num_contexts: int,
-    max_draft_len: int,
-    draft_lens: torch.Tensor | None = None,
-    final_context: torch.Tensor | None = None,
-    last_tokens: torch.Tensor | None = None,
-    out: RelaxedAccepted | None = None,
-    scratch: Any | None = None,  # noqa: ARG001
-) -> RelaxedAccepted:
-    """Relaxed acceptance while a request thinks, strict acceptance elsewhere.
-
-    A thinking request accepts a draft among the ``topk`` most probable tokens of its row with
-    p(draft) >= p_max - delta (fp32 softmax; equality qualifies, the top-1 always does). Stop ids
-    and the two thinking tokens are accepted only as top-1. The phase follows every emitted token,
-    so later rows of the same run already obey the new one. The bonus is the argmax.
-
-    Args: as :func:`accept_strict`, and ``rule``, one row per request of the batch. ``scratch`` is
-        ``RelaxedPartials.unwritten``.
-    """
-    num_generations = check_rows(
-        logits, draft_tokens, num_contexts, max_draft_len, draft_lens, final_context
-    )
-    if out is not None:
-        out.check(num_contexts, num_generations, max_draft_len, logits.device)
-    top1, alive = _top1(logits)
-    drafts = _drafts(draft_tokens, num_generations, max_draft_len)
-    present = _present(drafts, draft_lens)
-    rows = _generation_rows(logits, num_contexts, max_draft_len)[:, :max_draft_len]
-    generations = slice(num_contexts, None)
-    eligible, distance = _distances(rows, drafts, rule.topk[generations], rule.delta[generations])
-    eligible &= ~_protected(drafts, rule, generations)
-    top1_rows = _generation_rows(top1, num_contexts, max_draft_len)[:, :max_draft_len]
     # a row without any value has no top-1
-    is_top1 = (drafts == top1_rows) & _generation_rows(alive, num_contexts, max_draft_len)[:, :-1]
-
-    # the phase before row i depends on the drafts accepted before it
-    thinking = rule.thinking[generations]
-    running = torch.ones_like(thinking)
-    matches = torch.zeros_like(is_top1)
-    margin = torch.full_like(distance, torch.inf)
-    for i in range(max_draft_len):
-        running = running & present[:, i]
-        by_distance = running & thinking & eligible[:, i] & ~is_top1[:, i]
-        margin[:, i] = torch.where(by_distance, distance[:, i].abs(), margin[:, i])
-        running = running & (is_top1[:, i] | (by_distance & (distance[:, i] >= 0)))
-        matches[:, i] = running
-        thinking = _next_phase(thinking, drafts[:, i], running, rule)
-
-    accepted = _emit(top1, alive, drafts, matches, num_contexts, final_context, last_tokens)
-    before = torch.cat([rule.thinking[:num_contexts], thinking])
+    is_top1 = (drafts == _draft_rows(top1, layout)) & _draft_rows(alive, layout)
+    matches = present & is_top1
+    forced = rules.forced_matches
+    if forced is not None:
+        possible = _possible(_draft_rows(logits, layout), drafts)
+        stands = present & _present(drafts, forced) & possible
+        matches = torch.where((forced >= 0).unsqueeze(1), stands, matches)
+    rule, phase = rules.relaxed, None
+    if rule is not None:
+        near = present & ~is_top1 & _near(_draft_rows(logits, layout), drafts, rule, layout)
+        if forced is not None:
+            near &= (forced < 0).unsqueeze(1)
+        matches, phase = _follow_phase(matches, near, drafts, rule, layout)
+    accepted = _emit(top1, alive, drafts, matches, layout.num_contexts, final_context)
+    if last_tokens is not None:
+        last_tokens.copy_(accepted.last_tokens())
+    if rule is None or phase is None:
+        return Verdict(accepted, None)
     emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
-    after = _next_phase(before, accepted.last_tokens(), emitted_bonus, rule)
-    result = RelaxedAccepted(accepted, after, margin)
-    return result if out is None else out.fill(result)
+    return Verdict(accepted, _next_phase(phase, accepted.last_tokens(), emitted_bonus, rule))
 
 
 def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,14 +59,11 @@ def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return top1, usable.gather(1, top1.unsqueeze(1)).squeeze(1) > -torch.inf
 
 
-def _generation_rows(rows: torch.Tensor, num_contexts: int, max_draft_len: int) -> torch.Tensor:
-    """[C + G*(K+1), ...] -> [G, K+1, ...]."""
-    per_generation: torch.Tensor = rows[num_contexts:].unflatten(0, (-1, max_draft_len + 1))
-    return per_generation
-
-
-def _drafts(draft_tokens: torch.Tensor, num_generations: int, max_draft_len: int) -> torch.Tensor:
-    return draft_tokens.reshape(num_generations, max_draft_len).to(torch.int64)
+def _draft_rows(rows: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    """The rows that judge a draft: [C + G*(K+1), ...] -> [G, K, ...]."""
+    shape = (layout.num_generations, layout.step_rows)
+    per_generation: torch.Tensor = rows[layout.num_contexts :].unflatten(0, shape)
+    return per_generation[:, : layout.draft_len]
 
 
 def _present(drafts: torch.Tensor, draft_lens: torch.Tensor | None) -> torch.Tensor:
@@ -170,14 +87,11 @@ def _emit(
     matches: torch.Tensor,
     num_contexts: int,
     final_context: torch.Tensor | None,
-    last_tokens: torch.Tensor | None,
 ) -> Accepted:
     """Emit the longest prefix of matching drafts and the argmax of the row behind it."""
     num_generations, max_draft_len = drafts.shape
     width = max_draft_len + 1
     generation_alive = alive[num_contexts:].view(num_generations, width)
-    # a dead row matches nothing, so the run ends before it
-    matches = matches & generation_alive[:, :max_draft_len]
     num_matches = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
     bonus_row = num_matches.unsqueeze(1)
     bonus = top1[num_contexts:].view(num_generations, width).gather(1, bonus_row)
@@ -198,10 +112,36 @@ def _emit(
     ok = torch.cat([context_ok, has_bonus])
     tokens = tokens.masked_fill(columns >= counts.unsqueeze(1), PAD_TOKEN)
     status = torch.where(ok, STATUS_OK, STATUS_NO_FINITE_LOGIT)
-    accepted = Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
-    if last_tokens is not None:
-        last_tokens.copy_(accepted.last_tokens())
-    return accepted
+    return Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
+
+
+def _follow_phase(
+    matches: torch.Tensor,
+    near: torch.Tensor,
+    drafts: torch.Tensor,
+    rule: RelaxedRule,
+    layout: StepLayout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands where drafts that are ``near`` do so too while the request thinks [G, K] bool,
+    and the phase of every request behind its drafts [R] bool."""
+    thinking = rule.thinking[layout.num_contexts :]
+    running = torch.ones_like(thinking)
+    stands = torch.zeros_like(matches)
+    # the phase before row i depends on the drafts accepted before it
+    for i in range(layout.draft_len):
+        running = running & (matches[:, i] | (thinking & near[:, i]))
+        stands[:, i] = running
+        thinking = _next_phase(thinking, drafts[:, i], running, rule)
+    return stands, torch.cat([rule.thinking[: layout.num_contexts], thinking])
+
+
+def _near(
+    rows: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule, layout: StepLayout
+) -> torch.Tensor:
+    """Whether each draft may stand in the thinking phase without being the top-1 [G, K] bool."""
+    generations = slice(layout.num_contexts, layout.num_requests)
+    eligible, distance = _distances(rows, drafts, rule.topk[generations], rule.delta[generations])
+    return eligible & ~_protected(drafts, rule, generations) & (distance >= 0)
 
 
 def _distances(

@@ -1,6 +1,5 @@
 """Target logits -> logits that acceptance may read."""
 
-from mtp_plugin.speculative.ops.logits.contract import LogitRows
-from mtp_plugin.speculative.ops.logits.reference import early_stops_masked, mask_early_stops
+from mtp_plugin.speculative.ops.logits.door import early_stops_masked
 
-__all__ = ["LogitRows", "early_stops_masked", "mask_early_stops"]
+__all__ = ["early_stops_masked"]

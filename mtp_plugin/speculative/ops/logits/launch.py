@@ -11,35 +11,34 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.logits import reference
-from mtp_plugin.speculative.ops.logits.contract import LogitRows, check_step
 from mtp_plugin.speculative.ops.logits.kernel import hide_kernel, restore_kernel
-from mtp_plugin.speculative.step import RowParameters
+from mtp_plugin.speculative.step import StepLayout
 
 
 @contextmanager
 def early_stops_masked(
-    logits: torch.Tensor, parameters: RowParameters, step: LogitRows
+    layout: StepLayout,
+    logits: torch.Tensor,
+    stop_ids: torch.Tensor,
+    min_tokens_end: torch.Tensor,
+    positions: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
-    """As the reference, in place: a copy would cost more than all of acceptance.
+    """As at the door, in place: a copy would cost more than all of acceptance.
 
     The few masked entries are kept aside and put back on exit, bit for bit.
     """
-    check_step(logits, parameters, step)
     expect_reachable(hide_kernel, "logits", logits)
     rows, vocab = logits.shape
-    first, stops = parameters.min_tokens_end, parameters.stop_ids
-    num_stops = int(stops.shape[1])
-    if first is None or rows == 0 or num_stops == 0:
-        yield logits
-        return
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         # rows that share memory cannot be masked each for itself
-        with reference.early_stops_masked(logits, parameters, step) as masked:
+        masking = reference.early_stops_masked(layout, logits, stop_ids, min_tokens_end, positions)
+        with masking as masked:
             yield masked
         return
+    num_stops = int(stop_ids.shape[1])
     ids = torch.empty(rows, num_stops, dtype=torch.int32, device=logits.device)
     values = torch.empty(rows, num_stops, dtype=logits.dtype, device=logits.device)
-    _hide(logits, stops, first, step, ids, values)
+    _hide(layout, logits, stop_ids, min_tokens_end, positions, ids, values)
     try:
         yield logits
     finally:
@@ -60,35 +59,36 @@ def early_stops_masked(
 
 
 def _hide(
+    layout: StepLayout,
     logits: torch.Tensor,
-    stops: torch.Tensor,
-    first: torch.Tensor,
-    step: LogitRows,
+    stop_ids: torch.Tensor,
+    min_tokens_end: torch.Tensor,
+    positions: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    positions = step.positions.contiguous()
-    stops = stops if stops.stride(1) == 1 else stops.contiguous()
+    positions = positions.contiguous()
+    stops = stop_ids if stop_ids.stride(1) == 1 else stop_ids.contiguous()
     hide_kernel[(logits.shape[0],)](
         # inputs
         logits,
         positions,
-        step.context_lens.contiguous() if step.num_contexts else positions,
+        layout.context_lens.contiguous() if layout.num_contexts else positions,
         stops,
-        first.contiguous(),
+        min_tokens_end.contiguous(),
         # outputs, beside the logits
         ids,
         values,
         # sizes
-        step.num_contexts,
-        step.num_ctx_tokens,
+        layout.num_contexts,
+        layout.num_ctx_tokens,
         logits.stride(0),
         logits.shape[1],
         stops.shape[1],
         stops.stride(0),
         # constants
-        WIDTH=step.width,
-        CONTEXTS=triton.next_power_of_2(max(step.num_contexts, 1)),
+        WIDTH=layout.step_rows,
+        CONTEXTS=triton.next_power_of_2(max(layout.num_contexts, 1)),
         STOPS=triton.next_power_of_2(stops.shape[1]),
         num_warps=1,
         **pdl_options(logits.device),

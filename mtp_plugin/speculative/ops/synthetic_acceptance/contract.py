@@ -1,4 +1,4 @@
-"""What forced acceptance takes, and the checks at its door."""
+"""What forced acceptance takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from mtp_plugin.errors import ConfigError, TensorContractError, expect
+from mtp_plugin.errors import ConfigError, expect
 
 DRAW_BITS = 30
 """A draw is an integer of so many bits; thresholds of certain acceptance still fit int32."""
@@ -18,7 +18,9 @@ DRAW_BITS = 30
 class SyntheticRule:
     """How often drafts stand, in fixed device buffers."""
 
-    thresholds: torch.Tensor  # [K] int32: draft i stands while its draw is below; 2**30: always
+    thresholds: torch.Tensor
+    """[>= K] int32: draft i stands while its draw is below; 2**30: always. A step with fewer drafts
+    reads the first K of them."""
     seed: torch.Tensor  # [1] int64, 0 to 2**32 - 1
 
 
@@ -53,31 +55,4 @@ def synthetic_rule(
     return SyntheticRule(
         torch.tensor(thresholds, dtype=torch.int32, device=device),
         torch.tensor([seed], dtype=torch.int64, device=device),
-    )
-
-
-def check_draws(last_positions: torch.Tensor, request_numbers: torch.Tensor | None) -> int:
-    """Check the tensors of a call and return G.
-
-    Raises:
-        TensorContractError: naming the tensor, the expected shape and the one that came.
-    """
-    _expect_integers("last_positions", last_positions, "[G]")
-    size = int(last_positions.shape[0])
-    if request_numbers is not None:
-        _expect_integers("request_numbers", request_numbers, f"[{size}]")
-        expect(
-            request_numbers.shape[0] == size,
-            TensorContractError,
-            f"request_numbers: expected integers [{size}], got {list(request_numbers.shape)}",
-        )
-    return size
-
-
-def _expect_integers(name: str, tensor: torch.Tensor, shape: str) -> None:
-    integral = not tensor.is_floating_point() and tensor.dtype != torch.bool
-    expect(
-        tensor.dim() == 1 and integral,
-        TensorContractError,
-        f"{name}: expected integers {shape}, got {tensor.dtype} {list(tensor.shape)}",
     )

@@ -7,11 +7,7 @@ import triton
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.synthetic_acceptance.contract import (
-    DRAW_BITS,
-    SyntheticRule,
-    check_draws,
-)
+from mtp_plugin.speculative.ops.synthetic_acceptance.contract import DRAW_BITS, SyntheticRule
 from mtp_plugin.speculative.ops.synthetic_acceptance.kernel import draw_kernel
 
 BLOCK = 32
@@ -20,21 +16,22 @@ BLOCK = 32
 def forced_matches(
     last_positions: torch.Tensor,
     rule: SyntheticRule,
-    request_numbers: torch.Tensor | None = None,
+    request_numbers: torch.Tensor | None,
+    *,
+    draft_len: int,
 ) -> torch.Tensor:
-    """As the reference."""
-    generations = check_draws(last_positions, request_numbers)
+    """As at the door, from the positions and numbers of generations alone, both [G]."""
+    expect_reachable(draw_kernel, "positions", last_positions)
+    generations = last_positions.shape[0]
     numbers = last_positions if request_numbers is None else request_numbers
-    k = int(rule.thresholds.shape[0])
     forced = torch.empty(generations, dtype=torch.int32, device=last_positions.device)
-    expect_reachable(draw_kernel, "last_positions", last_positions)
     if generations == 0:
         return forced
     draw_kernel[(triton.cdiv(generations, BLOCK),)](
         # inputs
         last_positions,
         numbers,
-        rule.thresholds,
+        rule.thresholds.contiguous(),
         rule.seed,
         # outputs
         forced,
@@ -43,8 +40,8 @@ def forced_matches(
         last_positions.stride(0),
         numbers.stride(0),
         # constants
-        K=k,
-        COLUMNS=triton.next_power_of_2(max(k, 1)),
+        K=draft_len,
+        COLUMNS=triton.next_power_of_2(max(draft_len, 1)),
         BLOCK=BLOCK,
         SHIFT=32 - DRAW_BITS,
         HAS_NUMBERS=request_numbers is not None,

@@ -93,6 +93,22 @@ def relaxed(rows: list[list[float]], drafts: list[int], rule: Rule) -> Run:
     return Run([*emitted, bonus], True, phase_after(thinking, bonus, rule), margins)
 
 
+def judged(rows: list[list[float]], drafts: list[int], rule: Rule | None, count: int) -> Run:
+    """A count of 0 and more decides alone, then the rule, if there is one; the phase goes on."""
+    if count < 0:
+        return strict(rows, drafts) if rule is None else relaxed(rows, drafts, rule)
+    run = forced(rows, drafts, count)
+    return run if rule is None else run._replace(thinking=phase_behind(run.tokens, rule))
+
+
+def phase_behind(tokens: list[int], rule: Rule) -> bool:
+    """Whether a request thinks after it emitted some tokens."""
+    thinking = rule.thinking
+    for token in tokens:
+        thinking = phase_after(thinking, token, rule)
+    return thinking
+
+
 def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
     """Whether a request thinks after it emitted a token."""
     if token == rule.end:

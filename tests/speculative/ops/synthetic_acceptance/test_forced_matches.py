@@ -1,9 +1,9 @@
-"""Story, reference and kernel of the draws, and the shares of steps that they give."""
+"""Draws: the story equals torch equals Triton; and the shares of steps that they give."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError, TensorContractError
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.synthetic_acceptance import (
     SyntheticRule,
+    forced_matches,
     launch,
-    reference,
     synthetic_rule,
 )
-from tests.kernels.top_k.launches import captured, poisoned_outputs
+from mtp_plugin.speculative.step import StepLayout
+from tests.doors import check_strided_arguments, poisoned_memory
+from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.speculative.ops.synthetic_acceptance import story
 
-MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 CERTAIN = 2**30
 
 seeds = st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**31, 2**32 - 1])
@@ -34,43 +36,67 @@ def rule_of(thresholds: list[int], seed: int) -> SyntheticRule:
     return SyntheticRule(vector(thresholds, torch.int32), vector([seed]))
 
 
+def step(
+    last_positions: torch.Tensor,
+    k: int,
+    *,
+    chunk_lens: tuple[int, ...] = (),
+    stride: int = 1,
+) -> StepLayout:
+    """A step whose generations stand at `last_positions` [G]; every other position is poison."""
+    behind = torch.full((len(last_positions), k + 1), POISON, dtype=last_positions.dtype)
+    behind = behind.to(DEVICE)
+    behind[:, 0] = last_positions
+    prompts = torch.full((sum(chunk_lens),), POISON, dtype=behind.dtype, device=DEVICE)
+    flat = torch.cat([prompts, behind.reshape(-1)])
+    wide = torch.full((len(flat), stride), POISON, dtype=flat.dtype, device=DEVICE)
+    wide[:, 0] = flat
+    lens = vector(chunk_lens, torch.int32)
+    return StepLayout(chunk_lens, len(last_positions), k, lens, wide[:, 0])
+
+
 @given(
+    chunk_lens=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     positions=st.lists(st.integers(0, 2**31 - 20) | st.integers(0, 40), max_size=70),
     dtype=st.sampled_from(INDEX_DTYPES),
     stride=st.integers(1, 3),
     thresholds=st.lists(
         st.integers(0, CERTAIN) | st.sampled_from([0, CERTAIN, CERTAIN - 1]), max_size=9
     ),
+    spare=st.integers(0, 3),
     seed=seeds,
     first_number=st.none() | st.integers(0, 2**31 - 80),
 )
-def test_reference_and_kernel_are_the_story(
+def test_story_torch_and_triton_agree(
+    chunk_lens: tuple[int, ...],
     positions: list[int],
     dtype: torch.dtype,
     stride: int,
     thresholds: list[int],
+    spare: int,
     seed: int,
     first_number: int | None,
 ) -> None:
-    wide = torch.full((len(positions), stride + 1), -777, dtype=dtype, device=DEVICE)
-    wide[:, 0] = vector(positions, dtype)
+    layout = step(vector(positions, dtype), len(thresholds), chunk_lens=chunk_lens, stride=stride)
     numbers, given_numbers = [0] * len(positions), None
     if first_number is not None:
         numbers = [first_number + i for i in range(len(positions))]
-        wide[:, 1] = vector(numbers, dtype)
-        given_numbers = wide[:, 1]
-    before = wide.clone()
+        others, behind = [POISON] * len(chunk_lens), [POISON] * spare
+        wide = vector([*others, *numbers, *behind], dtype).unsqueeze(1).repeat(1, stride)
+        given_numbers = wide[:, 0]
+    before = layout.positions.clone()
     told = [
         story.forced(position, thresholds, seed, number)
         for position, number in zip(positions, numbers, strict=True)
     ]
-    rule = rule_of(thresholds, seed)
-    for module in (reference, launch):
-        with poisoned_outputs(launch):
-            forced = module.forced_matches(wide[:, 0], rule, given_numbers)
+    # thresholds of a longer step count for nothing
+    rule = rule_of(thresholds + [CERTAIN] * spare, seed)
+    for backend in Backend:
+        with poisoned_memory():
+            forced = forced_matches(layout, rule, given_numbers, backend=backend)
         assert forced.dtype == torch.int32
         assert forced.tolist() == told
-    assert torch.equal(wide, before)
+    assert torch.equal(layout.positions, before)
 
 
 @pytest.mark.parametrize(
@@ -81,28 +107,30 @@ def test_reference_and_kernel_are_the_story(
         (2**32 - 1, [543702670, 1054910314, 498578609, 849874168]),
     ],
 )
-@pytest.mark.parametrize("module", MODULES)
-def test_golden_draws(module: Any, seed: int, draws: list[int]) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_golden_draws(backend: Backend, seed: int, draws: list[int]) -> None:
     """A draw is found as the lowest threshold under which its draft stands."""
     assert story.mixed(1) == 0x514E28B7  # what Murmur3 gives for no bytes and seed 1
     assert [story.draw(seed, position) for position in range(1, 5)] == draws
     for position, draw in enumerate(draws, 1):
         for threshold, stands in ((draw, 0), (draw + 1, 1)):
-            forced = module.forced_matches(vector([position - 1]), rule_of([threshold], seed))
+            layout, rule = step(vector([position - 1]), 1), rule_of([threshold], seed)
+            forced = forced_matches(layout, rule, backend=backend)
             assert forced.tolist() == [stands]
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
     "shares", [(0.8, 0.6, 0.4), (0.95, 0.95, 0.1, 0.1), (0.5,), (1.0, 0.3, 0.0), (0.9, 0.81, 0.729)]
 )
-def test_shares_of_steps_are_those_asked_for(module: Any, shares: tuple[float, ...]) -> None:
+def test_shares_of_steps_are_those_asked_for(backend: Backend, shares: tuple[float, ...]) -> None:
     """Over many positions; K = 1 to 4, some drafts certain, some hopeless."""
-    steps = 20_000 if module is reference else 4_000
+    steps = 20_000 if backend is Backend.TORCH else 4_000
+    # far enough apart that no draw is read twice
+    layout = step(torch.arange(steps, device=DEVICE) * 5, len(shares))
     for seed in (0, 1, 12345):
         rule = synthetic_rule(shares, seed, DEVICE)
-        # far enough apart that no draw is read twice
-        forced = module.forced_matches(torch.arange(steps, device=DEVICE) * 5, rule)
+        forced = forced_matches(layout, rule, backend=backend)
         for i, share in enumerate(shares):
             measured = float((forced > i).double().mean())
             deviation = math.sqrt(share * (1 - share) / steps)
@@ -112,11 +140,11 @@ def test_shares_of_steps_are_those_asked_for(module: Any, shares: tuple[float, .
 def test_neighbours_are_independent() -> None:
     """Draws of one seed at p and p+1, and of two seeds at p, agree by chance alone."""
     steps = 40_000
-    positions = torch.arange(steps, device=DEVICE)
-    half = {
-        seed: reference.forced_matches(positions, synthetic_rule([0.5], seed, DEVICE)).double()
-        for seed in (0, 1, 2)
-    }
+    layout = step(torch.arange(steps, device=DEVICE), 1)
+    half = {}
+    for seed in (0, 1, 2):
+        rule = synthetic_rule([0.5], seed, DEVICE)
+        half[seed] = forced_matches(layout, rule, backend=Backend.TORCH).double()
     bound = 4 / math.sqrt(steps)
     for one, other in (
         (half[0][1:], half[0][:-1]),
@@ -133,8 +161,9 @@ def test_requests_at_equal_positions_are_independent() -> None:
     rule = synthetic_rule(shares, 3, DEVICE)
     positions = torch.arange(steps, device=DEVICE).repeat_interleave(batch) * 5
     numbers = torch.arange(batch, device=DEVICE).repeat(steps)
-    forced = reference.forced_matches(positions, rule, numbers)
-    assert torch.equal(forced, launch.forced_matches(positions, rule, numbers))
+    layout = step(positions, len(shares))
+    forced, same = (forced_matches(layout, rule, numbers, backend=each) for each in Backend)
+    assert torch.equal(forced, same)
     for i, share in enumerate(shares):
         measured = float((forced > i).double().mean())
         assert abs(measured - share) <= 4 * math.sqrt(share * (1 - share) / (batch * steps))
@@ -188,44 +217,86 @@ def test_rules_that_cannot_be(shares: list[float], seed: int, message: str) -> N
         synthetic_rule(shares, seed)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("backend", Backend)
+def test_steps_without_positions(backend: Backend) -> None:
+    layout = replace(step(vector([1, 2]), 1), positions=None)
+    with pytest.raises(TensorContractError, match="synthetic acceptance: needs the step's pos"):
+        forced_matches(layout, rule_of([1], 0), backend=backend)
+
+
 @pytest.mark.parametrize(
-    "positions", [torch.zeros(2), torch.zeros(2, 1).long(), torch.zeros(2).bool()]
+    ("change", "message"),
+    [
+        ({"thresholds": torch.zeros(1).int()}, r"thresholds: expected torch.int32 \[>= 2\].*\[1\]"),
+        ({"thresholds": torch.zeros(2)}, "thresholds: expected torch.int32 .*got torch.float32"),
+        ({"thresholds": torch.zeros(2, 2).int()}, r"thresholds: .*got torch.int32 \[2, 2\]"),
+        ({"thresholds": torch.zeros(2, device="meta").int()}, "thresholds: .* on meta"),
+        ({"seed": torch.zeros(1).int()}, r"seed: expected torch.int64 \[1\].*got torch.int32"),
+        ({"seed": torch.zeros(2).long()}, r"seed: expected torch.int64 \[1\].*\[2\]"),
+    ],
 )
-def test_positions_that_are_none(module: Any, positions: torch.Tensor) -> None:
-    with pytest.raises(TensorContractError, match=r"last_positions: expected integers \[G\], got"):
-        module.forced_matches(positions.to(DEVICE), rule_of([1], 0))
+@pytest.mark.parametrize("backend", Backend)
+def test_rules_that_do_not_fit(
+    backend: Backend, change: dict[str, torch.Tensor], message: str
+) -> None:
+    moved = {name: t if t.is_meta else t.to(DEVICE) for name, t in change.items()}
+    rule = replace(rule_of([1, 1], 0), **moved)
+    with pytest.raises(TensorContractError, match=message):
+        forced_matches(step(vector([1, 2]), 2), rule, backend=backend)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
-    "numbers", [torch.zeros(2), torch.zeros(2, 1).long(), torch.zeros(3).int()]
+    "numbers",
+    [
+        torch.zeros(3),
+        torch.zeros(3, 1).long(),
+        torch.zeros(2).int(),
+        torch.zeros(3).bool(),
+        torch.zeros(3, device="meta").int(),
+    ],
 )
-def test_numbers_that_are_none(module: Any, numbers: torch.Tensor) -> None:
-    with pytest.raises(TensorContractError, match=r"request_numbers: expected integers \[2\], got"):
-        module.forced_matches(vector([1, 2]), rule_of([1], 0), numbers.to(DEVICE))
+def test_numbers_that_are_none(backend: Backend, numbers: torch.Tensor) -> None:
+    layout = step(vector([1, 2]), 1, chunk_lens=(2,))
+    numbers = numbers if numbers.is_meta else numbers.to(DEVICE)
+    with pytest.raises(TensorContractError, match=r"request_numbers: expected integers \[>= 3\]"):
+        forced_matches(layout, rule_of([1], 0), numbers, backend=backend)
 
 
-def test_nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_nothing_to_launch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
-    assert launch.forced_matches(vector([]), rule_of([1], 0)).shape == (0,)
+    layout = step(vector([]), 1, chunk_lens=(3,))
+    assert forced_matches(layout, rule_of([1], 0), backend=backend).shape == (0,)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    half = [CERTAIN // 2, CERTAIN, CERTAIN // 2]
+    arguments = {
+        "layout": step(torch.arange(40, device=DEVICE), 3, chunk_lens=(2, 1)),
+        "rule": rule_of(half, 5),
+        "request_numbers": vector(range(42), torch.int32),
+    }
+    check_strided_arguments(forced_matches, arguments, backend=backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "k"), [(1, 1), (64, 3), (1000, 16)])
 def test_in_a_cuda_graph(batch: int, k: int) -> None:
     """Captured once, replayed at other positions, rates and seeds; the host is never asked."""
-    positions = torch.arange(batch, device=DEVICE) * 3
+    layout = step(torch.arange(batch, device=DEVICE) * 3, k)
     numbers = torch.arange(batch, device=DEVICE, dtype=torch.int32)
     rule = synthetic_rule([0.9**i for i in range(1, k + 1)], 1, DEVICE)
-    graph, forced = captured(lambda: launch.forced_matches(positions, rule, numbers))
+    graph, forced = captured(lambda: forced_matches(layout, rule, numbers, backend=Backend.TRITON))
     for seed, rate in ((7, 0.5), (2**32 - 1, 0.99)):
         other = synthetic_rule([rate**i for i in range(1, k + 1)], seed, DEVICE)
-        positions.add_(1717)
+        layout.positions.add_(1717)
         numbers.add_(5)
         rule.thresholds.copy_(other.thresholds)
         rule.seed.copy_(other.seed)
         forced.fill_(POISON)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(forced, reference.forced_matches(positions, other, numbers))
+        expected = forced_matches(layout, other, numbers, backend=Backend.TORCH)
+        assert torch.equal(forced, expected)

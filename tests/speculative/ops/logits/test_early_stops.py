@@ -1,9 +1,11 @@
-"""Logits masked in place: what is read inside is the reference's copy, outside nothing changed."""
+"""Logits without early stops: the story equals torch's copy equals what Triton masks in place;
+outside nothing changed."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.speculative.ops.logits import launch, reference
-from mtp_plugin.speculative.ops.logits.contract import LogitRows
-from mtp_plugin.speculative.step import RowParameters
-from tests.kernels.top_k.launches import captured, poisoned_outputs
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.logits import early_stops_masked, launch
+from mtp_plugin.speculative.step import RowParameters, StepLayout
+from tests.doors import check_strided_arguments, poisoned_memory
+from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.logits import story
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
-
-MODULES = [pytest.param(reference, id="reference"), pytest.param(launch, id="kernel")]
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Batch:
 
     logits: torch.Tensor
     parameters: RowParameters
-    step: LogitRows
+    layout: StepLayout
     told: list[tuple[int, int, list[int]]]
     """Per row: the token that it draws, the first index of its request, its stop ids."""
 
@@ -77,11 +78,18 @@ class Batch:
         return cls(
             strided(odd_rows(dice, len(owners), vocab, dtype), behind),
             RowParameters(wide[:, :stops], vector(first + [99] * spare, torch.int32)),
-            LogitRows(
-                vector(positions, index_dtype), vector(lens, torch.int32), contexts, sum(lens), k
+            StepLayout(
+                tuple(lens),
+                generations,
+                k,
+                vector(lens, torch.int32),
+                vector(positions, index_dtype),
             ),
             [(index, first[o], table[o]) for index, o in zip(drawn, owners, strict=True)],
         )
+
+    def masked(self, backend: Backend) -> AbstractContextManager[torch.Tensor]:
+        return early_stops_masked(self.layout, self.logits, self.parameters, backend=backend)
 
     def story(self) -> torch.Tensor:
         rows = self.logits.double().tolist()
@@ -106,7 +114,7 @@ class Batch:
     spare=st.integers(0, 2),
     index_dtype=st.sampled_from(INDEX_DTYPES),
 )
-def test_reference_and_kernel_are_the_story(
+def test_story_torch_and_triton_agree(
     seed, contexts, generations, k, vocab, stops, dtype, behind, spare, index_dtype
 ) -> None:
     batch = Batch.of(
@@ -123,11 +131,8 @@ def test_reference_and_kernel_are_the_story(
     )
     wide = batch.logits if not behind else batch.logits._base
     before, told = wide.clone(), without_nan(batch.story())
-    for module in (reference, launch):
-        with (
-            poisoned_outputs(launch),
-            module.early_stops_masked(batch.logits, batch.parameters, batch.step) as masked,
-        ):
+    for backend in Backend:
+        with poisoned_memory(), batch.masked(backend) as masked:
             assert masked.dtype == dtype
             # a NaN counts as -inf anyway, so either may stand where a stop id is masked
             assert torch.equal(without_nan(masked), told)
@@ -138,22 +143,18 @@ def small(**options: Any) -> Batch:
     return Batch.of(3, 2, 2, 2, 7, 3, **options)
 
 
-def test_the_kernel_masks_in_place() -> None:
+def test_triton_masks_in_place() -> None:
     batch = small()
-    masking = launch.early_stops_masked(batch.logits, batch.parameters, batch.step)
-    with masking as masked:
+    with batch.masked(Backend.TRITON) as masked:
         assert masked is batch.logits
         assert not torch.equal(without_nan(masked), without_nan(small().logits))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_logits_are_whole_again_when_the_body_raises(module: Any) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_are_whole_again_when_the_body_raises(backend: Backend) -> None:
     batch = small()
     before = batch.logits.clone()
-    with (
-        pytest.raises(RuntimeError, match="inside"),
-        module.early_stops_masked(batch.logits, batch.parameters, batch.step),
-    ):
+    with pytest.raises(RuntimeError, match="inside"), batch.masked(backend):
         raise RuntimeError("inside")
     assert same_bits(batch.logits, before)
 
@@ -164,60 +165,91 @@ def test_rows_that_share_memory_are_copied() -> None:
     shared = row.expand(batch.logits.shape)
     own = row.repeat(batch.logits.shape[0], 1)
     before = row.clone()
-    told = Batch(own, batch.parameters, batch.step, batch.told).story()
-    with launch.early_stops_masked(shared, batch.parameters, batch.step) as masked:
+    told = replace(batch, logits=own).story()
+    with replace(batch, logits=shared).masked(Backend.TRITON) as masked:
         assert torch.equal(without_nan(masked), without_nan(told))
         assert same_bits(row, before)
 
 
 @pytest.mark.parametrize("why", ["no first index", "no stop ids", "no rows"])
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_to_mask(module: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_nothing_to_mask(backend: Backend, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {
         "no first index": small(),
         "no stop ids": Batch.of(3, 2, 2, 2, 7, 0),
         "no rows": Batch.of(3, 0, 0, 2, 7, 3),
     }[why]
-    parameters = batch.parameters
     if why == "no first index":
-        parameters = RowParameters(parameters.stop_ids, None)
+        # which alone needs positions
+        batch.parameters = RowParameters(batch.parameters.stop_ids, None)
+        batch.layout = replace(batch.layout, positions=None)
     before = batch.logits.clone()
     forbid_launches(monkeypatch, launch)
-    with module.early_stops_masked(batch.logits, parameters, batch.step) as masked:
+    with batch.masked(backend) as masked:
+        assert masked is batch.logits
         assert same_bits(masked, before)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_first_index_needs_positions(backend: Backend) -> None:
+    batch = small()
+    batch.layout = replace(batch.layout, positions=None)
+    with pytest.raises(TensorContractError, match="min_tokens_end: needs the step's positions"):
+        batch.masked(backend)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("logits", torch.zeros(7, 7), r"expected 2 context rows and K\+1 = 3 rows per generation"),
-        ("logits", torch.zeros(8), "expected a floating"),
-        ("positions", torch.zeros(4).long(), r"positions: expected shape \[\d+\], got \[4\]"),
-        ("context_lens", torch.zeros(3).int(), r"context_lens: expected shape \[2\], got \[3\]"),
-        ("stop_ids", torch.zeros(3, 2).int(), "stop_ids: expected at least 4 rows"),
-        ("min_tokens_end", torch.zeros(3).int(), "min_tokens_end: expected at least 4 rows"),
+        (
+            "logits",
+            torch.zeros(7, 7),
+            r"2 context rows and K\+1 = 3 rows for each of 2 generations",
+        ),
+        ("logits", torch.zeros(8), r"logits: expected floating \[8, V\]"),
+        ("logits", torch.zeros(8, 7).int(), "logits: expected floating .*torch.int32"),
+        ("stop_ids", torch.zeros(3, 2).int(), "stop_ids: expected integers of at least 4 rows"),
+        ("stop_ids", torch.zeros(4, 2), "stop_ids: expected integers .*torch.float32"),
+        ("stop_ids", torch.zeros(4).int(), "stop_ids: .*2 dimensions"),
+        ("min_tokens_end", torch.zeros(3).int(), "min_tokens_end: .*at least 4 rows"),
+        ("min_tokens_end", torch.zeros(4).bool(), "min_tokens_end: expected integers"),
     ],
 )
-@pytest.mark.parametrize("module", MODULES)
-def test_shapes_that_do_not_fit(module: Any, name: str, change: Any, message: str) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, message: str) -> None:
     batch = small()
-    given_in = {
-        "logits": batch.logits,
-        "positions": batch.step.positions,
-        "context_lens": batch.step.context_lens,
-        "stop_ids": batch.parameters.stop_ids,
-        "min_tokens_end": batch.parameters.min_tokens_end,
-        name: change,
+    change = change.to(DEVICE)
+    if name == "logits":
+        batch.logits = change
+    else:
+        batch.parameters = replace(batch.parameters, **{name: change})
+    with pytest.raises(TensorContractError, match=message):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("name", ["stop_ids", "min_tokens_end", "positions", "context_lens"])
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_elsewhere(backend: Backend, name: str) -> None:
+    batch = small()
+    if name in ("positions", "context_lens"):
+        away = getattr(batch.layout, name).to("meta")
+        batch.layout = replace(batch.layout, **{name: away})
+    else:
+        away = getattr(batch.parameters, name).to("meta")
+        batch.parameters = replace(batch.parameters, **{name: away})
+    with pytest.raises(TensorContractError, match=f"{name}: expected .*on {DEVICE.type}.*meta"):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    batch = small()
+    arguments = {
+        "layout": batch.layout,
+        "logits": batch.logits.nan_to_num(nan=0.25),
+        "parameters": batch.parameters,
     }
-    step = LogitRows(
-        given_in["positions"], given_in["context_lens"], 2, batch.step.num_ctx_tokens, 2
-    )
-    parameters = RowParameters(given_in["stop_ids"], given_in["min_tokens_end"])
-    with (
-        pytest.raises(TensorContractError, match=message),
-        module.early_stops_masked(given_in["logits"], parameters, step),
-    ):
-        pytest.fail("the shapes passed")
+    check_strided_arguments(early_stops_masked, arguments, backend=backend)
 
 
 @pytest.mark.gpu
@@ -232,9 +264,10 @@ def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> Non
     dice = torch.Generator().manual_seed(2)
     rows = mine.logits.shape[0]
     logits = torch.randn(rows, vocab, generator=dice).to(DEVICE, dtype)
+    mine.logits = logits
 
     def step() -> torch.Tensor:
-        with launch.early_stops_masked(logits, mine.parameters, mine.step) as masked:
+        with mine.masked(Backend.TRITON) as masked:
             return masked.clone()
 
     graph, seen = captured(step)
@@ -243,13 +276,13 @@ def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> Non
         mine.parameters.stop_ids.copy_(other.parameters.stop_ids)
         mine.parameters.min_tokens_end.copy_(other.parameters.min_tokens_end)
         for name in ("first", "later"):
-            mine.step.positions.add_(1 if name == "later" else 0)
+            mine.layout.positions.add_(1 if name == "later" else 0)
             logits.normal_()
             logits[::3, ::7] = torch.nan
             before = logits.clone()
             graph.replay()
             torch.cuda.synchronize()
             assert same_bits(logits, before)
-            with reference.early_stops_masked(logits, mine.parameters, mine.step) as masked:
+            with mine.masked(Backend.TORCH) as masked:
                 assert torch.equal(without_nan(seen), without_nan(masked))
                 assert generations == 1 or not same_bits(masked, before)

@@ -1,0 +1,80 @@
+"""How close a threshold decided, in plain torch, so that rows too close to call may be left out."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.step import StepLayout
+from tests.kernels.top_k.rows import best_ids, without_nan
+
+CLOSE = 1e-5
+"""Nearer than this to a threshold, two orders of summation may decide differently."""
+
+
+def margins(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    rules: AcceptanceRules,
+    draft_lens: torch.Tensor | None,
+) -> torch.Tensor:
+    """|p(draft) - (p_max - delta)| [G, K] where it decided about a draft, inf elsewhere."""
+    margin = torch.full(drafts.shape, torch.inf, device=logits.device)
+    rule, forced = rules.relaxed, rules.forced_matches
+    if rule is None or drafts.numel() == 0:
+        return margin
+    drafts = drafts.long()
+    behind = logits[layout.num_contexts :]
+    shape = (layout.num_generations, layout.step_rows)
+    rows = without_nan(behind).float().unflatten(0, shape)[:, :-1]
+    is_top1 = drafts == best_ids(behind).view(shape)[:, :-1]
+    is_top1 &= rows.amax(dim=-1) > -torch.inf
+    eligible, distance = _distances(rows, drafts, rule, layout)
+    thinking = rule.thinking[layout.num_contexts :]
+    running = torch.ones_like(thinking)
+    for i in range(layout.draft_len):
+        if draft_lens is not None:
+            running = running & (i < draft_lens)
+        decided = running & thinking & eligible[:, i] & ~is_top1[:, i]
+        margin[:, i] = torch.where(decided, distance[:, i].abs(), margin[:, i])
+        running = running & (is_top1[:, i] | (decided & (distance[:, i] >= 0)))
+        thinking = thinking | (running & (drafts[:, i] == rule.begin_token))
+        thinking = thinking & ~(running & (drafts[:, i] == rule.end_token))
+    if forced is None:
+        return margin
+    return margin.masked_fill((forced >= 0).unsqueeze(1), torch.inf)
+
+
+def undecided(margin: torch.Tensor, rules: AcceptanceRules, layout: StepLayout) -> torch.Tensor:
+    """Requests with a margin too small to call [R]; equal values at distance 0 are not close."""
+    prompts = torch.zeros(layout.num_contexts, dtype=torch.bool, device=margin.device)
+    close = margin < CLOSE
+    if rules.relaxed is not None:
+        no_distance = rules.relaxed.delta[layout.num_contexts :] == 0
+        close &= ~(no_distance.unsqueeze(1) & (margin == 0))
+    return torch.cat([prompts, close.any(dim=1)])
+
+
+def _distances(
+    rows: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule, layout: StepLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether a distance may decide, and p(draft) - (p_max - delta), both [G, K]."""
+    generations = slice(layout.num_contexts, layout.num_requests)
+    vocab = rows.shape[-1]
+    known = (drafts >= 0) & (drafts < vocab)
+    ids = drafts.clamp(0, vocab - 1).unsqueeze(-1)
+    value = rows.gather(-1, ids)
+    all_ids = torch.arange(vocab, device=rows.device)
+    ahead = (rows > value) | ((rows == value) & (all_ids < ids))
+    eligible = known & (ahead.sum(dim=-1) < rule.topk[generations].unsqueeze(1))
+    eligible &= value.squeeze(-1) > -torch.inf
+    eligible &= (drafts != rule.begin_token) & (drafts != rule.end_token)
+    if rule.stop_ids is not None:
+        stops = rule.stop_ids[generations].unsqueeze(1)
+        eligible &= (drafts.unsqueeze(-1) != stops).all(dim=-1)
+    highest = rows.amax(dim=-1, keepdim=True)
+    weights = torch.where(rows == highest, 0.0, rows - highest).exp()
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    threshold = probabilities.amax(dim=-1) - rule.delta[generations].unsqueeze(1)
+    return eligible, probabilities.gather(-1, ids).squeeze(-1) - threshold

@@ -1,0 +1,302 @@
+"""The list story equals torch equals Triton, but where a threshold is too close to call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.top_k.launch import split
+from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
+from tests.kernels.top_k.rows import DTYPES, without_nan
+from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance.cases import (
+    KINDS,
+    Case,
+    assert_run,
+    assert_same,
+    assert_sides_agree,
+    assert_told,
+    cases,
+    layout_of,
+    make_case,
+    small_cases,
+    smooth_case,
+)
+from tests.speculative.ops.acceptance.margins import CLOSE, undecided
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.on_device import DEVICE, vector
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25)
+@given(case=cases)
+def test_story_torch_and_triton_agree(kind: str, case: Case) -> None:
+    before = case.logits.clone(), case.drafts.clone()
+    rules = case.rules(kind)
+    for backend in Backend:
+        assert_told(case, rules, case.judge(rules, backend))
+    assert_sides_agree(case, kind)
+    assert same_bits(case.logits, before[0])
+    assert same_bits(case.drafts, before[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=small_cases)
+def test_torch_is_the_story_of_few_words(kind: str, case: Case) -> None:
+    before = case.logits.clone(), case.drafts.clone()
+    rules = case.rules(kind)
+    assert_told(case, rules, case.judge(rules, Backend.TORCH))
+    assert same_bits(case.logits, before[0])
+    assert same_bits(case.drafts, before[1])
+
+
+@settings(max_examples=12)
+@given(case=small_cases)
+def test_triton_is_the_story_of_few_words(case: Case) -> None:
+    for kind in ("relaxed", "mixed"):
+        rules = case.rules(kind)
+        assert_told(case, rules, case.judge(rules, Backend.TRITON))
+
+
+@pytest.mark.parametrize("kind", ["relaxed", "mixed"])
+def test_sides_agree_where_distances_decide(kind: str) -> None:
+    """Smooth rows, with phases, stop ids, ragged drafts: few are too close, many are decided."""
+    seen = Counter()
+    for seed in range(24 if kind == "relaxed" else 12):
+        k, vocab, dtype = 1 + seed % 7, (127, 2049)[seed % 2], DTYPES[seed % 3]
+        case = make_case(
+            seed, num_generations=4, k=k, vocab=vocab, dtype=dtype, smooth=True, stops=seed % 3
+        )
+        close, decided = assert_sides_agree(case, kind)
+        seen.update(close=close, decided=decided)
+    assert seen["decided"] > (10 if kind == "relaxed" else 2)
+    assert seen["close"] <= seen["decided"] / 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", Backend)
+def test_a_rule_that_names_no_row_changes_nothing(backend: Backend, kind: str) -> None:
+    """Nobody thinks and nothing is forced: strict; nothing is forced: relaxed."""
+    for seed in range(3):
+        case = make_case(seed, num_contexts=1, num_generations=3, k=3, vocab=127, lens=True)
+        flags, counts = case.relaxed.thinking, torch.full_like(case.forced, -1)
+        # a token that begins the phase would name a row after all
+        calm = replace(case.relaxed, thinking=torch.zeros_like(flags), begin_token=127 + 9)
+        strict = case.judge(STRICT, backend)
+        unnamed = replace(case, relaxed=calm, forced=counts).judge(kind, backend)
+        for name in ("tokens", "num_accepted", "status"):
+            assert torch.equal(getattr(unnamed.accepted, name), getattr(strict.accepted, name))
+        relaxed = case.judge("relaxed", backend)
+        assert_same(replace(case, forced=counts).judge("mixed", backend).verdict, relaxed.verdict)
+
+
+def test_top_one_and_no_distance_is_strict() -> None:
+    for backend in Backend:
+        case = make_case(4, num_contexts=1, num_generations=4, k=5, vocab=1025, smooth=True)
+        assert_strict(case, backend)
+
+
+@given(small_cases)
+def test_top_one_and_no_distance_is_strict_for_few_words(case: Case) -> None:
+    assert_strict(case, Backend.TORCH)
+
+
+def assert_strict(case: Case, backend: Backend) -> None:
+    ones, zeros = torch.ones_like(case.relaxed.topk), torch.zeros_like(case.relaxed.delta)
+    case = replace(case, relaxed=replace(case.relaxed, topk=ones, delta=zeros))
+    relaxed, strict = case.judge("relaxed", backend), case.judge("strict", backend)
+    assert_same(replace(relaxed.verdict, thinking=None), strict.verdict)
+
+
+@given(small_cases)
+def test_no_rule_emits_a_masked_or_foreign_token(case: Case) -> None:
+    rule = case.relaxed
+    everything = replace(
+        rule,
+        thinking=torch.ones_like(rule.thinking),
+        topk=torch.full_like(rule.topk, 99),
+        delta=torch.ones_like(rule.delta),
+    )
+    case = replace(case, relaxed=everything)
+    usable, vocab, width = without_nan(case.logits), case.logits.shape[1], case.layout.step_rows
+    for kind in KINDS:
+        accepted = case.judge(kind, Backend.TORCH).accepted
+        for request, run in enumerate(accepted.tokens.tolist()):
+            count = int(accepted.num_accepted[request])
+            assert count <= width
+            assert run[count:] == [PAD_TOKEN] * (width - count)
+            g = request - case.layout.num_contexts
+            first = request if g < 0 else case.layout.num_contexts + g * width
+            for row, token in enumerate(run[:count], first):
+                assert 0 <= token < vocab
+                assert usable[row, token] > -torch.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("relaxed", [False, True], ids=["strict", "relaxed"])
+def test_ties_across_pieces_go_to_the_lowest_id(dtype: torch.dtype, relaxed: bool) -> None:
+    """The same maximum on both sides of a cut, and once more in the last piece."""
+    vocab, k = 4999, 1
+    piece, pieces, _ = split(2, vocab, heavy=relaxed)
+    assert pieces > 2
+    for low in (piece - 1, piece, 2 * piece - 1, vocab - 1):
+        logits = torch.zeros(2, vocab)
+        logits[:, [low, vocab - 1]] = 2.5
+        if low + 1 < vocab:
+            logits[:, low + 1] = 2.5
+        rule = RelaxedRule(
+            torch.ones(1, dtype=torch.bool, device=DEVICE),
+            vector([2], torch.int32),
+            torch.zeros(1, device=DEVICE),
+            None,
+            -1,
+            -1,
+        )
+        tied = sorted({low, min(low + 1, vocab - 1), vocab - 1})
+        for rank, draft in enumerate(tied):
+            tensors = logits.to(DEVICE, dtype), vector([[draft]]), rule, vector([-1])
+            case = Case(layout_of(0, 1, k), *tensors)
+            accepted = case.judge("relaxed" if relaxed else "strict", Backend.TRITON).accepted
+            # equal probabilities: relaxed takes the first two of them, strict the first alone
+            stands = rank < (2 if relaxed else 1)
+            assert accepted.tokens.tolist() == [[draft, low] if stands else [low, PAD_TOKEN]]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_phase_that_begins_and_ends_within_a_run(backend: Backend) -> None:
+    """Six tokens: 1 begins, 2 ends; 4 is always near 3, the first choice."""
+    near = [-9.0, -9.0, -9.0, 0.0, -0.1, -9.0]
+
+    def top(token: int) -> list[float]:
+        return [0.0 if t == token else -9.0 for t in range(6)]
+
+    runs = [
+        # thinking before, rows, drafts, emitted, thinking after
+        (False, [near, top(1), near, top(2), near], [3, 1, 4, 2], [3, 1, 4, 2, 3], False),
+        (False, [near, top(1), near, near, near], [4, 1, 4, 4], [3], False),
+        (True, [near, top(2), near, near, near], [4, 2, 4, 4], [4, 2, 3], False),
+        (False, [top(1), near, near, near, near], [1, 4, 4, 4], [1, 4, 4, 4, 3], True),
+        (False, [top(1), top(1), near, near, near], [3, 1, 4, 4], [1], True),  # the bonus begins
+        (True, [near, top(2), near, near, near], [4, 3, 4, 4], [4, 2], False),  # the bonus ends
+    ]
+    rule = RelaxedRule(
+        vector([run[0] for run in runs], torch.bool),
+        vector([2] * len(runs), torch.int32),
+        vector([0.3] * len(runs), torch.float32),
+        None,
+        1,
+        2,
+    )
+    case = Case(
+        layout_of(0, len(runs), 4),
+        vector([row for run in runs for row in run[1]], torch.float32),
+        vector([run[2] for run in runs]),
+        rule,
+        vector([-1] * len(runs)),
+    )
+    judged = case.judge("relaxed", backend)
+    for g, (_, _, _, emitted, after) in enumerate(runs):
+        assert_run(judged.accepted, g, story.Run(emitted))
+        assert bool(judged.verdict.thinking[g]) == after
+    assert_told(case, case.rules("relaxed"), judged)
+
+
+R46 = [
+    pytest.param(batch, k, vocab, id=f"batch{batch}-k{k}-vocab{vocab}")
+    for batch, k, vocab in [
+        (0, 3, 127),
+        (1, 0, 1),
+        (1, 3, 2049),
+        (1, 7, 1023),
+        (3, 0, 1025),
+        (5, 3, 1025),
+        (7, 1, 3001),
+    ]
+]
+
+
+@pytest.mark.parametrize(("batch", "k", "vocab"), R46)
+def test_r46_counts_stay_within_the_run(batch: int, k: int, vocab: int) -> None:
+    """Odd batches, padded drafts, rows without probability: 1..K+1 tokens where a row is alive."""
+    for seed in range(2):
+        case = make_case(seed, num_generations=batch, k=k, vocab=vocab, dtype=DTYPES[seed])
+        case.drafts[:, k - 1 :] = -1
+        fine = replace(case, logits=case.logits.masked_fill(dead_rows(case.logits), 0.25))
+        for one in (case, fine):
+            for kind in KINDS:
+                assert_sides_agree(one, kind)
+                given_back = one.judge(kind, Backend.TRITON).accepted
+                counts, tokens = given_back.num_accepted, given_back.tokens
+                assert counts.shape == (batch,)
+                alive = given_back.status == STATUS_OK
+                assert (counts[alive] >= 1).all()
+                assert (counts >= 0).all()
+                assert (counts <= k + 1).all()
+                assert one is case or bool(alive.all())
+                emitted = torch.arange(k + 1, device=DEVICE) < counts.unsqueeze(1)
+                assert ((tokens >= 0) & (tokens < vocab))[emitted].all()
+                assert (tokens[~emitted] == PAD_TOKEN).all()
+                assert not k or (counts[alive] <= k).all()  # the last draft is no token
+
+
+def dead_rows(logits: torch.Tensor) -> torch.Tensor:
+    return (without_nan(logits) == -torch.inf).all(dim=1, keepdim=True)
+
+
+def test_few_rows_are_too_close_to_call() -> None:
+    close, decided = assert_sides_agree(smooth_case(130, 3, 17, seed=3), "relaxed")
+    assert decided > 50
+    assert close == 0  # 0.1 % of them
+
+
+def test_thresholds_decide_as_told_but_for_a_few_close_rows() -> None:
+    """Many smooth rows: the share that is too close to call stays under 0.1 %, both ways occur."""
+    requests, k = 2000, 3
+    case = smooth_case(requests, k, 16, seed=11)
+    rule = replace(case.relaxed, thinking=torch.ones_like(case.relaxed.thinking))
+    rules = AcceptanceRules(relaxed=replace(rule, begin_token=-1, end_token=-1))
+    judged = case.judge(rules, Backend.TORCH)
+    assert_told(case, rules, judged)
+    margin = case.margins(rules)
+    assert int(undecided(margin, rules, case.layout).sum()) < requests / 1000
+    decided = torch.isfinite(margin) & (margin > CLOSE)
+    stands = torch.arange(k, device=DEVICE) < judged.accepted.num_accepted.unsqueeze(1) - 1
+    assert int((decided & stands).sum()) > requests / 10
+    assert int((decided & ~stands).sum()) > requests / 10
+
+
+def test_stop_ids_may_be_a_slice_of_a_wider_table() -> None:
+    """The kernel follows the row stride: a stop id stands only as top-1."""
+    logits = torch.zeros(4, 8, device=DEVICE)
+    logits[:, 5] = 1
+    table = vector([[-1, 9, 9], [3, 9, 9], [0, 9, 9]], torch.int32)
+    rule = RelaxedRule(
+        thinking=torch.ones(2, dtype=torch.bool, device=DEVICE),
+        topk=torch.full((2,), 8, dtype=torch.int32, device=DEVICE),
+        delta=torch.ones(2, device=DEVICE),
+        stop_ids=table[:, :1],
+        begin_token=-1,
+        end_token=-1,
+    )
+    drafts, rules = vector([[3], [3]], torch.int32), AcceptanceRules(relaxed=rule)
+    for backend in Backend:
+        verdict = accept(layout_of(0, 2, 1), logits, drafts, rules, backend=backend)
+        assert verdict.accepted.tokens.tolist() == [[3, 5], [5, -1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", Backend)
+def test_wide_ids_outside_the_vocabulary_are_never_accepted(backend: Backend, kind: str) -> None:
+    logits = torch.zeros(2, 8, device=DEVICE)
+    logits[:, 5] = 1
+    rule = RelaxedRule(
+        vector([True], torch.bool), vector([9]), torch.ones(1, device=DEVICE), None, -1, -1
+    )
+    case = Case(layout_of(0, 1, 1), logits, vector([[2**32 + 5]]), rule, vector([1]))
+    assert case.judge(kind, backend).accepted.tokens.tolist() == [[5, -1]]

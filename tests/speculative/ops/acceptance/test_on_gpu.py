@@ -1,0 +1,120 @@
+"""Acceptance on a device, with real shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.acceptance import Verdict, accept
+from tests.kernels.top_k.launches import captured
+from tests.kernels.top_k.rows import DTYPES, best_ids
+from tests.speculative.ops.acceptance.cases import (
+    KINDS,
+    Case,
+    assert_same,
+    assert_sides_agree,
+    smooth_case,
+)
+from tests.speculative.ops.acceptance.margins import undecided
+from tests.speculative.ops.on_device import DEVICE, POISON, poisoned, read_back_forbidden
+
+pytestmark = pytest.mark.gpu
+
+REAL = [
+    pytest.param(1, 3, 129280, id="1xk3"),
+    pytest.param(5, 7, 151935, id="5xk7"),
+    pytest.param(64, 0, 151935, id="64xk0"),
+    pytest.param(128, 7, 129280, id="128xk7"),
+    pytest.param(256, 3, 151935, id="256xk3"),
+]
+
+
+def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> Case:
+    """Smooth rows, some odd ones among them, ragged drafts."""
+    case = smooth_case(batch, k, vocab, seed, dtype)
+    dice = torch.Generator().manual_seed(seed + 1)
+    case.logits[1::37] = torch.nan
+    case.logits[2::11, ::3] = -torch.inf
+    case.logits[3::13, 7::4001] = torch.inf
+    case.logits[4::9, 1::5] = torch.nan
+    right = best_ids(case.logits).view(batch, k + 1)[:, :k].int()
+    lucky = torch.rand(right.shape, generator=dice).to(DEVICE) < 0.6
+    drafts = torch.where(lucky & (right < vocab), right, case.drafts)
+    drafts.masked_fill_(torch.rand(right.shape, generator=dice).to(DEVICE) < 0.03, -1)
+    lens = torch.randint(0, k + 1, (batch,), generator=dice, dtype=torch.int32).to(DEVICE)
+    return replace(case, drafts=drafts, options={"draft_lens": lens})
+
+
+@pytest.mark.parametrize(("batch", "k", "vocab"), REAL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_shapes(kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype) -> None:
+    case = real_case(batch, k, vocab, 8, dtype)
+    close, decided = assert_sides_agree(case, kind)
+    if kind == "relaxed" and batch * k > 500:
+        assert decided > 10
+    assert close <= max(1, decided // 10)
+    first = case.judge(kind, Backend.TRITON).verdict
+    for _ in range(5):  # a race would show
+        assert_same(case.judge(kind, Backend.TRITON).verdict, first)
+
+
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
+    stride, k, batch, vocab = 2**29 + 24, 3, 2, 151935
+    rows = batch * (k + 1)
+    device_memory(12)
+    near = real_case(batch, k, vocab, 2, torch.bfloat16)
+    near.relaxed.thinking[:] = True
+    buffer = torch.empty(rows * stride, dtype=torch.bfloat16, device=DEVICE)
+    far = buffer.as_strided((rows, vocab), (stride, 1))
+    far.copy_(near.logits)
+    assert (rows - 1) * stride > 2**31
+    case = replace(near, logits=far)
+    for kind in KINDS:
+        mine, same = (one.judge(kind, Backend.TRITON).verdict for one in (case, near))
+        assert_same(mine, same)
+    assert_sides_agree(near, "strict")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "k", "vocab"), [(1, 3, 129280), (256, 3, 151935)])
+def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
+    """Captured once, replayed with other logits, drafts, lengths, phases and counts."""
+    mine = real_case(batch, k, vocab, 1, torch.bfloat16)
+    last = poisoned(batch, 2, dtype=torch.int32)
+
+    def step() -> Verdict:
+        return accept(
+            mine.layout,
+            mine.logits,
+            mine.drafts,
+            mine.rules(kind),
+            **mine.options,
+            last_tokens=last[:, 0],
+            backend=Backend.TRITON,
+        )
+
+    graph, outputs = captured(step)
+    for seed in (20, 30):
+        other = real_case(batch, k, vocab, seed, torch.bfloat16)
+        mine.logits.copy_(other.logits)
+        mine.drafts.copy_(other.drafts)
+        mine.options["draft_lens"].copy_(other.options["draft_lens"])
+        mine.relaxed.thinking.copy_(other.relaxed.thinking)
+        mine.forced.copy_(other.forced)
+        last.fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        with read_back_forbidden():
+            eager = step()
+        assert_same(outputs, eager)
+        rules = other.rules(kind)
+        sure = ~undecided(other.margins(rules), rules, other.layout)
+        expected = other.judge(kind, Backend.TORCH)
+        assert_same(outputs, expected.verdict, sure)
+        assert torch.equal(last[sure, 0], expected.following[sure, 0])
+        assert (last[:, 1] == POISON).all()
