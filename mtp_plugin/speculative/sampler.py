@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, ValuesView
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.kernels.backend import Backend
@@ -17,28 +16,17 @@ from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_ids import stop_words
 from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.ops.sampler_store import store_results
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK, to_device
+from mtp_plugin.speculative.result_store import (
+    ResultStore,
+    SampleStateTensorsMTP,
+    recorded_event,
+)
+from mtp_plugin.speculative.step import STATUS_OK, to_device
 
 BEAM = 0
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 
 _logger = logging.getLogger("mtp_plugin")
-
-
-@dataclass
-class SampleStateTensorsMTP:
-    """One step's tensors. On the device ``new_tokens`` are the next inputs, on the host the emitted
-    tokens; both [K+1, S, 1] int32, addressed by sequence slot."""
-
-    new_tokens: torch.Tensor
-    new_tokens_lens: torch.Tensor | None = None  # [S] int32
-    next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
-    status: torch.Tensor | None = None  # [S] int32
-    log_probs: torch.Tensor | None = None
-
-    def values(self) -> ValuesView[torch.Tensor | None]:
-        """Every field, as older executors walk them."""
-        return vars(self).values()
 
 
 class PendingRow(NamedTuple):
@@ -64,77 +52,7 @@ class SampleStateMTP:
     requests: list[Any] = field(default_factory=list)
     rows: list[PendingRow] = field(default_factory=list)
     runtime_draft_len: int | None = None
-    results: _Store | None = None  # what ``host`` has, in one piece
-
-
-class _HostEvent:
-    """Stands for a device event where the results are on the host already."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-class _Store:
-    """Tensors addressed by sequence slot, all of them columns of one: they move in one copy.
-
-    Args:
-        rows: [S, 3K+4] int32.
-        draft_len: K.
-    """
-
-    def __init__(self, rows: torch.Tensor, draft_len: int) -> None:
-        self.rows = rows
-        emitted, following, drafts, lens, status = rows.split(
-            [draft_len + 1, draft_len + 1, draft_len, 1, 1], dim=1
-        )
-        self.new_tokens = emitted.T.unsqueeze(-1)  # [K+1, S, 1], emitted
-        self.next_new_tokens = following.T.unsqueeze(-1)  # [K+1, S, 1], next inputs
-        self.next_draft_tokens = drafts  # [S, K]
-        self.new_tokens_lens = lens.squeeze(1)  # [S]
-        self.status = status.squeeze(1)  # [S]
-
-    @classmethod
-    def gathered(cls, host: SampleStateTensorsMTP) -> _Store:
-        """The columns of a state that a host built itself; K is that of its drafts.
-
-        Raises:
-            ExecutorError: a tensor is missing.
-        """
-        lens, drafts = host.new_tokens_lens, host.next_draft_tokens
-        if lens is None or drafts is None:
-            raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
-        draft_len = int(drafts.shape[1])
-        emitted = host.new_tokens.squeeze(-1).T  # of a step that was shorter: fewer columns
-        emitted = pad(emitted, (0, draft_len + 1 - emitted.shape[1]), value=PAD_TOKEN)
-        status = torch.full_like(lens, STATUS_OK) if host.status is None else host.status
-        columns = [emitted, emitted, drafts, lens.unsqueeze(1), status.unsqueeze(1)]
-        return cls(torch.cat(columns, dim=1), draft_len)
-
-    @property
-    def draft_len(self) -> int:
-        """K."""
-        return int(self.next_draft_tokens.shape[1])
-
-    def is_shown_by(self, host: SampleStateTensorsMTP) -> bool:
-        """Whether these tensors are the store's own, none of them replaced."""
-        return (
-            host.new_tokens is self.new_tokens
-            and host.new_tokens_lens is self.new_tokens_lens
-            and host.next_draft_tokens is self.next_draft_tokens
-            and host.status is self.status
-        )
-
-    def at(self, slots: Sequence[int]) -> list[list[int]]:
-        """The rows at these slots: emitted [K+1], next inputs [K+1], drafts [K], count, status."""
-        index = torch.tensor(slots, dtype=torch.int64)
-        rows: list[list[int]] = self.rows.index_select(0, index).tolist()
-        return rows
-
-    @classmethod
-    def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> _Store:
-        """A store on ``device``."""
-        shape = (num_slots, 3 * draft_len + 4)
-        return cls(torch.zeros(shape, dtype=torch.int32, device=device), draft_len)
+    results: ResultStore | None = None  # what ``host`` has, in one piece
 
 
 class MTPSampler:
@@ -199,16 +117,13 @@ class MTPSampler:
         self._slots: list[int] = []
         self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
-    def create_store(self) -> _Store:
+    def create_store(self) -> ResultStore:
         """Fresh store tensors."""
-        return _Store.zeros(self.max_num_sequences, self.draft_len, self.device)
+        return ResultStore.zeros(self.max_num_sequences, self.draft_len, self.device)
 
     def device_tensors(self) -> SampleStateTensorsMTP:
         """The store as the next step reads it; the tensors keep their addresses."""
-        store = self.store
-        return SampleStateTensorsMTP(
-            store.next_new_tokens, store.new_tokens_lens, store.next_draft_tokens, store.status
-        )
+        return self.store.following()
 
     # ---- what executors call ----------------------------------------------------------------
 
@@ -260,18 +175,15 @@ class MTPSampler:
         rows = [self._with_refusal(self._pending(request, True)) for request in contexts]
         rows += [self._pending(request, False) for request in generations]
         self._write_store(rows, model_outputs)
-        copy = _Store(self._to_host(self.store.rows), self.draft_len)
-        host = SampleStateTensorsMTP(
-            copy.new_tokens, copy.new_tokens_lens, copy.next_draft_tokens, copy.status
-        )
+        copy = self.store.to_host()
         for request in contexts:
             # the next schedule must reserve rows for the drafts that the device already holds
             request.py_draft_tokens = [1] * self.draft_len
         return SampleStateMTP(
             scheduled_requests=scheduled_requests,
             device=self.device_tensors(),
-            host=host,
-            sampler_event=self._record_event(),
+            host=copy.emitted(),
+            sampler_event=recorded_event(self.device),
             requests=requests,
             rows=rows,
             runtime_draft_len=min(int(model_outputs["new_tokens"].shape[1]) - 1, self.draft_len),
@@ -289,15 +201,11 @@ class MTPSampler:
         rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
         store = state.results
         if store is None or not store.is_shown_by(host):
-            store = _Store.gathered(host)  # of a host's own making
+            store = ResultStore.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        width = store.draft_len + 1
-        # a shorter step drafted fewer than the store holds
-        first, last = 2 * width, 2 * width + min(draft_len, width - 1)
-        results = store.at([row.seq_slot for row in rows])
-        for row, values in zip(rows, results, strict=True):
-            emitted = values[: min(values[-2], width)]
-            self._apply(row, emitted, values[first:last], values[-1], draft_len)
+        results = store.at([row.seq_slot for row in rows], draft_len)
+        for row, (emitted, drafts, status) in zip(rows, results, strict=True):
+            self._apply(row, emitted, drafts, status, draft_len)
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -450,20 +358,6 @@ class MTPSampler:
             self._device_slots = to_device(slots, torch.int64, self.device)
             self._slots = slots
         return self._device_slots
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda":
-            return tensor.clone()  # the next step writes into the store
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return host
-
-    def _record_event(self) -> Any:
-        if self.device.type != "cuda":
-            return _HostEvent()
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
 
 def _phase(request: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
-from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.speculative.ops.sampler_store import reference
 
 
@@ -86,40 +87,40 @@ def _check(
     """Check one call and return K."""
     columns = store.shape[1] if store.dim() == 2 else 0
     draft_len, rest = divmod(columns - 4, 3)
-    expect(
-        columns >= 4 and rest == 0 and store.dtype == torch.int32 and store.stride(1) == 1,
-        TensorContractError,
-        f"store: expected int32 [S, 3K+4] with contiguous rows, got {store.dtype} "
-        f"{list(store.shape)} with strides {list(store.stride())}",
-    )
-    expect(
-        slots.dim() == 1 and slots.dtype == torch.int64 and slots.device == store.device,
-        TensorContractError,
-        f"slots: expected int64 [R] on {store.device}, got {slots.dtype} {list(slots.shape)} on "
-        f"{slots.device}",
-    )
+    if columns < 4 or rest or store.dtype != torch.int32 or store.stride(1) != 1:
+        raise TensorContractError(
+            f"store: expected int32 [S, 3K+4] with contiguous rows, got {store.dtype} "
+            f"{list(store.shape)} with strides {list(store.stride())}"
+        )
+    device = store.device
+    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != device:
+        raise TensorContractError(
+            f"slots: expected int64 [R] on {device}, got {slots.dtype} {list(slots.shape)} on "
+            f"{slots.device}"
+        )
     count = slots.shape[0]
     width = next_draft_tokens.shape[1] if next_draft_tokens.dim() == 2 else -1
-    for name, tensor, wide in (
-        ("next_draft_tokens", next_draft_tokens, width),
-        ("new_tokens", new_tokens, width + 1),
-        ("next_new_tokens", next_new_tokens, width + 1),
-        ("new_tokens_lens", new_tokens_lens, None),
-        ("status", status, None),
-    ):
-        if tensor is None:
-            continue
-        told = "[>= R]" if wide is None else f"[>= R, {wide}]"
-        fits = tuple(tensor.shape[1:]) == (() if wide is None else (wide,)) and tensor.dim() > 0
-        integral = not tensor.is_floating_point() and tensor.dtype != torch.bool
-        expect(
-            width >= 0
-            and fits
-            and tensor.shape[0] >= count
-            and integral
-            and tensor.device == store.device,
-            TensorContractError,
-            f"{name}: expected integers {told} on {store.device} with R = {count}, got "
-            f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}",
-        )
+    _check_rows("next_draft_tokens", next_draft_tokens, count, width, device)
+    _check_rows("new_tokens", new_tokens, count, width + 1, device)
+    _check_rows("next_new_tokens", next_new_tokens, count, width + 1, device)
+    expect_integers("new_tokens_lens", new_tokens_lens, count, device, at_least=True)
+    if status is not None:
+        expect_integers("status", status, count, device, at_least=True)
     return draft_len
+
+
+def _check_rows(
+    name: str, tensor: torch.Tensor, count: int, width: int, device: torch.device
+) -> None:
+    shape = tensor.shape
+    if not (
+        len(shape) == 2
+        and shape[0] >= count
+        and shape[1] == width
+        and is_integral(tensor)
+        and tensor.device == device
+    ):
+        raise TensorContractError(
+            f"{name}: expected integers [>= {count}, {max(width, 0)}] on {device}, got "
+            f"{tensor.dtype} {list(shape)} on {tensor.device}"
+        )

@@ -1,0 +1,134 @@
+"""Where the results of a step lie: a row per sequence slot, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
+
+
+@dataclass
+class SampleStateTensorsMTP:
+    """One step's tensors. On the device ``new_tokens`` are the next inputs, on the host the emitted
+    tokens; both [K+1, S, 1] int32, addressed by sequence slot."""
+
+    new_tokens: torch.Tensor
+    new_tokens_lens: torch.Tensor | None = None  # [S] int32
+    next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
+    status: torch.Tensor | None = None  # [S] int32
+    log_probs: torch.Tensor | None = None
+
+    def values(self) -> ValuesView[torch.Tensor | None]:
+        """Every field, as older executors walk them."""
+        return vars(self).values()
+
+
+class ResultStore:
+    """Tensors addressed by sequence slot, all of them columns of one: they move in one copy.
+
+    Args:
+        rows: [S, 3K+4] int32.
+        draft_len: K.
+    """
+
+    def __init__(self, rows: torch.Tensor, draft_len: int) -> None:
+        self.rows = rows
+        emitted, following, drafts, lens, status = rows.split(
+            [draft_len + 1, draft_len + 1, draft_len, 1, 1], dim=1
+        )
+        self.new_tokens = emitted.T.unsqueeze(-1)  # [K+1, S, 1], emitted
+        self.next_new_tokens = following.T.unsqueeze(-1)  # [K+1, S, 1], next inputs
+        self.next_draft_tokens = drafts  # [S, K]
+        self.new_tokens_lens = lens.squeeze(1)  # [S]
+        self.status = status.squeeze(1)  # [S]
+
+    @classmethod
+    def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> ResultStore:
+        """A store on ``device``."""
+        shape = (num_slots, 3 * draft_len + 4)
+        return cls(torch.zeros(shape, dtype=torch.int32, device=device), draft_len)
+
+    @classmethod
+    def gathered(cls, host: SampleStateTensorsMTP) -> ResultStore:
+        """The columns of a state that a host built itself; K is that of its drafts.
+
+        Raises:
+            ExecutorError: a tensor is missing.
+        """
+        lens, drafts = host.new_tokens_lens, host.next_draft_tokens
+        if lens is None or drafts is None:
+            raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
+        draft_len = int(drafts.shape[1])
+        emitted = host.new_tokens.squeeze(-1).T  # of a step that was shorter: fewer columns
+        emitted = pad(emitted, (0, draft_len + 1 - emitted.shape[1]), value=PAD_TOKEN)
+        status = torch.full_like(lens, STATUS_OK) if host.status is None else host.status
+        columns = [emitted, emitted, drafts, lens.unsqueeze(1), status.unsqueeze(1)]
+        return cls(torch.cat(columns, dim=1), draft_len)
+
+    @property
+    def draft_len(self) -> int:
+        """K."""
+        return int(self.next_draft_tokens.shape[1])
+
+    def emitted(self) -> SampleStateTensorsMTP:
+        """What a step gave, as hosts read it."""
+        return SampleStateTensorsMTP(
+            self.new_tokens, self.new_tokens_lens, self.next_draft_tokens, self.status
+        )
+
+    def following(self) -> SampleStateTensorsMTP:
+        """What the next step reads."""
+        return SampleStateTensorsMTP(
+            self.next_new_tokens, self.new_tokens_lens, self.next_draft_tokens, self.status
+        )
+
+    def is_shown_by(self, host: SampleStateTensorsMTP) -> bool:
+        """Whether these are :meth:`emitted`, none of them replaced."""
+        return (
+            host.new_tokens is self.new_tokens
+            and host.new_tokens_lens is self.new_tokens_lens
+            and host.next_draft_tokens is self.next_draft_tokens
+            and host.status is self.status
+        )
+
+    def to_host(self) -> ResultStore:
+        """A copy on the host, which may still be on its way; see `recorded_event`."""
+        if self.rows.device.type != "cuda":
+            return ResultStore(self.rows.clone(), self.draft_len)  # the next step writes here
+        host = torch.empty(self.rows.shape, dtype=self.rows.dtype, pin_memory=True)
+        host.copy_(self.rows, non_blocking=True)
+        return ResultStore(host, self.draft_len)
+
+    def at(self, slots: Sequence[int], draft_len: int) -> list[tuple[list[int], list[int], int]]:
+        """Of these slots the emitted tokens, the next drafts and the status, read on the host.
+
+        Args:
+            draft_len: of the step; a shorter one drafted fewer than the store holds.
+        """
+        width = self.draft_len + 1
+        first, last = 2 * width, 2 * width + min(draft_len, width - 1)
+        index = torch.tensor(slots, dtype=torch.int64)
+        rows: list[list[int]] = self.rows.index_select(0, index).tolist()
+        return [(row[: min(row[-2], width)], row[first:last], row[-1]) for row in rows]
+
+
+class _HostEvent:
+    """Stands for a device event where the results are on the host already."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def recorded_event(device: torch.device) -> Any:
+    """An event behind everything that was launched on ``device``, to ``synchronize`` with."""
+    if device.type != "cuda":
+        return _HostEvent()
+    event = torch.cuda.Event()
+    event.record()
+    return event
