@@ -84,8 +84,8 @@ def test_the_manifest_splits_by_hash_and_the_prompts_are_held_out():
 def test_forced_acceptance_is_marked(model, prompts):
     with LLM(load_config(SYNTHETIC), model=model) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
-    assert all(output.is_synthetic for output in outputs)
-    assert llm.executor.acceptance.is_synthetic
+    assert all(output.label.name == "synthetic" for output in outputs)
+    assert llm.executor.acceptance.label.is_drawn
     assert 1.5 <= llm.executor.acceptance.acceptance_length <= 4.0
 
 

@@ -99,7 +99,7 @@ class Admission:
             text=text,
             max_draft_len=self._pieces.plan.max_draft_len,
             max_seq_len=self._max_seq_len,
-            is_synthetic=self._pieces.is_synthetic,
+            label=self._pieces.label,
         )
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:

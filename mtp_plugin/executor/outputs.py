@@ -9,7 +9,7 @@ from typing_extensions import Self
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,6 @@ class RequestOutput:
         )
 
     @property
-    def is_synthetic(self) -> bool:
-        """Whether draws accepted the drafts: the text is then not the model's."""
-        return self.acceptance.is_synthetic
+    def label(self) -> Label | None:
+        """What must be said of the text; None: it is the target's own."""
+        return self.acceptance.label

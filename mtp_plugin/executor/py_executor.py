@@ -13,7 +13,7 @@ from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import Sampler
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class StepEvent:
     token_ids: list[int]
     segments: list[Segment]
     finish_reason: FinishReason | None
-    is_synthetic: bool = False  # draws accepted the drafts: the text is not the model's
+    label: Label | None = None
+    """What must be said of the text; None: it is the target's own."""
 
     @property
     def text(self) -> str:
@@ -65,7 +66,7 @@ class PyExecutor:
         self.resources = resources
         self.overlap = overlap
         self.acceptance = AcceptanceStats(
-            engine.pieces.plan.max_draft_len, is_synthetic=engine.pieces.is_synthetic
+            engine.pieces.plan.max_draft_len, label=engine.pieces.label
         )
         self.num_steps = 0
         self.num_preemptions = 0
@@ -236,7 +237,7 @@ class PyExecutor:
             tokens,
             segments,
             request.finish_reason,
-            request.py_acceptance.is_synthetic,
+            request.py_acceptance.label,
         )
 
     def _terminate(self, request: LlmRequest) -> None:

@@ -9,7 +9,7 @@ from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -32,7 +32,7 @@ class LlmRequest:
         text: RequestText | None = None,
         max_draft_len: int = 0,
         max_seq_len: int,
-        is_synthetic: bool = False,
+        label: Label | None = None,
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
@@ -60,7 +60,7 @@ class LlmRequest:
         self.py_decoding_iter = 0
         self.py_disable_speculative_decoding = not params.speculate
         self.py_relaxed_acceptance = params.relaxed_acceptance
-        self.py_acceptance = AcceptanceStats(max_draft_len, is_synthetic=is_synthetic)
+        self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
         self.py_draft_state = DraftState.fresh(max_draft_len)
         self.num_preemptions = 0
         self.max_length = min(max_seq_len, self.py_orig_prompt_len + params.max_new_tokens)

@@ -32,7 +32,7 @@ def forced(**options) -> SamplingParams:
 
 def assert_shares(stats: AcceptanceStats, rates, cut: int) -> None:
     """Within four deviations of what was asked; ``cut`` steps may have been too short for K."""
-    assert stats.is_synthetic
+    assert stats.label.is_drawn
     for rate, measured in zip(rates, stats.per_position, strict=True):
         deviation = math.sqrt(rate * (1 - rate) / stats.steps)
         assert measured <= rate + 4 * deviation
@@ -49,17 +49,17 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, n
     for output in outputs:
         assert len(output.token_ids) == 32
         assert all(0 <= token < VOCAB - 1 for token in output.token_ids)
-        assert output.is_synthetic
-        assert output.acceptance.is_synthetic
+        assert output.label.is_drawn
+        assert output.acceptance.label.is_drawn
     stats = llm.executor.acceptance
-    assert stats.is_synthetic
+    assert stats.label.is_drawn
     assert stats.acceptance_length > 3
     honest = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     true = honest.generate(prompts, forced(stop_token_ids=(VOCAB - 1,), min_tokens=32))
     assert honest.executor.acceptance.acceptance_length < 2.5
     assert [o.token_ids for o in true] != [o.token_ids for o in outputs]
-    assert not honest.executor.acceptance.is_synthetic
-    assert not any(o.is_synthetic for o in true)
+    assert honest.executor.acceptance.label is None
+    assert all(o.label is None for o in true)
 
 
 @pytest.mark.parametrize("rates", [RATES, 0.7], ids=["list", "number"])
@@ -146,7 +146,7 @@ def test_events_are_marked(bed):
     for llm, mark in ((synthetic(bed), True), (bed.llm(), False)):
         events = [e for step in llm.stream([[1, 2, 3]], forced(max_new_tokens=9)) for e in step]
         assert len(events) > 2
-        assert all(event.is_synthetic is mark for event in events)
+        assert all((event.label is not None) is mark for event in events)
 
 
 def test_positions_decide_and_not_steps(bed):

@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Label:
+    """What reports must say of a verification mode whose texts are not the target's own."""
+
+    name: str  # of the mode
+    settings: str  # its options, in short
+    note: str  # what a reader has to know
+    is_drawn: bool = False
+    """Draws accept the drafts: figures are those asked for, and tell nothing of drafts or text."""
+
+    def __str__(self) -> str:
+        return f"{self.name} acceptance ({self.settings}): {self.note}"
+
+
 @dataclass
 class AcceptanceStats:
     """A histogram of emitted tokens per target step; every figure derives from it.
@@ -15,9 +29,8 @@ class AcceptanceStats:
     max_draft_len: int
     histogram: list[int] = field(default_factory=list)  # index: emitted tokens of a step, 0..K+1
     num_drafted: int = 0
-    is_synthetic: bool = False
-    """Synthetic draws accepted the drafts: the figures are those asked for, and the text is not
-    the model's."""
+    label: Label | None = None
+    """Of the verification that the figures come from; None: the text is the target's own."""
 
     def __post_init__(self) -> None:
         if not self.histogram:
@@ -33,7 +46,8 @@ class AcceptanceStats:
         for emitted, count in enumerate(other.histogram):
             self.histogram[emitted] += count
         self.num_drafted += other.num_drafted
-        self.is_synthetic |= other.is_synthetic
+        if self.label is None or (other.label is not None and other.label.is_drawn):
+            self.label = other.label
 
     @property
     def steps(self) -> int:

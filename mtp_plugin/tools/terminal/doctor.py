@@ -29,6 +29,7 @@ from mtp_plugin.speculative.plugin import (
     SpeculativePlugin,
     find_plugin,
 )
+from mtp_plugin.speculative.verification import label_of
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 
 T = TypeVar("T")
@@ -174,13 +175,10 @@ def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len
         )
         found.add("drafts per step", f"K = {plan.max_draft_len} by {layers}")
         speculative = config.speculative_config
-        if isinstance(speculative, MTPDecodingConfig) and speculative.mtp.is_synthetic:
-            shares = speculative.mtp.acceptance_shares(plan.max_draft_len)
-            found.add(
-                "acceptance",
-                f"synthetic, {' / '.join(f'{share:.0%}' for share in shares)}: for benchmarks "
-                "only, the text is not the model's",
-            )
+        if isinstance(speculative, MTPDecodingConfig):
+            label = label_of(speculative, plan.max_draft_len)
+            if label is not None:
+                found.add("acceptance", f"{label.name}, {label.settings}: {label.note}")
     else:
         found.add("drafts per step", "none")
     overlap = not config.disable_overlap_scheduler

@@ -12,12 +12,13 @@ from rich import box
 from rich.table import Table
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.verification import label_of
 from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, transformers_attention
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import Decoded, run_batch, verdicts_of_target_only_decoding
@@ -172,14 +173,12 @@ def _variant(config: LLMConfig) -> Variant:
         return Variant(NO_DRAFTS, 0, config.max_batch_size)
     if not isinstance(speculative, MTPDecodingConfig):
         return Variant(speculative.decoding_type, 0, config.max_batch_size)
-    by_design = speculative.use_relaxed_acceptance_for_thinking
-    by_design |= speculative.mtp.verification == "synthetic"
-    expect(
-        not by_design,
-        ConfigError,
-        "parity: relaxed and synthetic acceptance change the text by design; expected a config "
-        "with strict acceptance",
-    )
+    label = label_of(speculative, speculative.draft_len)
+    if label is not None:
+        raise ConfigError(
+            f"parity: {label.name} acceptance changes the text by design; expected a config with "
+            "strict acceptance"
+        )
     worker = VANILLA if speculative.use_mtp_vanilla else EAGLE
     return Variant(worker, speculative.draft_len, config.max_batch_size)
 

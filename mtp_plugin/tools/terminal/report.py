@@ -12,12 +12,10 @@ from rich.table import Table
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import BatchRun, Comparison, Decoded, Difference
 from mtp_plugin.tools.terminal.version import package_version
-
-SYNTHETIC_NOTE = "synthetic acceptance: drafts were accepted by draw, the text is not the model's"
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,15 @@ class Report:
     tokenizer: Tokenizer | None
 
     @property
-    def is_relaxed(self) -> bool:
-        """Whether the text may differ from target-only decoding by design."""
-        speculative = self.config.speculative_config
-        return bool(getattr(speculative, "use_relaxed_acceptance_for_thinking", False))
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether draws accepted the drafts, so that the text is not the model's."""
-        return self.run.acceptance.is_synthetic
+    def label(self) -> Label | None:
+        """What must be said of the text; None: it is the target's own."""
+        return self.run.acceptance.label
 
     @property
     def exit_code(self) -> int:
         """`DIFFERENT` where a text is not what it has to be."""
         comparison = self.comparison
-        by_design = self.is_relaxed or self.is_synthetic
+        by_design = self.label is not None
         if comparison is None or not comparison.differences or by_design:
             return OK
         return DIFFERENT
@@ -59,8 +51,8 @@ class Report:
 def show_report(report: Report, console: OutputConsole) -> None:
     """The table, then how the text compares with target-only decoding."""
     console.write_line("")
-    if report.is_synthetic:
-        console.write_line(SYNTHETIC_NOTE, "bold yellow")
+    if report.label is not None:
+        console.write_line(str(report.label), "bold yellow")
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     for line in comparison_lines(report):
         console.write_line(line, None if report.exit_code == OK else "bold red")
@@ -75,11 +67,12 @@ def _table(report: Report, *, ascii_box: bool) -> Table:
             table.add_column(name, justify="right")
     if report.max_draft_len:
         lengths = [f"{run.acceptance.acceptance_length:.2f}" for run in runs]
-        what = "synthetic" if report.is_synthetic else "acceptance length"
+        drawn = report.label.name if report.label is not None and report.label.is_drawn else None
+        what = drawn or "acceptance length"
         table.add_row(f"tokens per step ({what})", *lengths)
         shares = " / ".join(f"{share:.0%}" for share in report.run.acceptance.per_position)
         drafted = f"1..{report.max_draft_len}" if report.max_draft_len > 1 else "1"
-        by_whom = " by synthetic draw" if report.is_synthetic else ""
+        by_whom = f" by {drawn} draw" if drawn else ""
         table.add_row(f"accepted{by_whom} up to draft {drafted}", shares)
     table.add_row("prompts", *(str(len(run.results)) for run in runs))
     table.add_row("tokens", *(str(run.num_tokens) for run in runs))
@@ -99,14 +92,9 @@ def comparison_lines(report: Report) -> list[str]:
         return []
     what = "decoding without MTP" if report.max_draft_len else "target-only decoding"
     title = f"identical to {what}:"
-    if report.is_synthetic:
+    if report.label is not None:
         return [
-            f"{title} not expected of synthetic acceptance; {comparison.num_equal} of "
-            f"{comparison.num_tokens} tokens agree up to the first difference of each prompt"
-        ]
-    if report.is_relaxed:
-        return [
-            f"{title} not promised by relaxed acceptance; {comparison.num_equal} of "
+            f"{title} not promised by {report.label.name} acceptance; {comparison.num_equal} of "
             f"{comparison.num_tokens} tokens agree up to the first difference of each prompt"
         ]
     if comparison.differences:
@@ -146,7 +134,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "device": report.device,
         "dtype": report.dtype,
         "max_draft_len": report.max_draft_len,
-        "synthetic_acceptance": report.is_synthetic,
+        "label": _label_document(report.label),
         "results": [
             _result_document(prompt, result, report.max_draft_len) for prompt, result in results
         ],
@@ -194,8 +182,12 @@ def _acceptance_document(stats: AcceptanceStats) -> dict[str, Any]:
         "emitted": stats.emitted,
         "drafted": stats.num_drafted,
         "steps_by_emitted_tokens": stats.histogram,
-        "synthetic": stats.is_synthetic,
+        "label": _label_document(stats.label),
     }
+
+
+def _label_document(label: Label | None) -> dict[str, Any] | None:
+    return None if label is None else asdict(label)
 
 
 def _comparison_document(report: Report) -> dict[str, Any] | None:
@@ -204,7 +196,7 @@ def _comparison_document(report: Report) -> dict[str, Any] | None:
         return None
     return {
         "identical": not comparison.differences,
-        "expected_identical": not (report.is_relaxed or report.is_synthetic),
+        "expected_identical": report.label is None,
         "num_tokens": comparison.num_tokens,
         "num_equal": comparison.num_equal,
         "num_ties": comparison.num_ties,

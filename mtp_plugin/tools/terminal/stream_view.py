@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mtp_plugin.executor import StepEvent
 from mtp_plugin.requests.detokenizer import Segment
+from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.tools.terminal.console import OutputConsole, can_show
 
 DRAFT_STYLE = "green"
@@ -38,7 +39,7 @@ class StreamView:
         self._endings: list[str | None] = [None] * len(prompts)
         self._current = 0
         self._started = False
-        self._is_synthetic = False
+        self._label: Label | None = None
         self._in_draft = False
         self._at_line_start = True
         self._explain()
@@ -48,7 +49,7 @@ class StreamView:
         for index, event in events:
             self._waiting[index] += event.segments
             self._num_tokens[index] += len(event.token_ids)
-            self._is_synthetic |= event.is_synthetic
+            self._label = self._label or event.label
             if event.finish_reason is not None:
                 self._endings[index] = event.finish_reason.value
         self._flush()
@@ -92,7 +93,11 @@ class StreamView:
         self._title(f"prompt {index + 1} of {len(self._prompts)}")
         self._write_text(shown, QUIET_STYLE)
         self._end_line()
-        self._title("text (synthetic, not the model's)" if self._is_synthetic else "text")
+        told = ""
+        if self._label is not None:
+            whose = ", not the model's" if self._label.is_drawn else ""
+            told = f" ({self._label.name}{whose})"
+        self._title(f"text{told}")
         self._started = True
 
     def _write(self, segment: Segment) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
 
 def recorded(*steps: tuple[int, int], max_draft_len: int = 3) -> AcceptanceStats:
@@ -45,13 +45,16 @@ def test_merging_is_recording_both() -> None:
     assert merged == recorded(*one, *other)
 
 
-def test_one_synthetic_part_makes_a_whole_synthetic() -> None:
-    total, part = AcceptanceStats(1), AcceptanceStats(1, is_synthetic=True)
-    assert not total.is_synthetic
+def test_a_whole_has_the_label_of_its_parts() -> None:
+    total, part = AcceptanceStats(1), AcceptanceStats(1, label=Label("drawn", "", ""))
+    assert total.label is None
     total.merge(part)
-    assert total.is_synthetic
+    assert total.label.name == "drawn"
     total.merge(AcceptanceStats(1))
-    assert total.is_synthetic
+    assert total.label.name == "drawn"
+    relaxed = AcceptanceStats(1, label=Label("relaxed", "", ""))
+    relaxed.merge(AcceptanceStats(1, label=Label("synthetic", "", "", is_drawn=True)))
+    assert relaxed.label.is_drawn
 
 
 def test_histograms_are_not_shared() -> None:

@@ -303,7 +303,7 @@ def test_a_text_that_may_differ_by_design_is_refused(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
     result = run("-c", str(file))
     assert result.code == 2
-    assert "change the text by design" in result.err
+    assert "changes the text by design" in result.err
 
 
 @pytest.mark.parametrize(
