@@ -20,8 +20,8 @@ class MTPPluginOptions(ConfigModel):
 
     verification: Literal["coupled", "rejection", "block", "synthetic"] = Field(
         default="coupled",
-        description="how sampled requests verify drafts; coupled: one noise for both; "
-        "synthetic: draws decide, for benchmarks only",
+        description="how drafts are verified; coupled: by the target's own choice, which is its "
+        "first one while requests are greedy; synthetic: draws decide, for benchmarks only",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,

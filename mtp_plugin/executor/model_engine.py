@@ -19,6 +19,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.plugin import SpeculativePieces
@@ -88,11 +89,9 @@ class ModelEngine:
         self._check_metadata = check_metadata
         self._attn_backend = attn_backend
         self._table = self.make_table(STOP_WIDTH)
-        self._generation_inputs = _select_generation_inputs(pieces.worker)
-        for draft_len in pieces.draft_lens():
-            worker = pieces.worker_for(draft_len)  # now, so that no step waits for it
-            if isinstance(worker, SpecWorker):
-                worker.may_overwrite_states = True  # nobody reads them behind the worker
+        self._backend: Backend = getattr(pieces.worker, "backend", Backend.TORCH)
+        if isinstance(pieces.worker, SpecWorker):
+            pieces.worker.may_overwrite_states = True  # nobody reads them behind the worker
 
     def make_table(self, stop_width: int) -> RowTable:
         """A table for the rows of this engine's steps."""
@@ -225,8 +224,12 @@ class ModelEngine:
         """
         k = shape.draft_len
         generations = step.generations(shape.num_contexts)
-        rows = self._generation_inputs(
-            generations, previous, draft_len=k, max_seq_len=self.max_seq_len
+        rows = generation_inputs(
+            generations,
+            previous,
+            draft_len=k,
+            max_seq_len=self.max_seq_len,
+            backend=self._backend,
         )
         input_ids, position_ids = rows.input_ids.reshape(-1), rows.positions.reshape(-1)
         logit_rows: torch.Tensor | None = None
@@ -238,6 +241,7 @@ class ModelEngine:
             logit_rows = torch.cat([contexts.last_rows, generation_rows])
         attn_metadata = self._attention_metadata(shape, step, rows, contexts, host)
         spec = self.spec_metadata if spec_metadata is None else spec_metadata
+        spec.runtime_draft_len = k
         spec.num_generations = shape.num_generations
         spec.draft_tokens = rows.draft_tokens.reshape(-1)
         spec.draft_lens = rows.draft_lens
@@ -261,7 +265,7 @@ class ModelEngine:
             input_ids, position_ids.unsqueeze(0), attn_metadata
         )
         asked = hidden_states if logit_rows is None else hidden_states[logit_rows]
-        outputs: dict[str, torch.Tensor] = self.pieces.worker_for(k)(
+        outputs: dict[str, torch.Tensor] = self.pieces.worker(
             input_ids=input_ids,
             position_ids=position_ids.unsqueeze(0),
             hidden_states=hidden_states,
@@ -400,12 +404,3 @@ class ModelEngine:
             check=self._check_metadata,
             backend=self._attn_backend,
         )
-
-
-def _select_generation_inputs(worker: Any) -> Callable[..., GenerationInputs]:
-    """The kernel where the worker runs on kernels."""
-    if getattr(getattr(worker, "ops", None), "name", None) != "triton":
-        return generation_inputs
-    from mtp_plugin.executor.step_inputs import launch
-
-    return launch.generation_inputs

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.speculative.step import StepLayout
 
 
 class SpecRequest(Protocol):
@@ -76,7 +77,8 @@ class AttentionMetadata(Protocol):
     lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write
     to the sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
     ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change
-    it).
+    it). ``after_acceptance(num_accepted)`` [R] int32 is called between verification and the first
+    draft pass: states that cannot be cut back, as those of recurrent layers, move on there.
     """
 
     _seq_lens: torch.Tensor
@@ -156,6 +158,73 @@ class Sampler(Protocol):
     def sample_async(self, scheduled_requests: Any, model_outputs: dict[str, Any]) -> Any: ...
 
     def update_requests(self, state: Any) -> None: ...
+
+
+def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
+    """K of this step: ``runtime_draft_len`` of the host's metadata, or ``max_draft_len``.
+
+    Raises:
+        MetadataError: more than the pieces were built for, or less than none.
+    """
+    chosen = getattr(spec_metadata, "runtime_draft_len", None)
+    if chosen is None:
+        return max_draft_len
+    if not 0 <= chosen <= max_draft_len:
+        raise MetadataError(
+            f"runtime_draft_len: expected 0 to max_draft_len ({max_draft_len}), got {chosen}"
+        )
+    return int(chosen)
+
+
+def read_layout(
+    attn_metadata: Any,
+    spec_metadata: Any,
+    max_draft_len: int,
+    positions: torch.Tensor | None = None,
+) -> StepLayout:
+    """The shape of a step, from a host's metadata.
+
+    Args:
+        max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
+
+    Raises:
+        MetadataError: a draft length that cannot be.
+        TensorContractError: counts and tensors that do not fit each other.
+    """
+    contexts = int(attn_metadata.num_contexts)
+    chunk_lens = tuple(attn_metadata._seq_lens[:contexts].tolist()) if contexts else ()
+    generations = int(attn_metadata.num_seqs) - contexts
+    draft_len = read_step_draft_len(spec_metadata, max_draft_len)
+    if positions is not None:
+        expected = sum(chunk_lens) + generations * (draft_len + 1)
+        if positions.shape[0] != expected:
+            asked = getattr(spec_metadata, "runtime_draft_len", None)
+            raise MetadataError(
+                f"step: expected T = {expected} rows, {sum(chunk_lens)} of prompts and K+1 = "
+                f"{draft_len + 1} for each of {generations} generations (runtime_draft_len: "
+                f"{asked}), got {positions.shape[0]}"
+            )
+    return StepLayout(
+        chunk_lens=chunk_lens,
+        num_generations=generations,
+        draft_len=draft_len,
+        context_lens=attn_metadata.seq_lens_cuda[:contexts],
+        positions=positions,
+    )
+
+
+def read_slots(spec_metadata: Any, layout: StepLayout) -> tuple[Any, torch.Tensor]:
+    """The host's MTP manager, and the requests' rows in its pools [R] int64.
+
+    Raises:
+        MetadataError: the host gave one of them not.
+    """
+    manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
+    if manager is None:
+        raise MetadataError("this step needs spec_metadata.mtp_hidden_states_manager, got None")
+    if spec_metadata.slot_ids is None:
+        raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
+    return manager, spec_metadata.slot_ids[: layout.num_requests]
 
 
 def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:

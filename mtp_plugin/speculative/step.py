@@ -9,12 +9,12 @@ the flat tokens, a generation request K+1 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.checks import expect_output
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -25,7 +25,7 @@ STATUS_NO_FINITE_LOGIT = 1
 
 
 def to_device(
-    values: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """Numbers of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
     host = torch.tensor(values, dtype=dtype)
@@ -90,32 +90,32 @@ class StepLayout:
                     f"{list(tensor.shape)}"
                 )
 
-    @property
+    @cached_property
     def num_contexts(self) -> int:
         """C."""
         return len(self.chunk_lens)
 
-    @property
+    @cached_property
     def num_ctx_tokens(self) -> int:
         """Rows of all contexts together."""
         return sum(self.chunk_lens)
 
-    @property
+    @cached_property
     def num_requests(self) -> int:
         """R = C + G."""
         return len(self.chunk_lens) + self.num_generations
 
-    @property
+    @cached_property
     def step_rows(self) -> int:
         """Rows of a generation: K+1."""
         return self.draft_len + 1
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """T."""
         return self.num_ctx_tokens + self.num_generations * self.step_rows
 
-    @property
+    @cached_property
     def num_logit_rows(self) -> int:
         """Rows of logits: one per context, K+1 per generation."""
         return len(self.chunk_lens) + self.num_generations * self.step_rows
@@ -148,26 +148,6 @@ class Accepted:
             status=torch.empty(requests, dtype=torch.int32, device=device),
         )
 
-    def check(self, requests: int, max_draft_len: int, device: torch.device) -> None:
-        """Check that these tensors take the result of R ``requests`` and K = ``max_draft_len``.
-
-        Raises:
-            TensorContractError: naming the tensor, what was expected and what came.
-        """
-        vector = ((requests,), torch.int32, device)
-        expect_output(
-            "accepted, tokens", self.tokens, (requests, max_draft_len + 1), torch.int32, device
-        )
-        expect_output("accepted, num_accepted", self.num_accepted, *vector)
-        expect_output("accepted, status", self.status, *vector)
-
-    def fill(self, result: Accepted) -> Accepted:
-        """Copy ``result`` into these tensors, and give them."""
-        self.tokens.copy_(result.tokens)
-        self.num_accepted.copy_(result.num_accepted)
-        self.status.copy_(result.status)
-        return self
-
     def last_tokens(self) -> torch.Tensor:
         """The last emitted token of every request [R] int32; 0 where nothing was emitted."""
         column = (self.num_accepted - 1).clamp_min(0).to(torch.int64).unsqueeze(1)
@@ -190,61 +170,13 @@ class FirstPass:
     ids: torch.Tensor
     """[T' + K-1] int32 for vanilla: depth d reads rows [d, d+T'), only the last row of each request
     is written between depths. [T'] for a reused layer."""
-    positions: torch.Tensor  # [T'] int64; 0 for dead rows
+    positions: torch.Tensor
+    """[T'] int64; 0 for dead rows. For a reused layer the step's own."""
     states: torch.Tensor  # [T', H], with K-1 spare rows behind where the window moves by an offset
     last_rows: torch.Tensor  # [R] int64: the row that proposes each request's first draft
     next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
-    kv_lens: torch.Tensor | None = None  # [R] the loop's KV lengths, where they came on the way
-
-    @classmethod
-    def unwritten(
-        cls,
-        num_ids: int,
-        num_rows: int,
-        requests: int,
-        states: torch.Tensor,
-        kv_lens: torch.Tensor | None = None,
-    ) -> FirstPass:
-        """Tensors to write to, beside ``states``; KV lengths where ``kv_lens`` are given."""
-        device = states.device
-        return cls(
-            ids=torch.empty(num_ids, dtype=torch.int32, device=device),
-            positions=torch.empty(num_rows, dtype=torch.int64, device=device),
-            states=states,
-            last_rows=torch.empty(requests, dtype=torch.int64, device=device),
-            kv_lens=None if kv_lens is None else torch.empty_like(kv_lens),
-        )
-
-    @classmethod
-    def beside_step(
-        cls,
-        positions: torch.Tensor,
-        states: torch.Tensor,
-        requests: int,
-        kv_lens: torch.Tensor | None = None,
-    ) -> FirstPass:
-        """Tensors to write to for a reused layer, whose rows are the step's own ``positions`` and
-        ``states``; KV lengths where ``kv_lens`` are given."""
-        device = states.device
-        return cls(
-            ids=torch.empty(states.shape[0], dtype=torch.int32, device=device),
-            positions=positions,
-            states=states,
-            last_rows=torch.empty(requests, dtype=torch.int64, device=device),
-            next_positions=torch.empty(requests, dtype=torch.int64, device=device),
-            kv_lens=None if kv_lens is None else torch.empty_like(kv_lens),
-        )
-
-    def fill(self, result: FirstPass) -> FirstPass:
-        """Copy ``result`` into these tensors, and give them; KV lengths as ``result`` has them.
-
-        What lies in its place already is not written.
-        """
-        for name in ("ids", "positions", "states", "last_rows", "next_positions"):
-            source, target = getattr(result, name), getattr(self, name)
-            if source is not None and source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-        return replace(self, kv_lens=result.kv_lens)
+    kv_lens: torch.Tensor | None = None
+    """[>= R] the loop's KV lengths, where the host's were given."""
 
 
 @dataclass(frozen=True)

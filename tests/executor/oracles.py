@@ -168,10 +168,10 @@ class ScriptedDrafts(nn.Module):
         self._own: list[torch.Tensor] = []
         self._scripts: dict[int, list[int]] = {}
         self._step: dict = {}
-        accept_step = worker._accept
+        verify = worker.verifier.verify
 
-        def accept_and_plan(*args, **kwargs):
-            accepted = accept_step(*args, **kwargs)
+        def verify_and_plan(*args, **kwargs):
+            accepted = verify(*args, **kwargs)
             self._plan(accepted.num_accepted)
             return accepted
 
@@ -183,7 +183,7 @@ class ScriptedDrafts(nn.Module):
                 drafts[row] = script[place.column]
             place.write(drafts)
 
-        worker._accept = accept_and_plan
+        worker.verifier.verify = verify_and_plan
         worker._propose = propose
 
     @property
@@ -208,6 +208,8 @@ class ScriptedDrafts(nn.Module):
         attention, spec = self._step["attn_metadata"], self._step["spec_metadata"]
         positions = self._step["position_ids"].reshape(-1)
         k, row_start = self.max_draft_len, 0
+        if spec.runtime_draft_len is not None:
+            k = spec.runtime_draft_len
         for row, request_id in enumerate(list(spec.request_ids)):
             rows = int(attention.seq_lens[row])
             is_context = row < attention.num_contexts

@@ -519,7 +519,7 @@ def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vani
     )
     engine = llm.executor.engine
     engine.captured = None  # captured with the workers that are taken away
-    engine.pieces = dataclasses.replace(engine.pieces, make_worker=None)
+    engine.pieces = dataclasses.replace(engine.pieces, shorter_steps=False)
     assert engine.pieces.draft_lens() == (K,)
     watched = Watched(llm)
     for prompt, request in run_waves(watched, [(2, 24), (2, 10), (2, 8), (0, 0)], seed=7):

@@ -305,17 +305,20 @@ class SlotRequest:
 def test_synthetic_pieces_say_so() -> None:
     options = {"verification": "synthetic", "synthetic_acceptance": [0.5, 0.25]}
     pieces = build(max_draft_len=2, mtp=options)
-    assert pieces.is_synthetic
-    assert pieces.worker.is_synthetic
-    assert pieces.worker.synthetic_thresholds.tolist() == [2**29, 2**29]
-    assert not build(max_draft_len=2).is_synthetic
+    assert pieces.label.name == "synthetic"
+    assert pieces.alarms is None
+    (mode,) = pieces.worker.verifier.modes
+    assert mode.rule.thresholds.tolist() == [2**29, 2**29]
+    strict = build(max_draft_len=2)
+    assert strict.label is None
+    assert strict.alarms is not None
 
 
 # --- a cut draft vocabulary ---
 
 
-def test_a_draft_vocabulary_reaches_every_worker(tmp_path: Path) -> None:
-    """One tensor, ascending, for the host and for the workers of shorter steps, cold ones too."""
+def test_a_draft_vocabulary_reaches_the_worker(tmp_path: Path) -> None:
+    """One tensor, ascending, for the host and for the worker."""
     listed = tmp_path / "ids.json"
     listed.write_text("[9, 31, 2]")
     for option, ids in ((4, [0, 1, 2, 3]), (str(listed), [2, 9, 31]), (32, list(range(32)))):
@@ -324,9 +327,8 @@ def test_a_draft_vocabulary_reaches_every_worker(tmp_path: Path) -> None:
             pieces = build(max_draft_len=2, mtp=options)
             assert pieces.draft_vocab_ids.dtype == torch.int32
             assert pieces.draft_vocab_ids.tolist() == ids
-            for draft_len in (0, 1, 2):
-                worker = pieces.worker_for(draft_len)
-                assert worker.draft_vocab_ids.data_ptr() == pieces.draft_vocab_ids.data_ptr()
+            given = pieces.worker.draft_vocab_ids
+            assert given.data_ptr() == pieces.draft_vocab_ids.data_ptr()
     whole = build(max_draft_len=2)
     assert whole.draft_vocab_ids is None
     assert whole.worker.draft_vocab_ids is None
@@ -366,11 +368,13 @@ def tokenizer() -> dict[str, list[int]]:
 
 def test_thinking_tokens_reach_worker_and_manager(tokenizer: dict[str, list[int]]) -> None:
     pieces = build(host(encode=tokenizer.__getitem__), **RELAXED)
-    assert (pieces.worker.begin_token, pieces.worker.end_token) == (7, 8)
-    assert pieces.manager.thinking_tokens == (7, 8)
-    assert (pieces.manager.relaxed_topk, pieces.manager.relaxed_delta) == (4, 0.5)
+    for modes in (pieces.worker.verifier.modes, pieces.manager.modes):
+        strict, relaxed = modes
+        assert (strict.name, relaxed.thinking_tokens) == ("strict", (7, 8))
+        assert (relaxed.topk, relaxed.delta) == (4, 0.5)
+    assert pieces.label.name == "relaxed"
     given = build(begin_thinking_phase_token=3, end_thinking_phase_token=4, **RELAXED)
-    assert (given.worker.begin_token, given.worker.end_token) == (3, 4)
+    assert given.worker.verifier.modes[1].thinking_tokens == (3, 4)
 
 
 def test_thinking_tokens_outside_the_vocabulary(tokenizer: dict[str, list[int]]) -> None:
@@ -384,5 +388,5 @@ def test_thinking_tokens_outside_the_vocabulary(tokenizer: dict[str, list[int]])
 
 
 def test_strict_decoding_needs_no_thinking_tokens() -> None:
-    worker = build(max_draft_len=2).worker
-    assert (worker.begin_token, worker.end_token) == (-1, -1)
+    (mode,) = build(max_draft_len=2).worker.verifier.modes
+    assert mode.name == "strict"

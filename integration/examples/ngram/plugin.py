@@ -15,11 +15,18 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.plugin import DraftPlan, HostFacts, SpeculativePieces
+from mtp_plugin.speculative.host import read_layout
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
-from mtp_plugin.speculative.ops.acceptance import accept_strict
 from mtp_plugin.speculative.sampler import MTPSampler
-from mtp_plugin.speculative.step import Accepted, StepOutput
+from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput
+from mtp_plugin.speculative.verification import (
+    ModeOptions,
+    StrictVerification,
+    VerificationInputs,
+    Verifier,
+)
 
 
 class TextPool:
@@ -78,6 +85,9 @@ class LookupWorker(torch.nn.Module):
         self.max_draft_len = max_draft_len
         self.ngram = ngram
         self.pool = pool
+        self.backend = Backend.of("auto", pool.device)
+        mode = StrictVerification(ModeOptions(None, max_draft_len, pool.device))
+        self.verifier = Verifier([mode])
 
     def forward(
         self,
@@ -88,17 +98,12 @@ class LookupWorker(torch.nn.Module):
         spec_metadata: Any,
         **_: Any,
     ) -> dict[str, torch.Tensor]:
-        num_contexts, num_seqs = attn_metadata.num_contexts, attn_metadata.num_seqs
-        accepted = accept_strict(
-            logits,
-            spec_metadata.draft_tokens,
-            num_contexts=num_contexts,
-            max_draft_len=self.max_draft_len,
-            draft_lens=spec_metadata.draft_lens,
-            final_context=spec_metadata.next_prompt_tokens < 0,
-        )
-        slots = spec_metadata.slot_ids[:num_seqs]
-        lengths = self._write(slots, input_ids, position_ids[0], accepted, attn_metadata)
+        positions = position_ids[0]
+        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len, positions)
+        inputs = VerificationInputs.read(layout, logits, input_ids, spec_metadata)
+        accepted = self.verifier.verify(layout, inputs, backend=self.backend)
+        slots = spec_metadata.slot_ids[: layout.num_requests]
+        lengths = self._write(layout, slots, input_ids, positions, accepted)
         drafts = look_up(self.pool.tokens[slots], lengths, self.ngram, self.max_draft_len)
         return StepOutput(
             logits=logits,
@@ -111,24 +116,24 @@ class LookupWorker(torch.nn.Module):
 
     def _write(
         self,
+        layout: StepLayout,
         slots: torch.Tensor,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         accepted: Accepted,
-        attn_metadata: Any,
     ) -> torch.Tensor:
         """Put prompt rows and emitted tokens where they belong; the texts' lengths [R] int64."""
-        num_contexts, num_rows = attn_metadata.num_contexts, attn_metadata.num_ctx_tokens
+        num_contexts, num_rows = layout.num_contexts, layout.num_ctx_tokens
         text, last_column = self.pool.tokens, self.pool.tokens.shape[1] - 1
-        chunk_lens = attn_metadata.seq_lens_cuda[:num_contexts].long()
+        chunk_lens = layout.context_lens.long()
         owners = torch.repeat_interleave(slots[:num_contexts], chunk_lens, output_size=num_rows)
         text[owners, positions[:num_rows]] = input_ids[:num_rows]
 
         # behind a chunk, and behind the input of a generation's first row
         ends = positions[chunk_lens.cumsum(0) - 1] + 1
-        newest = positions[num_rows :: self.max_draft_len + 1] + 1
+        newest = positions[num_rows :: layout.step_rows] + 1
         first = torch.cat([ends, newest])
-        columns = torch.arange(self.max_draft_len + 1, device=first.device)
+        columns = torch.arange(layout.step_rows, device=first.device)
         where = (first.unsqueeze(1) + columns).clamp_max(last_column)
         where = where.masked_fill(accepted.tokens < 0, last_column)
         text[slots.unsqueeze(1), where] = accepted.tokens.clamp_min(0)

@@ -40,8 +40,8 @@ complete draft KV for.
 of its requests is fixed, whatever they turn out to emit. A preempted request starts anew with its
 first prompt chunk; the late result of its old life is dropped with its epoch, and no gate sees it.
 
-The embedded executor runs a worker per K' (`SpeculativePieces.worker_for`), in eager steps as in
-captured ones.
+The embedded executor hands K' to the worker as ``runtime_draft_len``, in eager steps as in captured
+ones.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.errors import ConfigError
+import torch
+
+from mtp_plugin.errors import ConfigError, expect
 
 KEY = "mtp.draft_vocab"
 SHOWN = 5
@@ -44,6 +46,35 @@ def resolve_draft_vocab(
             f"{where}: expected ids of the vocabulary of {vocab_size}, got {_listed(outside)}"
         )
     return ids
+
+
+def place_draft_vocab(
+    options: Any, ids: torch.Tensor | None, device: torch.device | str
+) -> torch.Tensor | None:
+    """The ids that a worker drafts from, [V'] int32 on ``device``; None: all.
+
+    Args:
+        options: ``mtp`` of the worker's config. ids: that it was built with.
+
+    Raises:
+        ConfigError: a config that cuts the vocabulary without ids beside it, or ids that are no
+            vector of torch.int32.
+    """
+    if ids is None:
+        asked = getattr(options, "draft_vocab", None)
+        expect(
+            asked is None,
+            ConfigError,
+            f"{KEY}: {asked!r} would be ignored; expected draft_vocab_ids beside it",
+        )
+        return None
+    expect(
+        ids.dim() == 1 and ids.shape[0] > 0 and ids.dtype == torch.int32,
+        ConfigError,
+        "draft_vocab_ids: expected a vector of torch.int32, of one id at least, got "
+        f"{ids.dtype} {list(ids.shape)}",
+    )
+    return ids.to(device=device).contiguous()
 
 
 def _read_json(path: str, where: str) -> Any:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
+from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.speculative.drafting.attention_loop import draft_loop, kv_floor
-from mtp_plugin.speculative.drafting.worker import SpecWorker, Step
-from mtp_plugin.speculative.ops.draft_inputs import concatenate
-from mtp_plugin.speculative.step import Accepted, DraftColumn, DraftInputs, FirstPass
+from mtp_plugin.speculative.drafting.attention_loop import draft_loop
+from mtp_plugin.speculative.drafting.draft_layers import run_layer
+from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
+from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
+from mtp_plugin.speculative.step import Accepted, DraftColumn
 
 
-class MTPEagleWorker(SpecWorker):
+class MTPEagleWorker(EaglePublicSteps, SpecWorker):
     """Drafts with one layer K times, each pass reading its own last state and draft.
 
     Story, K = 3: the target read ``t u v w`` and emitted ``u v x`` (n = 3). Pass 1 reads tokens
@@ -23,10 +26,15 @@ class MTPEagleWorker(SpecWorker):
     ``z``. Rows written from guessed states are rewritten by the next step's first pass.
     """
 
+    @override
     def _draft(
-        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+        self,
+        step: ForwardInputs,
+        accepted: Accepted,
+        drafts: torch.Tensor,
+        next_tokens: torch.Tensor,
     ) -> None:
-        layers = step.mtp_layers
+        layers, draft_len = step.mtp_layers, step.layout.draft_len
         expect(
             layers is not None and len(layers) >= 1,
             ConfigError,
@@ -34,46 +42,42 @@ class MTPEagleWorker(SpecWorker):
         )
         layer = layers[0]
         max_position = getattr(step.spec_metadata, "max_position", None)
-        first: FirstPass = self.ops.eagle_first_pass(
-            step.input_ids,
-            step.positions,
-            step.hidden_states,
+        first = build_reused_inputs(
+            step.layout,
+            step.rows,
             accepted.tokens,
             accepted.num_accepted,
-            self._context_successors(step, next_tokens[:, 0]),
-            step.context_lens,
-            num_contexts=step.num_contexts,
-            num_ctx_tokens=step.num_ctx_tokens,
+            step.context_successors(next_tokens[:, 0]),
             max_position=max_position,
-            kv_lens=getattr(step.attn_metadata, "kv_lens_cuda", None),
-            kv_floor=kv_floor(step.attn_metadata, 1),
+            kv=step.kv(1),
+            backend=self.backend,
         )
         positions = first.next_positions
         if positions is None:
             raise MetadataError("eagle: the first pass gave no positions for the second")
         with draft_loop(step.attn_metadata) as loop:
             # a step without drafts reads no state, and still brings the layer's KV up to date
-            proposing = first.last_rows if self.max_draft_len else first.last_rows[:0]
-            states = self._run_layer(
+            proposing = first.last_rows if draft_len else first.last_rows[:0]
+            states = run_layer(
                 layer, step, first.ids, first.positions, first.states, output_rows=proposing
             )
-            for column in range(self.max_draft_len):
+            for column in range(draft_len):
                 if column == 1:
                     loop.feed_single_rows(
                         accepted.num_accepted,
-                        self.max_draft_len,
+                        draft_len,
                         self._real_contexts(step),
                         first.kv_lens,
                     )
                 elif column > 1:
                     loop.advance(moved=True)
                 if column > 0:
-                    states = self._run_layer(
+                    states = run_layer(
                         layer, step, drafts[:, column - 1], positions, states, single_rows=True
                     )
                 logits = layer.shared_head(states, step.lm_head, step.attn_metadata, True)
                 place = DraftColumn(drafts, next_tokens, column)
-                if 0 < column < self.max_draft_len - 1:
+                if 0 < column < draft_len - 1:
                     # the next pass is one row further
                     place = replace(
                         place,
@@ -83,79 +87,12 @@ class MTPEagleWorker(SpecWorker):
                     )
                 self._propose(logits, place)
 
-    def prepare_drafter_inputs(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        last_tokens_idx: torch.Tensor,
-        hidden_states: torch.Tensor,
-        accepted_tokens: torch.Tensor,
-        attn_metadata: Any,
-        spec_metadata: Any,  # noqa: ARG002 - TensorRT-LLM's signature
-    ) -> dict[str, Any]:
-        """TensorRT-LLM's inputs of pass 1: shifted prompts, all accepted columns of generations.
-
-        Args:
-            last_tokens_idx: [R] last flat row of each sequence (read for contexts).
-            accepted_tokens: [R, K+1], negative behind the run.
-        """
-        num_contexts = attn_metadata.num_contexts
-        ends = last_tokens_idx[:num_contexts].to(torch.int64)
-        lens = torch.diff(ends, prepend=ends.new_full((1,), -1)) if num_contexts else ends
-        inputs = self._rows(
-            input_ids.reshape(-1),
-            position_ids.reshape(-1),
-            hidden_states,
-            lens,
-            accepted_tokens[:num_contexts, 0].clamp_min(0),  # a run without a token has none
-            accepted_tokens[num_contexts:],
-            attn_metadata.num_ctx_tokens,
-        )
-        # positions come back as they came, [T] or [1, T]
-        like = (*position_ids.shape[:-1], -1)
-        return {
-            "input_ids": inputs.input_ids,
-            "position_ids": inputs.position_ids.to(position_ids.dtype).view(like),
-            "hidden_states": inputs.hidden_states,
-            "attn_metadata": attn_metadata,
-        }
-
-    def _rows(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden_states: torch.Tensor,
-        context_lens: torch.Tensor,
-        context_successors: torch.Tensor,
-        accepted_tokens: torch.Tensor,
-        num_ctx_tokens: int,
-    ) -> DraftInputs:
-        parts: list[DraftInputs] = []
-        if num_ctx_tokens > 0:
-            contexts = slice(0, num_ctx_tokens)
-            parts.append(
-                self.ops.context_rows(
-                    input_ids[contexts],
-                    positions[contexts],
-                    hidden_states[contexts],
-                    context_lens,
-                    context_successors,
-                )
-            )
-        if accepted_tokens.shape[0] > 0:
-            generations = slice(num_ctx_tokens, None)
-            parts.append(
-                self.ops.accepted_rows(
-                    accepted_tokens, positions[generations], hidden_states[generations]
-                )
-            )
-        return parts[0] if len(parts) == 1 else concatenate(*parts)
-
     @staticmethod
-    def _real_contexts(step: Step) -> torch.Tensor | None:
+    def _real_contexts(step: ForwardInputs) -> torch.Tensor | None:
         """[C] bool: contexts whose prompt ends; None where all do."""
         next_prompt = getattr(step.spec_metadata, "next_prompt_tokens", None)
-        if next_prompt is None or step.num_contexts == 0:
+        contexts = step.layout.num_contexts
+        if next_prompt is None or contexts == 0:
             return None
-        real: torch.Tensor = next_prompt[: step.num_contexts] < 0
+        real: torch.Tensor = next_prompt[:contexts] < 0
         return real

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from mtp_plugin.speculative.drafting.worker import SpecWorker, Step
+import torch
+from typing_extensions import override
+
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
+from mtp_plugin.speculative.drafting.public_steps import PublicSteps
+from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.step import Accepted
 
 
-class NoDraftsWorker(SpecWorker):
-    """Emits the target's next token and proposes nothing (K = 0)."""
+class NoDraftsWorker(PublicSteps, SpecWorker):
+    """Emits the target's next token and proposes nothing.
+
+    Raises:
+        ConfigError: a config of another K than 0.
+    """
 
     min_draft_len = 0
 
+    def __init__(self, spec_config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(spec_config, *args, **options)
+        expect(
+            self.max_draft_len == 0,
+            ConfigError,
+            f"max_draft_len: expected 0 without drafts, got {self.max_draft_len}",
+        )
+
+    @override
     def _draft(
-        self, step: Step, accepted: Accepted, drafts: torch.Tensor, next_tokens: torch.Tensor
+        self,
+        step: ForwardInputs,
+        accepted: Accepted,
+        drafts: torch.Tensor,
+        next_tokens: torch.Tensor,
     ) -> None:
         """Nothing to draft."""

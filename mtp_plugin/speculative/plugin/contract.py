@@ -8,7 +8,7 @@ once the model is there. It then runs the pieces without knowing what they do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.host import ResourceManager, Sampler
+from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
 
 
@@ -87,28 +88,18 @@ class SpeculativePieces:
     """Chooses every step's draft length; None: K in every step."""
     alarms: AcceptanceAlarms | None = None
     """Gets every request-step from the sampler; None: nobody does."""
-    is_synthetic: bool = False
-    """Draws accept the drafts: whatever reports acceptance or text has to say so."""
-
-    make_worker: Callable[[int], torch.nn.Module] | None = None
-    """Draft length -> the worker of shorter steps; None: every step has K, of which
+    label: Label | None = None
+    """What reports of acceptance and text must say; None: the text is the target's own."""
+    shorter_steps: bool = False
+    """The worker obeys the metadata's ``runtime_draft_len``; False: every step has K, of which
     ``draft_lengths`` lets requests verify fewer."""
     draft_vocab_ids: torch.Tensor | None = None
     """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
     head."""
-    _workers: dict[int, torch.nn.Module] = field(default_factory=dict)
-
-    def worker_for(self, draft_len: int) -> torch.nn.Module:
-        """The worker of steps that verify and make ``draft_len`` drafts."""
-        if self.make_worker is None or draft_len == self.plan.max_draft_len:
-            return self.worker
-        if draft_len not in self._workers:
-            self._workers[draft_len] = self.make_worker(draft_len)
-        return self._workers[draft_len]
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
         """The draft lengths that may be chosen, of all batch sizes or of these."""
-        if self.draft_lengths is None or self.make_worker is None:
+        if self.draft_lengths is None or not self.shorter_steps:
             return (self.plan.max_draft_len,)
         return tuple(self.draft_lengths.draft_lens(batch_sizes))
 
@@ -120,7 +111,7 @@ class SpeculativePieces:
         if self.draft_lengths is None:
             return self.plan.max_draft_len
         chosen = self.draft_lengths.plan(batch)
-        return self.plan.max_draft_len if self.make_worker is None else chosen
+        return chosen if self.shorter_steps else self.plan.max_draft_len
 
 
 class SpeculativePlugin(Protocol):

@@ -11,7 +11,7 @@ from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.requests.thinking import resolve_thinking_tokens
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
-from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
@@ -22,6 +22,7 @@ from mtp_plugin.speculative.plugin.contract import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.verification import BUILT, check_modes, label_of
 
 
 class MTPPlugin:
@@ -35,6 +36,7 @@ class MTPPlugin:
         self._refuse_unbuilt(config)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
+        check_modes(config, k)
         if config.use_mtp_vanilla:
             return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
         return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
@@ -102,8 +104,9 @@ class MTPPlugin:
             )
 
         lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
-        # a synthetic draw's acceptance says nothing about the drafts
-        alarms = None if config.mtp.verification == "synthetic" else AcceptanceAlarms()
+        label = label_of(config, k)
+        # acceptance by draw says nothing about the drafts
+        alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
 
         def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:
             lengths.record(num_emitted, num_drafted)
@@ -118,18 +121,6 @@ class MTPPlugin:
             on_step=on_step,
         )
 
-        def make_worker(draft_len: int) -> torch.nn.Module:
-            chain = config.mtp.chain or host.chain
-            cold = draft_len == 0 and not config.mtp.keep_warm
-            chosen = NoDraftsWorker if cold else worker_class
-            return chosen(
-                settings,
-                chain=chain,
-                device=host.device,
-                step_draft_len=draft_len,
-                draft_vocab_ids=draft_vocab_ids,
-            )
-
         return SpeculativePieces(
             manager,
             worker,
@@ -138,9 +129,9 @@ class MTPPlugin:
             plan,
             lengths,
             alarms,
-            worker.is_synthetic,
-            make_worker,
-            draft_vocab_ids,
+            label,
+            shorter_steps=True,
+            draft_vocab_ids=draft_vocab_ids,
         )
 
     @staticmethod
@@ -155,7 +146,7 @@ class MTPPlugin:
         unbuilt = [
             f"mtp.{name}={getattr(config.mtp, name)}"
             for name, built in (
-                ("verification", ("coupled", "synthetic")),
+                ("verification", BUILT),
                 ("draft_sampling", ("coupled", "greedy")),
             )
             if getattr(config.mtp, name) not in built

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from mtp_plugin.speculative.verification import RelaxedVerification
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
 from tests.speculative.drafting.phases import set_phases
 from tests.speculative.drafting.story import VOCAB
@@ -101,7 +102,7 @@ def test_the_bare_step_cannot_count() -> None:
     step = Step(1, [Prompt([1, 2])])
     step.spec.row_parameters = RowParameters(int32([[EOS]]), int32([9]))
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
-    with pytest.raises(MetadataError, match="min_tokens_end: acceptance needs position_ids"):
+    with pytest.raises(TensorContractError, match="min_tokens_end: needs the step's positions"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 
@@ -259,9 +260,14 @@ def test_a_dead_row_ends_no_phase() -> None:
     assert step.manager.thinking_pool[0] == 1
 
 
+def thinking_tokens(holder: Any) -> tuple[int, int]:
+    modes = [mode for mode in holder.modes if isinstance(mode, RelaxedVerification)]
+    return modes[0].thinking_tokens
+
+
 def test_thinking_tokens_given_to_the_worker_win() -> None:
     worker = MTPEagleWorker(CONFIG, thinking_tokens=(7, 8), device="cpu")
-    assert (worker.begin_token, worker.end_token) == (7, 8)
+    assert thinking_tokens(worker.verifier) == (7, 8)
 
 
 @KERNELS
@@ -336,7 +342,7 @@ def test_given_thinking_ids_win_in_both_pieces() -> None:
         manager = MTPHiddenStatesManager(
             config, torch.float32, H, 2, device="cpu", thinking_tokens=(5, 6)
         )
-        assert (worker.begin_token, worker.end_token) == manager.thinking_tokens == (5, 6)
+        assert thinking_tokens(worker.verifier) == thinking_tokens(manager) == (5, 6)
 
 
 def test_thinking_ids_of_a_host_are_taken() -> None:
@@ -347,7 +353,7 @@ def test_thinking_ids_of_a_host_are_taken() -> None:
     )
     worker = MTPEagleWorker(config, device="cpu")
     manager = MTPHiddenStatesManager(config, torch.float32, H, 2, device="cpu")
-    assert (worker.begin_token, worker.end_token) == manager.thinking_tokens == (128798, 128799)
+    assert thinking_tokens(worker.verifier) == thinking_tokens(manager) == (128798, 128799)
 
 
 def test_ids_of_every_result_are_tokens() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.speculative.ops.backend import triton_ops
+from mtp_plugin.kernels.backend import Backend
 from tests.speculative.drafting.test_kernels import DEVICE, Case, MixingLayer
 
 
@@ -65,11 +65,11 @@ def test_r02_a_request_does_not_depend_on_its_batch(
     embedding = torch.randn(997, hidden, generator=dice).to(DEVICE, dtype)
     tables = [torch.randn(97, vocab, generator=dice).to(DEVICE) for _ in range(3)]
     case.layers = [PickingLayer(embedding, table) for table in tables]
-    together, pools = case.run(triton_ops())
+    together, pools = case.run(Backend.TRITON)
     ours = ("new_tokens", "new_tokens_lens", "next_draft_tokens", "next_new_tokens", "status")
     requests = len(prompts) + batch
     for request in range(requests):
-        alone, own_pools = case.alone(request).run(triton_ops())
+        alone, own_pools = case.alone(request).run(Backend.TRITON)
         for key in ours:
             assert torch.equal(together[key][request], alone[key][0]), (key, request)
         for pool, own in zip(pools, own_pools, strict=True):

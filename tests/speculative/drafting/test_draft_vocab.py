@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, TensorContractError
-from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
-from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, StepOps, triton_ops
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
 from tests.speculative.ops.draft import story
 from tests.speculative.ops.on_device import DEVICE, vector
 
 WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
-OPS = [pytest.param(REFERENCE_OPS, id="reference"), pytest.param(triton_ops(), id="kernels")]
 
 
 class CutLayer(MixingLayer):
@@ -41,14 +40,14 @@ class MaskedLayer(MixingLayer):
 
 
 def run(
-    case: Case, kind: type[MixingLayer], ops: StepOps, ids: torch.Tensor
+    case: Case, kind: type[MixingLayer], backend: Backend, ids: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """The step on its own copy of all state: outputs, and pools afterwards."""
     case = copy.deepcopy(case)
     worker_class = MTPWorker if case.vanilla else MTPEagleWorker
     given_ids = ids if kind is CutLayer else None
     worker = worker_class(case.config, device=DEVICE, draft_vocab_ids=given_ids)
-    worker.ops = ops
+    worker.backend = backend
     outputs = worker(
         **case.inputs,
         lm_head=ids,
@@ -80,9 +79,9 @@ def test_the_step_of_a_masked_head(vocab: int, share: float, seed: int, **option
     case = Case(vocab=vocab, hidden=8, seed=seed, **options)
     count = max(1, round(share * vocab))
     ids = vector(sorted(random.Random(seed).sample(range(vocab), count)), torch.int32)
-    told, told_pools = run(case, MaskedLayer, REFERENCE_OPS, ids)
+    told, told_pools = run(case, MaskedLayer, Backend.TORCH, ids)
     assert torch.isin(told["next_draft_tokens"], ids).all()
-    for ops in (REFERENCE_OPS, triton_ops()):
+    for ops in (Backend.TORCH, Backend.TRITON):
         outputs, pools = run(case, CutLayer, ops, ids)
         for key, value in told.items():
             assert torch.equal(outputs[key], value), key
@@ -97,19 +96,19 @@ def test_a_cut_makes_a_difference_to_drafts_alone(vanilla: bool) -> None:
         k=3, chunks=[(0, 4, True)], num_generations=4, vocab=130, hidden=8, seed=1, vanilla=vanilla
     )
     few, all_ids = vector([3, 50, 90], torch.int32), vector(range(130), torch.int32)
-    cut, whole = (run(case, CutLayer, triton_ops(), ids)[0] for ids in (few, all_ids))
-    plain = case.run(triton_ops())[0]
+    cut, whole = (run(case, CutLayer, Backend.TRITON, ids)[0] for ids in (few, all_ids))
+    plain = case.run(Backend.TRITON)[0]
     for key, value in plain.items():
         assert torch.equal(whole[key], value), key
         assert torch.equal(cut[key], value) is ("draft" not in key and "next" not in key), key
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("kind", WORKERS)
-def test_the_public_step_gives_ids(kind: type, ops: StepOps) -> None:
+def test_the_public_step_gives_ids(kind: type, backend: Backend) -> None:
     ids = [2, 3, 7, 11]
     worker = kind(MTPDecodingConfig(max_draft_len=2), draft_vocab_ids=vector(ids, torch.int32))
-    worker.ops = ops
+    worker.backend = backend
     rows = [[0.0, 1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 5.0]]
     logits = torch.full((2, 12), 9.0)
     logits[:, ids] = torch.tensor(rows)
@@ -121,12 +120,12 @@ def test_the_public_step_gives_ids(kind: type, ops: StepOps) -> None:
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-@pytest.mark.parametrize("ops", OPS)
-def test_a_host_that_hands_the_whole_head_is_told(vanilla: bool, ops: StepOps) -> None:
+@pytest.mark.parametrize("backend", Backend)
+def test_a_host_that_hands_the_whole_head_is_told(vanilla: bool, backend: Backend) -> None:
     case = Case(k=2, chunks=[], num_generations=2, vocab=30, hidden=8, seed=1, vanilla=vanilla)
     kind = MTPWorker if vanilla else MTPEagleWorker
     worker = kind(case.config, device=DEVICE, draft_vocab_ids=vector(range(9), torch.int32))
-    worker.ops = ops
+    worker.backend = backend
     with pytest.raises(TensorContractError, match=r"expected \[R, 9\], .* got \[2, 30\]"):
         worker(
             **case.inputs,
@@ -136,7 +135,7 @@ def test_a_host_that_hands_the_whole_head_is_told(vanilla: bool, ops: StepOps) -
         )
 
 
-@pytest.mark.parametrize("kind", [*WORKERS, pytest.param(NoDraftsWorker, id="plain")])
+@pytest.mark.parametrize("kind", WORKERS)
 def test_what_a_worker_is_made_with(kind: type) -> None:
     options = MTPDecodingConfig(max_draft_len=2, mtp={"draft_vocab": 9})
     with pytest.raises(

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stop_ids import NO_STOP, TOO_MANY_STOPS
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
-from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, triton_ops
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import RowParameters
 from tests.speculative.drafting.host import LimitedAttention
@@ -210,12 +210,12 @@ class Case:
         return one
 
     def run(
-        self, ops, *, may_overwrite_states: bool = False
+        self, backend: Backend, *, may_overwrite_states: bool = False
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """The step on its own copy of all state: outputs, and pools afterwards."""
         case = copy.deepcopy(self)
         worker = (MTPWorker if self.vanilla else MTPEagleWorker)(case.config)
-        worker.ops = ops
+        worker.backend = backend
         worker.may_overwrite_states = may_overwrite_states
         outputs = worker(
             **case.inputs,
@@ -227,7 +227,7 @@ class Case:
         )
         manager = case.manager
         pools = [manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool]
-        if manager.use_relaxed_acceptance_for_thinking:
+        if hasattr(manager, "thinking_pool"):
             pools += [manager.thinking_pool, manager.mtp_relaxed_delta_pool]
         for name, before in self.inputs.items():
             if name != "hidden_states" or not may_overwrite_states:
@@ -235,8 +235,8 @@ class Case:
         return outputs, pools
 
     def check(self) -> None:
-        outputs, pools = self.run(triton_ops())
-        expected, expected_pools = self.run(REFERENCE_OPS)
+        outputs, pools = self.run(Backend.TRITON)
+        expected, expected_pools = self.run(Backend.TORCH)
         for key, value in expected.items():
             assert torch.equal(outputs[key], value), key
             assert outputs[key].dtype == value.dtype
@@ -276,7 +276,7 @@ def test_modes_and_stops_make_a_difference() -> None:
     runs = {}
     for name in ("strict", "relaxed", "synthetic", "early_stops"):
         named = {} if name == "strict" else {name: True}
-        runs[name] = Case(**options, **named, seed=3).run(triton_ops())[0]["new_tokens"]
+        runs[name] = Case(**options, **named, seed=3).run(Backend.TRITON)[0]["new_tokens"]
     for name in ("relaxed", "synthetic", "early_stops"):
         assert not torch.equal(runs[name], runs["strict"]), name
 
@@ -288,9 +288,9 @@ def test_prompts_of_a_host_without_look_ahead(vanilla: bool) -> None:
     shape = {"k": 3, "num_generations": 0, "vocab": 130, "hidden": 8, "vanilla": vanilla}
     case = Case(chunks=chunks, **shape, seed=3, look_ahead=False)
     case.check()
-    outputs, _ = case.run(triton_ops())
+    outputs, _ = case.run(Backend.TRITON)
     for request in range(len(chunks)):
-        one, _ = case.alone(request).run(REFERENCE_OPS)
+        one, _ = case.alone(request).run(Backend.TORCH)
         assert torch.equal(outputs["next_draft_tokens"][request], one["next_draft_tokens"][0])
 
 
@@ -298,8 +298,8 @@ def test_prompts_of_a_host_without_look_ahead(vanilla: bool) -> None:
 def test_padding_rows_may_share_a_slot(vanilla: bool) -> None:
     case = Case(k=3, chunks=[], num_generations=4, vocab=64, hidden=16, seed=1, vanilla=vanilla)
     case.spec.slot_ids[2:] = case.manager.sentinel_slot
-    outputs, pools = case.run(triton_ops())
-    expected, expected_pools = case.run(REFERENCE_OPS)
+    outputs, pools = case.run(Backend.TRITON)
+    expected, expected_pools = case.run(Backend.TORCH)
     for key, value in expected.items():
         assert torch.equal(outputs[key][:2], value[:2])
     sentinel = case.manager.sentinel_slot
@@ -358,7 +358,7 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
 
     captured = case(0)
     worker = (MTPWorker if vanilla else MTPEagleWorker)(captured.config)
-    worker.ops = triton_ops()
+    worker.backend = Backend.TRITON
 
     def step():
         return worker(
@@ -381,7 +381,7 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
         outputs = step()
     for seed in (1, 2):
         fresh = case(seed)
-        expected, pools = fresh.run(REFERENCE_OPS)
+        expected, pools = fresh.run(Backend.TORCH)
         for name, value in captured.inputs.items():
             value.copy_(fresh.inputs[name])
         for mine, theirs in zip(captured.ready, fresh.ready, strict=True):

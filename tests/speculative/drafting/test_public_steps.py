@@ -308,7 +308,8 @@ def test_vanilla_inputs_near_the_start() -> None:
 def test_vanilla_inputs_of_a_shorter_step() -> None:
     """One draft of three: the window is the newest pair of the pools, not the oldest."""
     spec, _, _ = with_pools(3, ["tuv"])
-    worker = MTPWorker(make_config(3), device="cpu", step_draft_len=1)
+    worker = MTPWorker(make_config(3), device="cpu")
+    spec.runtime_draft_len = 1
     worker.update_mtp_hidden_states(
         int32(ids("wx")), states("wx"), int32([2]), spec, Attention([2], 0)
     )
@@ -434,6 +435,18 @@ def test_lengths_never_fall_below_the_rows() -> None:
     assert attn.kv_lens_cuda.tolist() == [3]
     worker.restore_attn_metadata(attn)
     assert attn.kv_lens_cuda.tolist() == [6]
+
+
+def test_a_step_of_fewer_drafts_is_changed_by_its_own_rows() -> None:
+    """K = 1 of 3: two rows of which one was accepted; and rows that no step has."""
+    attn = KVAttention([2], 0, [20])
+    worker = make_worker(MTPWorker, 3)
+    worker.change_attn_metadata(int32([1]), attn)
+    assert (attn.kv_lens_cuda.tolist(), attn._seq_lens.tolist()) == ([19], [1])
+    worker.restore_attn_metadata(attn)
+    for rows in (1, 5):
+        with pytest.raises(MetadataError, match=rf"generations of 2 to K\+1 = 4 rows, got {rows}"):
+            worker.change_attn_metadata(int32([1]), KVAttention([rows], 0, [20]))
 
 
 def test_changes_come_in_pairs() -> None:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPWorker
-from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, triton_ops
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
 
 
-@pytest.mark.parametrize("ops", [REFERENCE_OPS, triton_ops()], ids=["reference", "triton"])
+@pytest.mark.parametrize("backend", Backend)
 @settings(max_examples=12)
 @given(
     k=st.integers(1, 4),
@@ -26,7 +26,7 @@ from tests.speculative.drafting.test_kernels import Case, MixingLayer
     chain=st.sampled_from(["output", "target_shift", "none"]),
     returns_input=st.booleans(),
 )
-def test_states_that_may_be_overwritten(ops, starts, num_generations, **options: Any) -> None:
+def test_states_that_may_be_overwritten(backend, starts, num_generations, **options: Any) -> None:
     """The same step whether a host reads its states again or not."""
     case = Case(
         chunks=[(start, 4 + i, True) for i, start in enumerate(starts)],
@@ -35,15 +35,14 @@ def test_states_that_may_be_overwritten(ops, starts, num_generations, **options:
         hidden=24,
         **options,
     )
-    outputs, pools = case.run(ops, may_overwrite_states=True)
-    expected, expected_pools = case.run(ops)
+    outputs, pools = case.run(backend, may_overwrite_states=True)
+    expected, expected_pools = case.run(backend)
     for key, value in expected.items():
         assert torch.equal(outputs[key], value), key
     for pool, value in zip(pools, expected_pools, strict=True):
         assert torch.equal(pool, value)
 
 
-@pytest.mark.parametrize("ops", [REFERENCE_OPS, triton_ops()], ids=["reference", "triton"])
 @pytest.mark.parametrize(
     ("options", "allowed", "stays"),
     [
@@ -57,7 +56,7 @@ def test_states_that_may_be_overwritten(ops, starts, num_generations, **options:
     ],
 )
 def test_states_stay_where_their_rows_do(
-    ops, options: dict[str, Any], allowed: bool, stays: bool
+    options: dict[str, Any], allowed: bool, stays: bool
 ) -> None:
     """The first depth reads the step's own tensor, where that saves copying prompts."""
     shape = {"chunks": [(0, 5, True)], "num_generations": 2, **options}
@@ -71,7 +70,7 @@ def test_states_stay_where_their_rows_do(
 
     layer, worker = case.layers[0], MTPWorker(case.config)
     case.layers[0] = Watched(layer.embedding, layer.head, returns_input=False)
-    worker.ops, worker.may_overwrite_states = ops, allowed
+    worker.backend, worker.may_overwrite_states = Backend.TRITON, allowed
     worker(
         **case.inputs,
         attn_metadata=case.attention,

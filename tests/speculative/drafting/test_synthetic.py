@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MetadataError
-from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
-from mtp_plugin.speculative.ops.backend import triton_ops
+from mtp_plugin.errors import ConfigError, TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from mtp_plugin.speculative.verification import label_of
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn, int32
 from tests.speculative.drafting.story import VOCAB
 from tests.speculative.ops.synthetic_acceptance import story
 
 K, SEED = 3, 11
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are here")
-OPS = [
-    pytest.param(None, id="reference"),
-    pytest.param(triton_ops(), id="kernels", marks=INTERPRETED),
+BACKENDS = [
+    pytest.param(Backend.TORCH, id="torch"),
+    pytest.param(Backend.TRITON, id="triton", marks=INTERPRETED),
 ]
 WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
 
@@ -38,10 +39,9 @@ def config(rates: Any, k: int = K, seed: int = SEED, **options: Any) -> MTPDecod
     )
 
 
-def run(step: Step, rates: Any, kind: type = MTPEagleWorker, ops: Any = None) -> dict[str, Any]:
+def run(step: Step, rates: Any, kind: type, backend: Backend) -> dict[str, Any]:
     worker = kind(config(rates, step.k), device="cpu")
-    if ops is not None:
-        worker.ops = ops
+    worker.backend = backend
     return worker(**step.inputs(), mtp_layers=[ScriptedLayer(d) for d in range(step.k)])
 
 
@@ -51,9 +51,9 @@ def turn(length: int, draft_len: int | None = None) -> Turn:
     return Turn(text, [20, 21, 22], [30, 31, 32, 33], draft_len)
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", WORKERS)
-def test_draws_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
+def test_draws_go_by_the_positions_of_the_drafts(kind: type, backend: Backend) -> None:
     """The newest token of a text stands at its length; the drafts behind it are told their draws.
 
     A prompt in front and one request's neighbours move nothing.
@@ -62,7 +62,7 @@ def test_draws_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
     thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
     lengths = [2, 3, 5, 8, 13, 21, 34, 55]
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(length) for length in lengths])
-    result = run(step, rates, kind, ops)
+    result = run(step, rates, kind, backend)
     told = [story.forced(length, thresholds, SEED) for length in lengths]
     assert len(set(told)) > 2
     tokens = [
@@ -71,33 +71,33 @@ def test_draws_go_by_the_positions_of_the_drafts(kind: type, ops: Any) -> None:
     ]
     assert result["new_tokens"].tolist() == [[7, -1, -1, -1], *tokens]
     assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
-    alone = run(Step(K, [], [turn(lengths[3])]), rates, kind, ops)
+    alone = run(Step(K, [], [turn(lengths[3])]), rates, kind, backend)
     assert alone["new_tokens"][0].tolist() == tokens[3]
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", WORKERS)
-def test_requests_of_one_length_draw_for_themselves(kind: type, ops: Any) -> None:
+def test_requests_of_one_length_draw_for_themselves(kind: type, backend: Backend) -> None:
     """Numbers are those of the batch, prompts counted; nobody reads that of a prompt."""
     thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
     numbers = [3, 0, 1, 2, 3, 500, 2**31 - 1]
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(9)] * (len(numbers) - 1))
     stops = int32([[-1]] * len(numbers))
     step.spec.row_parameters = RowParameters(stops, None, int32(numbers))
-    result = run(step, [0.75, 0.5, 0.25], kind, ops)
+    result = run(step, [0.75, 0.5, 0.25], kind, backend)
     told = [story.forced(9, thresholds, SEED, number) for number in numbers[1:]]
     assert len(set(told)) > 1
     assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("rates", "count"), [(1.0, 3), (0.0, 0), ([1.0, 1.0, 0.0], 2)])
-def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, ops: Any) -> None:
+def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, backend: Backend) -> None:
     """R45: drafts outside the vocabulary, absent ones and rows without values end a run."""
     turns = [turn(9), turn(9, draft_len=1), turn(9), turn(9)]
     turns[2].drafts[1] = VOCAB
     turns[3].target[1] = None
-    result = run(Step(K, [], turns), rates, ops=ops)
+    result = run(Step(K, [], turns), rates, MTPEagleWorker, backend)
     lens = [count + 1, min(count, 1) + 1, min(count, 1) + 1, 1]
     assert result["new_tokens_lens"].tolist() == lens
     failed = STATUS_NO_FINITE_LOGIT if count else 0
@@ -109,13 +109,13 @@ def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, ops: Any) -
         assert row[length:] == [-1] * (K + 1 - length)
 
 
-@pytest.mark.parametrize("ops", OPS)
-def test_a_stop_that_comes_too_early_is_not_forced(ops: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stop_that_comes_too_early_is_not_forced(backend: Backend) -> None:
     """A masked token is emitted in no mode; the logits are given back as they came."""
     step = Step(K, [], [turn(9), turn(9)])
     step.spec.row_parameters = RowParameters(int32([[21], [21]]), int32([12, 11]))
     before = step.logits.clone()
-    result = run(step, 1.0, ops=ops)
+    result = run(step, 1.0, MTPEagleWorker, backend)
     # drafts stand at 10, 11 and 12; the second of them is a stop
     assert result["new_tokens"].tolist() == [[20, 31, -1, -1], [20, 21, 22, 33]]
     assert torch.equal(step.logits, before)
@@ -125,7 +125,9 @@ def test_a_stop_that_comes_too_early_is_not_forced(ops: Any) -> None:
 def test_positions_must_be_there() -> None:
     step = Step(K, [], [turn(9)])
     worker = MTPEagleWorker(config(0.5), device="cpu")
-    with pytest.raises(MetadataError, match="synthetic acceptance: its draws need position_ids"):
+    with pytest.raises(
+        TensorContractError, match="synthetic acceptance: needs the step's positions"
+    ):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 
@@ -144,13 +146,31 @@ def test_rates_of_another_k() -> None:
         MTPEagleWorker(options, device="cpu")
 
 
-def test_workers_say_whether_draws_decide() -> None:
-    assert MTPEagleWorker(config(0.5), device="cpu").is_synthetic
-    assert not MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu").is_synthetic
-    assert not NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu").is_synthetic
+def test_labels_say_whether_draws_decide() -> None:
+    label = label_of(config([0.9, 0.8, 0.5]), K)
+    assert (label.name, label.settings, label.is_drawn) == ("synthetic", "90% / 80% / 50%", True)
+    assert label_of(MTPDecodingConfig(max_draft_len=K), K) is None
+    assert label_of(SimpleNamespace(max_draft_len=0), 0) is None
 
 
-def test_rates_are_buffers_that_no_checkpoint_holds() -> None:
-    worker = MTPEagleWorker(config(0.5), device="cpu")
-    assert set(dict(worker.named_buffers())) == {"synthetic_thresholds", "synthetic_seed"}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shorter_steps_draw_with_the_first_rates(backend: Backend) -> None:
+    """One worker for K = 3 and, where the host asks for them, steps of fewer drafts."""
+    worker = MTPEagleWorker(config([1.0, 1.0, 0.0]), device="cpu")
+    worker.backend = backend
+    for k, count in ((3, 2), (2, 2), (1, 1), (0, 0)):
+        turns = [Turn([1, 2], [20, 21, 22][:k], [30, 31, 32, 33][: k + 1])]
+        step = Step(k, [], turns)
+        step.spec.runtime_draft_len = k
+        result = worker(**step.inputs(), mtp_layers=[ScriptedLayer(d) for d in range(K)])
+        assert result["new_tokens_lens"].tolist() == [count + 1]
+        assert result["next_draft_tokens"].shape == (1, k)
+
+
+def test_rates_go_where_the_worker_goes() -> None:
+    """As buffers do; no checkpoint holds them."""
+    worker = MTPEagleWorker(config([0.5, 0.4, 0.3]), device="cpu")
+    (mode,) = worker.verifier.modes
     assert not worker.state_dict()
+    worker.to("meta")
+    assert {mode.rule.thresholds.device.type, mode.rule.seed.device.type} == {"meta"}

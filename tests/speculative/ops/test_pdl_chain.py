@@ -1,25 +1,32 @@
 """Kernels one behind the other, each launched before the one in front has ended.
 
 A kernel that does not wait reads what the step before left there: inputs change with every step,
-and all scratch is shared.
+and results lie where those of a step before lay.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
 
-from mtp_plugin.kernels.top_k import Top1Partials
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.top_k import launch as top_k
+from mtp_plugin.speculative.ops.acceptance import accept
 from mtp_plugin.speculative.ops.acceptance import launch as acceptance
-from mtp_plugin.speculative.ops.backend import REFERENCE_OPS, StepOps, triton_ops
 from mtp_plugin.speculative.ops.draft import launch as draft_step
+from mtp_plugin.speculative.ops.draft import propose
+from mtp_plugin.speculative.ops.draft_inputs import (
+    History,
+    LoopKVLens,
+    TargetRows,
+    advance_and_build_inputs,
+    build_reused_inputs,
+)
 from mtp_plugin.speculative.ops.draft_inputs import launch as draft_inputs
-from mtp_plugin.speculative.step import Accepted, DraftColumn, FirstPass
+from mtp_plugin.speculative.step import DraftColumn, StepLayout
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, poisoned
@@ -93,71 +100,66 @@ class State:
         self.next_tokens.fill_(-777)
 
 
-class Chain:
-    """Accept, first pass, K proposals; `out` is where the kernels write beside the state."""
-
-    def __init__(self, vanilla: bool, state: State) -> None:
-        self.vanilla = vanilla
-        (batch, k), (rows, vocab) = state.drafts.shape, state.logits.shape
-        self.accepted = Accepted.unwritten(batch, k, DEVICE)
-        self.scratch = Top1Partials.unwritten(rows, vocab, DEVICE)
-        self.draft_scratch = Top1Partials.unwritten(batch, vocab, DEVICE)
-        if vanilla:
-            room = torch.empty_like(state.hidden_states)
-            self.first = FirstPass.unwritten(rows + k - 1, rows, batch, room, state.kv_lens)
-        else:
-            positions, states = state.positions, state.hidden_states
-            self.first = FirstPass.beside_step(positions, states, batch, state.kv_lens)
-
-    def run(self, ops: StepOps, state: State, *, handed_in: bool = True) -> dict[str, torch.Tensor]:
-        """All results; those of the kernels lie where they lay the step before."""
-        k = state.drafts.shape[1]
-
-        def out(**given: Any) -> dict[str, Any]:
-            return given if handed_in else {}
-
-        last, none = state.next_tokens[:, 0], state.kv_lens[:0]
-        shape = {"num_contexts": 0, "max_draft_len": k, "draft_lens": state.draft_lens}
-        accepted = ops.accept_strict(
-            state.logits,
-            state.drafts,
-            **shape,
-            last_tokens=last,
-            **out(out=self.accepted, scratch=self.scratch),
+def run(vanilla: bool, state: State, backend: Backend) -> dict[str, torch.Tensor]:
+    """Accept, first pass, K proposals: all results."""
+    batch, k = state.drafts.shape
+    last = state.next_tokens[:, 0]
+    layout = StepLayout((), batch, k, state.kv_lens[:0], state.positions)
+    rows = TargetRows(state.input_ids, state.hidden_states)
+    kv = LoopKVLens(state.kv_lens, None)
+    accepted = accept(
+        layout,
+        state.logits,
+        state.drafts,
+        draft_lens=state.draft_lens,
+        last_tokens=last,
+        backend=backend,
+    ).accepted
+    if vanilla:
+        history = History(state.tokens_pool, state.states_pool, state.slots)
+        first = advance_and_build_inputs(
+            layout,
+            history,
+            rows,
+            accepted.num_accepted,
+            last,
+            None,
+            window=k + 1,
+            history_lens=[],
+            kv=kv,
+            backend=backend,
         )
-        step = state.input_ids, state.positions, state.hidden_states
-        shared = {"kv_lens": state.kv_lens, **out(out=self.first)}
-        if self.vanilla:
-            pools = state.tokens_pool, state.states_pool, state.slots
-            counts = accepted.num_accepted, last
-            shared |= {"chunk_lens": [], "history_lens": [], "window": k + 1}
-            first = ops.vanilla_first_pass(*pools, *step, *counts, None, none, **shared)
-        else:
-            counts = accepted.tokens, accepted.num_accepted
-            shared |= {"num_contexts": 0, "num_ctx_tokens": 0, "max_position": MAX_POSITION}
-            first = ops.eagle_first_pass(*step, *counts, None, none, **shared)
-        for column in range(k):
-            place = DraftColumn(state.new_drafts, state.next_tokens, column)
-            if self.vanilla and column + 1 < k:
-                place = DraftColumn(
-                    state.new_drafts, state.next_tokens, column, first.ids, first.last_rows
-                )
-            elif not self.vanilla:
-                place = DraftColumn(
-                    state.new_drafts,
-                    state.next_tokens,
-                    column,
-                    positions=first.next_positions,
-                    kv_lens=state.kv_lens,
-                    max_position=MAX_POSITION,
-                )
-            ops.propose(state.draft_logits[column], place, **out(scratch=self.draft_scratch))
-        results = {field.name: getattr(accepted, field.name) for field in fields(accepted)}
-        results |= {name: getattr(first, name) for name in ("ids", "positions", "last_rows")}
-        results["states"] = first.states
-        if first.next_positions is not None:
-            results["next_positions"] = first.next_positions
-        return results | {name: getattr(state, name) for name in CHANGED}
+    else:
+        first = build_reused_inputs(
+            layout,
+            rows,
+            accepted.tokens,
+            accepted.num_accepted,
+            None,
+            max_position=MAX_POSITION,
+            kv=kv,
+            backend=backend,
+        )
+    for column in range(k):
+        place = DraftColumn(state.new_drafts, state.next_tokens, column)
+        if vanilla and column + 1 < k:
+            place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
+        elif not vanilla:
+            place = replace(
+                place,
+                positions=first.next_positions,
+                kv_lens=state.kv_lens,
+                max_position=MAX_POSITION,
+            )
+        propose(state.draft_logits[column], place, backend=backend)
+    results = {field.name: getattr(accepted, field.name) for field in fields(accepted)}
+    for name in ("positions", "last_rows", "states"):
+        results[name] = getattr(first, name)
+    results["ids"] = first.ids[: len(state.input_ids)]  # those behind are of later depths
+    results["loop_kv_lens"] = first.kv_lens
+    if first.next_positions is not None:
+        results["next_positions"] = first.next_positions
+    return results | {name: getattr(state, name) for name in CHANGED}
 
 
 CHANGED = ("kv_lens", "tokens_pool", "states_pool", "new_drafts", "next_tokens")
@@ -191,10 +193,9 @@ def test_every_step_is_the_reference(
         for module in (acceptance, draft_inputs, draft_step, top_k):
             monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
     state = State.of(batch, k, vocab, hidden)
-    chain, ops = Chain(vanilla, state), triton_ops()
 
     def step() -> dict[str, torch.Tensor]:
-        return chain.run(ops, state)
+        return run(vanilla, state, Backend.TRITON)
 
     if in_graph:
         graph, results = captured(step)
@@ -208,11 +209,9 @@ def test_every_step_is_the_reference(
             graph.replay()
         else:
             results = step()
-        expected = chain.run(REFERENCE_OPS, theirs, handed_in=False)
-        rows = len(state.input_ids)
+        expected = run(vanilla, theirs, Backend.TORCH)
         for name, value in expected.items():
-            mine, told = (t[:rows] if name == "ids" else t for t in (results[name], value))
-            differs = (mine != told).any()
+            differs = (results[name] != value).any()
             wrong[name] = wrong[name] | differs if name in wrong else differs
         emitted += expected["num_accepted"].sum()
     assert [name for name, differs in wrong.items() if bool(differs)] == []
@@ -223,9 +222,8 @@ def test_every_step_is_the_reference(
 def test_a_state_left_from_the_step_before_is_seen() -> None:
     """The comparison above fails where one kernel reads old partials."""
     state = State.of(3, 2, 130, 16)
-    chain = Chain(True, state)
-    before = {name: value.clone() for name, value in chain.run(triton_ops(), state).items()}
+    before = {n: value.clone() for n, value in run(True, state, Backend.TRITON).items()}
     state.shuffle(torch.Generator(DEVICE).manual_seed(3))
-    after = chain.run(triton_ops(), state)
+    after = run(True, state, Backend.TRITON)
     for name in ("tokens", "ids", "states", *CHANGED):
         assert not same_bits(before[name], after[name]), name

@@ -374,6 +374,6 @@ def test_upper_case_names_of_a_host_are_read() -> None:
         END_THINKING_PHASE_TOKEN=END,
     )
     manager = make(config)
-    assert manager.thinking_tokens == (BEGIN, END)
+    assert manager.modes[1].thinking_tokens == (BEGIN, END)
     manager.prepare_resources(batch(Request(1, [BEGIN])))
     assert manager.mtp_relaxed_delta_pool[0] == 0.5

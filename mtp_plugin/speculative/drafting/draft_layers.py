@@ -1,0 +1,66 @@
+"""One call of a draft layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
+
+
+def takes_output_rows(layer: Any) -> bool:
+    """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
+    return bool(getattr(layer, "takes_output_rows", False))
+
+
+def run_layer(
+    layer: Any,
+    step: ForwardInputs,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    *,
+    single_rows: bool = False,
+    output_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """States [T', H]; with ``output_rows`` [N], of flat rows, those rows alone [N, H].
+
+    Args:
+        input_ids, positions: [T']. hidden_states: [T', H]. single_rows: one row per request.
+
+    Raises:
+        TensorContractError: a layer that was told which rows are read gave others.
+    """
+    spec = step.spec_metadata
+    counts = getattr(spec, "all_rank_num_tokens", None)
+    largest = getattr(spec, "all_rank_max_num_tokens", None)
+    if single_rows:
+        counts = getattr(spec, "subseq_all_rank_num_tokens", None)
+        largest = max(counts) if largest is not None and counts is not None else largest
+    given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
+    extra: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    # ranks that exchange rows count all of them
+    selects = output_rows is not None and counts is None and takes_output_rows(layer)
+    if selects:
+        extra["output_rows"] = output_rows
+    states: torch.Tensor = layer(
+        embed_tokens=step.embed_tokens,
+        input_ids=input_ids,
+        position_ids=positions.unsqueeze(0),
+        hidden_states=hidden_states,
+        attn_metadata=step.attn_metadata,
+        **extra,
+    )
+    if output_rows is None:
+        return states
+    if not selects:
+        return states[output_rows]
+    expect(
+        states.shape[0] == output_rows.shape[0],
+        TensorContractError,
+        f"a layer with takes_output_rows returned {states.shape[0]} rows where "
+        f"{output_rows.shape[0]} were asked for",
+    )
+    return states

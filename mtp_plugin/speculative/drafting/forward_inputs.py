@@ -1,0 +1,118 @@
+"""What a worker's ``forward`` was called with, checked, and with its layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import ConfigError, TensorContractError, expect
+from mtp_plugin.speculative.drafting.attention_loop import kv_floor
+from mtp_plugin.speculative.host import read_layout, read_slots
+from mtp_plugin.speculative.ops.draft_inputs import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.step import StepLayout
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The inputs of one ``forward``, with flat ids and positions."""
+
+    layout: StepLayout
+    rows: TargetRows  # ids [T] and the target's states [T, H]
+    positions: torch.Tensor  # [T]
+    logits: torch.Tensor  # [C + G*(K+1), V]
+    lm_head: Any
+    embed_tokens: Any
+    attn_metadata: Any
+    spec_metadata: Any
+    mtp_layers: Any
+
+    @classmethod
+    def read(
+        cls,
+        max_draft_len: int,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        lm_head: Any,
+        embed_tokens: Any,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        mtp_layers: Any,
+        draft_model: Any,
+    ) -> ForwardInputs:
+        """Check them, and read what a ``draft_model`` has of them.
+
+        Raises:
+            TensorContractError, MetadataError: an input that does not fit the others.
+        """
+        ids, positions = input_ids.reshape(-1), position_ids.reshape(-1)
+        rows = ids.shape[0]
+        expect(
+            positions.shape[0] == rows and hidden_states.shape[0] == rows,
+            TensorContractError,
+            f"forward: expected T = {rows} positions and states like input_ids, got "
+            f"{positions.shape[0]} and {hidden_states.shape[0]}",
+        )
+
+        def given(value: Any, name: str) -> Any:
+            return value if value is not None else getattr(draft_model, name, None)
+
+        return cls(
+            layout=read_layout(attn_metadata, spec_metadata, max_draft_len, positions),
+            rows=TargetRows(ids, hidden_states),
+            positions=positions,
+            logits=as_rows(logits),
+            lm_head=given(lm_head, "lm_head"),
+            embed_tokens=given(embed_tokens, "embed_tokens"),
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+            mtp_layers=given(mtp_layers, "mtp_layers"),
+        )
+
+    def kv(self, fed_rows: int) -> LoopKVLens | None:
+        """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""
+        lens = getattr(self.attn_metadata, "kv_lens_cuda", None)
+        return None if lens is None else LoopKVLens(lens, kv_floor(self.attn_metadata, fed_rows))
+
+    def context_successors(self, last_tokens: torch.Tensor) -> torch.Tensor | None:
+        """The token behind each context's last row [C]: emitted, or the known next prompt token;
+        None without contexts.
+
+        Args:
+            last_tokens: [R] that each request emitted last.
+        """
+        contexts = self.layout.num_contexts
+        if contexts == 0:
+            return None
+        emitted = last_tokens[:contexts]
+        next_prompt = getattr(self.spec_metadata, "next_prompt_tokens", None)
+        if next_prompt is None:
+            return emitted
+        known = next_prompt[:contexts].to(emitted.dtype)
+        return torch.where(known >= 0, known, emitted)
+
+
+def read_history(spec_metadata: Any, layout: StepLayout, max_draft_len: int) -> History:
+    """The pools of the host's manager, which keep K pairs per slot.
+
+    Raises:
+        MetadataError: the host gave no manager, or no slots.
+        ConfigError: the pools keep another number of pairs.
+    """
+    manager, slots = read_slots(spec_metadata, layout)
+    tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
+    if tokens.shape[1] != max_draft_len or states.shape[1] != max_draft_len:
+        raise ConfigError(
+            f"pools of the MTP manager: expected K = {max_draft_len} past pairs per slot as this "
+            f"worker drafts, got {tokens.shape[1]} tokens and {states.shape[1]} states; give "
+            f"manager and worker the same max_draft_len"
+        )
+    return History(tokens, states, slots)
+
+
+def as_rows(logits: torch.Tensor) -> torch.Tensor:
+    """[V] of one row -> [1, V]."""
+    return logits.unsqueeze(0) if logits.dim() == 1 else logits

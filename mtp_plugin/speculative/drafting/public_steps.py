@@ -1,0 +1,210 @@
+"""TensorRT-LLM's steps of a worker one by one, for hosts and tests that call them so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
+from mtp_plugin.speculative.drafting.forward_inputs import as_rows, read_history
+from mtp_plugin.speculative.host import read_layout
+from mtp_plugin.speculative.ops.draft import draft_argmax
+from mtp_plugin.speculative.ops.draft_inputs import (
+    TargetRows,
+    accepted_rows,
+    advance_history,
+    concatenate,
+    context_rows,
+    generation_window,
+)
+from mtp_plugin.speculative.step import DraftInputs, expect_vocab
+from mtp_plugin.speculative.verification import VerificationInputs, Verifier
+
+
+class PublicSteps:
+    """The steps that both workers have, with TensorRT-LLM's signatures; mixed into them."""
+
+    max_draft_len: int
+    backend: Backend
+    verifier: Verifier
+    draft_vocab_ids: torch.Tensor | None
+    _public_loop: DraftLoop | None = None
+
+    def sample_and_accept_draft_tokens(
+        self,
+        input_ids: torch.Tensor | None,
+        logits: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Emitted tokens [R, K+1] int32 (tail -1) and their counts [R] int32."""
+        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len)
+        flat = None if input_ids is None else input_ids.reshape(-1)
+        inputs = VerificationInputs.read(layout, as_rows(logits), flat, spec_metadata)
+        accepted = self.verifier.verify(layout, inputs, backend=self.backend)
+        return accepted.tokens, accepted.num_accepted
+
+    def update_mtp_hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_accepted_tokens: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> None:
+        """Advance the slot pools in place by this step's inputs and states."""
+        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len)
+        advance_history(
+            layout,
+            read_history(spec_metadata, layout, self.max_draft_len),
+            TargetRows(input_ids.reshape(-1), hidden_states),
+            num_accepted_tokens,
+            backend=self.backend,
+        )
+
+    def change_attn_metadata(self, num_accepted_tokens: torch.Tensor, attn_metadata: Any) -> None:
+        """Generations: ``seq_lens`` - 1 and ``kv_lens`` - (K+1-n), until
+        ``restore_attn_metadata``."""
+        expect(
+            self._public_loop is None,
+            MetadataError,
+            "change_attn_metadata: the previous change was not restored",
+        )
+        draft_len = self.max_draft_len
+        if attn_metadata.num_seqs > attn_metadata.num_contexts:
+            # the step's own K: its generations have K+1 rows
+            draft_len = int(attn_metadata._seq_lens[attn_metadata.num_contexts]) - 1
+            expect(
+                1 <= draft_len <= self.max_draft_len,
+                MetadataError,
+                f"change_attn_metadata: expected generations of 2 to K+1 = "
+                f"{self.max_draft_len + 1} rows, got {draft_len + 1}",
+            )
+        loop = DraftLoop(attn_metadata)
+        loop.open()
+        loop.feed_window(num_accepted_tokens, draft_len + 1, draft_len)
+        self._public_loop = loop
+
+    def restore_attn_metadata(self, attn_metadata: Any) -> None:  # noqa: ARG002
+        """Undo ``change_attn_metadata``."""
+        if self._public_loop is None:
+            raise MetadataError("restore_attn_metadata: nothing was changed")
+        self._public_loop.close()
+        self._public_loop = None
+
+    def draft_sampler(self, logits: torch.Tensor) -> torch.Tensor:
+        """Greedy drafts of logits [N, V] -> [N] int32; of [N, V'] with ``draft_vocab_ids``."""
+        drafts = draft_argmax(logits, backend=self.backend)
+        if self.draft_vocab_ids is None:
+            return drafts
+        expect_vocab(logits, self.draft_vocab_ids)
+        return self.draft_vocab_ids.index_select(0, drafts)
+
+
+class VanillaPublicSteps(PublicSteps):
+    """The steps of a layer per depth."""
+
+    def prepare_drafter_inputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        accepted_tokens: torch.Tensor,
+        num_accepted_tokens: torch.Tensor,
+        spec_metadata: Any,
+        attn_metadata: Any,
+    ) -> dict[str, Any]:
+        """TensorRT-LLM's inputs of depth 1: shifted prompts, K rows per generation from the pools.
+
+        Call it after ``update_mtp_hidden_states``: the pools then end before the bonus token.
+        """
+        positions = position_ids.reshape(-1)
+        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len, positions)
+        history = read_history(spec_metadata, layout, self.max_draft_len)
+        k, contexts, chunks = layout.draft_len, layout.num_contexts, layout.num_ctx_tokens
+        num_accepted = num_accepted_tokens.to(torch.int64)
+        last = accepted_tokens.gather(1, (num_accepted - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
+        last = last.clamp_min(0)  # a run without a token has none
+        parts: list[DraftInputs] = []
+        if contexts > 0:
+            parts.append(
+                context_rows(
+                    input_ids.reshape(-1)[:chunks],
+                    positions[:chunks],
+                    hidden_states[:chunks],
+                    layout.context_lens,
+                    last[:contexts],
+                )
+            )
+        if layout.num_generations > 0:
+            slots = history.slot_ids[contexts:]
+            parts.append(
+                generation_window(
+                    history.tokens[slots],
+                    history.states[slots],
+                    torch.full_like(slots, self.max_draft_len - k),
+                    last[contexts:],
+                    positions[chunks :: layout.step_rows] + num_accepted[contexts:] - k,
+                    k,
+                )
+            )
+        return _as_given(parts, position_ids, attn_metadata)
+
+
+class EaglePublicSteps(PublicSteps):
+    """The steps of a reused layer."""
+
+    def prepare_drafter_inputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        last_tokens_idx: torch.Tensor,
+        hidden_states: torch.Tensor,
+        accepted_tokens: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,  # noqa: ARG002 - TensorRT-LLM's signature
+    ) -> dict[str, Any]:
+        """TensorRT-LLM's inputs of pass 1: shifted prompts, all accepted columns of generations.
+
+        Args:
+            last_tokens_idx: [R] last flat row of each sequence (read for contexts).
+            accepted_tokens: [R, K+1], negative behind the run.
+        """
+        contexts, chunks = attn_metadata.num_contexts, attn_metadata.num_ctx_tokens
+        positions = position_ids.reshape(-1)
+        parts: list[DraftInputs] = []
+        if contexts > 0:
+            ends = last_tokens_idx[:contexts].to(torch.int64)
+            parts.append(
+                context_rows(
+                    input_ids.reshape(-1)[:chunks],
+                    positions[:chunks],
+                    hidden_states[:chunks],
+                    torch.diff(ends, prepend=ends.new_full((1,), -1)),
+                    accepted_tokens[:contexts, 0].clamp_min(0),  # a run without a token has none
+                )
+            )
+        if accepted_tokens.shape[0] > contexts:
+            parts.append(
+                accepted_rows(
+                    accepted_tokens[contexts:], positions[chunks:], hidden_states[chunks:]
+                )
+            )
+        return _as_given(parts, position_ids, attn_metadata)
+
+
+def _as_given(
+    parts: list[DraftInputs], position_ids: torch.Tensor, attn_metadata: Any
+) -> dict[str, Any]:
+    """The rows under TensorRT-LLM's names; positions as they came, [T] or [1, T]."""
+    inputs = parts[0] if len(parts) == 1 else concatenate(*parts)
+    like = (*position_ids.shape[:-1], -1)
+    return {
+        "input_ids": inputs.input_ids,
+        "position_ids": inputs.position_ids.to(position_ids.dtype).view(like),
+        "hidden_states": inputs.hidden_states,
+        "attn_metadata": attn_metadata,
+    }

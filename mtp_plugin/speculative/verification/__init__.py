@@ -1,0 +1,33 @@
+"""Target logits -> accepted tokens: one file a mode, their registry, and a worker's set of them."""
+
+from mtp_plugin.speculative.verification.contract import (
+    ModeOptions,
+    SlotColumn,
+    VerificationInputs,
+    VerificationMode,
+)
+from mtp_plugin.speculative.verification.registry import (
+    BUILT,
+    MODES,
+    check_modes,
+    label_of,
+    make_modes,
+)
+from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
+from mtp_plugin.speculative.verification.strict import StrictVerification
+from mtp_plugin.speculative.verification.verifier import Verifier
+
+__all__ = [
+    "BUILT",
+    "MODES",
+    "ModeOptions",
+    "RelaxedVerification",
+    "SlotColumn",
+    "StrictVerification",
+    "VerificationInputs",
+    "VerificationMode",
+    "Verifier",
+    "check_modes",
+    "label_of",
+    "make_modes",
+]

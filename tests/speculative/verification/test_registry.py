@@ -1,0 +1,82 @@
+"""Which modes a config enables, and what they say of themselves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.speculative.verification import (
+    BUILT,
+    MODES,
+    ModeOptions,
+    check_modes,
+    label_of,
+    make_modes,
+)
+
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 4,
+    "relaxed_delta": 0.5,
+    "begin_thinking_phase_token": 3,
+    "end_thinking_phase_token": 4,
+}
+SYNTHETIC = {"mtp": {"verification": "synthetic", "synthetic_acceptance": [0.5, 0.25]}}
+
+
+def options(config: Any) -> ModeOptions:
+    return ModeOptions(config, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "label"),
+    [
+        pytest.param(MTPDecodingConfig(max_draft_len=2), ["strict"], None, id="strict"),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=2, **RELAXED),
+            ["strict", "relaxed"],
+            "relaxed acceptance (top 4, delta 0.5): while a request thinks, drafts near the first "
+            "choice stand too; texts may differ",
+            id="relaxed",
+        ),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=2, **SYNTHETIC),
+            ["synthetic"],
+            "synthetic acceptance (50% / 25%): for benchmarks: drafts are accepted by draw, the "
+            "text is not the model's",
+            id="synthetic",
+        ),
+        pytest.param(SimpleNamespace(), ["strict"], None, id="a-host's"),
+        pytest.param(SimpleNamespace(mtp=SimpleNamespace()), ["strict"], None, id="few-options"),
+    ],
+)
+def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None:
+    check_modes(config, 2)
+    assert [mode.name for mode in make_modes(options(config))] == names
+    told = label_of(config, 2)
+    assert (None if told is None else str(told)) == label
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_a_verification_that_is_not_built(relaxed: bool) -> None:
+    """Another mode beside it does not hide it."""
+    config = SimpleNamespace(
+        use_relaxed_acceptance_for_thinking=relaxed, mtp=SimpleNamespace(verification="rejection")
+    )
+    for ask in (lambda: check_modes(config, 2), lambda: make_modes(options(config))):
+        with pytest.raises(
+            ConfigError,
+            match=r"mtp.verification: expected one of coupled, synthetic, got 'rejection', which "
+            r"is not built in this version",
+        ):
+            ask()
+
+
+def test_names_tell_modes_apart() -> None:
+    assert len({mode.name for mode in MODES}) == len(MODES)
+    assert len(set(BUILT)) == len(BUILT)
