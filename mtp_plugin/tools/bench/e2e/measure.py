@@ -6,17 +6,14 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from mtp_plugin.config import parse_config
 from mtp_plugin.errors import MTPPluginError, expect
 from mtp_plugin.executor import LLM
-from mtp_plugin.executor.resolved_config import resolve_max_seq_len
-from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.batch import (
@@ -26,11 +23,16 @@ from mtp_plugin.tools.bench.e2e.batch import (
     TimedStep,
     pooled,
     run_batch,
-    steady_tokens,
     synchronize,
 )
-from mtp_plugin.tools.bench.e2e.cases import VANILLA, E2ECase, E2EOptions, Synthetic
-from mtp_plugin.tools.bench.e2e.gate import Gate, Match
+from mtp_plugin.tools.bench.e2e.case_config import (
+    LEAST_STEADY_STEPS,
+    check_case,
+    executor_config,
+)
+from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
+from mtp_plugin.tools.bench.e2e.gate import Gate
+from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome, Phases, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.tools.bench.e2e.prompts import make_prompts
 from mtp_plugin.tools.bench.e2e.subject import Subject
@@ -38,37 +40,14 @@ from mtp_plugin.tools.bench.timing import Times
 
 T = TypeVar("T")
 
-TOKENS_PER_BLOCK = 32
-PREFILL_TOKENS, CPU_PREFILL_TOKENS = 8192, 1024
-"""Target rows of a step at most."""
 WARM_UP_STEPS = 6
 TRACED_STEPS = 5
-LEAST_STEADY_STEPS = 3
 LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
 """Seconds of steps that only generate over which a device is timed, within so many runs."""
 HOST_BOUND_GAP = 0.03
 """Share of a step for which the device may be idle. Copies and the sampler keep any replay from the
 next one for some 16 microseconds: where that is more, steps are as short as the host's part."""
 ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Medians over steps, milliseconds."""
-
-    spent: dict[str, float]
-    """By phase; together the time that a step keeps the device busy."""
-    host_gap: float
-    """What lies between two steps on the device: the sampler, copies, waiting for the host. With
-    graphs it is measured between replays, in a run of its own; else it is the rest of a step."""
-    samples: int
-    gap_samples: int
-    """Of the gap where it was measured."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
-        counts = {"samples": self.samples, "gap_samples": self.gap_samples}
-        return {**self.spent, "host_gap": self.host_gap, **counts}
 
 
 @dataclass(frozen=True)
@@ -86,133 +65,6 @@ class Measured:
     def runs(self) -> list[Run]:
         """All of them."""
         return [*self.timed, *self.others]
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """A case whose tokens matched."""
-
-    seconds: float
-    num_tokens: int
-    first_tokens_seconds: float
-    step_ms: Times
-    """From a step in which every request generates to the next one."""
-    steady_tokens_per_second: float
-    """In those steps, so by their mean."""
-    acceptance: AcceptanceStats
-    """In those steps."""
-    share_of_repeated_8_grams: float
-    phases: Phases | None
-    host_bound: bool
-    """Whether another host gives other figures: see `is_host_bound`."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole batch from start to end, prompts included."""
-        return self.num_tokens / self.seconds
-
-    def as_dict(self, batch: int) -> dict[str, Any]:
-        """For the JSON document."""
-        return {
-            "seconds": self.seconds,
-            "tokens": self.num_tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_request": self.tokens_per_second / batch,
-            "first_tokens_seconds": self.first_tokens_seconds,
-            "host_bound": self.host_bound,
-            "step_ms": asdict(self.step_ms),
-            "steady_tokens_per_second": self.steady_tokens_per_second,
-            "steady_tokens_per_second_per_request": self.steady_tokens_per_second / batch,
-            "acceptance_length": self.acceptance.acceptance_length,
-            "acceptance_per_position": self.acceptance.per_position,
-            "share_of_repeated_8_grams": self.share_of_repeated_8_grams,
-            "phases_ms": None if self.phases is None else self.phases.as_dict(),
-        }
-
-
-@dataclass(frozen=True)
-class E2EOutcome:
-    """A case with figures, or with the reason why there are none."""
-
-    case: E2ECase
-    synthetic: Synthetic | None = None
-    """How acceptance was made up; None: it was real, or there was none."""
-    figures: StepFigures | None = None
-    match: Match | None = None
-    error: str | None = None
-    off: StepFigures | None = field(default=None, compare=False)
-    """The same batch without MTP."""
-    ran: dict[str, Any] = field(default_factory=dict)
-    """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
-    a graph."""
-    seconds: float = 0.0
-
-    @property
-    def matched(self) -> bool:
-        """Whether there are figures."""
-        return self.figures is not None
-
-    @property
-    def problem(self) -> str | None:
-        """Why there is no figure."""
-        if self.matched:
-            return None
-        found = [] if self.match is None else self.match.mismatches
-        return self.error or f"no match: {'; '.join(found)}"
-
-    @property
-    def speed_up(self) -> float | None:
-        """Tokens per second of generating steps over those without MTP: by their means."""
-        if self.figures is None or self.off is None or self.case.is_off:
-            return None
-        return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
-
-    @property
-    def speed_up_as_asked(self) -> float | None:
-        """With the asked-for tokens per step in place of those drawn; None: acceptance is real."""
-        if self.synthetic is None or self.figures is None or self.off is None:
-            return None
-        tokens = 1 + sum(self.synthetic.shares(self.case.k))
-        return tokens * self.off.step_ms.mean / self.figures.step_ms.mean
-
-    @property
-    def total_speed_up(self) -> float | None:
-        """The same from start to end, prompts included."""
-        if self.figures is None or self.off is None or self.case.is_off:
-            return None
-        return self.figures.tokens_per_second / self.off.tokens_per_second
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the JSON document; without figures unless the tokens matched."""
-        case = self.case
-        described: dict[str, Any] = {
-            "case": case.label,
-            "batch": case.batch,
-            "worker": case.worker,
-            "max_draft_len": case.k,
-            "acceptance": None
-            if case.is_off
-            else "real"
-            if self.synthetic is None
-            else "synthetic",
-            "matched": self.matched,
-            "match": None if self.match is None else self.match.as_dict(),
-            "ran": self.ran,
-            "seconds_to_measure": round(self.seconds, 2),
-        }
-        if self.synthetic is not None:
-            described["synthetic_acceptance"] = {
-                "expected_per_position": list(self.synthetic.shares(case.k)),
-                "seed": self.synthetic.seed,
-            }
-        if self.figures is None:
-            return described | {"error": self.error}
-        described |= self.figures.as_dict(case.batch)
-        if not case.is_off:
-            described["speed_up"] = {"steady": self.speed_up, "total": self.total_speed_up}
-            if self.synthetic is not None:
-                described["speed_up"]["as_asked"] = self.speed_up_as_asked
-        return described
 
 
 class E2EBench:
@@ -418,68 +270,6 @@ class E2EBench:
         batch.cancel()
         profile.export_chrome_trace(str(path))
         self.traces.append(str(path))
-
-
-def executor_config(
-    subject: Subject, case: E2ECase, options: E2EOptions, synthetic: Synthetic | None
-) -> dict[str, Any]:
-    """A config with room for the whole batch at once."""
-    length = options.input_tokens + options.output_tokens
-    blocks = case.batch * -(-length // TOKENS_PER_BLOCK)
-    on_device = subject.device.type == "cuda"
-    prefill = PREFILL_TOKENS if on_device else CPU_PREFILL_TOKENS
-    config: dict[str, Any] = {
-        "model": subject.path if options.text else f"{subject.name}, ids only",
-        "device": subject.device.type,
-        "max_batch_size": case.batch,
-        "max_num_tokens": max(prefill, case.batch * (case.k + 1)),
-        "max_seq_len": length,
-        "kv_cache_config": {
-            "tokens_per_block": TOKENS_PER_BLOCK,
-            "max_tokens": blocks * TOKENS_PER_BLOCK,
-        },
-    }
-    if on_device and options.graphs:
-        # a batch that shrinks runs in the next larger graph
-        config["cuda_graph_config"] = {"enable_padding": True}
-    if not case.is_off:
-        speculative: dict[str, Any] = {
-            "decoding_type": "MTP",
-            "max_draft_len": case.k,
-            "use_mtp_vanilla": case.worker == VANILLA,
-            "mtp": {"draft_vocab": options.draft_vocab},
-        }
-        if synthetic is not None:
-            speculative["mtp"] |= {
-                "verification": "synthetic",
-                "synthetic_acceptance": list(synthetic.shares(case.k)),
-                "synthetic_seed": synthetic.seed,
-            }
-        config["speculative_config"] = speculative
-    return config
-
-
-def check_case(
-    subject: Subject, case: E2ECase, options: E2EOptions, synthetic: Synthetic | None
-) -> None:
-    """What the model's sizes say of a case.
-
-    Raises:
-        MTPPluginError: no executor can run it, or it ends before there is a step to time.
-    """
-    facts = subject.model.facts
-    config = parse_config(executor_config(subject, case, options, synthetic))
-    config = config.resolve(facts.num_mtp_layers)
-    resolve_max_seq_len(config, facts.max_position_embeddings)
-    resolve_draft_vocab(options.draft_vocab, facts.vocab_size)
-    tokens, rows = options.output_tokens, case.k + 1
-    short = LEAST_STEADY_STEPS - steady_tokens(tokens, rows)
-    expect(
-        short <= 0,
-        BenchmarkError,
-        f"--osl: expected at least {tokens + short} tokens, of which {LEAST_STEADY_STEPS} steps "
-        f"only generate, got {tokens}",
-    )
 
 
 def is_host_bound(gaps: list[float], step_ms: float) -> bool:

@@ -11,7 +11,8 @@ from rich import box
 from rich.table import Table
 
 from mtp_plugin.tools.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
-from mtp_plugin.tools.bench.e2e.measure import HOST_BOUND_GAP, E2EOutcome, StepFigures
+from mtp_plugin.tools.bench.e2e.measure import HOST_BOUND_GAP
+from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES
 from mtp_plugin.tools.bench.e2e.subject import Subject
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome

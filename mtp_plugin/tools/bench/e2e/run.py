@@ -10,7 +10,8 @@ from mtp_plugin.errors import expect
 from mtp_plugin.executor.resolved_config import resolve_device
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.cases import E2EOptions, cases_of
-from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome
+from mtp_plugin.tools.bench.e2e.measure import E2EBench
+from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import (
     document,
     heading,

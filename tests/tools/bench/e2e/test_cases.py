@@ -10,8 +10,8 @@ import torch
 
 from mtp_plugin.config import parse_config
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.case_config import executor_config
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions, Synthetic, cases_of
-from mtp_plugin.tools.bench.e2e.measure import executor_config
 from mtp_plugin.tools.bench.e2e.prompts import make_pieces, make_prompts
 from mtp_plugin.tools.bench.e2e.subject import SHAPES, Subject, make_shape
 

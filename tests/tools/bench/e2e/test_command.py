@@ -20,9 +20,11 @@ from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import app
 from mtp_plugin.tools.bench.e2e import measure, transformers_side
 from mtp_plugin.tools.bench.e2e.batch import Batch, Call, Run, run_batch, timed_steps
+from mtp_plugin.tools.bench.e2e.case_config import executor_config
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.gate import RANDOM_WEIGHTS_ULPS
-from mtp_plugin.tools.bench.e2e.measure import E2EBench, E2EOutcome, is_host_bound
+from mtp_plugin.tools.bench.e2e.measure import E2EBench, is_host_bound
+from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import document, heading, plot, results_table
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
@@ -365,7 +367,7 @@ def test_text_is_made_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tex
 
 
 def executor(toy: Subject, case: E2ECase, options: E2EOptions, **changed) -> LLM:
-    config = measure.executor_config(toy, case, options, None) | changed
+    config = executor_config(toy, case, options, None) | changed
     return LLM(config, model=toy.model)
 
 
