@@ -15,39 +15,46 @@ import torch
 from mtp_plugin.executor.attention.layout import RowCounts
 from mtp_plugin.executor.attention.triton import TritonBackend
 from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.executor.layers.experts import launch as experts
-from mtp_plugin.executor.layers.experts.contract import RouterRule
-from mtp_plugin.executor.layers.mlp.launch import silu_mul
-from mtp_plugin.executor.layers.norm.launch import add_rms_norm, join_norms, rms_norm
-from mtp_plugin.executor.layers.rotary.contract import Angles, HeadLayout, HeadNorms
-from mtp_plugin.executor.layers.rotary.launch import rotate
+from mtp_plugin.executor.layers import experts
+from mtp_plugin.executor.layers.experts import RouterRule
+from mtp_plugin.executor.layers.mlp import silu_mul
+from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.executor.row_table import Row, RowTable
-from mtp_plugin.executor.step_inputs.launch import generation_inputs
-from mtp_plugin.hosts.megatron.ops.bookkeeping.contract import KVBlockState, NextForwardBuffers
-from mtp_plugin.hosts.megatron.ops.bookkeeping.launch import advance_decode_batch
-from mtp_plugin.hosts.megatron.ops.kv_rewind.launch import rewind_kv_cache
-from mtp_plugin.hosts.megatron.ops.next_forward.launch import prepare_next_forward_pass
-from mtp_plugin.hosts.megatron.ops.token_verify.launch import (
+from mtp_plugin.executor.step_inputs import generation_inputs
+from mtp_plugin.hosts.megatron.ops.bookkeeping import (
+    KVBlockState,
+    NextForwardBuffers,
+    advance_decode_batch,
+)
+from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify import (
     required_logit_indices,
     verify_speculative_tokens,
 )
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance.contract import RelaxedRule
-from mtp_plugin.speculative.ops.acceptance.launch import accept_relaxed, accept_strict
-from mtp_plugin.speculative.ops.draft.launch import draft_argmax, local_top1, merge_top1, propose
-from mtp_plugin.speculative.ops.draft.states_launch import place_last_states
-from mtp_plugin.speculative.ops.draft_inputs.launch import (
-    advance_history,
-    eagle_first_pass,
-    vanilla_first_pass,
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.speculative.ops.draft import (
+    draft_argmax,
+    local_top1,
+    merge_top1,
+    place_last_states,
+    propose,
 )
-from mtp_plugin.speculative.ops.logits.contract import LogitRows
-from mtp_plugin.speculative.ops.logits.launch import early_stops_masked
+from mtp_plugin.speculative.ops.draft_inputs import (
+    History,
+    LoopKVLens,
+    TargetRows,
+    advance_and_build_inputs,
+    advance_history,
+    build_reused_inputs,
+)
+from mtp_plugin.speculative.ops.logits import early_stops_masked
 from mtp_plugin.speculative.ops.sampler_store import store_results
-from mtp_plugin.speculative.ops.state_rollback.launch import mamba_state_selective_copy
-from mtp_plugin.speculative.ops.synthetic_acceptance.contract import synthetic_rule
-from mtp_plugin.speculative.ops.synthetic_acceptance.launch import forced_matches
-from mtp_plugin.speculative.step import DraftColumn, FirstPass, RowParameters
+from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
+from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
+from mtp_plugin.speculative.step import DraftColumn, RowParameters, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -67,17 +74,15 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
 
 def compile_acceptance() -> None:
     for k, contexts, generations, dtype in ((3, 2, 4, BF16), (3, 0, 32, F32), (8, 0, 1, F16)):
-        logits = floats(contexts + generations * (k + 1), VOCAB, dtype=dtype)
-        requests = contexts + generations
-        drafts = ints(generations, k)
-        sizes: dict[str, Any] = {"num_contexts": contexts, "max_draft_len": k}
-        accept_strict(logits, drafts, **sizes)
+        layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
+        requests, drafts = layout.num_requests, ints(generations, k)
+        logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
+        accept(layout, logits, drafts, backend=Backend.TRITON)
         given = {
             "draft_lens": ints(generations),
             "final_context": ints(contexts, dtype=torch.bool) if contexts else None,
             "last_tokens": ints(requests, k + 1)[:, 0],
         }
-        accept_strict(logits, drafts, **sizes, **given, forced_matches=ints(generations))
         rule = RelaxedRule(
             thinking=ints(requests, dtype=torch.bool),
             topk=ints(requests),
@@ -86,23 +91,22 @@ def compile_acceptance() -> None:
             begin_token=128798,
             end_token=128799,
         )
-        accept_relaxed(logits, drafts, rule, **sizes, **given)
+        forced = ints(generations)
+        for rules in (
+            AcceptanceRules(forced_matches=forced),
+            AcceptanceRules(relaxed=rule),
+            AcceptanceRules(rule, forced),
+        ):
+            accept(layout, logits, drafts, rules, **given, backend=Backend.TRITON)
 
 
 def compile_sampling() -> None:
     for contexts, generations, dtype in ((0, 8, BF16), (3, 8, F32)):
-        step = LogitRows(
-            positions=ints(contexts * 5 + generations * 4, dtype=I64),
-            context_lens=ints(contexts),
-            num_contexts=contexts,
-            num_ctx_tokens=contexts * 5,
-            max_draft_len=3,
-        )
-        requests = contexts + generations
-        parameters = RowParameters(ints(requests, 3), ints(requests))
-        with early_stops_masked(
-            floats(contexts + generations * 4, VOCAB, dtype=dtype), parameters, step
-        ):
+        positions = ints(contexts * 5 + generations * 4, dtype=I64)
+        layout = StepLayout((5,) * contexts, generations, 3, ints(contexts), positions)
+        parameters = RowParameters(ints(contexts + generations, 3), ints(contexts + generations))
+        logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
+        with early_stops_masked(layout, logits, parameters, backend=Backend.TRITON):
             pass
 
 
@@ -122,9 +126,10 @@ def compile_sampler_store() -> None:
 
 def compile_synthetic_acceptance() -> None:
     for shares in ([0.8], [0.8, 0.6, 0.5]):
-        rule = synthetic_rule(shares, 7)
-        forced_matches(ints(8, 4, dtype=I64)[:, 0], rule)
-        forced_matches(ints(8, 4, dtype=I64)[:, 0], rule, ints(8, 40)[:, 0])
+        rule, k = synthetic_rule(shares, 7), len(shares)
+        layout = StepLayout((), 8, k, ints(0), ints(8 * (k + 1), dtype=I64))
+        for numbers in (None, ints(8, 40)[:, 0]):
+            forced_matches(layout, rule, numbers, backend=Backend.TRITON)
 
 
 def compile_draft_inputs() -> None:
@@ -137,45 +142,28 @@ def compile_draft_inputs() -> None:
         contexts, tokens = len(chunks), sum(chunks)
         requests, rows = contexts + generations, tokens + generations * (k + 1)
         pools = ints(20, k), floats(20, k, hidden, dtype=dtype), ints(requests, dtype=I64)
-        ids, positions = ints(rows), ints(rows, dtype=I64)
-        states = floats(rows, hidden, dtype=dtype)
-        emitted, last = ints(requests, k + 1), ints(requests, k + 1)[:, 0]
-        counts, lens = ints(requests), ints(contexts) + 1
-        successors = ints(contexts) if contexts else None
-        advance_history(
-            *pools,
-            ids,
-            states,
-            counts,
-            lens,
-            num_contexts=contexts,
-            num_ctx_tokens=tokens,
-            step_rows=k + 1,
+        past, read = History(*pools), TargetRows(ints(rows), floats(rows, hidden, dtype=dtype))
+        layout = StepLayout(
+            chunk_lens=tuple(chunks),
+            num_generations=generations,
+            draft_len=k,
+            context_lens=ints(contexts) + 1,
+            positions=ints(rows, dtype=I64),
         )
-        kv_lens = ints(requests)
-        step = *pools, ids, positions, states, counts, last, successors, lens
-        sizes: dict[str, Any] = {"chunk_lens": chunks, "history_lens": history}
-        vanilla_first_pass(*step, **sizes, window=k)
-        if not sum(history):
-            in_place = FirstPass.unwritten(rows + k - 1, rows, requests, states, kv_lens)
-            vanilla_first_pass(
-                *step, **sizes, window=k + 1, kv_lens=kv_lens, kv_floor=1, out=in_place
-            )
-        for limit, lengths in ((None, None), (4096, kv_lens)):
-            eagle_first_pass(
-                ids,
-                positions,
-                states,
-                emitted,
-                counts,
-                successors,
-                lens,
-                num_contexts=contexts,
-                num_ctx_tokens=tokens,
-                max_position=limit,
-                kv_lens=lengths,
-                kv_floor=None if lengths is None else 1,
-            )
+        counts, last = ints(requests), ints(requests, k + 1)[:, 0]
+        successors = ints(contexts) if contexts else None
+        on: dict[str, Any] = {"backend": Backend.TRITON}
+        advance_history(layout, past, read, counts, **on)
+        step = layout, past, read, counts, last, successors
+        kv = LoopKVLens(ints(requests), 1)
+        advance_and_build_inputs(*step, window=k, history_lens=history, **on)
+        # prompts without history rows stay in place
+        advance_and_build_inputs(
+            *step, window=k + 1, history_lens=history, kv=kv, may_overwrite_states=True, **on
+        )
+        emitted = layout, read, ints(requests, k + 1), counts, successors
+        for limit, lengths in ((None, None), (4096, kv)):
+            build_reused_inputs(*emitted, max_position=limit, kv=lengths, **on)
 
 
 def compile_draft_step() -> None:
@@ -189,19 +177,22 @@ def compile_draft_step() -> None:
         (VOCAB, positions),
         (32768, {**positions, "kv_lens": ints(requests), "vocab_ids": ints(32768)}),
     ):
-        propose(floats(requests, vocab), dataclasses.replace(place, **more))
-    draft_argmax(floats(1, VOCAB))
+        filled = dataclasses.replace(place, **more)
+        propose(floats(requests, vocab), filled, backend=Backend.TRITON)
+    draft_argmax(floats(1, VOCAB), backend=Backend.TRITON)
     for dtype in (BF16, F32):
-        local_top1(floats(requests, 64640, dtype=dtype), 64640, 64000)
-    merge_top1(floats(8, requests, dtype=F32), ints(8, requests))
+        part = floats(requests, 64640, dtype=dtype)
+        local_top1(part, 64640, 64000, backend=Backend.TRITON)
+    merge_top1(floats(8, requests, dtype=F32), ints(8, requests), backend=Backend.TRITON)
 
 
 def compile_state_windows() -> None:
     for dtype, requests in ((BF16, 8), (F32, 300)):
         window = floats(4 * requests + 2, HIDDEN, dtype=dtype)
         last = ints(requests, dtype=I64)
-        place_last_states(window, floats(4 * requests, HIDDEN, dtype=dtype), last, 1)
-        place_last_states(window, window[1:-1], last, 1)
+        outputs = floats(4 * requests, HIDDEN, dtype=dtype)
+        place_last_states(window, outputs, last, 1, backend=Backend.TRITON)
+        place_last_states(window, window[1:-1], last, 1, backend=Backend.TRITON)
 
 
 # --- bookkeeping of hosts ---
@@ -215,10 +206,10 @@ def compile_bookkeeping() -> None:
         def vector(entries: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return ints(entries, dtype=dtype)
 
-        verify_speculative_tokens(vector(tokens), vector(tokens), decode, prefill, drafts)
-        required_logit_indices(
-            vector(requests), vector(requests), decode, prefill, num_speculative_tokens=drafts
-        )
+        on: dict[str, Any] = {"backend": Backend.TRITON}
+        verify_speculative_tokens(vector(tokens), vector(tokens), decode, prefill, drafts, **on)
+        lengths = vector(requests), vector(requests)
+        required_logit_indices(*lengths, decode, prefill, num_speculative_tokens=drafts, **on)
         buffers = NextForwardBuffers(
             vector(requests), vector(requests), ints(decode, drafts, dtype=dtype), vector(decode)
         )
@@ -231,10 +222,11 @@ def compile_bookkeeping() -> None:
             vector(tokens),
             *vars(buffers).values(),
             drafts,
+            **on,
         )
         state = [*(vector(requests) for _ in range(4)), ints(requests, 64, dtype=dtype)]
         for size in (block, 2):
-            rewind_kv_cache(vector(requests), vector(requests), *state, drafts, size, active)
+            rewind_kv_cache(vector(requests), vector(requests), *state, drafts, size, active, **on)
             for _ in range(2):  # the second goes to the binary of the first
                 advance_decode_batch(
                     vector(tokens),
@@ -247,6 +239,7 @@ def compile_bookkeeping() -> None:
                     num_speculative_tokens=drafts,
                     block_size_tokens=size,
                     num_active_requests=active,
+                    **on,
                 )
 
 
@@ -259,6 +252,7 @@ def compile_state_rollback() -> None:
             ints(8),
             ints(8),
             2,
+            backend=Backend.TRITON,
         )
 
 
@@ -275,7 +269,7 @@ def compile_step_inputs() -> None:
         new_tokens_lens=ints(slots, 3)[:, 1],
     )
     for previous in (None, store):
-        generation_inputs(rows, previous, draft_len=k, max_seq_len=4096)
+        generation_inputs(rows, previous, draft_len=k, max_seq_len=4096, backend=Backend.TRITON)
 
 
 def attend(
@@ -322,8 +316,8 @@ def compile_attention_of_large_batches() -> None:
 def compile_norms() -> None:
     for dtype, width in ((BF16, 4096), (F32, 7168)):
         x, weight = floats(8, width, dtype=dtype), floats(width, dtype=dtype)
-        rms_norm(x, weight, 1e-6)
-        add_rms_norm(x, x.clone(), weight, 1e-6)
+        rms_norm(x, weight, 1e-6, backend=Backend.TRITON)
+        add_rms_norm(x, x.clone(), weight, 1e-6, backend=Backend.TRITON)
         for ids, table in ((None, x), (ints(8), floats(VOCAB, width, dtype=dtype))):
             join_norms(
                 table,
@@ -334,6 +328,7 @@ def compile_norms() -> None:
                 embedding_eps=1e-6,
                 hidden_eps=1e-6,
                 embedding_first=ids is None,
+                backend=Backend.TRITON,
             )
 
 
@@ -346,26 +341,27 @@ def compile_rotary() -> None:
         weight = floats(layout.head_dim, dtype=dtype)
         for norms in (None, HeadNorms(weight, weight, 1e-6, 1e-6)):
             qkv = floats(8, layout.width, dtype=dtype)
-            rotate(qkv, layout, Angles(cos, cos, half, index), norms)
+            rotate(qkv, layout, Angles(cos, cos, half, index), norms, backend=Backend.TRITON)
 
 
 def compile_gating() -> None:
     for dtype, width in ((BF16, 14336), (F32, 700)):
-        silu_mul(floats(8, 2 * width, dtype=dtype))
+        silu_mul(floats(8, 2 * width, dtype=dtype), backend=Backend.TRITON)
 
 
 def mixture(dtype: torch.dtype, rows: int, num_experts: int, rule: RouterRule, shared: int) -> None:
     """Every step of one mixture of experts."""
     hidden, width = 2048, 1408
     x = floats(rows, hidden, dtype=dtype)
-    logits = experts.router_logits(x, floats(num_experts, hidden, dtype=dtype))
+    on: Any = {"backend": Backend.TRITON}
+    logits = experts.router_logits(x, floats(num_experts, hidden, dtype=dtype), **on)
     bias = floats(num_experts, dtype=F32)
     block_rows = experts.block_rows_for(rows)
-    blocks = experts.assign(logits, bias, rule, shared=shared, block_rows=block_rows)
+    blocks = experts.assign(logits, bias, rule, shared=shared, block_rows=block_rows, **on)
     total = num_experts + shared
-    active = experts.gate_up(x, floats(total, 2 * width, hidden, dtype=dtype), blocks)
-    parts = experts.down(active, floats(total, hidden, width, dtype=dtype), blocks)
-    experts.combine(parts, top_k=rule.top_k, shared=shared)
+    active = experts.gate_up(x, floats(total, 2 * width, hidden, dtype=dtype), blocks, **on)
+    parts = experts.down(active, floats(total, hidden, width, dtype=dtype), blocks, **on)
+    experts.combine(parts, top_k=rule.top_k, shared=shared, **on)
 
 
 def compile_experts() -> None:

@@ -10,10 +10,15 @@ from mtp_plugin.hosts.megatron.ops.bookkeeping import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
+    advance_decode_batch,
 )
+from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.ops.token_verify import verify_speculative_tokens
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.tools.bench.case import POISON, Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
-from mtp_plugin.tools.bench.kernels import Kernels
 from mtp_plugin.tools.bench.shapes import REFERENCE, Shape
 from mtp_plugin.tools.bench.targets import BOOKKEEPING, STATE_COPY
 
@@ -110,8 +115,8 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
         remove_mask=poisoned(*blocks_shape, dtype=torch.bool),
     )
 
-    def run_fused(kernels: Kernels) -> dict[str, torch.Tensor]:
-        kernels.advance_decode_batch(
+    def run_fused(backend: Backend) -> dict[str, torch.Tensor]:
+        advance_decode_batch(
             inputs,
             outputs,
             indices,
@@ -122,13 +127,16 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
             num_speculative_tokens=k,
             block_size_tokens=BLOCK_TOKENS,
             out=result,
+            backend=backend,
         )
         return {}
 
-    def run_three(kernels: Kernels) -> dict[str, torch.Tensor]:
+    def run_three(backend: Backend) -> dict[str, torch.Tensor]:
         last_one, mask = result.last_one_indices, result.accepted_tokens_mask
-        kernels.verify_speculative_tokens(inputs, outputs, batch, 0, k, out=(last_one, mask))
-        kernels.prepare_next_forward_pass(
+        verify_speculative_tokens(
+            inputs, outputs, batch, 0, k, out=(last_one, mask), backend=backend
+        )
+        prepare_next_forward_pass(
             batch,
             outputs,
             indices,
@@ -140,8 +148,9 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
             buffers.accepted_tokens_per_request,
             buffers.accepted_token_counts,
             k,
+            backend=backend,
         )
-        kernels.rewind_kv_cache(
+        rewind_kv_cache(
             buffers.accepted_token_counts,
             prefill_status,
             kv.last_kv_block_offset,
@@ -152,6 +161,7 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
             k,
             BLOCK_TOKENS,
             out=(result.blocks_to_release, result.remove_mask),
+            backend=backend,
         )
         return {}
 
@@ -169,9 +179,9 @@ def _state_copy(shape: Shape, dice: Dice, state: tuple[int, ...], num_layers: in
     slots = dice.permutation(batch)
     counts = dice.integers(0, width, batch)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        kernels.mamba_state_selective_copy(
-            after, current, prefill_status, slots, counts, num_layers
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        mamba_state_selective_copy(
+            after, current, prefill_status, slots, counts, num_layers, backend=backend
         )
         return {}
 

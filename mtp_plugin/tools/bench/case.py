@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.tools.bench.kernels import Kernels
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.bench.shapes import Shape
 from mtp_plugin.tools.bench.targets import Target
 
@@ -23,7 +23,7 @@ class BenchmarkError(MTPPluginError, RuntimeError):
 class Trial:
     """One input set, and the call on it."""
 
-    run: Callable[[Kernels], dict[str, torch.Tensor]]  # new tensors by name
+    run: Callable[[Backend], dict[str, torch.Tensor]]  # new tensors by name
     state: dict[str, torch.Tensor] = field(default_factory=dict)  # changed in place, or kept
     approximate: frozenset[str] = frozenset()  # probabilities; all else is compared exactly
 
@@ -53,7 +53,7 @@ class Case:
 class InputSets:
     """The input sets of a case, each with what the reference makes of it."""
 
-    def __init__(self, case: Case, count: int, reference: Kernels) -> None:
+    def __init__(self, case: Case, count: int, reference: Backend) -> None:
         self.trials = [case.prepare(seed) for seed in range(count)]
         self._state = [tensor for trial in self.trials for tensor in trial.state.values()]
         self._initial = [tensor.clone() for tensor in self._state]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.bench.case import Case, InputSets, poison
-from mtp_plugin.tools.bench.kernels import Kernels
 from mtp_plugin.tools.bench.machine import Ceilings
 from mtp_plugin.tools.bench.timing import (
     Launches,
@@ -125,7 +125,7 @@ class Bench:
     """
 
     def __init__(
-        self, measured: Kernels, reference: Kernels, device: torch.device, *, samples: int
+        self, measured: Backend, reference: Backend, device: torch.device, *, samples: int
     ) -> None:
         self._measured = measured
         self._reference = reference

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.speculative.ops.acceptance import RelaxedRule
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.speculative.ops.draft import propose
+from mtp_plugin.speculative.ops.draft_inputs import (
+    History,
+    TargetRows,
+    advance_and_build_inputs,
+    build_reused_inputs,
+)
+from mtp_plugin.speculative.step import DraftColumn, StepLayout
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
-from mtp_plugin.tools.bench.kernels import Kernels
 from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes
 from mtp_plugin.tools.bench.targets import (
     ACCEPT_RELAXED,
@@ -115,15 +123,19 @@ def first_pass_case(
     )
 
 
+def _generations(shape: Shape, dice: Dice) -> StepLayout:
+    none = torch.empty(0, dtype=torch.int32, device=dice.device)
+    return StepLayout((), shape.batch, shape.k, none)
+
+
 def _strict(shape: Shape, dice: Dice) -> Trial:
+    layout = _generations(shape, dice)
     logits = dice.logits(shape.rows, shape)
     drafts = dice.drafts(logits, shape)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
         last = torch.empty(shape.batch, dtype=torch.int32, device=dice.device)
-        accepted = kernels.step.accept_strict(
-            logits, drafts, num_contexts=0, max_draft_len=shape.k, last_tokens=last
-        )
+        accepted = accept(layout, logits, drafts, last_tokens=last, backend=backend).accepted
         return {
             "tokens": accepted.tokens,
             "num_accepted": accepted.num_accepted,
@@ -150,22 +162,22 @@ def _relaxed(shape: Shape, dice: Dice) -> Trial:
         begin_token=shape.vocab - 2,
         end_token=shape.vocab - 1,
     )
+    layout, rules = _generations(shape, dice), AcceptanceRules(relaxed=rule)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
         last = torch.empty(batch, dtype=torch.int32, device=device)
-        result = kernels.step.accept_relaxed(
-            logits, drafts, rule, num_contexts=0, max_draft_len=shape.k, last_tokens=last
-        )
+        result = accept(layout, logits, drafts, rules, last_tokens=last, backend=backend)
+        if result.thinking is None:
+            raise TensorContractError("relaxed acceptance gave no phase")
         return {
             "tokens": result.accepted.tokens,
             "num_accepted": result.accepted.num_accepted,
             "status": result.accepted.status,
             "last_tokens": last,
             "thinking": result.thinking,
-            "margin": result.margin,
         }
 
-    return Trial(run, approximate=frozenset({"margin"}))
+    return Trial(run)
 
 
 def _vanilla(shape: Shape, dice: Dice, mixture: Mixture) -> Trial:
@@ -189,22 +201,21 @@ def _vanilla(shape: Shape, dice: Dice, mixture: Mixture) -> Trial:
     chunk_lens = [mixture.prompt_len] * num_contexts
     context_lens = torch.tensor(chunk_lens, dtype=torch.int32, device=device)
     successors = dice.integers(0, shape.vocab, num_contexts) if num_contexts else None
+    layout = StepLayout(tuple(chunk_lens), num_generations, k, context_lens, positions)
+    history = History(tokens_pool, states_pool, slots)
+    target_rows = TargetRows(input_ids, hidden_states)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        first = kernels.step.vanilla_first_pass(
-            tokens_pool,
-            states_pool,
-            slots,
-            input_ids,
-            positions,
-            hidden_states,
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        first = advance_and_build_inputs(
+            layout,
+            history,
+            target_rows,
             num_accepted,
             next_tokens[:, 0],
             successors,
-            context_lens,
-            chunk_lens=chunk_lens,
-            history_lens=[0] * num_contexts,
             window=k + 1,
+            history_lens=[0] * num_contexts,
+            backend=backend,
         )
         # the spare rows behind the ids belong to later depths
         return {
@@ -228,20 +239,21 @@ def _eagle(shape: Shape, dice: Dice) -> Trial:
     positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)
     hidden_states = dice.states(shape.rows, shape.hidden)
     context_lens = torch.empty(0, dtype=torch.int32, device=device)
+    layout = StepLayout((), batch, k, context_lens, positions)
+    target_rows = TargetRows(input_ids, hidden_states)
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        first = kernels.step.eagle_first_pass(
-            input_ids,
-            positions,
-            hidden_states,
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        first = build_reused_inputs(
+            layout,
+            target_rows,
             tokens,
             num_accepted,
             None,
-            context_lens,
-            num_contexts=0,
-            num_ctx_tokens=0,
             max_position=HIGHEST_POSITION,
+            backend=backend,
         )
+        if first.next_positions is None:
+            raise TensorContractError("the first pass gave no positions for the second")
         # states and positions are the step's own
         return {
             "ids": first.ids,
@@ -265,8 +277,8 @@ def _propose(shape: Shape, dice: Dice) -> Trial:
         drafts, next_tokens, 0, shifted if shifts else None, last_rows if shifts else None
     )
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        kernels.step.propose(logits, place)
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        propose(logits, place, backend=backend)
         return {}
 
     return Trial(run, {"drafts": drafts, "next_tokens": next_tokens, "ids": shifted})

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.kernels import Kernels, reference_kernels, triton_kernels
 from mtp_plugin.tools.bench.machine import describe_machine, measure_ceilings
 from mtp_plugin.tools.bench.measure import Bench, Outcome
 from mtp_plugin.tools.bench.report import (
@@ -49,11 +49,11 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     cases = cases_of(kind, options, device)
     is_full = not (cpu or options.quick or options.only or options.batches)
     path = results_file(path, folder / f"{kind}.json", is_full=is_full)
-    measured = measured_kernels(device)
+    measured = measured_backend(device)
     machine = describe_machine(device)
     samples = CPU_SAMPLES if cpu else QUICK_SAMPLES if options.quick else SAMPLES
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
-    bench = Bench(measured, reference_kernels(), device, samples=samples)
+    bench = Bench(measured, Backend.TORCH, device, samples=samples)
     log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     outcomes: list[Outcome] = []
     for number, case in enumerate(cases, start=1):
@@ -61,11 +61,11 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
         outcomes.append(bench.measure(case))
         complete = number == len(cases)
         # what is there stays there if a later case takes the process down
-        store(path, document(kind, machine, measured.name, ceilings, outcomes, complete=complete))
+        store(path, document(kind, machine, measured.value, ceilings, outcomes, complete=complete))
     out = Console(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = max(out.width, _NARROWEST)
-    for line in heading(machine, measured.name, ceilings):
+    for line in heading(machine, measured.value, ceilings):
         out.print(line, soft_wrap=True)
     out.print(results_table(outcomes, ceilings))
     for outcome in outcomes:
@@ -80,8 +80,8 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     return 0 if all(outcome.matched for outcome in outcomes) else 1
 
 
-def measured_kernels(device: torch.device) -> Kernels:
-    """Triton on a device or in its interpreter, the references elsewhere."""
+def measured_backend(device: torch.device) -> Backend:
+    """Triton on a device or in its interpreter, torch elsewhere."""
     if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return triton_kernels()
-    return reference_kernels()
+        return Backend.TRITON
+    return Backend.TORCH

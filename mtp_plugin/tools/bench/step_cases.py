@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
-from mtp_plugin.tools.bench.kernels import Kernels
 from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes
 from mtp_plugin.tools.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
 
@@ -173,8 +173,8 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool) -> T
         MTPEagleWorker(config, device=device) if chain is None else MTPWorker(config, device=device)
     )
 
-    def run(kernels: Kernels) -> dict[str, torch.Tensor]:
-        worker.ops = kernels.step
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        worker.backend = backend
         outputs: dict[str, torch.Tensor] = worker(
             **inputs, attn_metadata=attention, spec_metadata=spec, mtp_layers=layers
         )

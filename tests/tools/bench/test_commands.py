@@ -10,10 +10,12 @@ import torch
 import triton  # noqa: F401 - imported first, so that the commands leave the environment alone
 from typer.testing import CliRunner
 
-from mtp_plugin.tools.bench import run
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.acceptance import STRICT
+from mtp_plugin.speculative.verification import draft_rules
+from mtp_plugin.tools.bench import op_cases, run
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import RESULTS, app, main
-from mtp_plugin.tools.bench.kernels import reference_kernels
 from mtp_plugin.tools.bench.report import results_file
 from mtp_plugin.tools.bench.step_cases import step_cases
 from mtp_plugin.tools.bench.suites import Options, cases_of
@@ -53,7 +55,7 @@ def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int
 
 
 def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:
-    monkeypatch.setattr(run, "measured_kernels", None)  # nothing may be measured
+    monkeypatch.setattr(run, "measured_backend", None)  # nothing may be measured
     arguments = ["ops", "--cpu", "--batch", "2", "--output", "/proc/none/ops.json"]
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, BenchmarkError)
@@ -81,15 +83,18 @@ def test_full_runs_go_to_the_published_results_others_where_asked(tmp_path) -> N
 
 
 def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
-    right = reference_kernels()
+    right = op_cases.accept
 
-    def wrong(logits, drafts, **options):
-        accepted = right.step.accept_strict(logits, drafts, **options)
-        return dataclasses.replace(accepted, tokens=accepted.tokens + 1)
+    def wrong(layout, logits, drafts, rules=STRICT, *, backend, **options):
+        verdict = right(layout, logits, drafts, rules, backend=Backend.TORCH, **options)
+        if backend is Backend.TORCH or rules.relaxed is not None:
+            return verdict
+        tokens = verdict.accepted.tokens + 1
+        accepted = dataclasses.replace(verdict.accepted, tokens=tokens)
+        return dataclasses.replace(verdict, accepted=accepted)
 
-    step = dataclasses.replace(right.step, accept_strict=wrong)
-    broken = dataclasses.replace(right, step=step)
-    monkeypatch.setattr(run, "measured_kernels", lambda _: broken)
+    monkeypatch.setattr(op_cases, "accept", wrong)
+    monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
     result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
     assert result.exit_code == 1
     assert "no figure: accept/strict/" in result.stderr
@@ -107,10 +112,16 @@ def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
 
 
 def test_a_wrong_kernel_in_a_step_yields_no_number(bench, monkeypatch) -> None:
-    right = reference_kernels()
-    step = dataclasses.replace(right.step, propose=lambda logits, place: place.write(logits[:, 0]))
-    broken = dataclasses.replace(right, step=step)
-    monkeypatch.setattr(run, "measured_kernels", lambda _: broken)
+    right = draft_rules.propose
+
+    def wrong(logits, place, *, backend):
+        if backend is Backend.TORCH:
+            right(logits, place, backend=backend)
+        else:
+            place.write(logits[:, 0])
+
+    monkeypatch.setattr(draft_rules, "propose", wrong)
+    monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
     result, told = bench("step", "--cpu", "--batch", "2")
     assert result.exit_code == 1
     assert all("eager_us" not in case for case in told["cases"])
@@ -191,7 +202,7 @@ def test_other_sizes_are_measured_unless_sizes_are_given() -> None:
 
 def test_a_host_with_write_limits_steps_as_well() -> None:
     shape = Options(tiny=True, batches=(2,)).base_shapes()[0]
-    reference = reference_kernels()
+    reference = Backend.TORCH
     for case in step_cases(shape, CPU, write_limits=True):
         state = case.prepare(0).state
         assert {"kv_write_limit", "kv_capacity"} <= state.keys()
