@@ -115,7 +115,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _storage(value).as_strided(value.shape, value.stride(), value.storage_offset())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
+        }
         return dataclasses.replace(value, **fields)
     return copy.deepcopy(value)
 
@@ -139,7 +141,7 @@ def _tensor_names(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[st
         if isinstance(value, torch.Tensor):
             yield prefix + name
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
             yield from _tensor_names(fields, f"{prefix}{name}.")
 
 
@@ -149,7 +151,7 @@ def _with(
     first, _, rest = name.partition(".")
     value = arguments[first]
     if rest:
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         inner = _with(fields, rest, change)
         part = rest.partition(".")[0]
         changed = dataclasses.replace(value, **{part: inner[part]})

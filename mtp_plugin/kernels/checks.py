@@ -6,10 +6,12 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 
+INTEGERS = frozenset({torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8})
+
 
 def is_integral(tensor: torch.Tensor) -> bool:
     """Whether the tensor holds whole numbers; flags are none."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.dtype in INTEGERS
 
 
 def expect_integers(

@@ -9,12 +9,12 @@ the flat tokens, a generation request K+1 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.checks import is_integral
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -73,52 +73,31 @@ class StepLayout:
     positions: torch.Tensor | None = None
     """[T] integer, any stride, where a caller has them. The first of a generation is its true one;
     later ones may be clamped."""
+    num_contexts: int = field(init=False)  # C
+    num_requests: int = field(init=False)  # R = C + G
+    num_ctx_tokens: int = field(init=False)  # rows of all contexts together
+    step_rows: int = field(init=False)  # rows of a generation: K+1
+    num_tokens: int = field(init=False)  # T
+    num_logit_rows: int = field(init=False)  # one per context, K+1 per generation
 
     def __post_init__(self) -> None:
-        if self.num_generations < 0 or self.draft_len < 0:
+        contexts, generations = len(self.chunk_lens), self.num_generations
+        if generations < 0 or self.draft_len < 0:
             raise TensorContractError(
-                f"step: expected numbers >= 0, got G = {self.num_generations} generations and "
+                f"step: expected numbers >= 0, got G = {generations} generations and "
                 f"K = {self.draft_len}"
             )
-        sizes = {"context_lens": (self.context_lens, self.num_contexts)}
+        generation_rows = generations * (self.draft_len + 1)
+        counts = vars(self)  # frozen against others
+        counts["num_contexts"] = contexts
+        counts["num_requests"] = contexts + generations
+        counts["num_ctx_tokens"] = sum(self.chunk_lens)
+        counts["step_rows"] = self.draft_len + 1
+        counts["num_tokens"] = counts["num_ctx_tokens"] + generation_rows
+        counts["num_logit_rows"] = contexts + generation_rows
+        _expect_vector("context_lens", self.context_lens, contexts)
         if self.positions is not None:
-            sizes["positions"] = (self.positions, self.num_tokens)
-        for name, (tensor, size) in sizes.items():
-            if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
-                raise TensorContractError(
-                    f"step, {name}: expected integers [{size}], got {tensor.dtype} "
-                    f"{list(tensor.shape)}"
-                )
-
-    @cached_property
-    def num_contexts(self) -> int:
-        """C."""
-        return len(self.chunk_lens)
-
-    @cached_property
-    def num_ctx_tokens(self) -> int:
-        """Rows of all contexts together."""
-        return sum(self.chunk_lens)
-
-    @cached_property
-    def num_requests(self) -> int:
-        """R = C + G."""
-        return len(self.chunk_lens) + self.num_generations
-
-    @cached_property
-    def step_rows(self) -> int:
-        """Rows of a generation: K+1."""
-        return self.draft_len + 1
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.num_ctx_tokens + self.num_generations * self.step_rows
-
-    @cached_property
-    def num_logit_rows(self) -> int:
-        """Rows of logits: one per context, K+1 per generation."""
-        return len(self.chunk_lens) + self.num_generations * self.step_rows
+            _expect_vector("positions", self.positions, self.num_tokens)
 
     def expect_positions(self, reader: str) -> torch.Tensor:
         """The positions [T], for a ``reader`` that cannot do without.
@@ -129,6 +108,13 @@ class StepLayout:
         if self.positions is None:
             raise TensorContractError(f"{reader}: needs the step's positions, got None")
         return self.positions
+
+
+def _expect_vector(name: str, tensor: torch.Tensor, size: int) -> None:
+    if tensor.shape != (size,) or not is_integral(tensor):
+        raise TensorContractError(
+            f"step, {name}: expected integers [{size}], got {tensor.dtype} {list(tensor.shape)}"
+        )
 
 
 @dataclass(frozen=True)
