@@ -151,6 +151,7 @@ def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) ->
         max_seq_len=resolved.max_seq_len,
         chain=model.traits.chain,
         encode=partial(encode, tokenizer, add_special_tokens=False) if has_text else None,
+        reads_states=False,
     )
 
 
@@ -177,7 +178,6 @@ def _engine(
         config, device, max_seq_len=resolved.max_seq_len, token_bytes=token_bytes
     )
     blocks = BlockManager(num_blocks, config.kv_cache_config.tokens_per_block)
-    mtp_options = getattr(config.speculative_config, "mtp", None)
     engine = ModelEngine(
         model,
         pieces,
@@ -186,7 +186,6 @@ def _engine(
         max_seq_len=resolved.max_seq_len,
         max_batch_size=config.max_batch_size,
         padded_sizes=padded_sizes(config),
-        check_metadata=bool(getattr(mtp_options, "check_metadata", False)),
         attn_backend=attn_backend,
         draft_head=draft_head,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, MTPPluginError
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.speculative.drafting.trace_check import DeferredCheck, deferred_checks
+from mtp_plugin.speculative.plugin import ReplayCheck
 
 WARM_UP_STEPS = 2
 """Eager steps before a capture: kernels are compiled, libraries made ready, pools allocated."""
@@ -60,7 +60,7 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     outputs: dict[str, torch.Tensor]  # all but the logits
     spec_metadata: Any  # whose buffers the graph reads
-    checks: list[DeferredCheck]  # of the draft loop's metadata, in debug mode
+    checks: Sequence[ReplayCheck]  # of the pieces, made behind every replay
 
 
 class CapturedSteps:
@@ -75,6 +75,7 @@ class CapturedSteps:
         padding_row: fills batches in warm-up and capture.
         previous: the sampler's store as the next step reads it; its addresses are captured.
         make_spec_metadata: batch size -> speculative metadata with buffers of its own.
+        replay_checks: entered around a capture; what to check behind each of its replays.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class CapturedSteps:
         padding_row: Row,
         previous: Any,
         make_spec_metadata: Callable[[int], Any],
+        replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]],
     ) -> None:
         self._launch = launch
         self._table = table
         self._padding_row = padding_row
         self._previous = previous
         self._make_spec_metadata = make_spec_metadata
+        self._replay_checks = replay_checks
         self._steps: dict[StepShape, CapturedStep] = {}
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the launch of every graph, for who wants to time it."""
@@ -149,7 +152,7 @@ class CapturedSteps:
                 launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with deferred_checks() as checks, _nothing_collected():
+        with self._replay_checks() as checks, _nothing_collected():
             torch.cuda.empty_cache()  # what is reserved from here on is the graph's
             reserved = torch.cuda.memory_reserved()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

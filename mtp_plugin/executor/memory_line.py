@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtp_plugin.executor.model_engine import ModelEngine
-from mtp_plugin.speculative.state import MTPHiddenStatesManager
 
 
 def memory_line(engine: ModelEngine, token_bytes: Callable[[], int]) -> str:
@@ -15,15 +14,13 @@ def memory_line(engine: ModelEngine, token_bytes: Callable[[], int]) -> str:
         engine: with what it holds.
         token_bytes: bytes of a token's KV rows; called where the pools are not there yet.
     """
-    blocks, pools, manager = engine.blocks, engine.pools, engine.pieces.manager
+    blocks, pools, report = engine.blocks, engine.pools, engine.pieces.memory_report
     kv = pools.num_bytes()
     if kv == 0:  # pools come with a layer's first step
         kv = token_bytes() * pools.num_rows
     parts = [f"KV cache {_mib(kv)} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]
-    if isinstance(manager, MTPHiddenStatesManager):
-        slots = manager.sentinel_slot + 1
-        size = manager.bytes_per_slot()
-        parts.append(f"MTP state {_mib(slots * size)} ({slots} slots of {size} bytes)")
+    if report is not None:
+        parts.append(report())
     if engine.captured is not None:
         parts.append(
             f"CUDA graphs {_mib(engine.captured.num_bytes)} ({len(engine.captured.shapes)})"

@@ -19,9 +19,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
-from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.plugin import SpeculativePieces
 from mtp_plugin.speculative.step import RowParameters, to_device
 
@@ -55,7 +53,6 @@ class ModelEngine:
         max_seq_len: tokens that a sequence may hold.
         max_batch_size: requests of a batch at most.
         padded_sizes: batch sizes to which generation-only batches are padded with dummy rows.
-        check_metadata: rebuild derived indices at every attention call and compare.
         attn_backend: of paged attention; None: sdpa.
         draft_head: what drafts are made with; None: the model's LM head.
     """
@@ -70,7 +67,6 @@ class ModelEngine:
         max_seq_len: int,
         max_batch_size: int,
         padded_sizes: Sequence[int] = (),
-        check_metadata: bool = False,
         attn_backend: AttentionBackend | None = None,
         draft_head: nn.Module | None = None,
     ) -> None:
@@ -86,12 +82,8 @@ class ModelEngine:
         """Graphs of generation-only steps, once :meth:`capture` made them."""
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._padded_sizes = sorted(padded_sizes)
-        self._check_metadata = check_metadata
         self._attn_backend = attn_backend
         self._table = self.make_table(STOP_WIDTH)
-        self._backend: Backend = getattr(pieces.worker, "backend", Backend.TORCH)
-        if isinstance(pieces.worker, SpecWorker):
-            pieces.worker.may_overwrite_states = True  # nobody reads them behind the worker
 
     def make_table(self, stop_width: int) -> RowTable:
         """A table for the rows of this engine's steps."""
@@ -127,7 +119,12 @@ class ModelEngine:
                 f"create_cuda_graph_metadata(), got {type(self.spec_metadata).__name__}"
             )
         captured = CapturedSteps(
-            self.launch, self.make_table(STOP_WIDTH), self.padding_row(), store(), make_metadata
+            self.launch,
+            self.make_table(STOP_WIDTH),
+            self.padding_row(),
+            store(),
+            make_metadata,
+            self.pieces.replay_checks,
         )
         ordered = sorted(sizes, reverse=True)
         served = {
@@ -229,7 +226,7 @@ class ModelEngine:
             previous,
             draft_len=k,
             max_seq_len=self.max_seq_len,
-            backend=self._backend,
+            backend=self.pieces.backend,
         )
         input_ids, position_ids = rows.input_ids.reshape(-1), rows.positions.reshape(-1)
         logit_rows: torch.Tensor | None = None
@@ -329,9 +326,7 @@ class ModelEngine:
         return min(self.blocks.reserved_rows(request.request_id), request.max_length)
 
     def _state_slot(self, request_id: int) -> int:
-        if getattr(self.spec_metadata, "mtp_hidden_states_manager", None) is None:
-            return 0
-        return int(self.spec_metadata.slot_of(request_id))
+        return 0 if self.pieces.slot_of is None else self.pieces.slot_of(request_id)
 
     def _num_padding_rows(self, batch: ScheduledRequests) -> int:
         if batch.context_requests:
@@ -401,6 +396,6 @@ class ModelEngine:
             kv_capacity=capacity,
             pools=self.pools,
             request_ids=host.request_ids,
-            check=self._check_metadata,
+            check=self.pieces.checks_metadata,
             backend=self._attn_backend,
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mtp_plugin.errors import NoFreeSlotsError
+from mtp_plugin.requests.states import is_graph_dummy_id
 
 
 class SlotManager:
@@ -67,3 +68,15 @@ class SlotManager:
         """Give every slot back."""
         for request_id in list(self.slot_mapping):
             self.remove_slot(request_id)
+
+
+class SlotSource(Protocol):
+    """Answers which slot a request has."""
+
+    def get_slot(self, request_id: int) -> int | None: ...
+
+
+def slot_or_sentinel(slots: SlotSource, request_id: int, sentinel: int) -> int | None:
+    """The request's slot; of an id that pads a graph, the sentinel; None: it has none."""
+    slot = slots.get_slot(request_id)
+    return sentinel if slot is None and is_graph_dummy_id(request_id) else slot

@@ -124,12 +124,6 @@ class DraftLayer(Protocol):
     def shared_head(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
 
-class SlotSource(Protocol):
-    """Answers which slot a request has."""
-
-    def get_slot(self, request_id: int) -> int | None: ...
-
-
 @runtime_checkable
 class ResourceManager(Protocol):
     """TensorRT-LLM's ``BaseResourceManager``, duck-typed."""

@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.requests.states import is_graph_dummy_id
+from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.step import RowParameters
 
 
@@ -155,9 +155,9 @@ class MTPSpecMetadata:
             MetadataError: the manager gave it none.
         """
         manager = self.mtp_hidden_states_manager
-        slot = manager.slot_manager.get_slot(request_id) if manager is not None else None
-        if slot is None and manager is not None and is_graph_dummy_id(request_id):
-            slot = manager.sentinel_slot
+        slot = None
+        if manager is not None:
+            slot = slot_or_sentinel(manager.slot_manager, request_id, manager.sentinel_slot)
         if slot is None:
             raise MetadataError(f"request {request_id} has no slot in the MTP manager")
         return int(slot)

@@ -12,7 +12,8 @@ import torch
 
 import mtp_plugin.speculative.plugin.registry as registry
 from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, PluginError
+from mtp_plugin.errors import ConfigError, MetadataError, PluginError
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.plugin import (
     ENTRY_POINT_GROUP,
     DraftPlan,
@@ -24,6 +25,7 @@ from mtp_plugin.plugin import (
     register_plugin,
     unregister_plugin,
 )
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 
@@ -390,3 +392,34 @@ def test_thinking_tokens_outside_the_vocabulary(tokenizer: dict[str, list[int]])
 def test_strict_decoding_needs_no_thinking_tokens() -> None:
     (mode,) = build(max_draft_len=2).worker.verifier.modes
     assert mode.name == "strict"
+
+
+# --- what a host asks of the pieces ---
+
+
+def test_pieces_answer_for_themselves() -> None:
+    pieces = build(max_draft_len=2, mtp={"check_metadata": True, "kernels": "reference"})
+    assert pieces.backend is pieces.worker.backend is Backend.TORCH
+    assert pieces.checks_metadata
+    slots, size = pieces.manager.sentinel_slot + 1, pieces.manager.bytes_per_slot()
+    told = f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+    assert pieces.memory_report() == told
+    with pieces.replay_checks() as checks:
+        assert list(checks) == []
+    none = NoSpeculationPlugin().build(None, NoSpeculationPlugin().plan(None, 0), host())
+    assert (none.slot_of, none.memory_report, none.checks_metadata) == (None, None, False)
+
+
+def test_slots_of_requests_and_of_padding() -> None:
+    pieces = build(max_draft_len=2)
+    slot = pieces.manager.slot_manager.add_slot(7)
+    assert pieces.slot_of(7) == slot
+    assert pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == pieces.manager.sentinel_slot
+    with pytest.raises(MetadataError, match="request 8 has no slot in the MTP manager"):
+        pieces.slot_of(8)
+
+
+@pytest.mark.parametrize("reads_states", [True, False])
+def test_states_that_a_host_reads_again_are_left_alone(reads_states: bool) -> None:
+    pieces = build(host(reads_states=reads_states), max_draft_len=2, use_mtp_vanilla=True)
+    assert pieces.worker.may_overwrite_states is not reads_states

@@ -48,6 +48,10 @@ class TextPool:
     def get_slot(self, request_id: int) -> int | None:
         return self._slots.get(request_id)
 
+    def slot_of(self, request_id: int) -> int:
+        """The request's row; those that pad a batch share the last one."""
+        return self._slots.get(request_id, self.sentinel_slot)
+
     # ---- resource manager ---------------------------------------------------------------------
 
     def get_max_resource_count(self) -> int:
@@ -188,12 +192,15 @@ class NgramPlugin:
                 mtp_hidden_states_manager=pool,
             )
 
+        worker = LookupWorker(k, self._options(config)["ngram"], pool)
         return SpeculativePieces(
             manager=pool,
-            worker=LookupWorker(k, self._options(config)["ngram"], pool),
+            worker=worker,
             sampler=MTPSampler(arguments, nextn=k, device=host.device),
             make_metadata=make_metadata,
             plan=plan,
+            backend=worker.backend,
+            slot_of=pool.slot_of,
         )
 
     def _options(self, config: Any) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
     HostFacts,
+    ReplayCheck,
     SpeculativePieces,
     SpeculativePlugin,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "HostFacts",
     "MTPPlugin",
     "NoSpeculationPlugin",
+    "ReplayCheck",
     "SpeculativePieces",
     "SpeculativePlugin",
     "find_plugin",

@@ -7,13 +7,15 @@ once the model is there. It then runs the pieces without knowing what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.host import ResourceManager, Sampler
 from mtp_plugin.speculative.metrics.acceptance import Label
@@ -33,6 +35,7 @@ class HostFacts:
     max_seq_len: int
     chain: str = "output"  # how the checkpoint's MTP depths hand states on
     encode: Callable[[str], list[int]] | None = None  # text -> ids, where a tokenizer is loaded
+    reads_states: bool = True  # a step's hidden states are read again behind the worker
 
     @property
     def sampler_args(self) -> SimpleNamespace:
@@ -75,6 +78,22 @@ class DraftPlan:
         return chunk + min(self.history_rows, start)
 
 
+class ReplayCheck(Protocol):
+    """What a capture cannot check, and each replay of it can."""
+
+    def verify(self) -> None:
+        """Check what the last replay left; may wait for the device.
+
+        Raises:
+            MTPPluginError: something is not as it was.
+        """
+
+
+def no_replay_checks() -> AbstractContextManager[Sequence[ReplayCheck]]:
+    """None at all."""
+    return nullcontext(())
+
+
 @dataclass(frozen=True)
 class SpeculativePieces:
     """The pieces that an executor plugs into its loop."""
@@ -96,6 +115,17 @@ class SpeculativePieces:
     draft_vocab_ids: torch.Tensor | None = None
     """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
     head."""
+    backend: Backend = Backend.TORCH
+    """What the pieces' ops run on; those of the host that belong to a step follow it."""
+    slot_of: Callable[[int], int] | None = None
+    """Request id -> its row in the pools that a step reads, that of padding rows too; None: there
+    are no pools."""
+    checks_metadata: bool = False
+    """Debug: the host rebuilds its attention metadata at every use and compares."""
+    replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]] = no_replay_checks
+    """Entered around a capture: the checks to make behind each of its replays."""
+    memory_report: Callable[[], str] | None = None
+    """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
         """The draft lengths that may be chosen, of all batch sizes or of these."""

@@ -13,6 +13,7 @@ from mtp_plugin.requests.thinking import resolve_thinking_tokens
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+from mtp_plugin.speculative.drafting.trace_check import deferred_checks
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
 from mtp_plugin.speculative.plugin.contract import (
@@ -79,6 +80,7 @@ class MTPPlugin:
             device=host.device,
             draft_vocab_ids=draft_vocab_ids,
         )
+        worker.may_overwrite_states = not host.reads_states
         manager = MTPHiddenStatesManager(
             settings,
             host.dtype,
@@ -132,6 +134,11 @@ class MTPPlugin:
             label,
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,
+            backend=worker.backend,
+            slot_of=manager.slot_of,
+            checks_metadata=config.mtp.check_metadata,
+            replay_checks=deferred_checks,
+            memory_report=manager.memory_report,
         )
 
     @staticmethod

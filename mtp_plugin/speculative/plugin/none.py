@@ -53,4 +53,4 @@ class NoSpeculationPlugin:
 
         sampler = MTPSampler(host.sampler_args, nextn=0, device=host.device)
         worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device=host.device)
-        return SpeculativePieces(None, worker, sampler, make_metadata, plan)
+        return SpeculativePieces(None, worker, sampler, make_metadata, plan, backend=worker.backend)

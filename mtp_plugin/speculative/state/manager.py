@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.requests.slots import SlotManager
+from mtp_plugin.errors import ConfigError, MetadataError, expect
+from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host import refuse_unserved
 from mtp_plugin.speculative.state.draft_len import read_draft_len
@@ -139,6 +139,22 @@ class MTPHiddenStatesManager:
     def get_needed_resource_to_completion(self, request: Any) -> int:  # noqa: ARG002
         """Always 0: a slot is never the reason to hold a request back."""
         return 0
+
+    def slot_of(self, request_id: int) -> int:
+        """The request's row in the pools; graph-padding ids have the sentinel's.
+
+        Raises:
+            MetadataError: the request has no slot.
+        """
+        slot = slot_or_sentinel(self.slot_manager, request_id, self.sentinel_slot)
+        if slot is None:
+            raise MetadataError(f"request {request_id} has no slot in the MTP manager")
+        return slot
+
+    def memory_report(self) -> str:
+        """What the pools take of the device, in words."""
+        slots, size = self.sentinel_slot + 1, self.bytes_per_slot()
+        return f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
 
     def bytes_per_slot(self) -> int:
         """Device bytes that one slot takes in all pools."""
