@@ -207,6 +207,15 @@ def read_layout(
     )
 
 
+def read_final_context(spec_metadata: Any, layout: StepLayout) -> torch.Tensor | None:
+    """Which chunks end their prompt [C] bool; None: all do, or there are none."""
+    next_prompt = getattr(spec_metadata, "next_prompt_tokens", None)
+    if next_prompt is None or layout.num_contexts == 0:
+        return None
+    final: torch.Tensor = next_prompt[: layout.num_contexts] < 0
+    return final
+
+
 def read_slots(spec_metadata: Any, layout: StepLayout) -> tuple[Any, torch.Tensor]:
     """The host's MTP manager, and the requests' rows in its pools [R] int64.
 

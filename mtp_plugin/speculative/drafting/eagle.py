@@ -13,6 +13,7 @@ from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.host import read_final_context
 from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
 from mtp_plugin.speculative.step import Accepted, DraftColumn
 
@@ -66,7 +67,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                     loop.feed_single_rows(
                         accepted.num_accepted,
                         draft_len,
-                        self._real_contexts(step),
+                        read_final_context(step.spec_metadata, step.layout),
                         first.kv_lens,
                     )
                 elif column > 1:
@@ -86,13 +87,3 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                         max_position=max_position,
                     )
                 self._propose(logits, place)
-
-    @staticmethod
-    def _real_contexts(step: ForwardInputs) -> torch.Tensor | None:
-        """[C] bool: contexts whose prompt ends; None where all do."""
-        next_prompt = getattr(step.spec_metadata, "next_prompt_tokens", None)
-        contexts = step.layout.num_contexts
-        if next_prompt is None or contexts == 0:
-            return None
-        real: torch.Tensor = next_prompt[:contexts] < 0
-        return real

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.host import read_final_context
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, Verdict
 from mtp_plugin.speculative.step import RowParameters, StepLayout
@@ -72,15 +73,12 @@ class VerificationInputs:
             drafts = torch.empty(0, dtype=torch.int32, device=logits.device)
         draft_lens = getattr(spec_metadata, "draft_lens", None)
         next_prompt = getattr(spec_metadata, "next_prompt_tokens", None)
-        final_context = None
-        if next_prompt is not None and layout.num_contexts > 0:
-            final_context = next_prompt[: layout.num_contexts] < 0
         return cls(
             logits=logits,
             draft_tokens=drafts.reshape(-1)[: layout.num_generations * layout.draft_len],
             input_ids=input_ids,
             draft_lens=None if draft_lens is None else draft_lens[: layout.num_generations],
-            final_context=final_context,
+            final_context=read_final_context(spec_metadata, layout),
             scans_prompts=next_prompt is None,
             parameters=getattr(spec_metadata, "row_parameters", None),
             spec_metadata=spec_metadata,
