@@ -1,82 +1,92 @@
-"""What a host's request asks for that greedy decoding with drafts does not give."""
+"""What a host's request asks for, and what of it its pieces do not give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Iterator
+from numbers import Real
+from typing import Any, NamedTuple
 
-_FLAGS = ("py_return_context_logits", "py_return_generation_logits", "py_return_log_probs")
-_LISTS = (
-    "bad_words_list",
-    "py_bad_words_list",
-    "embedding_bias",
-    "py_embedding_bias",
-    "py_logits_post_processors",
-    "py_additional_outputs",
-    "guided_decoding_params",
-    "py_guided_decoding_params",
-)
-_DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_p_decay")
-"""Fields of TensorRT-LLM's sampling config that say how a token is drawn."""
-_NO_NGRAM_LIMIT = 1 << 30
-_NEUTRAL: dict[str, Callable[[float], bool]] = {
-    "beam_width": lambda value: value == 1,
-    "beam_width_array": lambda value: value == 1,
-    "num_return_sequences": lambda value: value == 1,
-    "min_length": lambda value: value <= 1,
-    "repetition_penalty": lambda value: value == 1,
-    "presence_penalty": lambda value: value == 0,
-    "frequency_penalty": lambda value: value == 0,
-    "no_repeat_ngram_size": lambda value: value <= 0 or value >= _NO_NGRAM_LIMIT,
-}
-"""Its other fields, and which values change nothing."""
+from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option, is_greedy
+
+_CONFIG = "config."
 
 
-def unsupported_options(request: Any, *, always_greedy: bool = False) -> list[str]:
+class HostAsks(NamedTuple):
+    """One option of a host's request that changes something."""
+
+    option: Option
+    field: str  # where the request has it, as `Option.host` says it
+    value: Any
+
+    def __str__(self) -> str:
+        if isinstance(self.value, bool) or not isinstance(self.value, Real):
+            return self.field.removeprefix(_CONFIG)
+        return f"{self.option.host[0].removeprefix(_CONFIG)}={self.value}"
+
+
+def _rows() -> Iterator[Option]:
+    """Rows that hosts have: first those of fields, then those of the sampling config."""
+    ours = [row for row in OPTIONS.values() if row.host]
+    yield from (row for row in (*HOST_OPTIONS, *ours) if not row.host[0].startswith(_CONFIG))
+    yield from (row for row in (*ours, *HOST_OPTIONS) if row.host[0].startswith(_CONFIG))
+
+
+_ROWS = tuple(_rows())
+
+
+def host_options(request: Any) -> list[HostAsks]:
+    """What a request, as TensorRT-LLM holds it, asks for, in a fixed order.
+
+    Args:
+        request: with ``sampling_config``, whose fields are numbers, lists of one or None, and with
+            fields of its own; one that is not there asks for nothing.
+    """
+    config = getattr(request, "sampling_config", None)
+    asked = [_asked(request, config, row) for row in _ROWS]
+    return [one for one in asked if one is not None]
+
+
+def unsupported_options(
+    request: Any, *, always_greedy: bool = False, served: Collection[str] = ()
+) -> list[str]:
     """Every option of a request, as TensorRT-LLM holds it, that would change its output.
 
     A temperature of 0, a top-k of 1, a top-p of 0, or none of these and no min-p: decoding is
     greedy, and how a token would be drawn does not matter.
 
     Args:
-        request: with ``sampling_config``, whose fields are numbers, lists of one or None, and with
-            fields of its own; one that is not there asks for nothing.
+        request: as `host_options`.
         always_greedy: how a token would be drawn never matters.
+        served: names of options that are given.
 
     Returns:
         ``name`` or ``name=value``, in a fixed order.
     """
-    config = getattr(request, "sampling_config", None)
-    values = {name: _first(getattr(config, name, None)) for name in (*_DRAWS, *_NEUTRAL)}
-    given = {name: value for name, value in values.items() if value is not None}
-    if given.get("min_p") == 0:
-        del given["min_p"]  # off
-    beams = getattr(request, "py_beam_width", None)
-    if beams is not None:
-        given.setdefault("beam_width", beams)
-    found = [name for name in _FLAGS if getattr(request, name, False)]
-    found += [name for name in _LISTS if _is_there(getattr(request, name, None))]
-    drawn = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    if not (always_greedy or is_greedy(**drawn)):
-        found += [f"{name}={given[name]}" for name in _DRAWS if name in given]
-    found += [
-        f"{name}={given[name]}"
-        for name, changes_nothing in _NEUTRAL.items()
-        if name in given and not changes_nothing(given[name])
+    asked = host_options(request)
+    ignores_draws = always_greedy or is_greedy({one.option.name: one.value for one in asked})
+    return [
+        str(one)
+        for one in asked
+        if one.option.name not in served and not (one.option.draws and ignores_draws)
     ]
-    return found
 
 
-def is_greedy(
-    *, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
-) -> bool:
-    """Whether options describe greedy decoding; None: not given."""
-    if temperature == 0 or top_k == 1 or top_p == 0:
-        return True
-    return all(value is None for value in (temperature, top_k, top_p, min_p))
+def _asked(request: Any, config: Any, row: Option) -> HostAsks | None:
+    """What the first field of a row that is there asks for, if anything."""
+    for field in row.host:
+        name = field.removeprefix(_CONFIG)
+        value = getattr(request, field, None) if name == field else _first(config, name)
+        if not _is_there(value):
+            continue
+        is_neutral = isinstance(value, Real) and row.is_neutral(value)
+        if is_neutral or (row.host_neutral is not None and row.host_neutral(value)):
+            return None
+        return HostAsks(row, field, value)
+    return None
 
 
-def _first(value: Any) -> Any:
+def _first(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
     if isinstance(value, (list, tuple)):
         return value[0] if value else None
     return value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mtp_plugin.requests.admission import unsupported_options
+from mtp_plugin.requests.admission import host_options, unsupported_options
+from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option
 
 
 def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
@@ -32,6 +34,7 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"temperature": []},
         {"min_p": [0.0]},
         {"beam_width_array": [1]},
+        {"repetition_penalty": [Fraction(1)], "num_return_sequences": Fraction(1)},
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
@@ -95,3 +98,58 @@ def test_every_option_is_named_at_once() -> None:
         "temperature=0.7",
         "repetition_penalty=1.3",
     ]
+
+
+def test_what_is_served_is_not_refused() -> None:
+    request = SimpleNamespace(
+        sampling_config=SimpleNamespace(min_length=[8], temperature=[0.7]),
+        py_relaxed_acceptance=False,
+    )
+    told = ["py_relaxed_acceptance", "min_length=8", "temperature=0.7"]
+    assert unsupported_options(request) == told
+    assert unsupported_options(request, served={"min_tokens", "relaxed_acceptance"}) == told[2:]
+    # a draw is refused by its own name alone
+    assert unsupported_options(request, served={"temperature"}) == told[:2]
+
+
+def test_options_are_found_under_our_names() -> None:
+    sampling = SimpleNamespace(min_length=[8], num_return_sequences=2, beam_width=3)
+    request = SimpleNamespace(sampling_config=sampling, py_return_log_probs=True)
+    found = {one.option.name: (one.field, one.value) for one in host_options(request)}
+    assert found == {
+        "logprobs": ("py_return_log_probs", True),
+        "min_tokens": ("config.min_length", 8),
+        "n": ("config.num_return_sequences", 2),
+        "beam_width": ("config.beam_width", 3),
+    }
+
+
+READ = [row for row in (*OPTIONS.values(), *HOST_OPTIONS) if row.host]
+
+
+def having(fields: dict[str, Any]) -> SimpleNamespace:
+    """A request with these fields, those of its config by ``config.NAME``."""
+    of_config = {n.removeprefix("config."): v for n, v in fields.items() if "." in n}
+    plain = {name: value for name, value in fields.items() if "." not in name}
+    return SimpleNamespace(**plain, sampling_config=SimpleNamespace(**of_config))
+
+
+@pytest.mark.parametrize("row", READ, ids=lambda row: row.name)
+def test_the_first_field_that_is_there_counts(row: Option) -> None:
+    asks: Any = not row.neutral if isinstance(row.neutral, bool) else 7
+    names = row.host
+    for place, name in enumerate(names):
+        before = dict.fromkeys(names[:place])  # they are there, and say nothing
+        behind = dict.fromkeys(names[place + 1 :], asks)
+        (found,) = host_options(having({**before, name: asks, **behind}))
+        assert (found.option, found.field, found.value) == (row, name, asks)
+        neutral = row.neutral
+        if isinstance(neutral, (int, float)):
+            assert host_options(having({**before, name: neutral, **behind})) == []
+    assert host_options(having(dict.fromkeys(names))) == []
+    assert host_options(having(dict.fromkeys(names, ()))) == []
+
+
+def test_a_request_without_a_config() -> None:
+    assert host_options(SimpleNamespace()) == []
+    assert host_options(SimpleNamespace(sampling_config=None)) == []
