@@ -78,8 +78,8 @@ class RequestText:
             return self._text[: self._stop_at]
         return self._text + self._pending()
 
-    def push(self, token: int, *, from_draft: bool) -> None:
-        """Append one token's text and look for a stop string.
+    def push(self, token: int, *, from_draft: bool) -> bool:
+        """Append one token's text and look for a stop string; whether one ended the text.
 
         Raises:
             Exception: what the tokenizer raises; the text stays without this token.
@@ -93,6 +93,7 @@ class RequestText:
         self._ends.append((len(self._text), from_draft))
         if self._stop and not self.stopped:
             self._search()
+        return self.stopped
 
     def drain(self, *, final: bool) -> list[Segment]:
         """The text that may be shown now and was not shown before.

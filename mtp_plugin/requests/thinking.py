@@ -23,16 +23,12 @@ def read_thinking_token(config: Any, edge: str) -> int:
     return NO_TOKEN
 
 
-def thinking_tokens_of(config: Any, given: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(begin, end) ids for pieces that relax acceptance by them: ``given``, else a config's own.
+def expect_thinking_tokens(begin: int, end: int) -> None:
+    """Check the ids by which acceptance is relaxed.
 
     Raises:
         ConfigError: one of them is missing, or both are the same.
     """
-    begin, end = given or (
-        read_thinking_token(config, "begin"),
-        read_thinking_token(config, "end"),
-    )
     missing = [
         f"{edge}_thinking_phase_token"
         for edge, token in (("begin", begin), ("end", end))
@@ -45,7 +41,6 @@ def thinking_tokens_of(config: Any, given: tuple[int, int] | None = None) -> tup
             f"model's thinking tokens (DeepSeek-R1: 128798 and 128799)"
         )
     _expect_two(begin, end)
-    return begin, end
 
 
 def resolve_thinking_tokens(

@@ -1,0 +1,172 @@
+"""When a request stops: one rule for samplers, admission and the masks on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from typing_extensions import Self
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import FinishReason
+
+SERVED_OPTIONS = frozenset({"max_new_tokens", "stop_token_ids", "stop", "ignore_eos"})
+"""Options that the rule gives; ``min_tokens`` also needs masked logits."""
+
+MAX_STOP_IDS = 32
+"""P: ids that end a request for which a slot has room; a warp's lanes. A request with more is never
+relaxed, and cannot hold them back for ``min_tokens``."""
+
+NO_STOP = -1
+"""Fills a row of stop ids behind the request's own."""
+
+
+class Ending(NamedTuple):
+    """How much of a run counts, and what ends the request with it."""
+
+    length: int  # tokens of the run
+    reason: FinishReason | None = None  # None: it goes on
+    error: str | None = None  # why, where the reason is ERROR
+    cause: Exception | None = None  # what was raised there
+
+
+class TextWatch(Protocol):
+    """Gets every token that counts, in order, and knows the text."""
+
+    def __call__(self, token: int, *, from_draft: bool) -> bool:
+        """Whether the text ends with this token.
+
+        Raises:
+            Exception: what a tokenizer raises; the request ends with an error.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """When one request stops.
+
+    The first token that is an end id, completes a stop word or a stop string, or fills the length
+    ends it. Where one token does several of these, the reason is the first in this order.
+
+    Raises:
+        RequestError: ``min_tokens`` beside more ids than a slot has room for.
+    """
+
+    max_length: int
+    """Tokens, prompt included, that the request can hold."""
+    prompt_len: int = 0
+    min_tokens: int = 0
+    """Tokens of the output before which no id and no word ends it."""
+    end_ids: tuple[int, ...] = ()
+    words: tuple[tuple[int, ...], ...] = ()
+    """Stop words, as ids."""
+    watch: TextWatch | None = None
+    """Of the request's text; None: it has none."""
+    _ends: frozenset[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["_ends"] = frozenset(self.end_ids)  # frozen against others
+        count = len(self.device_ids)
+        if self.min_tokens > 0 and count > MAX_STOP_IDS:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} beside {count} ids that end the text: at most "
+                f"{MAX_STOP_IDS} can be held back"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        *,
+        prompt_len: int,
+        max_seq_len: int,
+        end_ids: Iterable[int] = (),
+        watch: TextWatch | None = None,
+    ) -> Self:
+        """The rule of a request with these options.
+
+        Args:
+            max_seq_len: tokens that any request can hold. end_ids: of the model.
+        """
+        ids = (() if params.ignore_eos else tuple(end_ids)) + params.stop_token_ids
+        return cls(
+            max_length=min(max_seq_len, prompt_len + params.max_new_tokens),
+            prompt_len=prompt_len,
+            min_tokens=params.min_tokens,
+            end_ids=tuple(dict.fromkeys(ids)),
+            watch=watch,
+        )
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The ids that end the request each by itself, stop words of one token too."""
+        alone = (word[0] for word in self.words if len(word) == 1)
+        return tuple(dict.fromkeys((*self.end_ids, *alone)))
+
+    @property
+    def slot_ids(self) -> tuple[int, ...] | None:
+        """Those for the request's slot; None: more than there is room for."""
+        ids = self.device_ids
+        return ids if len(ids) <= MAX_STOP_IDS else None
+
+    def judge(
+        self,
+        run: Sequence[int],
+        length: int,
+        *,
+        num_drafts: int = 0,
+        tokens: Sequence[int] = (),
+    ) -> Ending:
+        """Where a run of tokens ends the request, if it does.
+
+        Args:
+            run: emitted tokens. length: tokens of the request before them, prompt included.
+            num_drafts: so many of the run were drafts.
+            tokens: those before the run; only stop words ask for them.
+        """
+        is_plain = self.watch is None and not self.words
+        if is_plain and length + len(run) < self.max_length and self._ends.isdisjoint(run):
+            return Ending(len(run))  # as in nearly every step
+        first_end = self.prompt_len + self.min_tokens
+        for count, token in enumerate(run, 1):
+            reason = None
+            if length + count > first_end:
+                if token in self._ends:
+                    reason = FinishReason.END_ID
+                elif self.words and self._completes_word(tokens, run[:count]):
+                    reason = FinishReason.STOP_WORDS
+            if self.watch is not None:
+                try:
+                    if self.watch(token, from_draft=count <= num_drafts) and reason is None:
+                        reason = FinishReason.STOP_WORDS
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}"
+                    why = f"the tokenizer cannot decode token {token}: {told}"
+                    return Ending(count, FinishReason.ERROR, why, error)
+            if reason is None and length + count >= self.max_length:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                return Ending(count, reason)
+        return Ending(len(run))
+
+    def _completes_word(self, tokens: Sequence[int], run: Sequence[int]) -> bool:
+        """Whether the last token of ``run`` completes a stop word; the prompt is no part of one."""
+        longest = max(map(len, self.words))
+        before = tokens[max(self.prompt_len, len(tokens) - longest) :]
+        output = (*before, *run)
+        return any(word and output[-len(word) :] == word for word in self.words)
+
+
+def stop_words(listed: Any) -> list[list[int]]:
+    """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
+    ends, equally long (-1 behind the last end), or a plain list of words."""
+    if not listed:
+        return []
+    if len(listed) == 2 and len(listed[0]) == len(listed[1]):
+        flat, ends = list(listed[0]), [end for end in listed[1] if end != -1]
+        rising = all(a < b for a, b in zip([0, *ends], ends, strict=False))
+        if ends and rising and ends[-1] <= len(flat):
+            return [flat[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return [list(word) for word in listed]

@@ -1,0 +1,232 @@
+"""The int32 of a slot: what stands for a number, and where."""
+
+from __future__ import annotations
+
+import copy
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.requests.columns import (
+    FLOAT32_MAX,
+    INT32_MAX,
+    REQUEST_COLUMNS,
+    SlotColumn,
+    TableColumns,
+    request_column,
+)
+from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
+
+NAMES = [column.name for column in REQUEST_COLUMNS]
+
+
+def as_float(bits: list[int]) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+# --- numbers ---
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_floats_are_kept_bit_for_bit(value: float) -> None:
+    (bits,) = SlotColumn("x", float).bits(value)
+    assert -(2**31) <= bits < 2**31
+    back = as_float([bits]).item()
+    assert back == value
+    assert math.copysign(1, back) == math.copysign(1, value)
+
+
+@given(st.floats(min_value=-1e38, max_value=1e38))
+def test_floats_are_rounded_as_torch_rounds(value: float) -> None:
+    (bits,) = SlotColumn("x", float).bits(value)
+    assert bits == torch.tensor([value], dtype=torch.float32).view(torch.int32).item()
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (math.inf, FLOAT32_MAX),
+        (-math.inf, -FLOAT32_MAX),
+        (1e300, FLOAT32_MAX),
+        (10**400, FLOAT32_MAX),
+        (torch.finfo(torch.float32).max, FLOAT32_MAX),
+        (1e-60, 0.0),
+        (3, 3.0),
+        (True, 1.0),
+    ],
+)
+def test_floats_beyond_32_bits(value: float, kept: float) -> None:
+    back = as_float(SlotColumn("x", float).bits(value))
+    assert back.item() == torch.tensor(kept, dtype=torch.float32).item()
+    assert back.isfinite()
+
+
+def test_what_is_no_number_stays_none() -> None:
+    assert as_float(SlotColumn("x", float).bits(math.nan)).isnan()
+
+
+@given(st.integers(-INT32_MAX, INT32_MAX))
+def test_integers_are_kept(value: int) -> None:
+    assert SlotColumn("x", int).bits(value) == [value]
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (2**31 - 1, 2**31 - 1),
+        (2**31, INT32_MAX),
+        (10**30, INT32_MAX),
+        (math.inf, INT32_MAX),
+        (-(2**31), -INT32_MAX),
+        (-(10**30), -INT32_MAX),
+        (True, 1),
+        (False, 0),
+        (2.0, 2),
+    ],
+)
+def test_integers_beyond_32_bits(value: float, kept: int) -> None:
+    (bits,) = SlotColumn("x", int).bits(value)
+    assert bits == kept
+    assert type(bits) is int
+    struct.pack("i", bits)
+
+
+# --- widths ---
+
+
+@pytest.mark.parametrize(
+    ("value", "bits"),
+    [
+        (None, [-1, -1, -1]),
+        ((), [-1, -1, -1]),
+        (7, [7, -1, -1]),
+        ([7], [7, -1, -1]),
+        ((7, 8, 9), [7, 8, 9]),
+        ([2**40, -1, 0], [INT32_MAX, -1, 0]),
+    ],
+)
+def test_a_row_of_numbers_is_filled_up(value: object, bits: list[int]) -> None:
+    assert SlotColumn("x", int, -1, 3).bits(value) == bits
+
+
+def test_a_row_of_floats_is_filled_up() -> None:
+    column = SlotColumn("x", float, 0.5, 3)
+    assert as_float(column.bits([1.25])).tolist() == [1.25, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize(("width", "value"), [(1, [1, 2]), (3, range(4))])
+def test_more_numbers_than_there_is_room_for(kind: type, width: int, value: object) -> None:
+    """They would shift whatever stands behind."""
+    column = SlotColumn("many", kind, 0, width)
+    told = f"slot column many: expected at most {width} numbers, got {width + 1}"
+    with pytest.raises(MetadataError, match=told):
+        column.bits(value)
+    with pytest.raises(MetadataError, match=told):
+        TableColumns((*REQUEST_COLUMNS, column)).row({"many": value})
+
+
+# --- places ---
+
+columns_behind = st.lists(
+    st.builds(
+        SlotColumn,
+        name=st.text("abcdef", min_size=1, max_size=3),
+        kind=st.sampled_from([int, float]),
+        empty=st.integers(-3, 3),
+        width=st.integers(1, 4),
+    ),
+    max_size=4,
+    unique_by=lambda column: column.name,
+)
+
+
+@given(behind=columns_behind)
+def test_request_columns_are_at_the_same_places_in_every_table(behind: list[SlotColumn]) -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, *behind))
+    assert [columns.offset(name) for name in NAMES] == [request_column(name) for name in NAMES]
+    assert columns.width == sum(column.width for column in columns.columns)
+    # one behind the other, without a gap
+    end = 0
+    for column in columns.columns:
+        assert columns.offset(column.name) == end
+        assert column.name in columns
+        assert columns[column.name] is column
+        end += column.width
+    assert end == columns.width == len(columns.row({}))
+
+
+@given(behind=columns_behind, data=st.data())
+def test_a_row_has_every_number_at_its_place(behind: list[SlotColumn], data: st.DataObject) -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, *behind))
+    named = data.draw(st.lists(st.sampled_from(columns.columns), unique_by=lambda c: c.name))
+    numbers = st.integers(-1000, 1000)
+    values = {
+        column.name: data.draw(st.lists(numbers, min_size=column.width, max_size=column.width))
+        for column in named
+    }
+    row = torch.tensor(columns.row(values), dtype=torch.int32)
+    for column in columns.columns:
+        first = columns.offset(column.name)
+        held = row[first : first + column.width]
+        held = held.view(torch.float32) if column.kind is float else held
+        assert held.tolist() == values.get(column.name, [column.empty] * column.width)
+
+
+def test_what_every_table_has() -> None:
+    """Every option that kernels read, and nothing twice."""
+    assert NAMES == ["number", "prompt_len", "min_tokens", "stop_ids"]
+    kept = [name for name, option in OPTIONS.items() if option.column is not None]
+    assert set(kept) <= set(NAMES)
+    columns = TableColumns(REQUEST_COLUMNS)
+    assert columns.row({}) == [0, 0, 0] + [NO_STOP] * MAX_STOP_IDS
+    assert columns.row({"stop_ids": (5, 6)})[request_column("stop_ids") :][:3] == [5, 6, NO_STOP]
+
+
+def test_names_that_there_are_not() -> None:
+    columns = TableColumns(REQUEST_COLUMNS)
+    assert "thinking" not in columns
+    for ask in (columns.offset, columns.__getitem__, request_column):
+        with pytest.raises(KeyError, match="thinking"):
+            ask("thinking")
+    with pytest.raises(MetadataError, match="slot table: there is no column thinking, topk"):
+        columns.row({"thinking": 1, "number": 3, "topk": 2})
+
+
+@pytest.mark.parametrize("name", ["number", "mine"])
+def test_columns_of_one_name(name: str) -> None:
+    """A mode that takes the name of another's column, or of a request's."""
+    behind = [SlotColumn("mine", int), SlotColumn(name, float)]
+    with pytest.raises(ConfigError, match=f"columns of different names, got {name} twice"):
+        TableColumns((*REQUEST_COLUMNS, *behind))
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ((), "no columns"),
+        (REQUEST_COLUMNS[1:], "prompt_len, min_tokens, stop_ids"),
+        ((SlotColumn("mine", int), *REQUEST_COLUMNS), "mine, number, prompt_len, min_tokens"),
+        ((SlotColumn("number", float), *REQUEST_COLUMNS[1:]), "number, prompt_len, min_tokens"),
+    ],
+)
+def test_a_table_without_the_columns_of_requests_in_front(
+    columns: tuple[SlotColumn, ...], told: str
+) -> None:
+    """Kernels know where those are."""
+    expected = "expected number, prompt_len, min_tokens, stop_ids in front"
+    with pytest.raises(ConfigError, match=f"slot table: {expected}, got {told}"):
+        TableColumns(columns)
+
+
+def test_columns_can_be_copied_with_the_table_that_has_them() -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, SlotColumn("mine", float, 0.5)))
+    copied = copy.deepcopy(columns)
+    assert copied.row({"mine": 2}) == columns.row({"mine": 2})
+    assert copied.columns == columns.columns
