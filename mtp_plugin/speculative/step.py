@@ -2,7 +2,7 @@
 
 Shape letters, used everywhere: R requests in the batch (contexts first, then generations); C
 context requests; G generation requests (R = C + G); K draft length; T flat tokens; H hidden size; V
-vocabulary; S slots; P stop ids kept per request. A context request contributes its prompt chunk to
+vocabulary; S slots; W numbers kept per slot. A context request contributes its prompt chunk to
 the flat tokens, a generation request K+1 rows.
 """
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.checks import is_integral
+from mtp_plugin.kernels.checks import expect_integers, is_integral
+from mtp_plugin.requests.columns import TableColumns
+from mtp_plugin.requests.states import FinishReason
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -25,7 +28,9 @@ STATUS_NO_FINITE_LOGIT = 1
 
 
 def to_device(
-    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
+    values: Sequence[float] | Sequence[Sequence[float]],
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> torch.Tensor:
     """Numbers of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
     host = torch.tensor(values, dtype=dtype)
@@ -196,17 +201,58 @@ class DraftColumn:
 
 
 @dataclass(frozen=True)
-class RowParameters:
-    """Per-request parameters of acceptance, in fixed device buffers that the host fills before a
-    step."""
+class SlotRows:
+    """What is kept of each request of a step in the slot table, read where it lies."""
 
-    stop_ids: torch.Tensor  # [R, P] int32, padded with -1: end ids and stop ids of the request
-    min_tokens_end: torch.Tensor | None
-    """[R] int32: first absolute token index at which a stop id may stand; None: anywhere, for
-    all."""
-    request_numbers: torch.Tensor | None = None
-    """[R] int32: the order in which requests were handed in, which synthetic draws follow; None: 0
-    for all."""
+    table: torch.Tensor  # [S, W] int32, rows without gaps; floats bit for bit
+    slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
+    columns: TableColumns  # which are there
+
+    def of(self, requests: slice) -> torch.Tensor:
+        """The slots of some of the step's requests [N] int64."""
+        return self.slot_ids[requests].to(torch.int64)
+
+    def read(self, name: str, requests: slice) -> torch.Tensor:
+        """A column of some of the step's requests [N], or [N, width] of a wide one; gathered, the
+        way of references."""
+        column, first = self.columns[name], self.columns.offset(name)
+        rows = self.table[self.of(requests), first : first + column.width]
+        rows = rows.view(torch.float32) if column.kind is float else rows
+        return rows if column.width > 1 else rows.squeeze(1)
+
+
+def check_slots(
+    slots: SlotRows, requests: int, device: torch.device, columns: Sequence[str] = ()
+) -> None:
+    """Check what a step's requests have in the slot table.
+
+    Args:
+        columns: that must be there.
+
+    Raises:
+        TensorContractError: a table or slots of another shape, type or device, or a column that the
+            table does not have.
+    """
+    table, ids = slots.table, slots.slot_ids
+    if not (
+        table.dim() == 2
+        and table.dtype == torch.int32
+        and table.shape[1] == slots.columns.width
+        and table.stride(1) == 1
+        and table.device == device
+    ):
+        raise TensorContractError(
+            f"slot table: expected torch.int32 [S, {slots.columns.width}] with rows without gaps "
+            f"on {device}, got {table.dtype} {list(table.shape)} with strides "
+            f"{list(table.stride())} on {table.device}"
+        )
+    expect_integers("slot_ids", ids, requests, device, at_least=True)
+    missing = [name for name in columns if name not in slots.columns]
+    if missing:
+        there = ", ".join(column.name for column in slots.columns.columns)
+        raise TensorContractError(
+            f"slot table: expected columns {', '.join(missing)} too, got {there}"
+        )
 
 
 @dataclass(frozen=True)
@@ -230,3 +276,14 @@ class StepOutput:
             "next_new_tokens": self.next_new_tokens,
             "status": self.status,
         }
+
+
+class StepResult(NamedTuple):
+    """What one step gave one request, as its host is told."""
+
+    request_id: int
+    token_ids: list[int]  # that count: a run that a stop cuts is shorter
+    num_drafted: int  # drafts that were verified
+    num_accepted: int  # tokens that the target emitted, those behind a stop too
+    finish_reason: FinishReason | None  # None: it goes on
+    logprobs: Any = None  # of the tokens, where they were asked for
