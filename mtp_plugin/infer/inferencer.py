@@ -56,7 +56,7 @@ class Inferencer(Protocol):
         ...
 
 
-class BasicInferencer:
+class BasicInferencer(Inferencer):
     """An `Inferencer` that feeds the whole prompt at once."""
 
     def __init__(

@@ -1,0 +1,158 @@
+"""What is read of a host's config, and of the arguments that it builds pieces with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.thinking import NO_TOKEN, read_thinking_token
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """What the pieces read of a decoding config, the project's own or a host's."""
+
+    max_draft_len: int
+    """K: the most drafts that a step may have."""
+    mtp: MTPPluginOptions = field(default_factory=MTPPluginOptions)
+    use_relaxed_acceptance_for_thinking: bool = False
+    relaxed_topk: int = 1
+    relaxed_delta: float = 0.0
+    thinking_tokens: tuple[int, int] = (NO_TOKEN, NO_TOKEN)
+    """(begin, end) ids."""
+
+    @classmethod
+    def read(
+        cls,
+        config: Any,
+        *,
+        least_draft_len: int = 1,
+        thinking_tokens: tuple[int, int] | None = None,
+    ) -> Self:
+        """Read a config.
+
+        K is ``max_draft_len`` where it is given, else ``num_nextn_predict_layers``: a host may keep
+        the checkpoint's number of MTP layers under the older name, beside a K of its own.
+
+        Args:
+            thinking_tokens: (begin, end) ids that a host hands in; None: those of the config.
+
+        Raises:
+            ConfigError: no name holds a K of at least ``least_draft_len``, or an option of
+                ``config.mtp`` that cannot be.
+        """
+        max_draft_len = _read_max_draft_len(config, least_draft_len)
+        if isinstance(config, cls):
+            if thinking_tokens is None:
+                return config
+            return replace(config, thinking_tokens=thinking_tokens)
+        tokens = thinking_tokens or (
+            read_thinking_token(config, "begin"),
+            read_thinking_token(config, "end"),
+        )
+        return cls(
+            max_draft_len=max_draft_len,
+            mtp=_read_plugin_options(config),
+            use_relaxed_acceptance_for_thinking=bool(
+                getattr(config, "use_relaxed_acceptance_for_thinking", False)
+            ),
+            relaxed_topk=int(_given(config, "relaxed_topk", 1)),
+            relaxed_delta=float(_given(config, "relaxed_delta", 0.0)),
+            thinking_tokens=tokens,
+        )
+
+
+def _given(config: Any, name: str, default: float) -> float:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _read_max_draft_len(config: Any, least: int) -> int:
+    for name in ("max_draft_len", "num_nextn_predict_layers"):
+        value = getattr(config, name, None)
+        if value is not None:
+            expect(
+                isinstance(value, int) and value >= least,
+                ConfigError,
+                f"{name}: expected an integer >= {least}, got {value!r}",
+            )
+            return int(value)
+    raise ConfigError("the decoding config gives no max_draft_len and no num_nextn_predict_layers")
+
+
+def _read_plugin_options(config: Any) -> MTPPluginOptions:
+    options = getattr(config, "mtp", None)
+    if isinstance(options, MTPPluginOptions):
+        return options
+    names = MTPPluginOptions.model_fields
+    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    return MTPPluginOptions.model_validate(given, context={"source": "mtp"})
+
+
+@dataclass(frozen=True)
+class SamplerSizes:
+    """What a sampler reads of ``TorchSampler.Args``."""
+
+    max_num_sequences: int  # S
+    max_seq_len: int
+
+    @classmethod
+    def read(cls, args: Any) -> Self:
+        """Read them of any object that has them.
+
+        Raises:
+            ConfigError: more beams than one.
+        """
+        beams = getattr(args, "max_beam_width", None)
+        if beams not in (None, 1):
+            raise ConfigError(f"MTPSampler: max_beam_width must be 1 with speculation, got {beams}")
+        return cls(int(args.max_num_sequences), int(args.max_seq_len))
+
+
+def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
+    """A host's enum of why requests end, by ours; one without ERROR has CANCELLED for it."""
+    found = {ours: getattr(reasons, ours.name, None) for ours in FinishReason}
+    if found[FinishReason.ERROR] is None:
+        found[FinishReason.ERROR] = found[FinishReason.CANCELLED]
+    return found
+
+
+def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse what a host hands to a constructor and this version does not serve.
+
+    Hosts of several versions pass arguments of their own. None, False, 0 and what is empty ask for
+    nothing, and so does a ``mapping`` of one rank.
+
+    Raises:
+        ConfigError: naming every other argument and its value.
+    """
+    asked = [
+        f"{name}={value!r}"
+        for name, value in arguments.items()
+        if not (_is_nothing(value) or (name == "mapping" and num_ranks(value) == 1))
+    ]
+    if asked:
+        raise ConfigError(f"{piece}: not served in this version: {', '.join(asked)}")
+
+
+def num_ranks(mapping: Any) -> int | None:
+    """Ranks of a host's mapping: its ``world_size``, else the product of its parallel sizes; None
+    where it tells neither."""
+    world = getattr(mapping, "world_size", None)
+    if world is not None:
+        return int(world)
+    sizes = [getattr(mapping, name, None) for name in ("tp_size", "pp_size", "cp_size")]
+    told = [size for size in sizes if size is not None]
+    return math.prod(told) if told else None
+
+
+def _is_nothing(value: Any) -> bool:
+    plain = (bool, int, float, str, bytes, list, tuple, dict, set)
+    return value is None or (isinstance(value, plain) and not value)

@@ -1,0 +1,158 @@
+"""What the plugin asks of a host's objects; names follow TensorRT-LLM's PyTorch executor.
+
+Attributes that only some hosts have are optional: they are listed in the docstrings, and read with
+a default in the files beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from mtp_plugin.speculative.step import StepResult
+
+
+class SpecRequest(Protocol):
+    """A request as samplers and resource managers see it.
+
+    Its id is an integer. States go by their names: one called ``CONTEXT_INIT`` waits for its
+    prompt to be read (again), ``GENERATION_COMPLETE`` has ended; their results are dropped.
+
+    Optional attributes: ``facts`` (`RequestFacts`; without them they are read of the host's fields,
+    see `read_request`, and kept in ``py_mtp_facts``), ``py_epoch`` (int, grows with every
+    preemption), ``py_num_drafted`` (drafts of the step at hand), ``is_last_context_chunk`` (bool),
+    ``py_disable_speculative_decoding`` (bool), ``is_finished`` (bool) and, where the host lets the
+    plugin choose draft lengths, ``py_draft_state`` (a ``DraftState``, one per request). The sampler
+    writes ``py_error`` (str) into a request that it ends with an error.
+    """
+
+    request_id: int
+    py_seq_slot: int | None
+    state: Any
+    py_error: str | None
+    py_draft_tokens: list[int]
+    py_rewind_len: int
+    py_num_accepted_draft_tokens: int
+    py_decoding_iter: int
+
+    @property
+    def is_first_context_chunk(self) -> bool: ...
+
+    @property
+    def context_remaining_length(self) -> int: ...
+
+    def get_tokens(self, beam: int) -> list[int]: ...
+
+    def get_num_tokens(self, beam: int) -> int: ...
+
+    def add_new_token(self, token: int, beam: int) -> Any: ...
+
+    def finish_by(self, reason: Any, beam: int) -> Any: ...
+
+
+class ScheduledBatch(Protocol):
+    """The requests of one step, contexts before generations."""
+
+    @property
+    def context_requests(self) -> Sequence[Any]: ...
+
+    @property
+    def generation_requests(self) -> Sequence[Any]: ...
+
+    def all_requests(self) -> Sequence[Any]: ...
+
+
+class AttentionMetadata(Protocol):
+    """The fields of a host's attention metadata that a worker reads or changes.
+
+    Optional, used where present: ``kv_lens_cuda`` [R] int32,
+    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R], of these tensors the
+    views ``kv_lens_cuda_runtime`` and ``host_request_types_runtime``,
+    ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
+    embedded executor: ``supports_dead_rows`` (rows at negative positions are legal; elsewhere KV
+    lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write
+    to the sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
+    ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change
+    it). ``after_acceptance(num_accepted)`` [R] int32 is called between verification and the first
+    draft pass: states that cannot be cut back, as those of recurrent layers, move on there, in
+    place.
+    """
+
+    _seq_lens: torch.Tensor
+    _seq_lens_cuda: torch.Tensor
+    num_contexts: int
+    is_cuda_graph: bool
+
+    @property
+    def num_seqs(self) -> int: ...
+
+    @property
+    def num_generations(self) -> int: ...
+
+    @property
+    def num_ctx_tokens(self) -> int: ...
+
+    @property
+    def seq_lens_cuda(self) -> torch.Tensor: ...
+
+    def on_update(self) -> None: ...
+
+
+class DraftLayer(Protocol):
+    """One MTP layer of a checkpoint.
+
+    A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
+    integers: the flat rows whose states are read. It then returns [N, H], and of the other rows
+    only keys and values need to be computed. No other layer sees that argument, and none does
+    where ranks exchange rows (``all_rank_num_tokens``).
+    """
+
+    def __call__(
+        self,
+        *,
+        embed_tokens: Any,
+        input_ids: torch.Tensor,  # [T]
+        position_ids: torch.Tensor,  # [1, T]
+        hidden_states: torch.Tensor,  # [T, H]
+        attn_metadata: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...  # [T, H]
+
+    def shared_head(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class ResourceManager(Protocol):
+    """TensorRT-LLM's ``BaseResourceManager``, duck-typed."""
+
+    def get_max_resource_count(self) -> int: ...
+
+    def get_needed_resource_to_completion(self, request: Any) -> int: ...
+
+    def add_dummy_requests(self, request_ids: Sequence[int]) -> None: ...
+
+    def prepare_resources(self, scheduled_batch: Any) -> None: ...
+
+    def update_resources(self, scheduled_batch: Any) -> None: ...
+
+    def free_resources(self, request: Any) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Sampler(Protocol):
+    """What an executor asks of a sampler; ``SampleState`` is the class of what ``sample_async``
+    returns.
+
+    A step is launched, ``sample_async`` takes its outputs, prompt chunks count as read
+    (``context_remaining_length`` falls), and at once or a step later ``update_requests`` fills the
+    requests. What it returns is in the batch's order, without results that came too late.
+    """
+
+    SampleState: ClassVar[Any]
+
+    def sample_async(self, scheduled_requests: Any, model_outputs: dict[str, Any]) -> Any: ...
+
+    def update_requests(self, state: Any) -> Sequence[StepResult]: ...

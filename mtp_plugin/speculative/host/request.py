@@ -1,0 +1,169 @@
+"""What is read of a host's request: its facts when it gets its slot, its state at every step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from typing_extensions import Self
+
+from mtp_plugin.requests.admission import host_options
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.options import OPTIONS, SamplingParams
+from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
+
+UNBOUNDED = sys.maxsize
+"""A length that no request reaches."""
+
+
+class StepStats(Protocol):
+    """Counts what steps gave a request."""
+
+    def record(self, num_emitted: int, num_drafted: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What does not change about a request while it has its slot."""
+
+    request_id: int
+    stop: StopRule
+    full_length: int = UNBOUNDED
+    """Tokens behind which its drafts are absent."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What it asks for, by the names of `OPTIONS`; the others change nothing."""
+    stats: StepStats | None = None
+    """Takes the counts of its steps."""
+    is_dummy: bool = False
+    """Nobody reads what it emits."""
+
+    @classmethod
+    def of(
+        cls,
+        request_id: int,
+        params: SamplingParams,
+        *,
+        prompt_len: int,
+        max_seq_len: int,
+        end_ids: Iterable[int] = (),
+        watch: TextWatch | None = None,
+        stats: StepStats | None = None,
+    ) -> Self:
+        """The facts of a request with these options; arguments as `StopRule.of`.
+
+        Raises:
+            RequestError: options that do not go together.
+        """
+        stop = StopRule.of(
+            params, prompt_len=prompt_len, max_seq_len=max_seq_len, end_ids=end_ids, watch=watch
+        )
+        return cls(request_id, stop, stop.max_length, params.asked(), stats)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether steps with this request must say ``edits_logits`` in their metadata."""
+        return any(OPTIONS[name].edits_logits for name in self.options)
+
+    def columns(self) -> dict[str, Number | Sequence[Number]]:
+        """What `REQUEST_COLUMNS` have of it."""
+        values: dict[str, Number | Sequence[Number]] = {
+            name: value for name, value in self.options.items() if OPTIONS[name].column is not None
+        }
+        values["number"] = self.request_id & 0x7FFFFFFF
+        values["prompt_len"] = self.stop.prompt_len
+        values["stop_ids"] = self.stop.slot_ids or ()
+        return values
+
+
+def own_facts(request: Any) -> RequestFacts | None:
+    """The facts that a request brings along; None: TensorRT-LLM's fields say them."""
+    own = getattr(request, "facts", None)
+    return own if isinstance(own, RequestFacts) else None
+
+
+def facts_of(request: Any, max_seq_len: int, *, reads_prompt: bool) -> RequestFacts:
+    """The facts of a request, which keeps them once they were read.
+
+    Args:
+        max_seq_len: as `read_request`. reads_prompt: its prompt is read, maybe again: so are they.
+    """
+    own = own_facts(request)
+    if own is not None:
+        return own
+    kept: RequestFacts | None = getattr(request, "py_mtp_facts", None)
+    if kept is None or reads_prompt:
+        kept = request.py_mtp_facts = read_request(request, max_seq_len)
+    return kept
+
+
+def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
+    """The facts of a request: its own ``facts``, or what TensorRT-LLM's fields say.
+
+    End ids are ``py_end_id``, ``end_id`` and ``py_stop_ids``, those below 0 left out. The prompt
+    has ``py_orig_prompt_len`` tokens, else as many as the request has now.
+
+    Args:
+        max_seq_len: tokens that any request can hold.
+    """
+    own = own_facts(request)
+    if own is not None:
+        return own
+    prompt_len = getattr(request, "py_orig_prompt_len", None)
+    if prompt_len is None:
+        prompt_len = len(request.get_tokens(0))
+    new_tokens = getattr(request, "py_max_new_tokens", None)
+    longest = max_seq_len if new_tokens is None else min(max_seq_len, prompt_len + new_tokens)
+    asked = {one.option.name: one.value for one in host_options(request)}
+    listed: list[Any] = [getattr(request, "py_end_id", None), getattr(request, "end_id", None)]
+    listed += getattr(request, "py_stop_ids", None) or ()
+    ends = [int(token) for token in listed if token is not None and token >= 0]
+    words = stop_words(getattr(request, "py_stop_words_list", None))
+    return RequestFacts(
+        request_id=request.request_id,
+        stop=StopRule(
+            max_length=longest,
+            prompt_len=prompt_len,
+            end_ids=tuple(dict.fromkeys(ends)),
+            words=tuple(map(tuple, words)),
+        ),
+        full_length=getattr(request, "max_length", max_seq_len),
+        options={name: value for name, value in asked.items() if name in OPTIONS},
+        stats=getattr(request, "py_acceptance", None),
+        is_dummy=any(
+            getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy")
+        ),
+    )
+
+
+def epoch_of(request: Any) -> int:
+    """Grows with every preemption, where the host counts them."""
+    return int(getattr(request, "py_epoch", 0))
+
+
+def phase_of(request: Any) -> str:
+    """The name of a request's state, whichever host's enum it is."""
+    return str(getattr(request.state, "name", request.state))
+
+
+def ends_prompt(request: Any) -> bool | None:
+    """Whether the scheduled chunk ends the prompt; None: the host does not say."""
+    told: bool | None = getattr(request, "is_last_context_chunk", None)
+    return told
+
+
+def num_drafted_of(request: Any) -> int:
+    """Drafts that the step at hand verifies for a request."""
+    told = getattr(request, "py_num_drafted", None)
+    return len(request.py_draft_tokens or ()) if told is None else int(told)
+
+
+def has_finished(request: Any) -> bool:
+    """Whether no further token will come, as far as the host says."""
+    return bool(getattr(request, "is_finished", False))
+
+
+def may_speculate(request: Any) -> bool:
+    """Whether a request's drafts count at all."""
+    return not getattr(request, "py_disable_speculative_decoding", False)

@@ -1,0 +1,215 @@
+"""What is read of a host's metadata, once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from mtp_plugin.errors import MetadataError
+from mtp_plugin.speculative.host.protocols import AttentionMetadata
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Rows per rank under attention data parallelism; None: this rank is alone."""
+
+    counts: Sequence[int] | None = None  # of a first pass
+    later_counts: Sequence[int] | None = None  # of passes of one row per request
+    largest: int | None = None
+
+    def arguments(self, *, single_rows: bool) -> dict[str, Any]:
+        """What a draft layer is told of them."""
+        counts, largest = self.counts, self.largest
+        if single_rows:
+            counts = self.later_counts
+            largest = max(counts) if largest is not None and counts is not None else largest
+        given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """What a host's metadata says of one step."""
+
+    layout: StepLayout
+    draft_tokens: torch.Tensor  # [G*K] integer
+    draft_lens: torch.Tensor | None = None  # [G] integer; None: K everywhere
+    next_prompt_tokens: torch.Tensor | None = None
+    """[C] integer: the token behind each chunk, -1 where it ends its prompt; None: the host tells
+    nothing of prompts beyond a chunk."""
+    final_context: torch.Tensor | None = None
+    """[C] bool: the chunk ends its prompt; None: all do."""
+    manager: Any = None
+    """The host's MTP manager, whose pools are read afresh; None: it has none."""
+    slot_ids: torch.Tensor | None = None  # [R] int64: rows of the pools and of the slot table
+    slots: SlotRows | None = None
+    """What is kept of the step's requests; None: there is no manager."""
+    edits_logits: bool = False
+    """A request asks for logits to be changed; what, stands in its slot."""
+    max_position: int | None = None  # None: unbounded
+    kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
+    after_acceptance: Callable[[torch.Tensor], Any] | None = None
+    """Told how many tokens were accepted [R] int32, before drafts are made."""
+    ranks: RankRows = RankRows()
+
+    @classmethod
+    def read(
+        cls,
+        attn_metadata: AttentionMetadata,
+        spec_metadata: Any,
+        max_draft_len: int,
+        positions: torch.Tensor | None = None,
+    ) -> Self:
+        """Read a host's metadata.
+
+        Args:
+            max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
+
+        Raises:
+            MetadataError: a draft length that cannot be.
+            TensorContractError: counts and tensors that do not fit each other.
+        """
+        layout = read_layout(attn_metadata, spec_metadata, max_draft_len, positions)
+        drafts = getattr(spec_metadata, "draft_tokens", None)
+        if drafts is None:
+            device = attn_metadata.seq_lens_cuda.device
+            drafts = torch.empty(0, dtype=torch.int32, device=device)
+        lens = getattr(spec_metadata, "draft_lens", None)
+        prompts = getattr(spec_metadata, "next_prompt_tokens", None)
+        prompts = None if prompts is None else prompts[: layout.num_contexts]
+        manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
+        slot_ids = getattr(spec_metadata, "slot_ids", None)
+        slot_ids = None if slot_ids is None else slot_ids[: layout.num_requests]
+        rows_of = getattr(manager, "slot_rows", None)
+        return cls(
+            layout=layout,
+            draft_tokens=drafts.reshape(-1)[: layout.num_generations * layout.draft_len],
+            draft_lens=None if lens is None else lens[: layout.num_generations],
+            next_prompt_tokens=prompts,
+            final_context=prompts < 0 if prompts is not None and layout.num_contexts else None,
+            manager=manager,
+            slot_ids=slot_ids,
+            slots=None if rows_of is None or slot_ids is None else rows_of(slot_ids),
+            edits_logits=bool(getattr(spec_metadata, "edits_logits", False)),
+            max_position=getattr(spec_metadata, "max_position", None),
+            kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
+            after_acceptance=getattr(attn_metadata, "after_acceptance", None),
+            ranks=RankRows(
+                getattr(spec_metadata, "all_rank_num_tokens", None),
+                getattr(spec_metadata, "subseq_all_rank_num_tokens", None),
+                getattr(spec_metadata, "all_rank_max_num_tokens", None),
+            ),
+        )
+
+    def expect_slots(self) -> SlotRows:
+        """What is kept of the step's requests.
+
+        Raises:
+            MetadataError: the host gave no manager, or no slots.
+        """
+        self.expect_manager()
+        if self.slots is None:
+            raise MetadataError(
+                "this step needs a manager with a slot table, got "
+                f"{type(self.manager).__name__} without slot_rows()"
+            )
+        return self.slots
+
+    def expect_manager(self) -> tuple[Any, torch.Tensor]:
+        """The host's MTP manager, and the requests' rows in its pools [R] int64.
+
+        Raises:
+            MetadataError: the host gave one of them not.
+        """
+        if self.manager is None:
+            raise MetadataError("this step needs spec_metadata.mtp_hidden_states_manager, got None")
+        if self.slot_ids is None:
+            raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
+        return self.manager, self.slot_ids
+
+
+def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
+    """K of this step: ``runtime_draft_len`` of the host's metadata, or ``max_draft_len``.
+
+    Raises:
+        MetadataError: more than the pieces were built for, or less than none.
+    """
+    chosen = getattr(spec_metadata, "runtime_draft_len", None)
+    if chosen is None:
+        return max_draft_len
+    if not 0 <= chosen <= max_draft_len:
+        raise MetadataError(
+            f"runtime_draft_len: expected 0 to max_draft_len ({max_draft_len}), got {chosen}"
+        )
+    return int(chosen)
+
+
+def read_layout(
+    attn_metadata: Any,
+    spec_metadata: Any,
+    max_draft_len: int,
+    positions: torch.Tensor | None = None,
+) -> StepLayout:
+    """The shape of a step, from a host's metadata.
+
+    Args:
+        max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
+
+    Raises:
+        MetadataError: a draft length that cannot be.
+        TensorContractError: counts and tensors that do not fit each other.
+    """
+    contexts = int(attn_metadata.num_contexts)
+    chunk_lens = tuple(attn_metadata._seq_lens[:contexts].tolist()) if contexts else ()
+    generations = int(attn_metadata.num_seqs) - contexts
+    draft_len = read_step_draft_len(spec_metadata, max_draft_len)
+    if positions is not None:
+        expected = sum(chunk_lens) + generations * (draft_len + 1)
+        if positions.shape[0] != expected:
+            asked = getattr(spec_metadata, "runtime_draft_len", None)
+            raise MetadataError(
+                f"step: expected T = {expected} rows, {sum(chunk_lens)} of prompts and K+1 = "
+                f"{draft_len + 1} for each of {generations} generations (runtime_draft_len: "
+                f"{asked}), got {positions.shape[0]}"
+            )
+    return StepLayout(
+        chunk_lens=chunk_lens,
+        num_generations=generations,
+        draft_len=draft_len,
+        context_lens=attn_metadata.seq_lens_cuda[:contexts],
+        positions=positions,
+    )
+
+
+def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:
+    """Tokens of each context that are in the cache before the step."""
+    counts: list[int] = attn_metadata.kv_cache_params.num_cached_tokens_per_seq
+    return list(counts[:num_contexts])
+
+
+def takes_output_rows(layer: Any) -> bool:
+    """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
+    return bool(getattr(layer, "takes_output_rows", False))
+
+
+def part_of(draft_model: Any, name: str) -> Any:
+    """A part of the model that a host hands in as one; None: it has no such part."""
+    return getattr(draft_model, name, None)
+
+
+def is_eagle(mode: Any) -> bool:
+    """Whether one layer drafts all tokens; hosts' modes may call the one-model way by a name of its
+    own."""
+    names = ("is_mtp_eagle", "is_mtp_eagle_one_model")
+    return any(getattr(mode, name)() for name in names if hasattr(mode, name))
+
+
+def is_vanilla(mode: Any) -> bool:
+    """Whether there is a layer per depth; older modes ask by value."""
+    asked = getattr(mode, "is_mtp_vanilla", None)
+    return bool(asked()) if asked is not None else getattr(mode, "name", None) == "MTP"

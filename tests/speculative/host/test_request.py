@@ -1,0 +1,258 @@
+"""What is read of a host's request, TensorRT-LLM's or the embedded executor's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtp_plugin.executor import LlmRequest, SamplingParams
+from mtp_plugin.requests.columns import REQUEST_COLUMNS
+from mtp_plugin.requests.states import RequestState
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
+from mtp_plugin.speculative.host import (
+    UNBOUNDED,
+    RequestFacts,
+    ends_prompt,
+    epoch_of,
+    facts_of,
+    has_finished,
+    may_speculate,
+    num_drafted_of,
+    phase_of,
+    read_request,
+)
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+
+
+def request(**fields: Any) -> SimpleNamespace:
+    """As TensorRT-LLM has it: three tokens of a prompt, nothing asked for."""
+    given = {"request_id": 7, "get_tokens": lambda beam: [1, 2, 3][beam:], **fields}
+    return SimpleNamespace(**given)
+
+
+def sampling(**config: Any) -> SimpleNamespace:
+    return request(sampling_config=SimpleNamespace(**config))
+
+
+# --- facts ---
+
+
+def test_a_request_that_says_nothing() -> None:
+    facts = read_request(request())
+    assert facts == RequestFacts(7, StopRule(max_length=UNBOUNDED, prompt_len=3))
+    assert (facts.full_length, facts.options, facts.stats) == (UNBOUNDED, {}, None)
+    assert not facts.is_dummy
+    assert read_request(request(), 64).stop.max_length == 64
+    assert read_request(request(), 64).full_length == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "ids"),
+    [
+        ({"py_end_id": None}, ()),
+        ({"py_end_id": -1, "end_id": -1}, ()),
+        ({"py_end_id": 2}, (2,)),
+        ({"end_id": 0}, (0,)),
+        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, (2, 9, 7)),
+        ({"py_end_id": -1, "end_id": 4}, (4,)),
+        ({"py_stop_ids": None}, ()),
+        ({"py_stop_ids": [5, -1, 5]}, (5,)),
+    ],
+)
+def test_end_ids_under_the_names_of_hosts(options: dict[str, Any], ids: tuple[int, ...]) -> None:
+    stop = read_request(request(**options)).stop
+    assert stop.end_ids == stop.device_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        (None, ()),
+        ([], ()),
+        ([[5], [6, 7], [2], [8]], ((5,), (6, 7), (2,), (8,))),
+        ([[5, 6, 7, 8], [1, 3, 4, -1]], ((5,), (6, 7), (8,))),
+    ],
+    ids=["none", "empty", "plain", "flat"],
+)
+def test_both_forms_of_stop_words(listed: Any, words: tuple[tuple[int, ...], ...]) -> None:
+    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
+    stop = read_request(request(py_end_id=2, py_stop_words_list=listed)).stop
+    assert stop.words == words
+    alone = [word[0] for word in words if len(word) == 1 and word[0] != 2]
+    assert stop.device_ids == (2, *alone)
+
+
+def test_the_length_of_the_prompt() -> None:
+    """Given, or that of the tokens where the host does not tell."""
+    assert read_request(request(py_orig_prompt_len=2)).stop.prompt_len == 2
+    assert read_request(request(py_orig_prompt_len=0)).stop.prompt_len == 0
+    assert read_request(request(py_orig_prompt_len=None)).stop.prompt_len == 3
+    # it is not asked for its tokens in vain
+    told = request(py_orig_prompt_len=2)
+    del told.get_tokens
+    assert read_request(told).stop.prompt_len == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "seq_len", "length"),
+    [
+        ({"py_max_new_tokens": 9}, UNBOUNDED, 12),
+        ({"py_max_new_tokens": 9}, 12, 12),
+        ({"py_max_new_tokens": 9}, 11, 11),
+        ({"py_max_new_tokens": 9, "py_orig_prompt_len": 1}, 64, 10),
+        ({"py_max_new_tokens": None}, 64, 64),
+        ({"py_max_new_tokens": 0}, 64, 3),
+        ({}, 64, 64),
+    ],
+)
+def test_the_longest_text(options: dict[str, Any], seq_len: int, length: int) -> None:
+    facts = read_request(request(**options), seq_len)
+    assert facts.stop.max_length == length
+    # drafts are absent behind the length that the host has reserved, not behind this one
+    assert facts.full_length == seq_len
+
+
+def test_what_else_is_read() -> None:
+    stats = AcceptanceStats(3)
+    facts = read_request(request(max_length=9, py_acceptance=stats), 64)
+    assert (facts.full_length, facts.stop.max_length) == (9, 64)
+    assert facts.stats is stats
+
+
+@pytest.mark.parametrize("name", ["is_dummy", "is_attention_dp_dummy"])
+def test_dummies(name: str) -> None:
+    assert read_request(request(**{name: True})).is_dummy
+    assert not read_request(request(**{name: False})).is_dummy
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({}, {}),
+        ({"min_length": [8]}, {"min_tokens": 8}),
+        ({"min_length": 8}, {"min_tokens": 8}),
+        ({"min_length": [1]}, {}),
+        ({"min_length": []}, {}),
+        ({"temperature": [0.7], "top_k": [0]}, {"temperature": 0.7, "top_k": 0}),
+        ({"random_seed": [5]}, {"seed": 5}),
+        ({"beam_width": 2}, {}),  # of no name among ours
+    ],
+    ids=str,
+)
+def test_what_a_sampling_config_asks_for(config: dict[str, Any], options: dict[str, Any]) -> None:
+    assert read_request(sampling(**config)).options == options
+
+
+@pytest.mark.parametrize(
+    ("told", "options"), [(False, {"relaxed_acceptance": False}), (True, {}), (None, {})]
+)
+def test_what_a_request_asks_for(told: bool | None, options: dict[str, Any]) -> None:
+    assert read_request(request(py_relaxed_acceptance=told)).options == options
+
+
+# --- columns ---
+
+
+def test_every_column_of_a_request_is_given_or_empty() -> None:
+    names = [column.name for column in REQUEST_COLUMNS]
+    assert list(read_request(request()).columns()) == ["number", "prompt_len", "stop_ids"]
+    asked = read_request(sampling(min_length=[8], temperature=[0.7])).columns()
+    assert asked["min_tokens"] == 8
+    assert set(asked) == set(names)
+
+
+def test_columns_of_a_request() -> None:
+    long_id = 2**40 + 5
+    facts = read_request(request(request_id=long_id, py_end_id=2, py_stop_words_list=[[9]]))
+    assert facts.request_id == long_id
+    assert facts.columns() == {"number": 5, "prompt_len": 3, "stop_ids": (2, 9)}
+
+
+def test_ids_that_no_slot_has_room_for_are_left_out() -> None:
+    """All of them: one that is missing could be accepted as a draft."""
+    fits = tuple(range(MAX_STOP_IDS))
+    assert read_request(request(py_stop_ids=fits)).columns()["stop_ids"] == fits
+    more = read_request(request(py_stop_ids=(*fits, MAX_STOP_IDS)))
+    assert more.columns()["stop_ids"] == ()
+    assert more.stop.slot_ids is None
+
+
+# --- who has facts of its own ---
+
+
+def own() -> LlmRequest:
+    params = SamplingParams(max_new_tokens=9, min_tokens=2, relaxed_acceptance=False)
+    return LlmRequest(2**31 + 3, [4, 5], params, end_ids=(1,), max_draft_len=3, max_seq_len=64)
+
+
+def test_the_embedded_executors_own_facts() -> None:
+    mine = own()
+    facts = read_request(mine, 5)
+    assert facts is mine.facts is facts_of(mine, 5, reads_prompt=True)
+    assert facts.stop.max_length == facts.full_length == 11
+    assert facts.stats is mine.py_acceptance
+    assert facts.options == {"max_new_tokens": 9, "min_tokens": 2, "relaxed_acceptance": False}
+    assert facts.columns() == {"min_tokens": 2, "number": 3, "prompt_len": 2, "stop_ids": (1,)}
+    assert not facts.is_dummy
+    assert "py_mtp_facts" not in vars(mine)
+
+
+def test_what_only_has_the_name_is_no_facts() -> None:
+    assert read_request(request(facts=["of the host's"], py_end_id=2)).stop.end_ids == (2,)
+
+
+def test_facts_are_kept_in_the_request_until_its_prompt_is_read_again() -> None:
+    theirs = request(py_end_id=2)
+    first = facts_of(theirs, 64, reads_prompt=False)
+    assert first == read_request(theirs, 64)
+    theirs.py_end_id = 3
+    assert facts_of(theirs, 64, reads_prompt=False) is first
+    again = facts_of(theirs, 64, reads_prompt=True)
+    assert again.stop.end_ids == (3,)
+    assert facts_of(theirs, 64, reads_prompt=False) is again
+
+
+def test_managers_read_the_fields_afresh() -> None:
+    """What a sampler kept knows its own limits."""
+    theirs = request()
+    facts_of(theirs, 64, reads_prompt=True)
+    assert read_request(theirs).stop.max_length == UNBOUNDED
+
+
+def test_facts_are_for_good() -> None:
+    facts = read_request(request())
+    for field in fields(facts):
+        with pytest.raises(AttributeError):
+            setattr(facts, field.name, None)
+
+
+# --- a step's ---
+
+
+class Theirs(IntEnum):
+    GENERATION_COMPLETE = 20
+    ANOTHER = 21
+
+
+def test_what_is_read_at_every_step() -> None:
+    assert epoch_of(request()) == 0
+    assert epoch_of(request(py_epoch=2)) == 2
+    states = (RequestState.GENERATION_COMPLETE, Theirs.GENERATION_COMPLETE, "GENERATION_COMPLETE")
+    assert {phase_of(request(state=state)) for state in states} == {"GENERATION_COMPLETE"}
+    assert ends_prompt(request()) is None
+    assert ends_prompt(request(is_last_context_chunk=True)) is True
+    assert ends_prompt(request(is_last_context_chunk=False)) is False
+    assert num_drafted_of(request(py_draft_tokens=None)) == 0
+    assert num_drafted_of(request(py_draft_tokens=[4, 5])) == 2
+    assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=None)) == 2
+    assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=0)) == 0
+    assert (has_finished(request()), has_finished(request(is_finished=True))) == (False, True)
+    assert may_speculate(request())
+    assert not may_speculate(request(py_disable_speculative_decoding=True))

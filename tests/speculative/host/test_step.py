@@ -1,0 +1,323 @@
+"""A host's metadata is read once a step, and what it lacks is not needed without reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.errors import MetadataError, TensorContractError
+from mtp_plugin.requests.columns import TableColumns
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+from mtp_plugin.speculative.host import HostStep, RankRows
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.state import SlotStateManager
+from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.verification import StrictVerification
+from tests.speculative.drafting.host import (
+    Attention,
+    KVAttention,
+    LimitedAttention,
+    Prompt,
+    ScriptedLayer,
+    Step,
+    Turn,
+    int32,
+)
+
+K = 2
+WORKERS = [
+    pytest.param(MTPEagleWorker, {}, id="eagle"),
+    pytest.param(MTPWorker, {}, id="vanilla"),
+    pytest.param(MTPWorker, {"draft_window": "trtllm", "chain": "target_shift"}, id="trtllm"),
+]
+FIELDS = {
+    "runtime_draft_len",
+    "draft_tokens",
+    "draft_lens",
+    "next_prompt_tokens",
+    "mtp_hidden_states_manager",
+    "slot_ids",
+    "edits_logits",
+    "max_position",
+    "all_rank_num_tokens",
+    "subseq_all_rank_num_tokens",
+    "all_rank_max_num_tokens",
+}
+"""What a step reads of speculative metadata."""
+
+
+def mixed(**options: Any) -> Step:
+    return Step(
+        K,
+        [Prompt([3, 4, 5]), Prompt([6, 7, 8, 9], 0, 2)],
+        [Turn([1, 2, 3], [10, 11], [10, 12, 13], draft_len=1), Turn([1, 2], [5, 6], [5, 6, 7])],
+        **options,
+    )
+
+
+class Counted:
+    """Another object's attributes, and how often each is asked for."""
+
+    def __init__(self, shown: Any) -> None:
+        object.__setattr__(self, "_shown", shown)
+        object.__setattr__(self, "_asked", Counter())
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__
+        if name in {"_shown", "_asked", "__class__"}:
+            return own(self, name)
+        own(self, "_asked")[name] += 1
+        return getattr(own(self, "_shown"), name)
+
+
+@pytest.mark.parametrize(("kind", "mtp"), WORKERS)
+@pytest.mark.parametrize("keep_warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("drafts", [K, 0])
+def test_a_forward_reads_every_field_once(
+    kind: Any, mtp: dict[str, Any], keep_warm: bool, drafts: int
+) -> None:
+    turns = [Turn([1, 2, 3], [10, 11][:drafts], [10, 12, 13][: drafts + 1])]
+    step = Step(K, [Prompt([3, 4, 5]), Prompt([6, 7, 8, 9], 0, 2)], turns if drafts else [])
+    step.spec.runtime_draft_len = drafts
+    config = MTPDecodingConfig(max_draft_len=K, mtp={**mtp, "keep_warm": keep_warm})
+    counted = Counted(step.spec)
+    layers = [ScriptedLayer(depth) for depth in range(K)]
+    kind(config, device="cpu")(**step.inputs() | {"spec_metadata": counted}, mtp_layers=layers)
+    assert counted._asked == dict.fromkeys(FIELDS, 1)
+
+
+def test_decoding_without_drafts_reads_every_field_once() -> None:
+    step = Step(0, [Prompt([3, 4, 5])], [Turn([1, 2], [], [7])])
+    counted = Counted(step.spec)
+    worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu")
+    worker(**step.inputs() | {"spec_metadata": counted})
+    assert counted._asked == dict.fromkeys(FIELDS, 1)
+
+
+def test_what_is_read() -> None:
+    step = mixed(attention=LimitedAttention, slots=[5, 0, 7, 2])
+    heard: list[Any] = []
+    step.attn.after_acceptance = heard.append
+    step.spec.edits_logits = True
+    read = HostStep.read(step.attn, step.spec, K, step.position_ids[0])
+    layout = read.layout
+    assert (layout.chunk_lens, layout.num_generations, layout.draft_len) == ((3, 2), 2, K)
+    assert layout.positions.tolist() == step.position_ids[0].tolist()
+    assert read.draft_tokens.tolist() == [10, 11, 5, 6]
+    assert read.draft_lens.tolist() == [1, 2]
+    assert read.next_prompt_tokens.tolist() == [-1, 8]
+    assert read.final_context.tolist() == [True, False]
+    assert read.manager is step.manager
+    assert read.slot_ids.tolist() == [5, 0, 7, 2]
+    assert read.slot_ids.dtype == torch.int64
+    assert isinstance(read.slots, SlotRows)
+    assert read.slots.table is step.manager.table.rows
+    assert isinstance(read.slots.columns, TableColumns)
+    assert read.edits_logits is True
+    assert read.max_position == 200
+    assert read.kv_lens is step.attn.kv_lens_cuda
+    read.after_acceptance("counts")
+    assert heard == ["counts"]
+    assert read.ranks == RankRows()
+    assert read.expect_slots() is read.slots
+    assert read.expect_manager() == (step.manager, read.slot_ids)
+
+
+def test_buffers_of_a_larger_batch_are_cut() -> None:
+    """Those of a graph are as long as its batch; a host's may be longer still."""
+    step = Step(K, [Prompt([6, 7, 8], 0, 1)], [Turn([1, 2], [5, 6], [5, 6, 7])], num_slots=9)
+    step.spec.draft_tokens = int32([[5, 6], [99, 99], [99, 99]])
+    step.spec.draft_lens = int32([2, 99, 99])
+    step.spec.next_prompt_tokens = int32([7, -1, -1])
+    read = HostStep.read(step.attn, step.spec, K)
+    assert read.draft_tokens.tolist() == [5, 6]
+    assert read.draft_lens.tolist() == [2]
+    assert read.next_prompt_tokens.tolist() == [7]
+    assert read.final_context.tolist() == [False]
+    assert read.slot_ids.shape == (2,)
+
+
+def test_a_host_with_the_least_that_there_is() -> None:
+    """Nothing but the shape of the step; K is the worker's."""
+    read = HostStep.read(Attention([2, 3, 3], 1), SimpleNamespace(), K)
+    assert (read.layout.num_requests, read.layout.draft_len) == (3, K)
+    assert read.draft_tokens.tolist() == []
+    assert read.draft_tokens.dtype == torch.int32
+    absent = ("draft_lens", "next_prompt_tokens", "final_context", "manager", "slot_ids", "slots")
+    for name in (*absent, "max_position", "kv_lens", "after_acceptance"):
+        assert getattr(read, name) is None, name
+    assert read.edits_logits is False
+    assert HostStep.read(KVAttention([2], 1, [5]), None, K).kv_lens.tolist() == [5]
+
+
+class Operations(TorchDispatchMode):
+    """Notes what a device would be asked to do; views ask it nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_reading_generations_launches_nothing() -> None:
+    """And prompts the one comparison by which chunks are told apart."""
+    alone = Step(K, turns=[Turn([1, 2], [5, 6], [5, 6, 7], draft_len=1)], padding=1)
+    for step, expected in ((alone, []), (mixed(), ["aten.lt.Scalar"])):
+        with Operations() as operations:
+            HostStep.read(step.attn, step.spec, K, step.position_ids[0])
+        assert operations.names == expected
+
+
+def test_generations_alone_end_no_prompt() -> None:
+    step = Step(K, turns=[Turn([1, 2], [5, 6], [5, 6, 7])])
+    read = HostStep.read(step.attn, step.spec, K)
+    assert read.next_prompt_tokens.tolist() == []
+    assert read.final_context is None
+
+
+@pytest.mark.parametrize("told", [-1, K + 1])
+def test_draft_lengths_that_cannot_be(told: int) -> None:
+    spec = SimpleNamespace(runtime_draft_len=told)
+    with pytest.raises(MetadataError, match=rf"expected 0 to max_draft_len \({K}\), got {told}"):
+        HostStep.read(Attention([3], 0), spec, K)
+
+
+def test_positions_of_another_step() -> None:
+    attention = Attention([2, 3], 1)
+    for count in (4, 6):
+        with pytest.raises(MetadataError, match=rf"expected T = 5 rows.* got {count}"):
+            HostStep.read(attention, SimpleNamespace(), K, torch.arange(count))
+    with pytest.raises(TensorContractError, match=r"positions: expected integers \[5\]"):
+        HostStep.read(attention, SimpleNamespace(), K, torch.zeros(5))
+
+
+def test_what_a_step_misses_is_named() -> None:
+    step, bare = mixed(), SimpleNamespace()
+    read = HostStep.read(step.attn, bare, K)
+    for expected in (read.expect_slots, read.expect_manager):
+        with pytest.raises(MetadataError, match="mtp_hidden_states_manager, got None"):
+            expected()
+    bare.mtp_hidden_states_manager = step.manager
+    read = HostStep.read(step.attn, bare, K)
+    assert read.slots is None
+    for expected in (read.expect_slots, read.expect_manager):
+        with pytest.raises(MetadataError, match=r"spec_metadata.slot_ids: call prepare\(\) first"):
+            expected()
+    bare.slot_ids, bare.mtp_hidden_states_manager = torch.arange(4), SimpleNamespace()
+    read = HostStep.read(step.attn, bare, K)
+    assert read.expect_manager() == (bare.mtp_hidden_states_manager, read.slot_ids)
+    with pytest.raises(MetadataError, match=r"slot table, got SimpleNamespace without slot_rows"):
+        read.expect_slots()
+
+
+@pytest.mark.parametrize("host", ["no manager", "no slots", "no table"])
+def test_strict_acceptance_needs_no_manager(host: str) -> None:
+    """Eagle drafts from the step's own states: nothing of it is kept in slots."""
+    step, same = mixed(), mixed()
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    if host == "no manager":
+        step.spec.mtp_hidden_states_manager = step.spec.slot_ids = None
+    elif host == "no slots":
+        step.spec.slot_ids = None
+    else:
+        step.spec.mtp_hidden_states_manager = SimpleNamespace()
+    expected, outputs = (
+        worker(**each.inputs(), mtp_layers=[ScriptedLayer(0)]) for each in (same, step)
+    )
+    for name, value in expected.items():
+        assert torch.equal(outputs[name], value), name
+
+
+def test_past_pairs_of_a_hosts_own_manager() -> None:
+    """Two pools and nothing else: strict vanilla reads no slot table."""
+    step, same = mixed(), mixed()
+    worker = MTPWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    ours = step.manager
+    names = ("mtp_past_tokens_pool", "mtp_past_hidden_states_pool")
+    own = SimpleNamespace(**{name: getattr(ours, name).clone() for name in names})
+    step.spec.mtp_hidden_states_manager = own
+    expected, outputs = (
+        worker(**each.inputs(), mtp_layers=[ScriptedLayer(depth) for depth in range(K)])
+        for each in (same, step)
+    )
+    for name, value in expected.items():
+        assert torch.equal(outputs[name], value), name
+    for name in names:
+        live = slice(0, 4)
+        assert torch.equal(getattr(own, name)[live], getattr(same.manager, name)[live])
+        assert not torch.equal(getattr(own, name)[live], getattr(ours, name)[live])
+
+
+@pytest.mark.parametrize("kind", [MTPWorker, MTPEagleWorker])
+def test_the_bare_step_needs_no_prepare(kind: Any) -> None:
+    step = mixed()
+    spec = MTPSpecMetadata(
+        max_num_requests=9, max_draft_len=K, mtp_hidden_states_manager=step.manager
+    )
+    spec.draft_tokens, spec.draft_lens = step.spec.draft_tokens, step.spec.draft_lens
+    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    tokens, counts = worker.sample_and_accept_draft_tokens(None, step.logits, spec, step.attn)
+    assert counts.tolist() == [1, 1, 2, 3]
+    assert tokens.tolist() == [[1, -1, -1], [1, -1, -1], [10, 12, -1], [5, 6, 7]]
+
+
+def test_edited_logits_need_slots() -> None:
+    step = mixed()
+    step.spec.edits_logits = True
+    step.spec.mtp_hidden_states_manager = None
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    with pytest.raises(MetadataError, match=r"this step needs .*mtp_hidden_states_manager"):
+        worker(**step.inputs(), mtp_layers=[ScriptedLayer(0)])
+
+
+def test_slots_alone_carry_a_request_that_asks() -> None:
+    """A manager without pools of past pairs, as every plugin may have: the end id is masked."""
+    step = Step(K, turns=[Turn([1, 2], [5, 6], [5, 9, 7])], mode=SpeculativeDecodingMode.NONE)
+    manager = SlotStateManager([StrictVerification(None, None)], 3, device="cpu")
+    slot = manager.slot_manager.add_slot(0)
+    manager.table.write({slot: {"prompt_len": 1, "min_tokens": 9, "stop_ids": [9]}})
+    step.spec.mtp_hidden_states_manager = manager
+    step.spec.prepare()
+    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    emitted = []
+    for edits in (False, True):
+        step.spec.edits_logits = edits
+        outputs = worker(**step.inputs(), mtp_layers=[ScriptedLayer(0)])
+        emitted.append(outputs["new_tokens"][0].tolist())
+    assert emitted == [[5, 9, -1], [5, 0, -1]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "single_rows", "told"),
+    [
+        (RankRows(), False, {}),
+        (RankRows(), True, {}),
+        (RankRows([3, 4], [1, 2]), False, {"all_rank_num_tokens": [3, 4]}),
+        (RankRows([3, 4], [1, 2]), True, {"all_rank_num_tokens": [1, 2]}),
+        (
+            RankRows([3, 4], [1, 2], 4),
+            False,
+            {"all_rank_num_tokens": [3, 4], "all_rank_max_num_tokens": 4},
+        ),
+        (
+            RankRows([3, 4], [1, 2], 4),
+            True,
+            {"all_rank_num_tokens": [1, 2], "all_rank_max_num_tokens": 2},
+        ),
+        (RankRows([3, 4], None, 4), True, {"all_rank_max_num_tokens": 4}),
+    ],
+)
+def test_what_layers_are_told_of_ranks(
+    ranks: RankRows, single_rows: bool, told: dict[str, Any]
+) -> None:
+    assert ranks.arguments(single_rows=single_rows) == told
