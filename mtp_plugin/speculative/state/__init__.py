@@ -1,6 +1,6 @@
-"""Request -> slot -> pool rows."""
+"""What is kept per request across steps: the slot table, and vanilla's past pairs."""
 
-from mtp_plugin.speculative.state.draft_len import read_draft_len
-from mtp_plugin.speculative.state.manager import MTPHiddenStatesManager
+from mtp_plugin.speculative.state.manager import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.state.slot_table import SlotTable
 
-__all__ = ["MTPHiddenStatesManager", "read_draft_len"]
+__all__ = ["MTPHiddenStatesManager", "SlotStateManager", "SlotTable"]

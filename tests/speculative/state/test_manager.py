@@ -1,4 +1,4 @@
-"""The resource manager: slots with zeroed rows, dummies, the sentinel, the thinking phase."""
+"""The resource managers: their slots, dummies and the sentinel, and the pools of past pairs."""
 
 from __future__ import annotations
 
@@ -11,49 +11,11 @@ import torch
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, NoFreeSlotsError
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.requests.stop_ids import MAX_STOP_IDS, TOO_MANY_STOPS, stop_ids_of
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from mtp_plugin.speculative.host import ResourceManager
-from mtp_plugin.speculative.state import MTPHiddenStatesManager
-
-BEGIN, END = 90, 91
-RELAXED = MTPDecodingConfig(
-    max_draft_len=2,
-    use_relaxed_acceptance_for_thinking=True,
-    relaxed_topk=5,
-    relaxed_delta=0.25,
-    begin_thinking_phase_token=BEGIN,
-    end_thinking_phase_token=END,
-)
-
-
-class Request(SimpleNamespace):
-    """A request on its first chunk unless told otherwise."""
-
-    def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
-        super().__init__(**{"request_id": request_id, "is_first_context_chunk": True, **options})
-        self.tokens = tokens or [1]
-
-    def get_tokens(self, beam: int) -> list[int]:
-        return self.tokens[beam:]
-
-
-def batch(*contexts: Request) -> SimpleNamespace:
-    return SimpleNamespace(context_requests=list(contexts), generation_requests=[])
-
-
-def make(config: Any = None, max_num_requests: int = 2, **options: Any) -> MTPHiddenStatesManager:
-    config = config or MTPDecodingConfig(max_draft_len=2)
-    return MTPHiddenStatesManager(config, torch.float32, 4, max_num_requests, **options)
-
-
-def soil(manager: MTPHiddenStatesManager) -> None:
-    """Fill every pool with what nobody may ever read."""
-    manager.mtp_past_hidden_states_pool.fill_(torch.nan)
-    manager.mtp_past_tokens_pool.fill_(-777)
-    if manager.use_relaxed_acceptance_for_thinking:
-        manager.stop_ids_pool.fill_(777)
-
+from mtp_plugin.speculative.host import DecodingOptions, ResourceManager
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.verification import make_modes
+from tests.speculative.state.cases import RELAXED, Request, batch, make, soil
 
 # --- construction ---
 
@@ -152,12 +114,25 @@ def test_sizes_that_cannot_be(
         MTPHiddenStatesManager(config, torch.float32, hidden_size, max_num_requests)
 
 
+def test_a_manager_of_slots_alone() -> None:
+    modes = make_modes(DecodingOptions(max_draft_len=2), torch.device("cpu"))
+    manager = SlotStateManager(modes, 3, device="cpu")
+    assert isinstance(manager, ResourceManager)
+    assert manager.modes == modes
+    assert manager.table.rows.shape == (manager.num_rows, manager.table.columns.width)
+    assert manager.bytes_per_slot() == 4 * manager.table.columns.width
+    assert not any(isinstance(value, torch.Tensor) for value in vars(manager).values())
+    with pytest.raises(ConfigError, match="SlotStateManager: max_num_requests must be an integer"):
+        SlotStateManager(modes, 0, device="cpu")
+
+
 def test_bytes_per_slot_are_those_of_the_pools() -> None:
+    """What views show is counted once."""
     for manager in (make(), make(RELAXED)):
-        pools = [value for value in vars(manager).values() if isinstance(value, torch.Tensor)]
-        assert manager.bytes_per_slot() == sum(
-            pool[0].numel() * pool.element_size() for pool in pools
-        )
+        kept = [value for value in vars(manager).values() if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage() for tensor in [*kept, manager.table.rows]]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert manager.bytes_per_slot() * manager.num_rows == sum(sizes.values())
 
 
 # --- the life of a slot ---
@@ -193,15 +168,24 @@ def test_a_reused_slot_is_zero() -> None:
 def test_free_is_idempotent_and_knows_no_strangers() -> None:
     manager = make(RELAXED)
     manager.prepare_resources(batch(Request(1), Request(2)))
-    soil(manager)
     manager.free_resources(Request(77))
-    assert (manager.mtp_past_tokens_pool == -777).all()
+    assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
     manager.free_resources(Request(1))
     manager.prepare_resources(batch(Request(3)))
-    manager.mtp_past_tokens_pool.fill_(-777)
     manager.free_resources(Request(1))
-    assert manager.slot_manager.get_slot(3) == 0
+    assert manager.slot_manager.slot_mapping == {2: 1, 3: 0}
+
+
+def test_giving_a_slot_back_writes_nothing() -> None:
+    """What is handed out is written then; a step in flight may still have the slot."""
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1), Request(2)))
+    soil(manager)
+    manager.free_resources(Request(1))
+    manager.shutdown()
     assert (manager.mtp_past_tokens_pool == -777).all()
+    assert manager.mtp_past_hidden_states_pool.isnan().all()
+    assert (manager.table.rows == 777).all()
 
 
 def test_replaced_pools_are_read_afresh() -> None:
@@ -241,139 +225,3 @@ def test_shutdown_gives_every_slot_back() -> None:
     manager.shutdown()
     assert len(manager.slot_manager.free_slots) == manager.slot_manager.max_num_requests
     assert manager.slot_manager.get_slot(1) is None
-
-
-# --- relaxed acceptance ---
-
-
-@pytest.mark.parametrize(
-    ("tokens", "thinks"),
-    [
-        ([1, 2], False),
-        ([1, BEGIN, 2], True),
-        ([BEGIN, END, 2], False),
-        ([END, 1, BEGIN], True),
-        ([BEGIN, END, BEGIN, 3, END], False),
-    ],
-)
-def test_the_phase_is_that_of_the_whole_prompt(tokens: list[int], thinks: bool) -> None:
-    manager = make(RELAXED)
-    manager.thinking_pool.fill_(7)
-    manager.mtp_relaxed_delta_pool.fill_(7.0)
-    manager.prepare_resources(batch(Request(1, tokens)))
-    assert bool(manager.thinking_pool[0]) is thinks
-    assert manager.mtp_relaxed_delta_pool[0] == (0.25 if thinks else 0.0)
-    assert manager.relaxed_topk_pool[0] == 5
-    assert manager.relaxed_limit_pool[0] == 0.25
-    # nobody else's
-    assert (manager.thinking_pool[1:] == 7).all()
-    manager.free_resources(Request(1))
-    assert manager.thinking_pool[0] == 0
-    assert manager.mtp_relaxed_delta_pool[0] == 0.0
-
-
-def test_a_request_may_decline() -> None:
-    manager = make(RELAXED)
-    manager.prepare_resources(batch(Request(1, [BEGIN], py_relaxed_acceptance=False)))
-    assert manager.thinking_pool[0] == 1
-    assert manager.relaxed_topk_pool[0] == 1
-    assert manager.relaxed_limit_pool[0] == 0.0
-    assert manager.mtp_relaxed_delta_pool[0] == 0.0
-
-
-def test_a_preempted_request_thinks_on() -> None:
-    """Its emitted tokens come back as part of the prompt."""
-    manager = make(RELAXED)
-    request = Request(1, [1, 2])
-    manager.prepare_resources(batch(request))
-    manager.free_resources(request)
-    request.tokens += [BEGIN, 4]
-    manager.prepare_resources(batch(request))
-    assert manager.thinking_pool[0] == 1
-
-
-# --- stop ids of requests ---
-
-
-def stops_in(manager: MTPHiddenStatesManager, slot: int) -> list[int]:
-    """What the slot's row holds before the padding."""
-    row = manager.stop_ids_pool[slot].tolist()
-    used = row.index(-1) if -1 in row else len(row)
-    assert row[used:] == [-1] * (len(row) - used)
-    return row[:used]
-
-
-@pytest.mark.parametrize(
-    ("options", "stops"),
-    [
-        ({}, []),
-        ({"py_end_id": None}, []),
-        ({"py_end_id": -1, "end_id": -1}, []),
-        ({"py_end_id": 2}, [2]),
-        ({"end_id": 0}, [0]),
-        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, [2, 9, 7]),
-        ({"py_stop_ids": None}, []),
-        ({"py_end_id": 2, "py_stop_words_list": [[5], [6, 7], [2], [8]]}, [2, 5, 8]),
-        ({"py_stop_words_list": [[5, 6, 7, 8], [1, 3, 4, -1]]}, [5, 8]),
-        ({"py_stop_words_list": None}, []),
-    ],
-)
-def test_stop_ids_under_the_names_of_hosts(options: dict[str, Any], stops: list[int]) -> None:
-    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
-    request = Request(1, **options)
-    assert stop_ids_of(request) == stops
-    manager = make(RELAXED)
-    assert (manager.stop_ids_pool == -1).all()
-    soil(manager)
-    manager.prepare_resources(batch(request))
-    assert stops_in(manager, 0) == stops
-    assert (manager.stop_ids_pool[1:] == 777).all()
-
-
-def test_stop_ids_of_the_last_request_are_forgotten() -> None:
-    manager = make(RELAXED)
-    manager.prepare_resources(batch(Request(1, py_end_id=2, py_stop_ids=(3, 4))))
-    manager.free_resources(Request(1))
-    assert stops_in(manager, 0) == []
-    manager.stop_ids_pool[0] = 777
-    manager.prepare_resources(batch(Request(2, py_end_id=5)))
-    assert stops_in(manager, 0) == [5]
-    manager.add_dummy_requests([3])
-    assert stops_in(manager, 1) == []
-
-
-def test_strict_acceptance_keeps_no_stop_ids() -> None:
-    manager = make()
-    manager.prepare_resources(batch(Request(1, py_end_id=2)))
-    assert not hasattr(manager, "stop_ids_pool")
-
-
-def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Not one of them may be lost: such a request is marked for strict acceptance, told once."""
-    manager = make(RELAXED)
-    fits = tuple(range(MAX_STOP_IDS))
-    manager.prepare_resources(batch(Request(1, py_stop_ids=fits)))
-    assert stops_in(manager, 0) == list(fits)
-    assert caplog.messages == []
-    more = (*fits, MAX_STOP_IDS)
-    manager.prepare_resources(batch(Request(7, py_stop_ids=more), Request(8, py_stop_ids=more)))
-    assert stops_in(manager, 1) == stops_in(manager, 2) == [TOO_MANY_STOPS]
-    assert caplog.messages == [
-        "request 7 has 17 stop ids, and relaxed acceptance keeps 16 of a request: where the host "
-        "sets no row_parameters, requests with more are accepted strictly"
-    ]
-
-
-def test_upper_case_names_of_a_host_are_read() -> None:
-    config = SimpleNamespace(
-        num_nextn_predict_layers=2,
-        use_relaxed_acceptance_for_thinking=True,
-        relaxed_topk=3,
-        relaxed_delta=0.5,
-        BEGIN_THINKING_PHASE_TOKEN=BEGIN,
-        END_THINKING_PHASE_TOKEN=END,
-    )
-    manager = make(config)
-    assert manager.modes[1].thinking_tokens == (BEGIN, END)
-    manager.prepare_resources(batch(Request(1, [BEGIN])))
-    assert manager.mtp_relaxed_delta_pool[0] == 0.5

@@ -1,0 +1,48 @@
+"""Requests, batches and managers for the tests of this folder."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+
+BEGIN, END = 90, 91
+RELAXED = MTPDecodingConfig(
+    max_draft_len=2,
+    use_relaxed_acceptance_for_thinking=True,
+    relaxed_topk=5,
+    relaxed_delta=0.25,
+    begin_thinking_phase_token=BEGIN,
+    end_thinking_phase_token=END,
+)
+
+
+class Request(SimpleNamespace):
+    """A request on its first chunk unless told otherwise."""
+
+    def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
+        super().__init__(**{"request_id": request_id, "is_first_context_chunk": True, **options})
+        self.tokens = tokens or [1]
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self.tokens[beam:]
+
+
+def batch(*contexts: Request) -> SimpleNamespace:
+    return SimpleNamespace(context_requests=list(contexts), generation_requests=[])
+
+
+def make(config: Any = None, max_num_requests: int = 2, **options: Any) -> MTPHiddenStatesManager:
+    config = config or MTPDecodingConfig(max_draft_len=2)
+    return MTPHiddenStatesManager(config, torch.float32, 4, max_num_requests, **options)
+
+
+def soil(manager: MTPHiddenStatesManager) -> None:
+    """Fill table and pools with what nobody may ever read."""
+    manager.mtp_past_hidden_states_pool.fill_(torch.nan)
+    manager.mtp_past_tokens_pool.fill_(-777)
+    manager.table.rows.fill_(777)

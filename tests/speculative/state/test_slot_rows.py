@@ -1,0 +1,481 @@
+"""What stands in a slot: whose values, in which columns, and at what cost."""
+
+from __future__ import annotations
+
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtp_plugin.errors import NoFreeSlotsError
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.host import DecodingOptions, read_request
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager, SlotTable
+from mtp_plugin.speculative.state import slot_table as slot_table_module
+from mtp_plugin.speculative.verification import make_modes
+from tests.speculative.state.cases import BEGIN, END, RELAXED, Request, batch, make, soil
+
+CPU = torch.device("cpu")
+SOILED = 777
+
+
+class Copies:
+    """Counts copies from the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        move = slot_table_module.to_device
+
+        def counted(*args: Any) -> torch.Tensor:
+            self.count += 1
+            return move(*args)
+
+        monkeypatch.setattr(slot_table_module, "to_device", counted)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a device would be asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    return Copies(monkeypatch)
+
+
+def strict(max_num_requests: int = 2) -> SlotStateManager:
+    modes = make_modes(DecodingOptions(max_draft_len=2), CPU)
+    return SlotStateManager(modes, max_num_requests, device="cpu")
+
+
+def shown(manager: SlotStateManager, slot: int) -> dict[str, Any]:
+    """The columns of a slot."""
+    return {
+        column.name: manager.table.column(column.name)[slot].tolist()
+        for column in manager.table.columns.columns
+    }
+
+
+def empty(manager: SlotStateManager) -> list[int]:
+    return manager.table.columns.row({})
+
+
+def padded(*stop_ids: int) -> list[int]:
+    return [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
+
+
+MANAGERS = pytest.mark.parametrize(
+    "make_manager", [strict, make, lambda: make(RELAXED)], ids=["slots", "pairs", "relaxed"]
+)
+
+# --- the table ---
+
+COLUMNS = (
+    SlotColumn("delta", float, 0.5),
+    SlotColumn("count", int, 3),
+    SlotColumn("wide", float, -1.0, 3),
+)
+floats = st.floats(-(2.0**100), 2.0**100, width=32)
+slot_values = st.fixed_dictionaries(
+    {},
+    optional={
+        "number": st.integers(0, 2**31 - 1),
+        "min_tokens": st.integers(0, 2**40),
+        "stop_ids": st.lists(st.integers(0, 500), max_size=MAX_STOP_IDS),
+        "delta": floats,
+        "wide": st.lists(floats, max_size=3),
+    },
+)
+
+
+def bits(value: float) -> int:
+    return struct.unpack("i", struct.pack("f", value))[0]
+
+
+def told(values: dict[str, Any]) -> list[int]:
+    """A row, number by number."""
+    wide = [*values.get("wide", ()), *[-1.0] * 3][:3]
+    return [
+        values.get("number", 0),
+        values.get("prompt_len", 0),
+        min(values.get("min_tokens", 0), 2**31 - 1),
+        *padded(*values.get("stop_ids", ())),
+        bits(values.get("delta", 0.5)),
+        values.get("count", 3),
+        *map(bits, wide),
+    ]
+
+
+@given(steps=st.lists(st.dictionaries(st.integers(0, 5), slot_values, min_size=1), max_size=4))
+def test_a_table_holds_what_was_written_last(steps: list[dict[int, dict[str, Any]]]) -> None:
+    table, rows = SlotTable(6, COLUMNS, CPU), [told({}) for _ in range(6)]
+    assert table.rows.tolist() == rows
+    for values in steps:
+        places = table.write(values)
+        assert (places.dtype, places.tolist()) == (torch.int64, list(values))
+        for slot, row in values.items():
+            rows[slot] = told(row)
+        assert table.rows.tolist() == rows
+
+
+def test_a_column_is_a_view() -> None:
+    table = SlotTable(2, COLUMNS, CPU)
+    table.write({1: {"delta": 0.25, "wide": [1.5, 2.5], "stop_ids": [7]}})
+    assert table.column("delta").tolist() == [0.5, 0.25]
+    assert table.column("wide").tolist() == [[-1.0] * 3, [1.5, 2.5, -1.0]]
+    assert table.column("stop_ids").tolist() == [padded(), padded(7)]
+    table.column("delta")[0] = 2.0
+    assert table.rows[0, table.columns.offset("delta")] == bits(2.0)
+    assert table.rows.is_contiguous()
+
+
+def test_rows_of_a_step_are_read_where_they_lie() -> None:
+    table = SlotTable(4, COLUMNS, CPU)
+    table.write({slot: {"delta": slot + 0.5, "count": slot} for slot in range(4)})
+    slots = torch.tensor([3, 9, 0, 9, 2])[::2]
+    rows = table.rows_of(slots)
+    assert rows.table is table.rows
+    assert rows.slot_ids is slots
+    assert rows.read("count", slice(0, 3)).tolist() == [3, 0, 2]
+    assert rows.read("delta", slice(1, 3)).tolist() == [0.5, 2.5]
+    assert rows.read("wide", slice(2, 3)).tolist() == [[-1.0] * 3]
+
+
+def test_numbers_that_no_column_holds() -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, *COLUMNS))
+    count, delta = columns.offset("count"), columns.offset("delta")
+    assert columns.row({"count": 2**40})[count] == 2**31 - 1
+    assert columns.row({"count": -(2**40)})[count] == -(2**31 - 1)
+    assert columns.row({"delta": float("inf")})[delta] == bits(3.4028234e38)
+
+
+# --- the cost ---
+
+
+@MANAGERS
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_one_copy_for_all_who_get_a_slot(make_manager: Any, count: int, copies: Copies) -> None:
+    manager = make_manager()
+    manager.prepare_resources(batch(*(Request(i, [1, BEGIN]) for i in range(count))))
+    assert copies.count == 1
+    assert len(manager.slot_manager.slot_mapping) == count
+
+
+@MANAGERS
+def test_more_requests_are_no_more_work_for_the_device(make_manager: Any) -> None:
+    counts = []
+    for number in (1, 4):
+        manager = make_manager()
+        with Operations() as operations:
+            manager.prepare_resources(batch(*(Request(i, [1, BEGIN]) for i in range(number))))
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
+
+
+@MANAGERS
+def test_a_batch_without_a_new_request_costs_nothing(make_manager: Any, copies: Copies) -> None:
+    manager, going = make_manager(), Request(1, is_first_context_chunk=False)
+    manager.prepare_resources(batch(Request(1)))
+    before = copies.count
+    with Operations() as operations:
+        manager.prepare_resources(batch())
+        manager.prepare_resources(batch(going))
+        manager.update_resources(batch(going))
+        manager.free_resources(going)
+        manager.add_dummy_requests([CUDA_GRAPH_DUMMY_REQUEST_ID])
+    assert (operations.count, copies.count - before) == (0, 0)
+
+
+def test_tokens_are_asked_for_where_a_mode_reads_them() -> None:
+    """A host's request copies its whole prompt to answer."""
+
+    class Silent(Request):
+        def get_tokens(self, _: int) -> list[int]:
+            raise AssertionError("nobody reads them")
+
+    strict().prepare_resources(batch(Silent(1, py_orig_prompt_len=9)))
+    with pytest.raises(AssertionError, match="nobody reads them"):
+        make(RELAXED).prepare_resources(batch(Silent(1, py_orig_prompt_len=9)))
+
+
+# --- whose values ---
+
+
+@MANAGERS
+def test_rows_of_other_slots_are_left_alone(make_manager: Any) -> None:
+    manager = make_manager()
+    manager.slot_manager.add_slot(50)
+    manager.table.rows.fill_(SOILED)
+    manager.prepare_resources(batch(Request(4), Request(9)))
+    manager.add_dummy_requests([70])
+    width = manager.table.columns.width
+    rows = manager.table.rows.tolist()
+    assert [slot for slot, row in enumerate(rows) if row != [SOILED] * width] == [1, 2, 3]
+
+
+@MANAGERS
+def test_a_reused_slot_holds_nothing_of_the_request_before(make_manager: Any) -> None:
+    manager, fresh = make_manager(), make_manager()
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_end_id=2, py_stop_ids=(3, 4))))
+    if isinstance(manager, MTPHiddenStatesManager):
+        soil(manager)
+    manager.table.rows.fill_(SOILED)
+    manager.free_resources(Request(1))
+    for each in (manager, fresh):
+        each.prepare_resources(batch(Request(2, [5], py_end_id=9)))
+    assert shown(manager, 0) == shown(fresh, 0)
+    assert shown(manager, 0)["stop_ids"] == padded(9)
+    if isinstance(manager, MTPHiddenStatesManager):
+        assert not manager.mtp_past_hidden_states_pool[0].any()
+        assert not manager.mtp_past_tokens_pool[0].any()
+
+
+@MANAGERS
+def test_dummies_and_the_sentinel_hold_empty_rows(make_manager: Any) -> None:
+    manager = make_manager()
+    nothing = empty(manager)
+    assert manager.table.rows.tolist() == [nothing] * manager.num_rows
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_end_id=3)))
+    manager.free_resources(Request(1))
+    manager.add_dummy_requests([70, CUDA_GRAPH_DUMMY_REQUEST_ID])
+    for request_id in (70, CUDA_GRAPH_DUMMY_REQUEST_ID):
+        assert manager.table.rows[manager.slot_of(request_id)].tolist() == nothing
+    assert manager.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == manager.sentinel_slot
+
+
+@MANAGERS
+def test_requests_before_the_one_without_a_slot_have_their_rows(make_manager: Any) -> None:
+    """A step that fails leaves no slot with another request's row."""
+    manager = make_manager()
+    spare = manager.slot_manager.max_num_requests
+    for request_id in range(spare - 2):
+        manager.slot_manager.add_slot(1000 + request_id)
+    manager.table.rows.fill_(SOILED)
+    asked = [Request(i, py_end_id=i) for i in (1, 2, 3)]
+    with pytest.raises(NoFreeSlotsError):
+        manager.prepare_resources(batch(*asked))
+    assert manager.slot_manager.get_slot(3) is None
+    for request_id in (1, 2):
+        row = shown(manager, manager.slot_of(request_id))
+        assert (row["number"], row["stop_ids"]) == (request_id, padded(request_id))
+
+
+def test_a_request_that_cannot_be_read_gets_no_slot() -> None:
+    class Broken(Request):
+        def get_tokens(self, _: int) -> list[int]:
+            raise OSError("gone")
+
+    manager = make(RELAXED)
+    with pytest.raises(OSError, match="gone"):
+        manager.prepare_resources(batch(Request(1, [BEGIN]), Broken(2)))
+    assert manager.slot_manager.slot_mapping == {1: 0}
+    assert shown(manager, 0)["thinking"] == 1
+
+
+# --- values of options ---
+
+
+def request(params: SamplingParams, prompt: list[int], request_id: int = 7) -> LlmRequest:
+    return LlmRequest(request_id, prompt, params, end_ids=(2,), max_draft_len=2, max_seq_len=64)
+
+
+def test_options_stand_in_their_columns() -> None:
+    manager = strict()
+    asked = SamplingParams(max_new_tokens=30, min_tokens=9, stop_token_ids=(5, 6))
+    manager.prepare_resources(batch(request(asked, [1, 2, 3])))
+    assert shown(manager, 0) == {
+        "number": 7,
+        "prompt_len": 3,
+        "min_tokens": 9,
+        "stop_ids": padded(2, 5, 6),
+    }
+    assert [column.name for column in REQUEST_COLUMNS] == list(shown(manager, 0))
+
+
+def test_a_preempted_request_keeps_the_length_of_its_prompt() -> None:
+    """It reads prompt and output again; tokens are counted from where its output began."""
+    manager, asked = strict(), request(SamplingParams(min_tokens=4), [1, 2, 3])
+    manager.prepare_resources(batch(asked))
+    before = shown(manager, 0)
+    manager.free_resources(asked)
+    for token in (4, 5):
+        asked.add_new_token(token)
+    asked.pause()
+    manager.table.rows.fill_(SOILED)
+    manager.prepare_resources(batch(asked))
+    assert shown(manager, 0) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({}, []),
+        ({"py_end_id": None}, []),
+        ({"py_end_id": -1, "end_id": -1}, []),
+        ({"py_end_id": 2}, [2]),
+        ({"end_id": 0}, [0]),
+        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, [2, 9, 7]),
+        ({"py_stop_ids": None}, []),
+        ({"py_end_id": 2, "py_stop_words_list": [[5], [6, 7], [2], [8]]}, [2, 5, 8]),
+        ({"py_stop_words_list": [[5, 6, 7, 8], [1, 3, 4, -1]]}, [5, 8]),
+        ({"py_stop_words_list": None}, []),
+    ],
+)
+@MANAGERS
+def test_stop_ids_under_the_names_of_hosts(
+    make_manager: Any, options: dict[str, Any], stops: list[int]
+) -> None:
+    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
+    asked = Request(1, **options)
+    assert list(read_request(asked).stop.device_ids) == stops
+    manager = make_manager()
+    manager.table.rows.fill_(SOILED)
+    manager.prepare_resources(batch(asked))
+    assert shown(manager, 0)["stop_ids"] == padded(*stops)
+
+
+def test_lengths_and_numbers_of_a_host() -> None:
+    """Where it does not tell the prompt's length, the tokens do."""
+    manager = strict(max_num_requests=3)
+    number = 2**40 + 5
+    manager.prepare_resources(
+        batch(
+            Request(1, [1, 2, 3]),
+            Request(2, [1, 2, 3], py_orig_prompt_len=2),
+            Request(number, sampling_config=SimpleNamespace(min_length=[6])),
+        )
+    )
+    rows = [shown(manager, slot) for slot in range(3)]
+    assert [row["prompt_len"] for row in rows] == [3, 2, 1]
+    assert [row["number"] for row in rows] == [1, 2, 5]
+    assert [row["min_tokens"] for row in rows] == [0, 0, 6]
+
+
+# --- relaxed acceptance ---
+
+
+def test_the_columns_of_relaxed_acceptance() -> None:
+    assert set(shown(make(RELAXED), 0)) - set(shown(strict(), 0)) == {
+        "mtp_relaxed_delta_pool",
+        "thinking",
+        "relaxed_topk",
+        "relaxed_limit",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "thinks"),
+    [
+        ([1, 2], False),
+        ([1, BEGIN, 2], True),
+        ([BEGIN, END, 2], False),
+        ([END, 1, BEGIN], True),
+        ([BEGIN, END, BEGIN, 3, END], False),
+    ],
+)
+def test_the_phase_is_that_of_the_whole_prompt(tokens: list[int], thinks: bool) -> None:
+    manager = make(RELAXED)
+    manager.table.rows.fill_(SOILED)
+    manager.prepare_resources(batch(Request(1, tokens)))
+    row = shown(manager, 0)
+    assert (row["thinking"], row["relaxed_topk"], row["relaxed_limit"]) == (thinks, 5, 0.25)
+    assert row["mtp_relaxed_delta_pool"] == (0.25 if thinks else 0.0)
+
+
+def test_a_request_may_decline() -> None:
+    manager = make(RELAXED)
+    declines = request(SamplingParams(relaxed_acceptance=False), [BEGIN])
+    manager.prepare_resources(
+        batch(Request(1, [BEGIN], py_relaxed_acceptance=False), declines, Request(2, [BEGIN]))
+    )
+    topk, limits = manager.table.column("relaxed_topk"), manager.table.column("relaxed_limit")
+    assert topk[:3].tolist() == [1, 1, 5]
+    assert limits[:3].tolist() == [0.0, 0.0, 0.25]
+    assert manager.mtp_relaxed_delta_pool[:3].tolist() == [0.0, 0.0, 0.25]
+    # their phase is followed all the same
+    assert manager.table.column("thinking")[:3].tolist() == [1, 1, 1]
+
+
+def test_a_preempted_request_thinks_on() -> None:
+    """Its emitted tokens come back as part of the prompt."""
+    manager = make(RELAXED)
+    asked = Request(1, [1, 2])
+    manager.prepare_resources(batch(asked))
+    manager.free_resources(asked)
+    asked.tokens += [BEGIN, 4]
+    manager.prepare_resources(batch(asked))
+    assert shown(manager, 0)["thinking"] == 1
+
+
+def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Not one of them may be lost: such a request is never relaxed, which is told once."""
+    manager = make(RELAXED)
+    fits = tuple(range(MAX_STOP_IDS))
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_stop_ids=fits)))
+    assert shown(manager, 0)["stop_ids"] == list(fits)
+    assert caplog.messages == []
+    more = (*fits, MAX_STOP_IDS)
+    manager.prepare_resources(
+        batch(Request(7, [BEGIN], py_stop_ids=more), Request(8, [BEGIN], py_stop_ids=more))
+    )
+    for slot in (1, 2):
+        row = shown(manager, slot)
+        assert (row["relaxed_topk"], row["relaxed_limit"]) == (1, 0.0)
+        assert row["mtp_relaxed_delta_pool"] == 0.0
+        assert row["stop_ids"] == padded()
+    assert caplog.messages == [
+        "request 7 has 33 stop ids, and relaxed acceptance knows 32 of a request: those with more "
+        "are accepted strictly"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_delta_pool_that_a_host_put_in_its_place(dtype: torch.dtype) -> None:
+    """It gets the values, wherever it lies; its other rows are the host's."""
+    manager = make(RELAXED)
+    pool = torch.full((manager.num_rows, 3), 7.0, dtype=dtype)[:, 1]
+    manager.mtp_relaxed_delta_pool = pool
+    manager.prepare_resources(batch(Request(1, [BEGIN]), Request(2, [END])))
+    assert pool.tolist() == [0.25, 0.0, *[7.0] * (manager.num_rows - 2)]
+    manager.free_resources(Request(1))
+    manager.add_dummy_requests([70])
+    assert pool[:3].tolist() == [0.0, 0.0, 7.0]
+
+
+def test_a_host_may_write_the_delta_in_force() -> None:
+    manager = make(RELAXED)
+    manager.prepare_resources(batch(Request(1, [BEGIN])))
+    manager.mtp_relaxed_delta_pool[0] = 0.5
+    assert shown(manager, 0)["mtp_relaxed_delta_pool"] == 0.5
+    assert not hasattr(make(), "mtp_relaxed_delta_pool")
+
+
+def test_upper_case_names_of_a_host_are_read() -> None:
+    config = SimpleNamespace(
+        num_nextn_predict_layers=2,
+        use_relaxed_acceptance_for_thinking=True,
+        relaxed_topk=3,
+        relaxed_delta=0.5,
+        BEGIN_THINKING_PHASE_TOKEN=BEGIN,
+        END_THINKING_PHASE_TOKEN=END,
+    )
+    manager = make(config)
+    assert manager.modes[1].thinking_tokens == (BEGIN, END)
+    manager.prepare_resources(batch(Request(1, [BEGIN])))
+    assert manager.mtp_relaxed_delta_pool[0] == 0.5
