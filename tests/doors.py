@@ -98,13 +98,13 @@ def _run(
 
 def _gaps(tensor: torch.Tensor) -> torch.Tensor:
     """What lies in the storage of a strided tensor, with its own elements blotted out."""
-    whole = _storage(tensor)
+    whole = storage(tensor)
     own = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     own.zero_()
     return whole
 
 
-def _storage(tensor: torch.Tensor) -> torch.Tensor:
+def storage(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory that a tensor lies in."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage()).clone()
@@ -113,7 +113,7 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 def _copied(value: Any) -> Any:
     """A copy with memory of its own and the same strides."""
     if isinstance(value, torch.Tensor):
-        return _storage(value).as_strided(value.shape, value.stride(), value.storage_offset())
+        return storage(value).as_strided(value.shape, value.stride(), value.storage_offset())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             f.name: _copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init

@@ -34,6 +34,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify import (
     verify_speculative_tokens,
 )
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -54,7 +55,7 @@ from mtp_plugin.speculative.ops.logits import early_stops_masked
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
-from mtp_plugin.speculative.step import DraftColumn, RowParameters, StepLayout
+from mtp_plugin.speculative.step import DraftColumn, SlotRows, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -67,6 +68,13 @@ def floats(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
+
+
+def slot_rows(requests: int) -> SlotRows:
+    """Of a table that has the columns of relaxed acceptance too."""
+    kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
+    columns = TableColumns([*REQUEST_COLUMNS, *(SlotColumn(*column) for column in kinds.items())])
+    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns)
 
 
 # --- ops of a step ---
@@ -83,14 +91,10 @@ def compile_acceptance() -> None:
             "final_context": ints(contexts, dtype=torch.bool) if contexts else None,
             "last_tokens": ints(requests, k + 1)[:, 0],
         }
-        rule = RelaxedRule(
-            thinking=ints(requests, dtype=torch.bool),
-            topk=ints(requests),
-            delta=floats(requests, dtype=F32),
-            stop_ids=ints(requests, 5) if contexts else None,
-            begin_token=128798,
-            end_token=128799,
-        )
+        slots = slot_rows(requests)
+        # a column of the table, or what a host put in its place
+        pool = slots.table[:, -4].view(F32) if contexts else floats(64, dtype=F32)
+        rule = RelaxedRule(slots, pool, begin_token=128798, end_token=128799)
         forced = ints(generations)
         for rules in (
             AcceptanceRules(forced_matches=forced),
@@ -104,9 +108,9 @@ def compile_sampling() -> None:
     for contexts, generations, dtype in ((0, 8, BF16), (3, 8, F32)):
         positions = ints(contexts * 5 + generations * 4, dtype=I64)
         layout = StepLayout((5,) * contexts, generations, 3, ints(contexts), positions)
-        parameters = RowParameters(ints(contexts + generations, 3), ints(contexts + generations))
+        slots = slot_rows(layout.num_requests)
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
-        with early_stops_masked(layout, logits, parameters, backend=Backend.TRITON):
+        with early_stops_masked(layout, logits, slots, backend=Backend.TRITON):
             pass
 
 
@@ -128,8 +132,8 @@ def compile_synthetic_acceptance() -> None:
     for shares in ([0.8], [0.8, 0.6, 0.5]):
         rule, k = synthetic_rule(shares, 7), len(shares)
         layout = StepLayout((), 8, k, ints(0), ints(8 * (k + 1), dtype=I64))
-        for numbers in (None, ints(8, 40)[:, 0]):
-            forced_matches(layout, rule, numbers, backend=Backend.TRITON)
+        for slots in (None, slot_rows(8)):
+            forced_matches(layout, rule, slots, backend=Backend.TRITON)
 
 
 def compile_draft_inputs() -> None:
@@ -261,7 +265,7 @@ def compile_state_rollback() -> None:
 
 def compile_step_inputs() -> None:
     k, slots = 3, 16
-    sizes = {"step_rows": k + 1, "stop_width": 2, "table_width": 128, "sentinel_block": 99}
+    sizes = {"step_rows": k + 1, "table_width": 128, "sentinel_block": 99}
     table = RowTable(8, **sizes, device=torch.device("cpu"))
     rows = table.upload([Row([0] * (k + 1), length=1)] * 8)
     store = SimpleNamespace(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.top_k.kernel import relaxed_kernel, top1_kernel
+from mtp_plugin.kernels.top_k.kernel import top1_kernel
 
 BLOCK = 1024
 """Values that a program reads at a time; small enough that many programs share a multiprocessor."""
@@ -37,25 +36,6 @@ class Top1Partials:
     def num_pieces(self) -> int:
         """Pieces of the vocabulary."""
         return int(self.values.shape[1])
-
-
-@dataclass(frozen=True)
-class RelaxedPartials(Top1Partials):
-    """And, for drafted rows of thinking requests, the draft's rank and the softmax weights."""
-
-    weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
-    ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of the draft
-
-    @classmethod
-    @override
-    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
-        _, pieces, _ = split(rows, vocab, heavy=True)
-        return cls(
-            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
-            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
-            weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
-            ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
-        )
 
 
 def split(rows: int, vocab: int, *, heavy: bool = False) -> tuple[int, int, int]:
@@ -94,49 +74,6 @@ def top1_partials(logits: torch.Tensor) -> Top1Partials:
             pieces,
             BLOCK=block,
             num_warps=8,
-            **pdl_options(logits.device),
-        )
-    return partials
-
-
-def relaxed_partials(
-    logits: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    thinking: torch.Tensor,
-    num_contexts: int,
-    width: int,
-    begin_token: int,
-) -> RelaxedPartials:
-    """As :func:`top1_partials`, and what relaxed acceptance needs of drafted rows, in the same
-    pass.
-
-    Args:
-        draft_tokens: [G * (width - 1)], contiguous. thinking: [R] bool, contiguous.
-        num_contexts: C. width: K+1.
-        begin_token: a draft with this id may start the phase within its run.
-    """
-    rows, vocab = _check(logits)
-    piece, pieces, block = split(rows, vocab, heavy=True)
-    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
-    if rows:
-        relaxed_kernel[(rows, pieces)](
-            logits,
-            draft_tokens,
-            thinking,
-            partials.values,
-            partials.ids,
-            partials.weights,
-            partials.ahead,
-            logits.stride(0),
-            vocab,
-            piece,
-            pieces,
-            num_contexts,
-            begin_token,
-            WIDTH=width,
-            COLUMNS=1 << max(width - 2, 0).bit_length(),
-            BLOCK=block,
-            num_warps=4,
             **pdl_options(logits.device),
         )
     return partials

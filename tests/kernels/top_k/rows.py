@@ -22,6 +22,12 @@ def seams(rows: int, vocab: int) -> list[int]:
     return sorted({0, vocab - 1} | cuts | {cut - 1 for cut in cuts})
 
 
+def bounds_of(rows: int, vocab: int, heavy: bool) -> list[slice]:
+    """The pieces that the vocabulary is cut into."""
+    piece, pieces, _ = split(rows, vocab, heavy=heavy)
+    return [slice(part * piece, min((part + 1) * piece, vocab)) for part in range(pieces)]
+
+
 def odd_rows(
     dice: torch.Generator, rows: int, vocab: int, dtype: torch.dtype, *, smooth: bool = False
 ) -> torch.Tensor:

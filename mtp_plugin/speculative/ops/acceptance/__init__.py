@@ -1,11 +1,6 @@
 """Target logits -> accepted tokens."""
 
-from mtp_plugin.speculative.ops.acceptance.contract import (
-    STRICT,
-    AcceptanceRules,
-    RelaxedRule,
-    Verdict,
-)
+from mtp_plugin.speculative.ops.acceptance.contract import STRICT, AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.ops.acceptance.door import accept
 
-__all__ = ["STRICT", "AcceptanceRules", "RelaxedRule", "Verdict", "accept"]
+__all__ = ["STRICT", "AcceptanceRules", "RelaxedRule", "accept"]

@@ -1,4 +1,4 @@
-"""What acceptance takes and gives."""
+"""What acceptance takes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,39 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.speculative.step import Accepted
+from mtp_plugin.speculative.step import SlotRows
 
 
 @dataclass(frozen=True)
 class RelaxedRule:
-    """Per-request state and parameters of relaxed acceptance, one row per request of the batch."""
+    """Relaxed acceptance: where state and limits of every request stand; both move on in place.
 
-    thinking: torch.Tensor  # [R] bool: in the thinking phase before this step
-    topk: torch.Tensor  # [R] int32, >= 1
-    delta: torch.Tensor  # [R] float32, >= 0: allowed distance to the highest probability
-    stop_ids: torch.Tensor | None  # [>= R, P] int32, padded with -1: accepted only as top-1
+    A request thinks while its delta in force is above 0. One whose own limit is 0 has no delta that
+    could say so: of it the column ``thinking`` does.
+    """
+
+    slots: SlotRows
+    """With ``thinking``, ``relaxed_topk`` (>= 1), ``relaxed_limit`` (>= 0, the distance to the
+    highest probability that the request allows) and ``stop_ids`` (accepted only as top-1)."""
+    delta_in_force: torch.Tensor
+    """[S] float32, any stride: the delta that counts, whoever wrote it; 0 where nobody thinks."""
     begin_token: int  # -1 where the vocabulary has none
     end_token: int
+
+    def phase(self, requests: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of some requests think [N] bool, and the delta that each has or would have [N]
+        float32."""
+        in_force = self.delta_in_force[self.slots.of(requests)]
+        limit = self.slots.read("relaxed_limit", requests)
+        begins = in_force > 0
+        unseen = (self.slots.read("thinking", requests) > 0) & (limit == 0)
+        return begins | unseen, torch.where(begins, in_force, limit)
+
+    def set_phase(self, requests: slice, thinking: torch.Tensor, delta: torch.Tensor) -> None:
+        """Put some requests into a phase: ``thinking`` [N] bool, ``delta`` [N] of those who do."""
+        slots = self.slots.of(requests)
+        self.slots.table[slots, self.slots.columns.offset("thinking")] = thinking.to(torch.int32)
+        self.delta_in_force[slots] = torch.where(thinking, delta, 0.0)
 
 
 @dataclass(frozen=True)
@@ -32,12 +52,3 @@ class AcceptanceRules:
 
 
 STRICT = AcceptanceRules()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a step's drafts."""
-
-    accepted: Accepted
-    thinking: torch.Tensor | None
-    """[R] bool, the phase after this step's emitted tokens; None without a relaxed rule."""

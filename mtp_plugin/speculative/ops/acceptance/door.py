@@ -18,9 +18,11 @@ from mtp_plugin.speculative.ops.acceptance.contract import (
     STRICT,
     AcceptanceRules,
     RelaxedRule,
-    Verdict,
 )
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import Accepted, StepLayout, check_slots
+
+RELAXED_COLUMNS = ("thinking", "relaxed_topk", "relaxed_limit", "stop_ids")
+"""What relaxed acceptance reads of a slot, and the first of them it writes."""
 
 
 def accept(
@@ -33,16 +35,18 @@ def accept(
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
     backend: Backend,
-) -> Verdict:
+) -> Accepted:
     """Judge the drafts of every generation, then let the target speak once: the bonus token.
 
     **Strict**: a draft stands while it is the target's argmax. With K = 2, drafts ``b c`` and rows
     whose argmax is ``b x y``: emitted ``b x``. Ties go to the lowest id, NaN counts as -inf.
 
-    **Relaxed**: a thinking request accepts a draft among the ``topk`` most probable tokens of its
-    row with p(draft) >= p_max - delta (fp32 softmax; equality qualifies, the top-1 always does).
-    Stop ids and the two thinking tokens are accepted only as top-1. The phase follows every emitted
-    token, so later rows of the same run already obey the new one; without it the request is strict.
+    **Relaxed**: a thinking request accepts a draft among the ``relaxed_topk`` most probable tokens
+    of its row with p(draft) >= p_max - delta (fp32 softmax; equality qualifies, the top-1 always
+    does). Stop ids and the two thinking tokens are accepted only as top-1. The phase follows every
+    emitted token, so later rows of the same run already obey the new one; without it the request is
+    strict. The phase behind the run goes to the request's slot: ``thinking``, and the delta in
+    force, 0 where it thinks no more.
 
     **Forced**: so many leading drafts stand, whatever the argmax is, up to the first that is
     absent, outside the vocabulary or masked (-inf or NaN) in its row. A generation with a negative
@@ -95,7 +99,7 @@ class _Side(Protocol):
         draft_lens: torch.Tensor | None,
         final_context: torch.Tensor | None,
         last_tokens: torch.Tensor | None,
-    ) -> Verdict: ...
+    ) -> Accepted: ...
 
 
 @cache
@@ -137,19 +141,12 @@ def _check_rows(layout: StepLayout, logits: torch.Tensor, draft_tokens: torch.Te
 
 
 def _check_relaxed(rule: RelaxedRule, requests: int, device: torch.device) -> None:
-    _check_vector("thinking", rule.thinking, requests, torch.bool, device)
-    _check_vector("topk", rule.topk, requests, None, device)
-    _check_vector("delta", rule.delta, requests, torch.float32, device)
-    stops = rule.stop_ids
-    if stops is not None and not (
-        stops.dim() == 2
-        and stops.shape[0] >= requests
-        and is_integral(stops)
-        and stops.device == device
-    ):
+    check_slots(rule.slots, requests, device, RELAXED_COLUMNS)
+    pool = rule.delta_in_force
+    if pool.dim() != 1 or pool.dtype != torch.float32 or pool.device != device:
         raise TensorContractError(
-            f"stop_ids: expected integers [>= {requests}, P] on {device}, got {stops.dtype} "
-            f"{list(stops.shape)} on {stops.device}"
+            f"delta_in_force: expected torch.float32 [S] on {device}, got {pool.dtype} "
+            f"{list(pool.shape)} on {pool.device}"
         )
 
 

@@ -1,9 +1,139 @@
-"""Triton kernel of acceptance: everything that follows from the partial reductions of a request."""
+"""Triton kernels of acceptance: a reduction of relaxed rows, and what follows from reductions."""
 
 import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.requests.columns import request_column
+
+STOP_IDS = tl.constexpr(request_column("stop_ids"))
+
+
+@triton.jit
+def _slot_of(slot_ptr, slot_stride, request):
+    """A request's slot. Whoever reads its row waits for this first, so it is asked for early."""
+    return tl.load(slot_ptr + request.to(tl.int64) * slot_stride).to(tl.int64)
+
+
+@triton.jit
+def _phase_of(slot_row, in_force_ptr, thinking_column, limit_column):
+    """Whether a request thinks, and the delta that it has or would have."""
+    in_force = tl.load(in_force_ptr)
+    limit = tl.load(slot_row + limit_column).to(tl.float32, bitcast=True)
+    noted = tl.load(slot_row + thinking_column)
+    begins = in_force > 0
+    # one without a delta of its own shows its phase in the column alone
+    unseen = (noted > 0) & (limit == 0)
+    return begins | unseen, tl.where(begins, in_force, limit)
+
+
+@triton.jit
+def relaxed_kernel(
+    # inputs
+    logits_ptr,
+    draft_ptr,
+    slot_ptr,
+    table_ptr,
+    delta_ptr,
+    # outputs
+    value_ptr,
+    id_ptr,
+    weight_ptr,
+    ahead_ptr,
+    # sizes
+    row_stride,
+    vocab,
+    piece,
+    num_pieces,
+    num_contexts,
+    slot_stride,
+    table_stride,
+    delta_stride,
+    thinking_column,
+    limit_column,
+    begin_token,
+    # constants
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As top1_kernel; for drafted rows of requests that think also the sum of weights and a rank.
+
+    ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
+    the row's draft in order of falling value, then rising id; of a masked draft anything.
+    """
+    grid_dependency_synchronize(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    first = part * piece
+    end = tl.minimum(first + piece, vocab)
+    out = row * num_pieces + part
+
+    generation = (row - num_contexts) // WIDTH
+    column = (row - num_contexts) % WIDTH
+    drafted = (row >= num_contexts) & (column < WIDTH - 1)
+    request = tl.where(row < num_contexts, row, num_contexts + generation)
+    slot = _slot_of(slot_ptr, slot_stride, request)
+    columns = tl.arange(0, COLUMNS)
+    in_run = (columns < WIDTH - 1) & (row >= num_contexts)
+    run_ptr = draft_ptr + generation * (WIDTH - 1)
+    drafts = tl.load(run_ptr + columns, mask=in_run, other=-1)
+    draft = tl.load(run_ptr + column, mask=drafted, other=-1)
+    lanes = tl.arange(0, BLOCK)
+    row_ptr = logits_ptr + row * row_stride
+    value = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
+
+    # wide ids are judged before they are narrowed
+    known = (draft >= 0) & (draft < vocab)
+    draft = tl.minimum(tl.maximum(draft, -1), vocab).to(tl.int32)
+    draft_value = tl.load(row_ptr + draft, mask=known, other=float("-inf")).to(tl.float32)
+    in_force_ptr = delta_ptr + slot * delta_stride
+    slot_row = table_ptr + slot * table_stride
+    thinking, _ = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
+    # a phase that begins within the run needs its later rows judged too
+    begins = tl.max((in_run & (drafts == begin_token)).to(tl.int32), axis=0) == 1
+
+    # lanes know nothing of each other until the piece is read; each asks for its next value before
+    # it works on the one that it has
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = first + lanes
+    if drafted & (thinking | begins):
+        draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
+        before_draft = tl.minimum(draft, end)
+        weight = tl.zeros([BLOCK], tl.float32)
+        ahead = tl.zeros([BLOCK], tl.int32)
+        for start in range(first, end, BLOCK):
+            ids, mine = start + lanes, value.to(tl.float32)
+            following = ids + BLOCK
+            value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
+            # a comparison with NaN is false, so NaN neither wins nor weighs
+            better = mine > best
+            # one exponential per value; equal values differ by zero also where both are infinite
+            apart = tl.where(mine == best, 1.0, tl.exp(-tl.abs(mine - best)))
+            apart = tl.where(mine > float("-inf"), apart, 0.0)
+            weight = tl.where(better, weight * apart + 1.0, weight + apart)
+            best = tl.where(better, mine, best)
+            best_id = tl.where(better, ids, best_id)
+            first_of_equals = (mine == draft_value) & (ids < before_draft)
+            ahead += ((mine > draft_value) | first_of_equals).to(tl.int32)
+        top = tl.max(best, axis=0)
+        scale = tl.where(best == top, 1.0, tl.exp(best - top))
+        tl.store(weight_ptr + out, tl.sum(weight * scale, axis=0))
+        tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
+    else:
+        for start in range(first, end, BLOCK):
+            ids, mine = start + lanes, value.to(tl.float32)
+            following = ids + BLOCK
+            value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
+            better = mine > best
+            best = tl.where(better, mine, best)
+            best_id = tl.where(better, ids, best_id)
+        top = tl.max(best, axis=0)
+        tl.store(weight_ptr + out, 1.0)
+        tl.store(ahead_ptr + out, 0)
+    tl.store(value_ptr + out, top)
+    tl.store(id_ptr + out, tl.min(tl.where(best == top, best_id, 2147483647), axis=0))
 
 
 @triton.jit
@@ -23,25 +153,28 @@ def emit_kernel(
     draft_ptr,
     draft_len_ptr,
     final_ptr,
-    thinking_ptr,
-    topk_ptr,
-    delta_ptr,
-    stop_ptr,
+    slot_ptr,
     forced_ptr,
     # outputs
     token_ptr,
     count_ptr,
     status_ptr,
     last_ptr,
-    thinking_out_ptr,
+    # read, and moved on
+    table_ptr,
+    delta_ptr,
     # sizes
     num_contexts,
     num_pieces,
     row_stride,
     vocab,
-    num_stops,
-    stop_stride,
     last_stride,
+    slot_stride,
+    table_stride,
+    delta_stride,
+    thinking_column,
+    topk_column,
+    limit_column,
     begin_token,
     end_token,
     # constants
@@ -52,7 +185,6 @@ def emit_kernel(
     RELAXED: tl.constexpr,
     HAS_DRAFT_LENS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
-    HAS_STOPS: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,6 +197,10 @@ def emit_kernel(
     first_row = tl.where(is_context, request, num_contexts + generation * (K + 1)).to(tl.int64)
     num_rows = tl.where(is_context, 1, K + 1)
 
+    # what waits for nothing is asked for first, then what waits for a slot or a draft: that is how
+    # often the program waits for memory
+    if RELAXED:
+        slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)
     offset = (first_row + columns[:, None]) * num_pieces + pieces[None, :]
@@ -72,32 +208,45 @@ def emit_kernel(
     values = tl.load(value_ptr + offset, mask=inside, other=float("-inf"))
     ids = tl.load(id_ptr + offset, mask=inside, other=2147483647)
     if RELAXED:
-        # asked for beside the values: a request that thinks waits for memory once
         weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
         ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
-        thinking = tl.load(thinking_ptr + request) != 0
-        topk = tl.load(topk_ptr + request)
-        delta = tl.load(delta_ptr + request)
-    top = tl.max(values, axis=1)
-    top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
-    alive = top > float("-inf")
-
     drafted = (columns < K) & (request >= num_contexts)
     drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
+    if HAS_DRAFT_LENS:
+        draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
+    if HAS_FORCED:
+        forced = tl.load(forced_ptr + generation, mask=request >= num_contexts, other=-1)
+    if HAS_FINAL:
+        final = tl.load(final_ptr + request, mask=request < num_contexts, other=1).to(tl.int32)
+
     # an id outside the vocabulary is no draft; wide ids are judged before they are narrowed
     drafts = tl.where((drafts >= 0) & (drafts < vocab), drafts, -1).to(tl.int32)
     present = drafted
     if HAS_DRAFT_LENS:
-        draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
         present = present & (columns < draft_len)
+    if RELAXED:
+        in_force_ptr = delta_ptr + slot * delta_stride
+        slot_row = table_ptr + slot * table_stride
+        thinking, delta = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
+        topk = tl.load(slot_row + topk_column)
+        stops = tl.load(slot_row + STOP_IDS + tl.arange(0, STOPS))
+    if RELAXED or HAS_FORCED:
+        known = present & (drafts >= 0)
+        entry = (first_row + columns) * row_stride + drafts
+        draft_value = tl.load(logits_ptr + entry, mask=known, other=float("-inf")).to(tl.float32)
+        # a comparison with NaN is false: neither NaN nor a masked token stands
+        possible = known & (draft_value > float("-inf"))
+    if RELAXED:
+        # here rather than where it decides, which would be one more wait for its loads
+        barred = ~possible[:, None] | (drafts[:, None] == stops[None, :])
+        barred = tl.max(barred.to(tl.int32), axis=1) == 1
+
+    top = tl.max(values, axis=1)
+    top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
+    alive = top > float("-inf")
     matches = present & alive & (drafts == top1)
     if HAS_FORCED:
-        forced = tl.load(forced_ptr + generation, mask=request >= num_contexts, other=-1)
-        stands = present & (drafts >= 0) & (columns < forced)
-        entry = (first_row + columns) * row_stride + drafts
-        # a comparison with NaN is false: neither NaN nor a masked token stands
-        stands = tl.load(logits_ptr + entry, mask=stands, other=float("-inf")) > float("-inf")
-        matches = tl.where(forced >= 0, stands, matches)
+        matches = tl.where(forced >= 0, possible & (columns < forced), matches)
 
     if RELAXED:
         begins = tl.max((drafted & (drafts == begin_token)).to(tl.int32), axis=0) == 1
@@ -106,26 +255,10 @@ def emit_kernel(
             scale = tl.where(values == top[:, None], 1.0, tl.exp(values - top[:, None]))
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
             rank = tl.sum(ahead, axis=1)
-            known = present & (drafts >= 0) & (drafts < vocab)
-            row = first_row + columns
-            draft_value = tl.load(
-                logits_ptr + row * row_stride + drafts, mask=known, other=float("-inf")
-            ).to(tl.float32)
-            draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
             relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
             distance = relative / total - (1.0 / total - delta)
-            eligible = known & (rank < topk)
-            eligible = eligible & (draft_value > float("-inf"))
+            eligible = (rank < topk) & ~barred
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
-            if HAS_STOPS:
-                stop_columns = tl.arange(0, STOPS)
-                stops = tl.load(
-                    stop_ptr + request * stop_stride + stop_columns,
-                    mask=stop_columns < num_stops,
-                    other=-1,
-                )
-                is_stop = (drafts[:, None] == stops[None, :]) & (stops[None, :] >= 0)
-                eligible = eligible & (tl.max(is_stop.to(tl.int32), axis=1) == 0)
             if HAS_FORCED:
                 eligible = eligible & (forced < 0)
             strict = matches.to(tl.int32)
@@ -157,7 +290,6 @@ def emit_kernel(
     emits = has_bonus
     ok = has_bonus
     if HAS_FINAL:
-        final = tl.load(final_ptr + request, mask=request < num_contexts, other=1).to(tl.int32)
         is_final = tl.where(final != 0, 1, 0)
         emits = emits & is_final
         ok = ok | (1 - is_final)
@@ -174,4 +306,5 @@ def emit_kernel(
         emitted_bonus = (count > num_matches) & (ok == 1)
         after = tl.where(emitted_bonus & (bonus == begin_token), 1, thinking_after)
         after = tl.where(emitted_bonus & (bonus == end_token), 0, after)
-        tl.store(thinking_out_ptr + request, after.to(tl.int8))
+        tl.store(slot_row + thinking_column, after)
+        tl.store(in_force_ptr, tl.where(after == 1, delta, 0.0))

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
+from typing_extensions import override
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.top_k import RelaxedPartials, Top1Partials, relaxed_partials, top1_partials
-from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule, Verdict
-from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel
+from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel, relaxed_kernel
 from mtp_plugin.speculative.step import Accepted, StepLayout
+
+
+@dataclass(frozen=True)
+class RelaxedPartials(Top1Partials):
+    """And, for drafted rows of requests that think, the draft's rank and the softmax weights."""
+
+    weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
+    ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of a draft that is not masked
+
+    @classmethod
+    @override
+    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
+        _, pieces, _ = split(rows, vocab, heavy=True)
+        return cls(
+            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+            weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+        )
 
 
 def accept(
@@ -22,30 +45,77 @@ def accept(
     draft_lens: torch.Tensor | None,
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
-) -> Verdict:
+) -> Accepted:
     """As at the door."""
     expect_reachable(emit_kernel, "logits", logits)
     drafts = draft_tokens.reshape(-1).contiguous()
     accepted = Accepted.unwritten(layout.num_requests, layout.draft_len, logits.device)
-    thinking = None
-    if rules.relaxed is None:
+    rule = rules.relaxed
+    if rule is None:
         partials = top1_partials(logits)
     else:
-        thinking = torch.empty(layout.num_requests, dtype=torch.bool, device=logits.device)
-        partials = relaxed_partials(
-            logits,
-            drafts,
-            rules.relaxed.thinking.contiguous(),
-            layout.num_contexts,
-            layout.step_rows,
-            rules.relaxed.begin_token,
-        )
-    verdict = Verdict(accepted, thinking)
+        partials = relaxed_partials(layout, logits, drafts, rule)
     if layout.num_requests:
         _emit(
-            layout, partials, logits, drafts, rules, draft_lens, final_context, last_tokens, verdict
+            layout,
+            partials,
+            logits,
+            drafts,
+            rules,
+            draft_lens,
+            final_context,
+            last_tokens,
+            accepted,
         )
-    return verdict
+    return accepted
+
+
+def relaxed_partials(
+    layout: StepLayout, logits: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule
+) -> RelaxedPartials:
+    """As `top1_partials`, and what relaxed acceptance needs of drafted rows, in the same pass.
+
+    Args:
+        drafts: [G*K] contiguous.
+    """
+    rows, vocab = logits.shape
+    piece, pieces, block = split(rows, vocab, heavy=True)
+    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
+    if rows == 0:
+        return partials
+    slots, columns = rule.slots, rule.slots.columns
+    relaxed_kernel[(rows, pieces)](
+        # inputs
+        logits,
+        drafts if drafts.numel() else partials.ids,
+        slots.slot_ids,
+        slots.table,
+        rule.delta_in_force,
+        # outputs
+        partials.values,
+        partials.ids,
+        partials.weights,
+        partials.ahead,
+        # sizes
+        logits.stride(0),
+        vocab,
+        piece,
+        pieces,
+        layout.num_contexts,
+        slots.slot_ids.stride(0),
+        slots.table.stride(0),
+        rule.delta_in_force.stride(0),
+        columns.offset("thinking"),
+        columns.offset("relaxed_limit"),
+        rule.begin_token,
+        # constants
+        WIDTH=layout.step_rows,
+        COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(logits.device),
+    )
+    return partials
 
 
 def _emit(
@@ -57,12 +127,11 @@ def _emit(
     draft_lens: torch.Tensor | None,
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
-    verdict: Verdict,
+    accepted: Accepted,
 ) -> None:
-    """Fill ``verdict``."""
-    k, accepted, thinking = layout.draft_len, verdict.accepted, verdict.thinking
-    rule, forced = rules.relaxed, rules.forced_matches
-    stops = _stop_ids(rule)
+    """Fill ``accepted``, and move the phases on."""
+    k, rule, forced = layout.draft_len, rules.relaxed, rules.forced_matches
+    columns = None if rule is None else rule.slots.columns
     unused = accepted.num_accepted  # a pointer that the kernel never reads
     emit_kernel[(layout.num_requests,)](
         # inputs
@@ -74,45 +143,40 @@ def _emit(
         drafts if drafts.numel() else unused,
         draft_lens.contiguous() if draft_lens is not None else unused,
         final_context.contiguous() if final_context is not None else unused,
-        rule.thinking.contiguous() if rule is not None else unused,
-        rule.topk.contiguous() if rule is not None else unused,
-        rule.delta.contiguous() if rule is not None else unused,
-        stops if stops is not None else unused,
+        rule.slots.slot_ids if rule is not None else unused,
         forced.contiguous() if forced is not None else unused,
         # outputs
         accepted.tokens,
         accepted.num_accepted,
         accepted.status,
         last_tokens if last_tokens is not None else unused,
-        thinking.view(torch.int8) if thinking is not None else unused,
+        # read, and moved on
+        rule.slots.table if rule is not None else unused,
+        rule.delta_in_force if rule is not None else unused,
         # sizes
         layout.num_contexts,
         partials.num_pieces,
         logits.stride(0),
         logits.shape[1],
-        0 if stops is None else stops.shape[1],
-        0 if stops is None else stops.stride(0),
         0 if last_tokens is None else last_tokens.stride(0),
+        rule.slots.slot_ids.stride(0) if rule is not None else 0,
+        rule.slots.table.stride(0) if rule is not None else 0,
+        rule.delta_in_force.stride(0) if rule is not None else 0,
+        columns.offset("thinking") if columns is not None else 0,
+        columns.offset("relaxed_topk") if columns is not None else 0,
+        columns.offset("relaxed_limit") if columns is not None else 0,
         rule.begin_token if rule is not None else -1,
         rule.end_token if rule is not None else -1,
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
         PIECES=triton.next_power_of_2(partials.num_pieces),
-        STOPS=1 if stops is None else triton.next_power_of_2(max(stops.shape[1], 1)),
+        STOPS=MAX_STOP_IDS,
         RELAXED=rule is not None,
         HAS_DRAFT_LENS=draft_lens is not None,
         HAS_FINAL=final_context is not None,
-        HAS_STOPS=stops is not None,
         HAS_LAST=last_tokens is not None,
         HAS_FORCED=forced is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),
     )
-
-
-def _stop_ids(rule: RelaxedRule | None) -> torch.Tensor | None:
-    """The stop ids with contiguous rows."""
-    if rule is None or rule.stop_ids is None or rule.stop_ids.stride(1) == 1:
-        return None if rule is None else rule.stop_ids
-    return rule.stop_ids.contiguous()

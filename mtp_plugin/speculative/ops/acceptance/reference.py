@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule, Verdict
+from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,
@@ -23,7 +23,7 @@ def accept(
     draft_lens: torch.Tensor | None,
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
-) -> Verdict:
+) -> Accepted:
     """As at the door."""
     top1, alive = _top1(logits)
     drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len).to(torch.int64)
@@ -36,19 +36,22 @@ def accept(
         possible = _possible(_draft_rows(logits, layout), drafts)
         stands = present & _present(drafts, forced) & possible
         matches = torch.where((forced >= 0).unsqueeze(1), stands, matches)
-    rule, phase = rules.relaxed, None
+    rule = rules.relaxed
     if rule is not None:
-        near = present & ~is_top1 & _near(_draft_rows(logits, layout), drafts, rule, layout)
+        thinking, delta = rule.phase(slice(0, layout.num_requests))
+        near = _near(_draft_rows(logits, layout), drafts, delta, rule, layout)
+        near &= present & ~is_top1
         if forced is not None:
             near &= (forced < 0).unsqueeze(1)
-        matches, phase = _follow_phase(matches, near, drafts, rule, layout)
+        matches, thinking = _follow_phase(matches, near, drafts, thinking, rule, layout)
     accepted = _emit(top1, alive, drafts, matches, layout.num_contexts, final_context)
     if last_tokens is not None:
         last_tokens.copy_(accepted.last_tokens())
-    if rule is None or phase is None:
-        return Verdict(accepted, None)
-    emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
-    return Verdict(accepted, _next_phase(phase, accepted.last_tokens(), emitted_bonus, rule))
+    if rule is not None:
+        emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
+        thinking = _next_phase(thinking, accepted.last_tokens(), emitted_bonus, rule)
+        rule.set_phase(slice(0, layout.num_requests), thinking, delta)
+    return accepted
 
 
 def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,12 +122,13 @@ def _follow_phase(
     matches: torch.Tensor,
     near: torch.Tensor,
     drafts: torch.Tensor,
+    before: torch.Tensor,
     rule: RelaxedRule,
     layout: StepLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What stands where drafts that are ``near`` do so too while the request thinks [G, K] bool,
-    and the phase of every request behind its drafts [R] bool."""
-    thinking = rule.thinking[layout.num_contexts :]
+    and the phase of every request behind its drafts [R] bool; ``before`` them: [R] bool."""
+    thinking = before[layout.num_contexts :]
     running = torch.ones_like(thinking)
     stands = torch.zeros_like(matches)
     # the phase before row i depends on the drafts accepted before it
@@ -132,15 +136,21 @@ def _follow_phase(
         running = running & (matches[:, i] | (thinking & near[:, i]))
         stands[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
-    return stands, torch.cat([rule.thinking[: layout.num_contexts], thinking])
+    return stands, torch.cat([before[: layout.num_contexts], thinking])
 
 
 def _near(
-    rows: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule, layout: StepLayout
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    delta: torch.Tensor,
+    rule: RelaxedRule,
+    layout: StepLayout,
 ) -> torch.Tensor:
-    """Whether each draft may stand in the thinking phase without being the top-1 [G, K] bool."""
+    """Whether each draft may stand in the thinking phase without being the top-1 [G, K] bool;
+    ``delta`` [R]."""
     generations = slice(layout.num_contexts, layout.num_requests)
-    eligible, distance = _distances(rows, drafts, rule.topk[generations], rule.delta[generations])
+    topk = rule.slots.read("relaxed_topk", generations)
+    eligible, distance = _distances(rows, drafts, topk, delta[generations])
     return eligible & ~_protected(drafts, rule, generations) & (distance >= 0)
 
 
@@ -174,10 +184,8 @@ def _distances(
 def _protected(drafts: torch.Tensor, rule: RelaxedRule, generations: slice) -> torch.Tensor:
     """Drafts that only the strict rule may accept [G, K] bool."""
     protected = (drafts == rule.begin_token) | (drafts == rule.end_token)
-    if rule.stop_ids is not None:
-        stop_ids = rule.stop_ids[generations].to(torch.int64)
-        protected |= (drafts.unsqueeze(-1) == stop_ids.unsqueeze(1)).any(dim=-1)
-    return protected
+    stop_ids = rule.slots.read("stop_ids", generations).to(torch.int64)
+    return protected | (drafts.unsqueeze(-1) == stop_ids.unsqueeze(1)).any(dim=-1)
 
 
 def _next_phase(

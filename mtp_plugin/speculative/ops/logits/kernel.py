@@ -4,6 +4,11 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.requests.columns import request_column
+
+PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
+MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
+STOP_IDS = tl.constexpr(request_column("stop_ids"))
 
 
 @triton.jit
@@ -12,8 +17,8 @@ def hide_kernel(
     logits_ptr,
     position_ptr,
     context_len_ptr,
-    stop_ptr,
-    first_ptr,
+    table_ptr,
+    slot_ptr,
     # outputs, beside the logits
     hidden_id_ptr,
     hidden_value_ptr,
@@ -22,8 +27,8 @@ def hide_kernel(
     num_ctx_tokens,
     row_stride,
     vocab,
-    num_stops,
-    stop_stride,
+    table_stride,
+    slot_stride,
     # constants
     WIDTH: tl.constexpr,
     CONTEXTS: tl.constexpr,
@@ -37,26 +42,29 @@ def hide_kernel(
     behind = tl.maximum(row - num_contexts, 0)
     generation = behind // WIDTH
     request = tl.where(is_context, row, num_contexts + generation).to(tl.int64)
+    # asked for before all that its row does not wait for
+    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
     contexts = tl.arange(0, CONTEXTS)
     before = (contexts < num_contexts) & (contexts <= row)
     end = tl.sum(tl.load(context_len_ptr + contexts, mask=before, other=0).to(tl.int64), axis=0)
     flat = tl.where(is_context, end - 1, num_ctx_tokens + generation.to(tl.int64) * WIDTH)
     offset = tl.where(is_context, 0, behind % WIDTH)
-    token_index = tl.load(position_ptr + flat).to(tl.int64) + 1 + offset
-    early = token_index < tl.load(first_ptr + request).to(tl.int64)
-
+    position = tl.load(position_ptr + flat).to(tl.int64)
+    slot_row = table_ptr + slot * table_stride
     columns = tl.arange(0, STOPS)
-    inside = columns < num_stops
-    stops = tl.load(stop_ptr + request * stop_stride + columns, mask=inside, other=-1)
+    stops = tl.load(slot_row + STOP_IDS + columns)
+    first = tl.load(slot_row + PROMPT_LEN).to(tl.int64) + tl.load(slot_row + MIN_TOKENS)
+    early = position + 1 + offset < first
+
     hidden = early & (stops >= 0) & (stops < vocab)
     entries = logits_ptr + row.to(tl.int64) * row_stride + tl.where(hidden, stops, 0)
     values = tl.load(entries, mask=hidden, other=0.0)
     # an id may stand twice among the stops: both must be read before one is masked
     tl.debug_barrier()
     tl.store(entries, float("-inf"), mask=hidden)
-    out = row.to(tl.int64) * num_stops + columns
-    tl.store(hidden_id_ptr + out, tl.where(hidden, stops, -1).to(tl.int32), mask=inside)
-    tl.store(hidden_value_ptr + out, values, mask=inside)
+    out = row.to(tl.int64) * STOPS + columns
+    tl.store(hidden_id_ptr + out, tl.where(hidden, stops, -1))
+    tl.store(hidden_value_ptr + out, values)
 
 
 @triton.jit
@@ -68,7 +76,6 @@ def restore_kernel(
     logits_ptr,
     # sizes
     row_stride,
-    num_stops,
     # constants
     STOPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -77,8 +84,8 @@ def restore_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, STOPS)
-    kept = row * num_stops + columns
-    ids = tl.load(hidden_id_ptr + kept, mask=columns < num_stops, other=-1)
+    kept = row * STOPS + columns
+    ids = tl.load(hidden_id_ptr + kept)
     hidden = ids >= 0
     values = tl.load(hidden_value_ptr + kept, mask=hidden, other=0.0)
     tl.store(logits_ptr + row * row_stride + tl.where(hidden, ids, 0), values, mask=hidden)

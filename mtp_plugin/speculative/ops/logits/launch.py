@@ -10,17 +10,17 @@ import triton
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.ops.logits import reference
 from mtp_plugin.speculative.ops.logits.kernel import hide_kernel, restore_kernel
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import SlotRows, StepLayout
 
 
 @contextmanager
 def early_stops_masked(
     layout: StepLayout,
     logits: torch.Tensor,
-    stop_ids: torch.Tensor,
-    min_tokens_end: torch.Tensor,
+    slots: SlotRows,
     positions: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """As at the door, in place: a copy would cost more than all of acceptance.
@@ -31,14 +31,12 @@ def early_stops_masked(
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         # rows that share memory cannot be masked each for itself
-        masking = reference.early_stops_masked(layout, logits, stop_ids, min_tokens_end, positions)
-        with masking as masked:
+        with reference.early_stops_masked(layout, logits, slots, positions) as masked:
             yield masked
         return
-    num_stops = int(stop_ids.shape[1])
-    ids = torch.empty(rows, num_stops, dtype=torch.int32, device=logits.device)
-    values = torch.empty(rows, num_stops, dtype=logits.dtype, device=logits.device)
-    _hide(layout, logits, stop_ids, min_tokens_end, positions, ids, values)
+    ids = torch.empty(rows, MAX_STOP_IDS, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows, MAX_STOP_IDS, dtype=logits.dtype, device=logits.device)
+    _hide(layout, logits, slots, positions, ids, values)
     try:
         yield logits
     finally:
@@ -50,9 +48,8 @@ def early_stops_masked(
             logits,
             # sizes
             logits.stride(0),
-            num_stops,
             # constants
-            STOPS=triton.next_power_of_2(num_stops),
+            STOPS=MAX_STOP_IDS,
             num_warps=1,
             **pdl_options(logits.device),
         )
@@ -61,21 +58,19 @@ def early_stops_masked(
 def _hide(
     layout: StepLayout,
     logits: torch.Tensor,
-    stop_ids: torch.Tensor,
-    min_tokens_end: torch.Tensor,
+    slots: SlotRows,
     positions: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
     positions = positions.contiguous()
-    stops = stop_ids if stop_ids.stride(1) == 1 else stop_ids.contiguous()
     hide_kernel[(logits.shape[0],)](
         # inputs
         logits,
         positions,
         layout.context_lens.contiguous() if layout.num_contexts else positions,
-        stops,
-        min_tokens_end.contiguous(),
+        slots.table,
+        slots.slot_ids,
         # outputs, beside the logits
         ids,
         values,
@@ -84,12 +79,12 @@ def _hide(
         layout.num_ctx_tokens,
         logits.stride(0),
         logits.shape[1],
-        stops.shape[1],
-        stops.stride(0),
+        slots.table.stride(0),
+        slots.slot_ids.stride(0),
         # constants
         WIDTH=layout.step_rows,
         CONTEXTS=triton.next_power_of_2(max(layout.num_contexts, 1)),
-        STOPS=triton.next_power_of_2(stops.shape[1]),
+        STOPS=MAX_STOP_IDS,
         num_warps=1,
         **pdl_options(logits.device),
     )

@@ -6,20 +6,25 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+
+EDITED_OPTIONS = frozenset({"min_tokens"})
+"""Options of a request for which logits are edited here."""
 
 
 def early_stops_masked(
     layout: StepLayout,
     logits: torch.Tensor,
-    stop_ids: torch.Tensor,
-    min_tokens_end: torch.Tensor,
+    slots: SlotRows,
     positions: torch.Tensor,
 ) -> AbstractContextManager[torch.Tensor]:
     """As at the door, in a copy."""
+    requests = slice(0, layout.num_requests)
     owners, token_index = _drawn_tokens(layout, positions)
-    early = token_index < min_tokens_end.to(torch.int64)[owners]
-    stop_ids = stop_ids.to(torch.int64)[owners]  # [rows, P]
+    first = slots.read("prompt_len", requests).to(torch.int64)
+    first += slots.read("min_tokens", requests)
+    early = token_index < first[owners]
+    stop_ids = slots.read("stop_ids", requests).to(torch.int64)[owners]  # [rows, P]
     vocab = logits.shape[1]
     masked = early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab)
     ceiling = torch.where(masked, -torch.inf, torch.inf).to(logits.dtype)

@@ -5,6 +5,7 @@ R requests of a step, C contexts first, then G generations; K drafts each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -12,16 +13,15 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_integers
 from mtp_plugin.speculative.ops.synthetic_acceptance import reference
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import SyntheticRule
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import SlotRows, StepLayout, check_slots
 
 
 def forced_matches(
     layout: StepLayout,
     rule: SyntheticRule,
-    request_numbers: torch.Tensor | None = None,
+    slots: SlotRows | None = None,
     *,
     backend: Backend,
 ) -> torch.Tensor:
@@ -36,8 +36,8 @@ def forced_matches(
         layout: with positions; the first of a generation is that of its last emitted token, the one
             in front of its first draft.
         rule: the thresholds of K drafts or more, of which the first K count, and the seed.
-        request_numbers: [>= R] integer, any stride: tells requests apart. None: 0 for all, which
-            then decide alike at equal positions.
+        slots: of the requests; ``number`` tells them apart. None: 0 for all, which then decide
+            alike at equal positions.
 
     Raises:
         TensorContractError: a layout without positions, or a tensor of another shape, dtype or
@@ -46,15 +46,14 @@ def forced_matches(
     positions = layout.expect_positions("synthetic acceptance")
     device = positions.device
     _check_rule(rule, layout.draft_len, device)
-    if request_numbers is not None:
-        expect_integers(
-            "request_numbers", request_numbers, layout.num_requests, device, at_least=True
-        )
-        request_numbers = request_numbers[layout.num_contexts : layout.num_requests]
+    if slots is not None:
+        check_slots(slots, layout.num_requests, device)
+        generations = slice(layout.num_contexts, layout.num_requests)
+        slots = replace(slots, slot_ids=slots.slot_ids[generations])
     return _side(backend).forced_matches(
         positions[layout.num_ctx_tokens :: layout.step_rows],
         rule,
-        request_numbers,
+        slots,
         draft_len=layout.draft_len,
     )
 
@@ -64,7 +63,7 @@ class _Side(Protocol):
         self,
         last_positions: torch.Tensor,
         rule: SyntheticRule,
-        request_numbers: torch.Tensor | None,
+        slots: SlotRows | None,
         *,
         draft_len: int,
     ) -> torch.Tensor: ...

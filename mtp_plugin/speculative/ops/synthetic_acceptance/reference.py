@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.speculative.ops.synthetic_acceptance.contract import DRAW_BITS, SyntheticRule
+from mtp_plugin.speculative.step import SlotRows
 
 _MASK = 2**32 - 1
 # Murmur3's finalizer; as signed numbers, so that no product with 32 bits leaves int64
@@ -15,18 +16,19 @@ _SEED_OFFSET = 0x9E3779B9
 def forced_matches(
     last_positions: torch.Tensor,
     rule: SyntheticRule,
-    request_numbers: torch.Tensor | None,
+    slots: SlotRows | None,
     *,
     draft_len: int,
 ) -> torch.Tensor:
-    """As at the door, from the positions and numbers of generations alone, both [G]."""
+    """As at the door, from the positions [G] and slots of generations alone."""
     generations, device = last_positions.shape[0], last_positions.device
-    if request_numbers is None:
-        request_numbers = torch.zeros(generations, dtype=torch.int64, device=device)
+    numbers = torch.zeros(generations, dtype=torch.int64, device=device)
+    if slots is not None:
+        numbers = slots.read("number", slice(0, generations)).to(torch.int64)
     offsets = torch.arange(1, draft_len + 1, device=device)
     positions = (last_positions.to(torch.int64).unsqueeze(1) + offsets) & _MASK  # [G, K]
     of_seed = _mix((rule.seed + _SEED_OFFSET) & _MASK)
-    of_request = _mix(of_seed ^ (request_numbers.to(torch.int64) & _MASK)).unsqueeze(1)
+    of_request = _mix(of_seed ^ (numbers & _MASK)).unsqueeze(1)
     draws = _mix(of_request ^ positions) >> (32 - DRAW_BITS)
     stands = draws < rule.thresholds[:draft_len]
     return stands.to(torch.int32).cumprod(dim=1).sum(dim=1).to(torch.int32)

@@ -1,17 +1,19 @@
-"""Steps to judge, what is asked of their verdicts, and the story that tells them."""
+"""Steps to judge, what is asked of what they come to, and the story that tells them."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, Verdict, accept
+from mtp_plugin.requests.columns import SlotColumn
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,
@@ -19,11 +21,14 @@ from mtp_plugin.speculative.step import (
     Accepted,
     StepLayout,
 )
-from tests.doors import poisoned_memory
+from tests.doors import poisoned_memory, storage
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 from tests.speculative.ops.acceptance import story
 from tests.speculative.ops.acceptance.margins import CLOSE, margins, undecided
+from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, POISON, poisoned
+from tests.speculative.ops.slots import POISON as SLOT_POISON
+from tests.speculative.ops.slots import column, held, on_copy, slot_rows
 
 KINDS = ("strict", "relaxed", "forced", "mixed")
 """Which rules a step has; `forced` and `mixed` leave some rows to the others."""
@@ -35,15 +40,127 @@ def layout_of(num_contexts: int, num_generations: int, k: int) -> StepLayout:
     return StepLayout((2,) * num_contexts, num_generations, k, lens)
 
 
+# --- the slots of relaxed requests ---
+
+PHASE_COLUMNS = (
+    SlotColumn("pool", float),
+    SlotColumn("thinking", int),
+    SlotColumn("relaxed_topk", int),
+    SlotColumn("relaxed_limit", float),
+)
+POOLS = ("column", "own", "own, smaller")
+"""Where the delta in force stands: in the table, or in a tensor that a host put in its place, of
+other strides and another S."""
+
+
+class Thinker(NamedTuple):
+    """What the slot of a request has for relaxed acceptance."""
+
+    thinking: bool = True
+    topk: int = 2
+    limit: float = 0.5
+    stop_ids: Sequence[int] = ()
+    written: float | None = None
+    """The delta in force, where a host wrote it; None: as a step leaves it."""
+
+    @property
+    def in_force(self) -> float:
+        if self.written is not None:
+            return self.written
+        return self.limit if self.thinking else 0.0
+
+
+def relaxed_rule(
+    thinkers: Sequence[Thinker],
+    begin: int = -1,
+    end: int = -1,
+    *,
+    seed: int = 0,
+    order: int | None = None,
+    pool: str = "column",
+    **layout: Any,
+) -> RelaxedRule:
+    """A rule whose requests have random slots, in a table whose columns are in a random order.
+
+    Args:
+        seed: of the slots. order: of the columns; default: that seed.
+    """
+    values = [
+        {
+            "thinking": int(thinker.thinking),
+            "relaxed_topk": thinker.topk,
+            "relaxed_limit": thinker.limit,
+            "stop_ids": thinker.stop_ids,
+        }
+        for thinker in thinkers
+    ]
+    columns = random.Random(seed if order is None else order).sample(
+        PHASE_COLUMNS, len(PHASE_COLUMNS)
+    )
+    slots = slot_rows(values, columns, seed=seed, **layout)
+    mine = slots.of(slice(0, len(thinkers)))
+    if pool == "column":
+        delta = column(slots, "pool")
+    else:
+        highest = max(mine.tolist(), default=0)
+        size = highest + 1 if pool == "own, smaller" else slots.table.shape[0] + 5
+        delta = torch.full((size, 3), float(SLOT_POISON), device=DEVICE)[:, 1]
+    delta[mine] = torch.tensor([thinker.in_force for thinker in thinkers], device=DEVICE)
+    return RelaxedRule(slots=slots, delta_in_force=delta, begin_token=begin, end_token=end)
+
+
+def copied(rule: RelaxedRule) -> RelaxedRule:
+    """The same on memory of its own; a pool that is a column of the table stays one."""
+    slots, pool = on_copy(rule.slots), rule.delta_in_force
+    memory = storage(pool)
+    if pool.untyped_storage().data_ptr() == rule.slots.table.untyped_storage().data_ptr():
+        memory = slots.table.view(torch.float32)
+    delta = memory.as_strided(pool.shape, pool.stride(), pool.storage_offset())
+    return replace(rule, slots=slots, delta_in_force=delta)
+
+
+def slot_of(rule: RelaxedRule, request: int) -> story.Slot:
+    """A request's phase, read number by number."""
+    slot = int(rule.slots.slot_ids[request])
+    noted, limit = (held(rule.slots, request, name) for name in ("thinking", "relaxed_limit"))
+    return story.Slot(noted, float(rule.delta_in_force[slot]), limit)
+
+
+def told_rule(rule: RelaxedRule | None, request: int) -> story.Rule | None:
+    if rule is None:
+        return None
+    slot = slot_of(rule, request)
+    return story.Rule(
+        slot.thinking,
+        held(rule.slots, request, "relaxed_topk"),
+        slot.delta,
+        [stop for stop in held(rule.slots, request, "stop_ids") if stop >= 0],
+        rule.begin_token,
+        rule.end_token,
+    )
+
+
+def assert_nothing_else_written(
+    before: RelaxedRule, after: RelaxedRule, requests: Sequence[int]
+) -> None:
+    """But for the phases of some requests, table and pool hold what they held, gaps too."""
+    expected, mine = copied(before), after.slots.slot_ids[list(requests)].long()
+    column(expected.slots, "thinking")[mine] = column(after.slots, "thinking")[mine]
+    expected.delta_in_force[mine] = after.delta_in_force[mine]
+    assert same_bits(storage(expected.slots.table), storage(after.slots.table))
+    assert same_bits(storage(expected.delta_in_force), storage(after.delta_in_force))
+
+
+# --- a step ---
+
+
 class Judged(NamedTuple):
     """What a step came to."""
 
-    verdict: Verdict
+    accepted: Accepted
     following: torch.Tensor  # the next inputs, of which only the first column may be written
-
-    @property
-    def accepted(self) -> Accepted:
-        return self.verdict.accepted
+    noted: torch.Tensor | None  # [R] int32, the phase in each request's slot; without a rule None
+    in_force: torch.Tensor | None  # [R] float32, and its delta
 
 
 @dataclass(frozen=True)
@@ -64,14 +181,24 @@ class Case:
         )
 
     def judge(self, rules: AcceptanceRules | str, backend: Backend) -> Judged:
+        """The step on slots of its own: those of the case stay what they are."""
         if isinstance(rules, str):
             rules = self.rules(rules)
-        shape = self.layout.num_requests, self.layout.draft_len + 2
-        following = poisoned(*shape, dtype=torch.int32)
+        requests, before = self.layout.num_requests, rules.relaxed
+        following = poisoned(requests, self.layout.draft_len + 2, dtype=torch.int32)
         given = {**self.options, "last_tokens": following[:, 0]}
+        after = None if before is None else copied(before)
+        rules = replace(rules, relaxed=after)
         with poisoned_memory():
-            verdict = accept(self.layout, self.logits, self.drafts, rules, **given, backend=backend)
-        return Judged(verdict, following)
+            accepted = accept(
+                self.layout, self.logits, self.drafts, rules, **given, backend=backend
+            )
+        if before is None or after is None:
+            return Judged(accepted, following, None, None)
+        assert_nothing_else_written(before, after, range(requests))
+        mine = after.slots.of(slice(0, requests))
+        phase = column(after.slots, "thinking")[mine], after.delta_in_force[mine]
+        return Judged(accepted, following, *phase)
 
     def margins(self, rules: AcceptanceRules) -> torch.Tensor:
         lens = self.options.get("draft_lens")
@@ -98,34 +225,20 @@ class Case:
         return runs
 
 
-def told_rule(rule: RelaxedRule | None, request: int) -> story.Rule | None:
-    if rule is None:
-        return None
-    stops = [] if rule.stop_ids is None else rule.stop_ids[request].tolist()
-    return story.Rule(
-        bool(rule.thinking[request]),
-        int(rule.topk[request]),
-        float(rule.delta[request]),
-        [stop for stop in stops if stop >= 0],
-        rule.begin_token,
-        rule.end_token,
-    )
+# --- what is asked of a step ---
 
 
-# --- what is asked of a verdict ---
-
-
-def assert_same(mine: Verdict, theirs: Verdict, rows: Any = slice(None)) -> None:
+def assert_same(mine: Judged, theirs: Judged, rows: Any = slice(None)) -> None:
     for name in ("tokens", "num_accepted", "status"):
         one, other = getattr(mine.accepted, name), getattr(theirs.accepted, name)
         assert one.dtype == other.dtype == torch.int32
         assert one.shape == other.shape
         assert torch.equal(one[rows], other[rows]), name
-    assert (mine.thinking is None) == (theirs.thinking is None)
-    if mine.thinking is not None and theirs.thinking is not None:
-        assert mine.thinking.dtype == theirs.thinking.dtype == torch.bool
-        assert mine.thinking.shape == theirs.thinking.shape
-        assert torch.equal(mine.thinking[rows], theirs.thinking[rows])
+    assert torch.equal(mine.following[rows], theirs.following[rows])
+    assert (mine.noted is None) == (theirs.noted is None)
+    for name in ("noted", "in_force"):
+        one, other = getattr(mine, name), getattr(theirs, name)
+        assert one is None or same_bits(one[rows], other[rows]), name
 
 
 def assert_sides_agree(case: Case, kind: str) -> tuple[int, int]:
@@ -134,9 +247,7 @@ def assert_sides_agree(case: Case, kind: str) -> tuple[int, int]:
     rules = case.rules(kind)
     margin = case.margins(rules)
     close = undecided(margin, rules, case.layout)
-    mine, theirs = case.judge(rules, Backend.TRITON), case.judge(rules, Backend.TORCH)
-    assert_same(mine.verdict, theirs.verdict, ~close)
-    assert torch.equal(mine.following[~close], theirs.following[~close])
+    assert_same(case.judge(rules, Backend.TRITON), case.judge(rules, Backend.TORCH), ~close)
     return int(close.sum()), int(torch.isfinite(margin).any(dim=1).sum())
 
 
@@ -147,18 +258,25 @@ def assert_run(accepted: Accepted, request: int, run: story.Run) -> None:
     assert accepted.status[request] == (STATUS_OK if run.fine else STATUS_NO_FINITE_LOGIT)
 
 
+def assert_phase(rule: RelaxedRule, judged: Judged, request: int, thinking: bool) -> None:
+    """A request's slot says so, and has the delta that it thinks with."""
+    behind = slot_of(rule, request).after(thinking)
+    assert int(judged.noted[request]) == behind.noted
+    assert float(judged.in_force[request]) == behind.in_force
+
+
 def assert_told(case: Case, rules: AcceptanceRules, judged: Judged) -> None:
     """Every request is as the story has it, but for those that are too close to call; and the
     margins that say so are those of the story."""
-    (verdict, following), margin = judged, case.margins(rules)
-    assert (verdict.thinking is None) == (rules.relaxed is None)
+    margin, following = case.margins(rules), judged.following
+    assert (judged.noted is None) == (rules.relaxed is None)
     for request, run in enumerate(case.told(rules)):
         if any(0 < distance < CLOSE for distance in run.margins.values()):
             continue
-        assert_run(verdict.accepted, request, run)
+        assert_run(judged.accepted, request, run)
         assert following[request, 0] == (run.tokens[-1] if run.tokens else 0)
-        if verdict.thinking is not None:
-            assert bool(verdict.thinking[request]) == run.thinking
+        if rules.relaxed is not None:
+            assert_phase(rules.relaxed, judged, request, run.thinking)
         if request >= case.layout.num_contexts:
             told = [run.margins.get(i, math.inf) for i in range(case.layout.draft_len)]
             found = margin[request - case.layout.num_contexts].tolist()
@@ -173,6 +291,12 @@ def int32(items: list[Any]) -> torch.Tensor:
     return torch.tensor(items, dtype=torch.int32, device=DEVICE)
 
 
+def some_thinker(r: random.Random, **what: Any) -> Thinker:
+    """A fifth of the phases is another than the last step left: a host wrote the delta."""
+    written = r.choice([0.0, 0.0317, 0.4]) if r.random() < 0.2 else None
+    return Thinker(thinking=r.random() < 0.6, written=written, **what)
+
+
 def make_case(
     seed: int,
     *,
@@ -185,13 +309,16 @@ def make_case(
     behind: int = 0,
     lens: bool = False,
     finals: bool = False,
-    stops: int | None = None,
+    stops: int = 0,
     id_dtype: torch.dtype = torch.int32,
+    **slots: Any,
 ) -> Case:
-    """Drafts that mostly match, phases that begin and end inside runs, ids outside."""
+    """Drafts that mostly match, phases that begin and end inside runs, ids outside.
+
+    stops: ids at most that end a request. slots: as for `relaxed_rule`.
+    """
     dice, r = torch.Generator().manual_seed(seed), random.Random(seed)
     rows = num_contexts + num_generations * (k + 1)
-    requests = num_contexts + num_generations
     values = odd_rows(dice, rows, vocab, dtype, smooth=smooth)
     begin, end = r.sample(range(-1, vocab + 1), 2)
     # tokens that change the phase are first choices here and there
@@ -212,26 +339,17 @@ def make_case(
         return r.choice([-1, vocab, vocab + 3, 2**31 - 1, begin, end, r.randrange(vocab)])
 
     drafts = [[guess(g, i) for i in range(k)] for g in range(num_generations)]
-    stop_ids = None
-    if stops is not None:
-        stop_ids = torch.full((requests, stops), -1, dtype=torch.int32)
-        for g, row in enumerate(drafts):
-            for column in range(stops):
-                if row and r.random() < 0.3:
-                    stop_ids[num_contexts + g, column] = r.choice(row)
-        stop_ids = stop_ids.to(DEVICE)
-
-    deltas = [r.choice([0.0, 0.0213, 0.1371, 0.6117, 1.0]) for _ in range(requests)]
-    rule = RelaxedRule(
-        thinking=torch.tensor([r.random() < 0.6 for _ in range(requests)], dtype=torch.bool).to(
-            DEVICE
-        ),
-        topk=int32([r.choice([1, 2, 4, vocab, vocab + 5]) for _ in range(requests)]),
-        delta=torch.tensor(deltas, dtype=torch.float32, device=DEVICE),
-        stop_ids=stop_ids,
-        begin_token=begin,
-        end_token=end,
-    )
+    runs = [[]] * num_contexts + drafts
+    thinkers = [
+        some_thinker(
+            r,
+            topk=r.choice([1, 2, 4, vocab, vocab + 5]),
+            limit=r.choice([0.0, 0.0213, 0.1371, 0.6117, 1.0]),
+            stop_ids=[r.choice(run) for _ in range(stops) if run and r.random() < 0.3],
+        )
+        for run in runs
+    ]
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
     ends_prompt = [r.random() < 0.5 for _ in range(num_contexts)]
     options = {
         "draft_lens": int32([r.randint(0, k) for _ in drafts]) if lens else None,
@@ -243,6 +361,8 @@ def make_case(
     layout = layout_of(num_contexts, num_generations, k)
     return Case(layout, strided(values, behind), table, rule, int32(forced), options)
 
+
+INDEX = st.sampled_from([torch.int32, torch.int64])
 
 cases = st.builds(
     make_case,
@@ -256,8 +376,11 @@ cases = st.builds(
     behind=st.integers(0, 3),
     lens=st.booleans(),
     finals=st.booleans(),
-    stops=st.sampled_from([None, 0, 1, 3]),
-    id_dtype=st.sampled_from([torch.int32, torch.int64]),
+    stops=st.sampled_from([0, 1, 3, 32]),
+    id_dtype=INDEX,
+    pool=st.sampled_from(POOLS),
+    gap=st.integers(0, 2),
+    id_stride=st.integers(1, 3),
 )
 
 VALUES = [-math.inf, math.nan, math.inf, -8.0, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0]
@@ -274,6 +397,7 @@ def make_small_case(
     dtype: torch.dtype,
     lens: bool,
     finals: bool,
+    **slots: Any,
 ) -> Case:
     """Few words and few values: nearly every row has ties, dead rows and masked words."""
     dice = random.Random(seed)
@@ -295,18 +419,16 @@ def make_small_case(
     flat = contexts + [row for rows in generations for row in rows]
     logits = torch.tensor(flat).reshape(len(flat), vocab).to(dtype)
     begin, end = dice.sample(range(-1, vocab + 1), 2)
-    stops = [[dice.choice([-1, -1, dice.randrange(vocab)]) for _ in "ab"] for _ in range(requests)]
-    thinking = [dice.random() < 0.7 for _ in range(requests)]
-    rule = RelaxedRule(
-        thinking=torch.tensor(thinking, dtype=torch.bool, device=DEVICE),
-        topk=int32([dice.choice([1, 2, 3, vocab, vocab + 5]) for _ in range(requests)]),
-        delta=torch.tensor([dice.choice([0.0, 0.25, 0.6, 1.0]) for _ in range(requests)]).to(
-            DEVICE
-        ),
-        stop_ids=int32(stops).reshape(requests, 2),
-        begin_token=begin,
-        end_token=end,
-    )
+    thinkers = [
+        some_thinker(
+            dice,
+            topk=dice.choice([1, 2, 3, vocab, vocab + 5]),
+            limit=dice.choice([0.0, 0.25, 0.6, 1.0]),
+            stop_ids=[dice.choice([-1, -1, dice.randrange(vocab)]) for _ in "ab"],
+        )
+        for _ in range(requests)
+    ]
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
     options: dict[str, Any] = {}
     if lens:
         options["draft_lens"] = int32([dice.randint(0, k) for _ in drafts])
@@ -330,6 +452,9 @@ small_cases = st.builds(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     lens=st.booleans(),
     finals=st.booleans(),
+    pool=st.sampled_from(POOLS),
+    gap=st.integers(0, 2),
+    id_stride=st.integers(1, 3),
 )
 
 
@@ -341,14 +466,10 @@ def smooth_case(
     logits = (1.5 * torch.randn(requests * (k + 1), vocab, generator=dice)).to(DEVICE, dtype)
     first = logits.float().topk(4, dim=1).indices.view(requests, k + 1, 4)[:, :k]
     rank = torch.randint(0, 4, (requests, k, 1), generator=dice).to(DEVICE)
-    rule = RelaxedRule(
-        thinking=(torch.rand(requests, generator=dice) < 0.8).to(DEVICE),
-        topk=torch.full((requests,), 3, dtype=torch.int32, device=DEVICE),
-        delta=torch.full((requests,), 0.2 if vocab < 100 else 2e-4, device=DEVICE),
-        stop_ids=None,
-        begin_token=5,
-        end_token=6,
-    )
+    thinking = (torch.rand(requests, generator=dice) < 0.8).tolist()
+    limit = 0.2 if vocab < 100 else 2e-4
+    thinkers = [Thinker(flag, topk=3, limit=limit) for flag in thinking]
+    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0)
     forced = torch.randint(-k - 2, k + 2, (requests,), generator=dice, dtype=torch.int32)
     drafts = first.gather(2, rank).squeeze(2).int()
     return Case(layout_of(0, requests, k), logits, drafts, rule, forced.to(DEVICE))

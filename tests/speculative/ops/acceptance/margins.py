@@ -30,8 +30,9 @@ def margins(
     rows = without_nan(behind).float().unflatten(0, shape)[:, :-1]
     is_top1 = drafts == best_ids(behind).view(shape)[:, :-1]
     is_top1 &= rows.amax(dim=-1) > -torch.inf
-    eligible, distance = _distances(rows, drafts, rule, layout)
-    thinking = rule.thinking[layout.num_contexts :]
+    generations = slice(layout.num_contexts, layout.num_requests)
+    thinking, delta = rule.phase(generations)
+    eligible, distance = _distances(rows, drafts, rule, delta, generations)
     running = torch.ones_like(thinking)
     for i in range(layout.draft_len):
         if draft_lens is not None:
@@ -51,30 +52,35 @@ def undecided(margin: torch.Tensor, rules: AcceptanceRules, layout: StepLayout) 
     prompts = torch.zeros(layout.num_contexts, dtype=torch.bool, device=margin.device)
     close = margin < CLOSE
     if rules.relaxed is not None:
-        no_distance = rules.relaxed.delta[layout.num_contexts :] == 0
+        _, delta = rules.relaxed.phase(slice(layout.num_contexts, layout.num_requests))
+        no_distance = delta == 0
         close &= ~(no_distance.unsqueeze(1) & (margin == 0))
     return torch.cat([prompts, close.any(dim=1)])
 
 
 def _distances(
-    rows: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule, layout: StepLayout
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    rule: RelaxedRule,
+    delta: torch.Tensor,
+    generations: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether a distance may decide, and p(draft) - (p_max - delta), both [G, K]."""
-    generations = slice(layout.num_contexts, layout.num_requests)
     vocab = rows.shape[-1]
     known = (drafts >= 0) & (drafts < vocab)
     ids = drafts.clamp(0, vocab - 1).unsqueeze(-1)
     value = rows.gather(-1, ids)
     all_ids = torch.arange(vocab, device=rows.device)
     ahead = (rows > value) | ((rows == value) & (all_ids < ids))
-    eligible = known & (ahead.sum(dim=-1) < rule.topk[generations].unsqueeze(1))
+    eligible = known & (
+        ahead.sum(dim=-1) < rule.slots.read("relaxed_topk", generations).unsqueeze(1)
+    )
     eligible &= value.squeeze(-1) > -torch.inf
     eligible &= (drafts != rule.begin_token) & (drafts != rule.end_token)
-    if rule.stop_ids is not None:
-        stops = rule.stop_ids[generations].unsqueeze(1)
-        eligible &= (drafts.unsqueeze(-1) != stops).all(dim=-1)
+    stops = rule.slots.read("stop_ids", generations).unsqueeze(1)
+    eligible &= (drafts.unsqueeze(-1) != stops).all(dim=-1)
     highest = rows.amax(dim=-1, keepdim=True)
     weights = torch.where(rows == highest, 0.0, rows - highest).exp()
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
-    threshold = probabilities.amax(dim=-1) - rule.delta[generations].unsqueeze(1)
+    threshold = probabilities.amax(dim=-1) - delta.unsqueeze(1)
     return eligible, probabilities.gather(-1, ids).squeeze(-1) - threshold

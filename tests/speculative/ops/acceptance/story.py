@@ -20,6 +20,30 @@ class Rule(NamedTuple):
     end: int
 
 
+class Slot(NamedTuple):
+    """What a request's slot says of its phase."""
+
+    noted: int  # the phase that was noted
+    in_force: float  # the delta in force: a host may write it
+    limit: float  # the request's own delta
+
+    @property
+    def thinking(self) -> bool:
+        """The delta in force says so; a request without one has but the note."""
+        if self.in_force > 0:
+            return True
+        return self.limit == 0 and self.noted > 0
+
+    @property
+    def delta(self) -> float:
+        """The delta while it thinks."""
+        return self.in_force if self.in_force > 0 else self.limit
+
+    def after(self, thinking: bool) -> Slot:
+        """What the step leaves there."""
+        return Slot(int(thinking), self.delta if thinking else 0.0, self.limit)
+
+
 class Run(NamedTuple):
     """What a request emits in one step."""
 

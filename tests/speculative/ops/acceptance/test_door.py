@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,33 +11,26 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from tests.doors import check_strided_arguments
-from tests.speculative.ops.acceptance.cases import layout_of
+from tests.speculative.ops.acceptance.cases import Thinker, layout_of, relaxed_rule
 from tests.speculative.ops.on_device import DEVICE, poisoned, vector
 
 
 def arguments() -> dict[str, Any]:
     """Two prompts and six generations with K = 2, in which every number decides about something."""
-    runs = [
-        # thinking, topk, delta, stop ids
-        (True, 1, 0.1, [-1, -1]),
-        (False, 2, 0.2, [0, -1]),
-        (False, 3, 0.9, [-1, -1]),
-        (True, 2, 0.9, [-1, -1]),
-        (True, 2, 0.9, [-1, -1]),
-        (True, 3, 0.05, [-1, -1]),
-        (True, 3, 0.4, [-1, 1]),
-        (True, 3, 0.9, [6, 2]),
+    thinkers = [
+        Thinker(True, 1, 0.1),
+        Thinker(False, 2, 0.2, [0]),
+        Thinker(False, 3, 0.9),
+        Thinker(True, 2, 0.9),
+        Thinker(True, 2, 0.9),
+        Thinker(True, 3, 0.4, written=0.05),
+        Thinker(True, 3, 0.4, [1]),
+        Thinker(True, 3, 0.9, [6, 2]),
     ]
-    rule = RelaxedRule(
-        thinking=vector([run[0] for run in runs], torch.bool),
-        topk=vector([run[1] for run in runs], torch.int32),
-        delta=vector([run[2] for run in runs], torch.float32),
-        stop_ids=vector([run[3] for run in runs], torch.int32),
-        begin_token=3,
-        end_token=4,
-    )
+    rule = relaxed_rule(thinkers, 3, 4, pool="own")
     row = [0.0, -0.3, -0.5, -9.0, -9.0, -9.0, -9.0]
     return {
         "layout": layout_of(2, 6, 2),
@@ -49,13 +43,15 @@ def arguments() -> dict[str, Any]:
     }
 
 
+REFUSED = {"logits": "contiguous rows", "rules.relaxed.slots.table": "rows without gaps"}
+
+
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
     told = arguments()
     with_rows = {**told, "draft_tokens": told["draft_tokens"].reshape(-1)}
     for given in (told, with_rows):
-        refused = {"logits": "contiguous rows"}
-        check_strided_arguments(accept, given, refused=refused, backend=backend)
+        check_strided_arguments(accept, given, refused=REFUSED, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -63,12 +59,13 @@ def test_the_strided_step_uses_every_rule(backend: Backend) -> None:
     """Else a wrong stride would go unseen."""
     given = arguments()
     rules = given.pop("rules")
-    verdict = accept(**given, rules=rules, backend=backend)
+    accepted = accept(**given, rules=rules, backend=backend)
     # no prompt's end; strict; beyond the top-k twice; too far; one is absent; the second would stop
-    assert verdict.accepted.num_accepted.tolist() == [1, 0, 3, 1, 1, 1, 2, 2]
+    assert accepted.num_accepted.tolist() == [1, 0, 3, 1, 1, 1, 2, 2]
+    rules = arguments()["rules"]
     for less in (replace(rules, relaxed=None), replace(rules, forced_matches=None)):
         other = accept(**given, rules=less, backend=backend)
-        assert not torch.equal(other.accepted.tokens, verdict.accepted.tokens)
+        assert not torch.equal(other.tokens, accepted.tokens)
 
 
 META = torch.zeros(6, dtype=torch.int32, device="meta")
@@ -109,28 +106,110 @@ def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], messa
             accept(**(arguments() | moved | {"rules": rules}), backend=backend)
 
 
+def in_slots(change: Callable[[Any], dict[str, Any]]) -> Callable[[RelaxedRule], RelaxedRule]:
+    return lambda rule: replace(rule, slots=replace(rule.slots, **change(rule.slots)))
+
+
+def as_pool(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[RelaxedRule], RelaxedRule]:
+    return lambda rule: replace(rule, delta_in_force=change(rule.delta_in_force))
+
+
+def fewer_columns(slots: Any) -> dict[str, Any]:
+    kept = [c for c in slots.columns.columns if c.name not in ("thinking", "relaxed_limit")]
+    columns = TableColumns(kept)
+    return {"columns": columns, "table": slots.table[:, : columns.width]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"thinking": torch.zeros(8).int()}, r"thinking: expected torch.bool \[8\]"),
-        ({"thinking": torch.zeros(3).bool()}, r"thinking: .*got torch.bool \[3\]"),
-        ({"topk": torch.zeros(8)}, r"topk: expected integers \[8\]"),
-        ({"delta": torch.zeros(8).double()}, r"delta: expected torch.float32 \[8\]"),
-        ({"delta": torch.zeros(5)}, r"delta: .*\[5\]"),
-        ({"stop_ids": torch.zeros(8).int()}, r"stop_ids: expected integers \[>= 8, P\]"),
-        ({"stop_ids": torch.zeros(3, 2).int()}, r"stop_ids: .*\[3, 2\]"),
-        ({"stop_ids": torch.zeros(8, 2)}, "stop_ids: .*torch.float32"),
+        pytest.param(
+            in_slots(lambda s: {"table": s.table.long()}),
+            r"slot table: expected torch.int32 \[S, \d+\] .*got torch.int64",
+            id="table-of-int64",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"table": s.table[:, :-1]}),
+            r"slot table: expected torch.int32 \[S, 39\] .*got torch.int32 \[11, 38\]",
+            id="table-too-narrow",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"table": s.table[0]}), r"slot table: .*\[39\]", id="one-row"
+        ),
+        pytest.param(
+            in_slots(lambda s: {"table": s.table.t().contiguous().t()}),
+            r"slot table: .*rows without gaps .*strides \[1, 11\]",
+            id="table-of-columns",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"table": s.table.to("meta")}),
+            "slot table: .* on meta",
+            id="table-elsewhere",
+        ),
+        pytest.param(
+            in_slots(fewer_columns),
+            "slot table: expected columns thinking, relaxed_limit too, got number, .*stop_ids",
+            id="columns-missing",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"slot_ids": s.slot_ids[:7]}),
+            r"slot_ids: expected integers \[>= 8\] .*\[7\]",
+            id="slots-too-few",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"slot_ids": s.slot_ids.float()}),
+            "slot_ids: expected integers .*torch.float32",
+            id="slots-as-floats",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"slot_ids": s.slot_ids.bool()}),
+            "slot_ids: expected integers .*torch.bool",
+            id="slots-as-flags",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"slot_ids": s.slot_ids.unsqueeze(1)}),
+            r"slot_ids: expected integers \[>= 8\] .*\[10, 1\]",
+            id="slots-as-a-matrix",
+        ),
+        pytest.param(
+            in_slots(lambda s: {"slot_ids": s.slot_ids.to("meta")}),
+            "slot_ids: .* on meta",
+            id="slots-elsewhere",
+        ),
+        pytest.param(
+            as_pool(lambda pool: pool.double()),
+            r"delta_in_force: expected torch.float32 \[S\] .*torch.float64",
+            id="pool-of-doubles",
+        ),
+        pytest.param(
+            as_pool(lambda pool: pool.unsqueeze(1)),
+            r"delta_in_force: expected torch.float32 \[S\] .*\[16, 1\]",
+            id="pool-as-a-matrix",
+        ),
+        pytest.param(
+            as_pool(lambda pool: pool.to("meta")), "delta_in_force: .* on meta", id="pool-elsewhere"
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 @pytest.mark.parametrize("backend", Backend)
-def test_relaxed_rules_that_do_not_fit(
-    backend: Backend, change: dict[str, torch.Tensor], message: str
+def test_slots_that_do_not_fit(
+    backend: Backend, change: Callable[[RelaxedRule], RelaxedRule], message: str
 ) -> None:
     given = arguments()
-    rule = replace(given["rules"].relaxed, **{n: t.to(DEVICE) for n, t in change.items()})
+    rule = change(given["rules"].relaxed)
     with pytest.raises(TensorContractError, match=message):
         accept(**{**given, "rules": AcceptanceRules(relaxed=rule)}, backend=backend)
+
+
+def test_columns_that_every_table_has_are_no_relaxed_ones() -> None:
+    given = arguments()
+    columns, slots = TableColumns(REQUEST_COLUMNS), given["rules"].relaxed.slots
+    bare = replace(slots, columns=columns, table=slots.table[:, : columns.width])
+    rule = replace(given["rules"].relaxed, slots=bare)
+    with pytest.raises(
+        TensorContractError, match="expected columns thinking, relaxed_topk, relaxed_limit too"
+    ):
+        accept(**{**given, "rules": AcceptanceRules(relaxed=rule)}, backend=Backend.TORCH)
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [0.0] * 6])

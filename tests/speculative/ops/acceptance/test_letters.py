@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
 from tests.speculative.ops.acceptance import story
-from tests.speculative.ops.acceptance.cases import Case, assert_run, assert_told, layout_of
+from tests.speculative.ops.acceptance.cases import (
+    Case,
+    Thinker,
+    assert_phase,
+    assert_run,
+    assert_told,
+    layout_of,
+    relaxed_rule,
+)
 from tests.speculative.ops.letters import ids, rows_with_top
 from tests.speculative.ops.on_device import DEVICE, vector
 
@@ -60,7 +68,7 @@ def test_letters(backend: Backend, case: Letters) -> None:
         vector(ids(case.drafts), torch.int32),
         draft_lens=None if case.draft_len is None else vector([case.draft_len]),
         backend=backend,
-    ).accepted
+    )
     run = ids(case.emitted)
     assert accepted.tokens.tolist() == [run + [PAD_TOKEN] * (k + 1 - len(run))]
     assert accepted.num_accepted.tolist() == [len(run)]
@@ -75,7 +83,7 @@ def test_contexts_come_first_and_emit_one(backend: Backend) -> None:
         vector(ids("uv")),
         final_context=vector([True, False, False], torch.bool),
         backend=backend,
-    ).accepted
+    )
     assert accepted.tokens.tolist() == [ids("t.."), ids("..."), ids("..."), ids("uvx")]
     # a piece of a prompt draws nothing, so that a row without any value there is no fault
     assert accepted.num_accepted.tolist() == [1, 0, 0, 3]
@@ -98,7 +106,7 @@ def test_contexts_come_first_and_emit_one(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_first_choice_of_odd_rows(backend: Backend, row: list[float], expected: int | None) -> None:
     logits = torch.tensor([row], device=DEVICE)
-    accepted = accept(layout_of(1, 0, 0), logits, vector([]), backend=backend).accepted
+    accepted = accept(layout_of(1, 0, 0), logits, vector([]), backend=backend)
     assert story.first_choice(row) == expected
     assert accepted.tokens.tolist() == [[PAD_TOKEN if expected is None else expected]]
 
@@ -142,20 +150,13 @@ RELAXED_CASES = [
 @pytest.mark.parametrize("backend", Backend)
 def test_relaxed_rows(backend: Backend, case: RelaxedCase) -> None:
     bonus = [0.0] * len(case.row)
-    rule = RelaxedRule(
-        thinking=vector([case.thinking], torch.bool),
-        topk=vector([case.topk], torch.int32),
-        delta=vector([case.delta], torch.float32),
-        stop_ids=vector([[*case.stop_ids, -1]], torch.int32),
-        begin_token=7,
-        end_token=8,
-    )
+    rule = relaxed_rule([Thinker(case.thinking, case.topk, case.delta, case.stop_ids)], 7, 8)
     logits = torch.tensor([case.row, bonus], device=DEVICE)
     drafts, rules = vector([case.draft]), AcceptanceRules(relaxed=rule)
-    verdict = accept(layout_of(0, 1, 1), logits, drafts, rules, backend=backend)
+    accepted = accept(layout_of(0, 1, 1), logits, drafts, rules, backend=backend)
     first = story.first_choice(case.row)
     expected = [case.draft, 0] if case.stands else [first, PAD_TOKEN]
-    assert verdict.accepted.tokens.tolist() == [expected], case.why
+    assert accepted.tokens.tolist() == [expected], case.why
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -165,14 +166,7 @@ def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
     near = torch.full((26,), -9.0)
     near[[top, x]] = torch.tensor([0.0, -0.1])
     tops = rows_with_top("be")
-    rule = RelaxedRule(
-        thinking=vector([False, True], torch.bool),
-        topk=vector([2, 2], torch.int32),
-        delta=vector([0.5, 0.5], torch.float32),
-        stop_ids=None,
-        begin_token=begin,
-        end_token=end,
-    )
+    rule = relaxed_rule([Thinker(False), Thinker(True)], begin, end)
     case = Case(
         layout_of(0, 2, 3),
         torch.stack([tops[0], near, near, near, near, tops[1], near, near]).to(DEVICE),
@@ -180,9 +174,10 @@ def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
         rule,
         vector([-1, -1]),
     )
-    verdict = case.judge("relaxed", backend).verdict
-    assert verdict.accepted.tokens.tolist() == [[begin, x, x, top], [x, end, top, PAD_TOKEN]]
-    assert verdict.thinking.tolist() == [True, False]
+    judged = case.judge("relaxed", backend)
+    assert judged.accepted.tokens.tolist() == [[begin, x, x, top], [x, end, top, PAD_TOKEN]]
+    assert judged.noted.tolist() == [1, 0]
+    assert judged.in_force.tolist() == [0.5, 0.0]
     # thresholds decided where the request thought by then, and nowhere else
     decided = torch.isfinite(case.margins(case.rules("relaxed")))
     assert decided.tolist() == [[False, True, True], [True, False, False]]
@@ -207,14 +202,7 @@ def test_every_rule_decides_its_own_rows(backend: Backend) -> None:
         (False, [begin, x, x], -1, [top], False),
     ]
     requests = len(runs)
-    rule = RelaxedRule(
-        thinking=vector([run[0] for run in runs], torch.bool),
-        topk=vector([2] * requests, torch.int32),
-        delta=vector([0.5] * requests, torch.float32),
-        stop_ids=None,
-        begin_token=begin,
-        end_token=end,
-    )
+    rule = relaxed_rule([Thinker(run[0]) for run in runs], begin, end)
     case = Case(
         layout_of(0, requests, 3),
         near.repeat(requests * 4, 1).to(DEVICE),
@@ -225,5 +213,5 @@ def test_every_rule_decides_its_own_rows(backend: Backend) -> None:
     judged = case.judge("mixed", backend)
     for request, (_, _, _, emitted, after) in enumerate(runs):
         assert_run(judged.accepted, request, story.Run(emitted))
-        assert bool(judged.verdict.thinking[request]) == after
+        assert_phase(rule, judged, request, after)
     assert_told(case, case.rules("mixed"), judged)

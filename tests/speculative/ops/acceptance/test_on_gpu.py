@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import Verdict, accept
+from mtp_plugin.speculative.ops.acceptance import accept
+from mtp_plugin.speculative.step import Accepted
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, best_ids
 from tests.speculative.ops.acceptance.cases import (
     KINDS,
     Case,
+    Thinker,
+    assert_nothing_else_written,
     assert_same,
     assert_sides_agree,
+    copied,
+    relaxed_rule,
     smooth_case,
 )
 from tests.speculative.ops.acceptance.margins import undecided
@@ -58,9 +63,9 @@ def test_real_shapes(kind: str, batch: int, k: int, vocab: int, dtype: torch.dty
     if kind == "relaxed" and batch * k > 500:
         assert decided > 10
     assert close <= max(1, decided // 10)
-    first = case.judge(kind, Backend.TRITON).verdict
+    first = case.judge(kind, Backend.TRITON)
     for _ in range(5):  # a race would show
-        assert_same(case.judge(kind, Backend.TRITON).verdict, first)
+        assert_same(case.judge(kind, Backend.TRITON), first)
 
 
 def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
@@ -68,14 +73,14 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     rows = batch * (k + 1)
     device_memory(12)
     near = real_case(batch, k, vocab, 2, torch.bfloat16)
-    near.relaxed.thinking[:] = True
+    near = replace(near, relaxed=relaxed_rule([Thinker(topk=3, limit=2e-4)] * batch, 5, 6))
     buffer = torch.empty(rows * stride, dtype=torch.bfloat16, device=DEVICE)
     far = buffer.as_strided((rows, vocab), (stride, 1))
     far.copy_(near.logits)
     assert (rows - 1) * stride > 2**31
     case = replace(near, logits=far)
     for kind in KINDS:
-        mine, same = (one.judge(kind, Backend.TRITON).verdict for one in (case, near))
+        mine, same = (one.judge(kind, Backend.TRITON) for one in (case, near))
         assert_same(mine, same)
     assert_sides_agree(near, "strict")
 
@@ -86,13 +91,16 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
     """Captured once, replayed with other logits, drafts, lengths, phases and counts."""
     mine = real_case(batch, k, vocab, 1, torch.bfloat16)
     last = poisoned(batch, 2, dtype=torch.int32)
+    rules = mine.rules(kind)
+    if rules.relaxed is not None:
+        rules = replace(rules, relaxed=copied(mine.relaxed))
 
-    def step() -> Verdict:
+    def step() -> Accepted:
         return accept(
             mine.layout,
             mine.logits,
             mine.drafts,
-            mine.rules(kind),
+            rules,
             **mine.options,
             last_tokens=last[:, 0],
             backend=Backend.TRITON,
@@ -104,17 +112,32 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
         mine.logits.copy_(other.logits)
         mine.drafts.copy_(other.drafts)
         mine.options["draft_lens"].copy_(other.options["draft_lens"])
-        mine.relaxed.thinking.copy_(other.relaxed.thinking)
         mine.forced.copy_(other.forced)
-        last.fill_(POISON)
-        graph.replay()
-        torch.cuda.synchronize()
-        with read_back_forbidden():
-            eager = step()
-        assert_same(outputs, eager)
-        rules = other.rules(kind)
-        sure = ~undecided(other.margins(rules), rules, other.layout)
+        asked = other.rules(kind)
+        sure = ~undecided(other.margins(asked), asked, other.layout)
         expected = other.judge(kind, Backend.TORCH)
-        assert_same(outputs, expected.verdict, sure)
-        assert torch.equal(last[sure, 0], expected.following[sure, 0])
-        assert (last[:, 1] == POISON).all()
+        runs = {"replayed": graph.replay, "eager": step}
+        for name, run in runs.items():
+            if rules.relaxed is not None:
+                # other requests at other slots; the pool is a column of the table
+                slots = rules.relaxed.slots
+                slots.table.copy_(other.relaxed.slots.table)
+                slots.slot_ids.copy_(other.relaxed.slots.slot_ids)
+            last.fill_(POISON)
+            torch.cuda.synchronize()
+            with read_back_forbidden():
+                given = run()
+            torch.cuda.synchronize()
+            found = outputs if name == "replayed" else given
+            for part in ("tokens", "num_accepted", "status"):
+                mine_part = getattr(found, part)
+                assert torch.equal(mine_part, getattr(outputs, part)), (name, part)
+                assert torch.equal(mine_part[sure], getattr(expected.accepted, part)[sure]), part
+            assert torch.equal(last[sure, 0], expected.following[sure, 0])
+            assert (last[:, 1] == POISON).all()
+            if rules.relaxed is not None:
+                assert_nothing_else_written(other.relaxed, rules.relaxed, range(batch))
+                behind = rules.relaxed.slots.read("thinking", slice(0, batch))
+                assert torch.equal(behind[sure], expected.noted[sure])
+                in_force = rules.relaxed.delta_in_force[rules.relaxed.slots.of(slice(0, batch))]
+                assert torch.equal(in_force[sure], expected.in_force[sure])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +13,22 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.speculative.ops.synthetic_acceptance import (
     SyntheticRule,
     forced_matches,
     launch,
     synthetic_rule,
 )
-from mtp_plugin.speculative.step import StepLayout
-from tests.doors import check_strided_arguments, poisoned_memory
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
+from tests.speculative.ops.slots import column, slot_rows
 from tests.speculative.ops.synthetic_acceptance import story
 
 CERTAIN = 2**30
+BEHIND = [SlotColumn("of_a_mode", float)]
 
 seeds = st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2**31, 2**32 - 1])
 shares = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1.0]), max_size=9).map(
@@ -34,6 +38,11 @@ shares = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1.0]), max_size=9).map
 
 def rule_of(thresholds: list[int], seed: int) -> SyntheticRule:
     return SyntheticRule(vector(thresholds, torch.int32), vector([seed]))
+
+
+def numbered(numbers: list[int], **layout: Any) -> SlotRows:
+    """Requests with these numbers; nothing else in their slots is a number."""
+    return slot_rows([{"number": number} for number in numbers], BEHIND, **layout)
 
 
 def step(
@@ -66,6 +75,8 @@ def step(
     spare=st.integers(0, 3),
     seed=seeds,
     first_number=st.none() | st.integers(0, 2**31 - 80),
+    gap=st.integers(0, 2),
+    id_dtype=st.sampled_from(INDEX_DTYPES),
 )
 def test_story_torch_and_triton_agree(
     chunk_lens: tuple[int, ...],
@@ -76,14 +87,16 @@ def test_story_torch_and_triton_agree(
     spare: int,
     seed: int,
     first_number: int | None,
+    gap: int,
+    id_dtype: torch.dtype,
 ) -> None:
     layout = step(vector(positions, dtype), len(thresholds), chunk_lens=chunk_lens, stride=stride)
-    numbers, given_numbers = [0] * len(positions), None
+    numbers, slots = [0] * len(positions), None
     if first_number is not None:
         numbers = [first_number + i for i in range(len(positions))]
-        others, behind = [POISON] * len(chunk_lens), [POISON] * spare
-        wide = vector([*others, *numbers, *behind], dtype).unsqueeze(1).repeat(1, stride)
-        given_numbers = wide[:, 0]
+        of_all = [5] * len(chunk_lens) + numbers
+        slots = numbered(of_all, seed=seed, gap=gap, id_stride=stride, id_dtype=id_dtype)
+        table = storage(slots.table)
     before = layout.positions.clone()
     told = [
         story.forced(position, thresholds, seed, number)
@@ -93,9 +106,10 @@ def test_story_torch_and_triton_agree(
     rule = rule_of(thresholds + [CERTAIN] * spare, seed)
     for backend in Backend:
         with poisoned_memory():
-            forced = forced_matches(layout, rule, given_numbers, backend=backend)
+            forced = forced_matches(layout, rule, slots, backend=backend)
         assert forced.dtype == torch.int32
         assert forced.tolist() == told
+        assert slots is None or torch.equal(storage(slots.table), table)
     assert torch.equal(layout.positions, before)
 
 
@@ -160,9 +174,10 @@ def test_requests_at_equal_positions_are_independent() -> None:
     batch, steps, shares = 64, 400, (0.8, 0.6, 0.4)
     rule = synthetic_rule(shares, 3, DEVICE)
     positions = torch.arange(steps, device=DEVICE).repeat_interleave(batch) * 5
-    numbers = torch.arange(batch, device=DEVICE).repeat(steps)
+    slots = numbered(list(range(batch)))
+    slots = replace(slots, slot_ids=slots.slot_ids[:batch].repeat(steps))
     layout = step(positions, len(shares))
-    forced, same = (forced_matches(layout, rule, numbers, backend=each) for each in Backend)
+    forced, same = (forced_matches(layout, rule, slots, backend=each) for each in Backend)
     assert torch.equal(forced, same)
     for i, share in enumerate(shares):
         measured = float((forced > i).double().mean())
@@ -247,20 +262,38 @@ def test_rules_that_do_not_fit(
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
-    "numbers",
+    ("change", "message"),
     [
-        torch.zeros(3),
-        torch.zeros(3, 1).long(),
-        torch.zeros(2).int(),
-        torch.zeros(3).bool(),
-        torch.zeros(3, device="meta").int(),
+        ({"table": torch.zeros(9, 36)}, r"slot table: expected torch.int32 \[S, 36\].*float32"),
+        ({"table": torch.zeros(9, 35).int()}, r"slot table: .*\[9, 35\]"),
+        ({"table": torch.zeros(36, 9).int().t()}, "slot table: .*rows without gaps"),
+        ({"table": torch.zeros(9, 36, device="meta").int()}, "slot table: .* on meta"),
+        ({"slot_ids": torch.zeros(3)}, "slot_ids: expected integers .*torch.float32"),
+        ({"slot_ids": torch.zeros(3).bool()}, "slot_ids: expected integers .*torch.bool"),
+        ({"slot_ids": torch.zeros(2).long()}, r"slot_ids: expected integers \[>= 3\].*\[2\]"),
+        ({"slot_ids": torch.zeros(3, 1).long()}, r"slot_ids: .*\[3, 1\]"),
+        ({"slot_ids": torch.zeros(3, device="meta").long()}, "slot_ids: .* on meta"),
     ],
 )
-def test_numbers_that_are_none(backend: Backend, numbers: torch.Tensor) -> None:
+def test_slots_that_do_not_fit(
+    backend: Backend, change: dict[str, torch.Tensor], message: str
+) -> None:
+    """The prompt's slot is asked for too, though nothing of it is read."""
     layout = step(vector([1, 2]), 1, chunk_lens=(2,))
-    numbers = numbers if numbers.is_meta else numbers.to(DEVICE)
-    with pytest.raises(TensorContractError, match=r"request_numbers: expected integers \[>= 3\]"):
-        forced_matches(layout, rule_of([1], 0), numbers, backend=backend)
+    moved = {name: t if t.is_meta else t.to(DEVICE) for name, t in change.items()}
+    slots = replace(numbered([1, 2, 3]), **moved)
+    with pytest.raises(TensorContractError, match=message):
+        forced_matches(layout, rule_of([1], 0), slots, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_padding_rows_that_share_a_slot_draw_alike(backend: Backend) -> None:
+    layout, rule = step(vector([5, 5, 5, 5]), 3), synthetic_rule([0.7, 0.5, 0.3], 11, DEVICE)
+    slots = numbered([8, 2], slots=[0, 3])
+    shared = replace(slots, slot_ids=vector([0, 3, 3, 3]))
+    alone = forced_matches(step(vector([5, 5]), 3), rule, slots, backend=backend).tolist()
+    forced = forced_matches(layout, rule, shared, backend=backend)
+    assert forced.tolist() == [*alone, alone[1], alone[1]]
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -276,9 +309,10 @@ def test_strided_arguments(backend: Backend) -> None:
     arguments = {
         "layout": step(torch.arange(40, device=DEVICE), 3, chunk_lens=(2, 1)),
         "rule": rule_of(half, 5),
-        "request_numbers": vector(range(42), torch.int32),
+        "slots": numbered(list(range(42))),
     }
-    check_strided_arguments(forced_matches, arguments, backend=backend)
+    refused = {"slots.table": "rows without gaps"}
+    check_strided_arguments(forced_matches, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -286,17 +320,18 @@ def test_strided_arguments(backend: Backend) -> None:
 def test_in_a_cuda_graph(batch: int, k: int) -> None:
     """Captured once, replayed at other positions, rates and seeds; the host is never asked."""
     layout = step(torch.arange(batch, device=DEVICE) * 3, k)
-    numbers = torch.arange(batch, device=DEVICE, dtype=torch.int32)
+    slots = numbered(list(range(batch)))
     rule = synthetic_rule([0.9**i for i in range(1, k + 1)], 1, DEVICE)
-    graph, forced = captured(lambda: forced_matches(layout, rule, numbers, backend=Backend.TRITON))
+    graph, forced = captured(lambda: forced_matches(layout, rule, slots, backend=Backend.TRITON))
     for seed, rate in ((7, 0.5), (2**32 - 1, 0.99)):
         other = synthetic_rule([rate**i for i in range(1, k + 1)], seed, DEVICE)
         layout.positions.add_(1717)
-        numbers.add_(5)
+        column(slots, "number").add_(5)
+        slots.slot_ids[:batch] = slots.slot_ids[:batch].flip(0)
         rule.thresholds.copy_(other.thresholds)
         rule.seed.copy_(other.seed)
         forced.fill_(POISON)
         graph.replay()
         torch.cuda.synchronize()
-        expected = forced_matches(layout, other, numbers, backend=Backend.TORCH)
+        expected = forced_matches(layout, other, slots, backend=Backend.TORCH)
         assert torch.equal(forced, expected)
