@@ -1,11 +1,6 @@
 """Target logits -> accepted tokens: one file a mode, their registry, and a worker's set of them."""
 
-from mtp_plugin.speculative.verification.contract import (
-    ModeOptions,
-    SlotColumn,
-    VerificationInputs,
-    VerificationMode,
-)
+from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.registry import (
     BUILT,
     MODES,
@@ -20,9 +15,7 @@ from mtp_plugin.speculative.verification.verifier import Verifier
 __all__ = [
     "BUILT",
     "MODES",
-    "ModeOptions",
     "RelaxedVerification",
-    "SlotColumn",
     "StrictVerification",
     "VerificationInputs",
     "VerificationMode",

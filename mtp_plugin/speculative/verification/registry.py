@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.verification.contract import (
-    ModeOptions,
-    VerificationMode,
-    verification_of,
-)
+from mtp_plugin.speculative.verification.contract import VerificationMode
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.synthetic import SyntheticVerification
@@ -25,38 +22,38 @@ BUILT = tuple(mode.verification for mode in MODES if mode.verification is not No
 """Values of ``mtp.verification`` that this version has a mode for."""
 
 
-def check_modes(config: Any, max_draft_len: int) -> None:
+def check_modes(options: DecodingOptions) -> None:
     """Check the options of every mode that a config enables.
 
     Raises:
         ConfigError: options that cannot be, or a verification that this version does not have.
     """
-    for mode in _enabled(config):
-        mode.check(config, max_draft_len)
+    for mode in _enabled(options):
+        mode.check(options)
 
 
-def make_modes(options: ModeOptions) -> tuple[VerificationMode, ...]:
+def make_modes(options: DecodingOptions, device: torch.device) -> tuple[VerificationMode, ...]:
     """The modes that a config enables.
 
     Raises:
         ConfigError: as :func:`check_modes`.
     """
-    check_modes(options.config, options.max_draft_len)
-    return tuple(mode(options) for mode in _enabled(options.config))
+    check_modes(options)
+    return tuple(mode(options, device) for mode in _enabled(options))
 
 
-def label_of(config: Any, max_draft_len: int) -> Label | None:
+def label_of(options: DecodingOptions) -> Label | None:
     """What reports must say of the modes that a config enables; None: nothing."""
-    labels = (mode.label(config, max_draft_len) for mode in _enabled(config))
+    labels = (mode.label(options) for mode in _enabled(options))
     return next((label for label in labels if label is not None), None)
 
 
-def _enabled(config: Any) -> list[type[VerificationMode]]:
-    asked = verification_of(config)
+def _enabled(options: DecodingOptions) -> list[type[VerificationMode]]:
+    asked = options.mtp.verification
     expect(
         asked in BUILT,
         ConfigError,
         f"mtp.verification: expected one of {', '.join(BUILT)}, got {asked!r}, which is not built "
         "in this version",
     )
-    return [mode for mode in MODES if mode.is_enabled(config)]
+    return [mode for mode in MODES if mode.is_enabled(options)]

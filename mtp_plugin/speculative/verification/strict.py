@@ -6,7 +6,6 @@ from typing_extensions import override
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.step import StepLayout
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 
@@ -21,11 +20,6 @@ class StrictVerification(VerificationMode):
 
     @override
     def verify(
-        self,
-        layout: StepLayout,
-        inputs: VerificationInputs,
-        rules: AcceptanceRules,
-        *,
-        backend: Backend,
+        self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
         return rules

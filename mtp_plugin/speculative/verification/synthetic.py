@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.synthetic_acceptance import (
@@ -18,12 +18,7 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     forced_matches,
     synthetic_rule,
 )
-from mtp_plugin.speculative.step import StepLayout
-from mtp_plugin.speculative.verification.contract import (
-    ModeOptions,
-    VerificationInputs,
-    VerificationMode,
-)
+from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 
 class SyntheticVerification(VerificationMode):
@@ -32,12 +27,11 @@ class SyntheticVerification(VerificationMode):
     name = "synthetic"
     verification = "synthetic"
 
-    def __init__(self, options: ModeOptions) -> None:
-        super().__init__(options)
-        mtp = options.config.mtp
-        shares = mtp.acceptance_shares(options.max_draft_len)
+    def __init__(self, options: DecodingOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        shares = options.mtp.acceptance_shares(options.max_draft_len)
         # captured graphs read the rates where they lie
-        self.rule = synthetic_rule(shares, mtp.synthetic_seed, options.device)
+        self.rule = synthetic_rule(shares, options.mtp.synthetic_seed, device)
 
     @override
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -45,19 +39,19 @@ class SyntheticVerification(VerificationMode):
 
     @classmethod
     @override
-    def check(cls, config: Any, max_draft_len: int) -> None:
+    def check(cls, options: DecodingOptions) -> None:
         expect(
-            not getattr(config, "use_relaxed_acceptance_for_thinking", False),
+            not options.use_relaxed_acceptance_for_thinking,
             ConfigError,
             "synthetic acceptance cannot be relaxed; expected "
             "use_relaxed_acceptance_for_thinking: false",
         )
-        config.mtp.acceptance_shares(max_draft_len)
+        options.mtp.acceptance_shares(options.max_draft_len)
 
     @classmethod
     @override
-    def label(cls, config: Any, max_draft_len: int) -> Label | None:
-        shares = config.mtp.acceptance_shares(max_draft_len)
+    def label(cls, options: DecodingOptions) -> Label | None:
+        shares = options.mtp.acceptance_shares(options.max_draft_len)
         return Label(
             name=cls.name,
             settings=" / ".join(f"{share:.0%}" for share in shares),
@@ -67,15 +61,9 @@ class SyntheticVerification(VerificationMode):
 
     @override
     def verify(
-        self,
-        layout: StepLayout,
-        inputs: VerificationInputs,
-        rules: AcceptanceRules,
-        *,
-        backend: Backend,
+        self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        if layout.draft_len == 0:
+        if inputs.layout.draft_len == 0:
             return rules
-        numbers = None if inputs.parameters is None else inputs.parameters.request_numbers
-        forced = forced_matches(layout, self.rule, numbers, backend=backend)
+        forced = forced_matches(inputs.layout, self.rule, inputs.step.slots, backend=backend)
         return replace(rules, forced_matches=forced)

@@ -11,8 +11,8 @@ import torch
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import STRICT, accept
-from mtp_plugin.speculative.ops.logits import early_stops_masked
-from mtp_plugin.speculative.step import Accepted, StepLayout
+from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, early_stops_masked
+from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
 
@@ -38,15 +38,19 @@ class Verifier:
             f"got {', '.join(others)} beside it",
         )
 
+    @property
+    def served_options(self) -> frozenset[str]:
+        """Options of a request that some mode, or the edits of the logits, give."""
+        return EDITED_OPTIONS.union(*(mode.served_options for mode in self.modes))
+
     def verify(
         self,
-        layout: StepLayout,
         inputs: VerificationInputs,
         *,
         last_tokens: torch.Tensor | None = None,
         backend: Backend,
     ) -> Accepted:
-        """Accept a step's drafts.
+        """Accept a step's drafts, and move what modes keep per slot on by what was emitted.
 
         Args:
             last_tokens: [R] int32, any stride: takes each request's last emitted token.
@@ -54,31 +58,30 @@ class Verifier:
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
-        with self._without_early_stops(layout, inputs, backend) as masked:
-            if masked is not inputs.logits:
-                inputs = replace(inputs, logits=masked)
+        step = inputs.step
+        with self._edited(inputs, backend) as logits:
+            if logits is not inputs.logits:
+                inputs = replace(inputs, logits=logits)
             rules = STRICT
             for mode in self.modes:
-                rules = mode.verify(layout, inputs, rules, backend=backend)
-            verdict = accept(
-                layout,
-                masked,
-                inputs.draft_tokens,
+                rules = mode.verify(inputs, rules, backend=backend)
+            return accept(
+                step.layout,
+                logits,
+                step.draft_tokens,
                 rules,
-                draft_lens=inputs.draft_lens,
-                final_context=inputs.final_context,
+                draft_lens=step.draft_lens,
+                final_context=step.final_context,
                 last_tokens=last_tokens,
                 backend=backend,
             )
-            for mode in self.modes:
-                mode.settle(layout, inputs, rules, verdict)
-        return verdict.accepted
 
     @staticmethod
-    def _without_early_stops(
-        layout: StepLayout, inputs: VerificationInputs, backend: Backend
+    def _edited(
+        inputs: VerificationInputs, backend: Backend
     ) -> AbstractContextManager[torch.Tensor]:
-        parameters = inputs.parameters
-        if parameters is None or parameters.min_tokens_end is None:
+        """The logits as the requests' options change them."""
+        if not inputs.step.edits_logits:
             return nullcontext(inputs.logits)
-        return early_stops_masked(layout, inputs.logits, parameters, backend=backend)
+        slots = inputs.step.expect_slots()
+        return early_stops_masked(inputs.layout, inputs.logits, slots, backend=backend)

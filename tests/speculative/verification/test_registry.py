@@ -10,10 +10,10 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.verification import (
     BUILT,
     MODES,
-    ModeOptions,
     check_modes,
     label_of,
     make_modes,
@@ -29,8 +29,7 @@ RELAXED = {
 SYNTHETIC = {"mtp": {"verification": "synthetic", "synthetic_acceptance": [0.5, 0.25]}}
 
 
-def options(config: Any) -> ModeOptions:
-    return ModeOptions(config, 2, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -51,14 +50,20 @@ def options(config: Any) -> ModeOptions:
             "text is not the model's",
             id="synthetic",
         ),
-        pytest.param(SimpleNamespace(), ["strict"], None, id="a-host's"),
-        pytest.param(SimpleNamespace(mtp=SimpleNamespace()), ["strict"], None, id="few-options"),
+        pytest.param(SimpleNamespace(max_draft_len=2), ["strict"], None, id="a-host's"),
+        pytest.param(
+            SimpleNamespace(max_draft_len=2, mtp=SimpleNamespace()),
+            ["strict"],
+            None,
+            id="few-options",
+        ),
     ],
 )
 def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None:
-    check_modes(config, 2)
-    assert [mode.name for mode in make_modes(options(config))] == names
-    told = label_of(config, 2)
+    options = DecodingOptions.read(config)
+    check_modes(options)
+    assert [mode.name for mode in make_modes(options, CPU)] == names
+    told = label_of(options)
     assert (None if told is None else str(told)) == label
 
 
@@ -66,9 +71,12 @@ def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None
 def test_a_verification_that_is_not_built(relaxed: bool) -> None:
     """Another mode beside it does not hide it."""
     config = SimpleNamespace(
-        use_relaxed_acceptance_for_thinking=relaxed, mtp=SimpleNamespace(verification="rejection")
+        max_draft_len=2,
+        use_relaxed_acceptance_for_thinking=relaxed,
+        mtp=SimpleNamespace(verification="rejection", draft_sampling="plain"),
     )
-    for ask in (lambda: check_modes(config, 2), lambda: make_modes(options(config))):
+    options = DecodingOptions.read(config)
+    for ask in (lambda: check_modes(options), lambda: make_modes(options, CPU)):
         with pytest.raises(
             ConfigError,
             match=r"mtp.verification: expected one of coupled, synthetic, got 'rejection', which "

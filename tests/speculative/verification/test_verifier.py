@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, Verdict
-from mtp_plugin.speculative.step import RowParameters, StepLayout
+from mtp_plugin.speculative.host import DecodingOptions, HostStep
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
+from mtp_plugin.speculative.step import SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (
-    ModeOptions,
     StrictVerification,
     VerificationInputs,
     VerificationMode,
@@ -23,53 +22,44 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.speculative.verification import verifier as verifier_module
 from mtp_plugin.speculative.verification.draft_rules import GreedyDrafts
+from tests.speculative.ops.on_device import DEVICE
+from tests.speculative.ops.slots import slot_rows
 
 K, VOCAB = 2, 8
-OPTIONS = ModeOptions(SimpleNamespace(), K, torch.device("cpu"))
+OPTIONS = DecodingOptions(K), DEVICE
 
 
 class EveryOther(VerificationMode):
     """Accepts all drafts of every other request; notes what it is asked."""
 
     name = "every-other"
+    served_options = frozenset({"seed"})
 
     def __init__(self) -> None:
-        super().__init__(OPTIONS)
+        super().__init__(*OPTIONS)
         self.calls: list[Any] = []
 
     @override
     def verify(
-        self,
-        layout: StepLayout,
-        inputs: VerificationInputs,
-        rules: AcceptanceRules,
-        *,
-        backend: Backend,
+        self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        self.calls.append(("verify", backend, inputs.logits.isinf().any().item()))
-        mine = torch.arange(layout.num_generations) % 2 == 0
+        layout = inputs.layout
+        self.calls.append((backend, inputs.logits.isinf().any().item()))
+        mine = torch.arange(layout.num_generations, device=DEVICE) % 2 == 0
         return replace(rules, forced_matches=torch.where(mine, layout.draft_len, -1))
 
-    @override
-    def settle(
-        self,
-        layout: StepLayout,
-        inputs: VerificationInputs,
-        rules: AcceptanceRules,
-        verdict: Verdict,
-    ) -> None:
-        self.calls.append(("settle", verdict.accepted.num_accepted.tolist()))
 
-
-def step(parameters: RowParameters | None = None) -> tuple[StepLayout, VerificationInputs]:
+def step(slots: SlotRows | None = None, **options: Any) -> VerificationInputs:
     """Four requests; the target's choices are 1, 2, 3, and only the first draft is right."""
-    layout = StepLayout((), 4, K, torch.empty(0, dtype=torch.int32), torch.arange(4 * (K + 1)))
-    logits = torch.zeros(4 * (K + 1), VOCAB)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(4 * (K + 1), device=DEVICE)
+    layout = StepLayout((), 4, K, none, positions)
+    logits = torch.zeros(4 * (K + 1), VOCAB, device=DEVICE)
     logits.view(4, K + 1, VOCAB)[:, range(K + 1), range(1, K + 2)] = 1.0
-    spec = SimpleNamespace(
-        draft_tokens=torch.tensor([1, 7] * 4, dtype=torch.int32), row_parameters=parameters
-    )
-    return layout, VerificationInputs.read(layout, logits, None, spec)
+    if slots is not None:
+        options |= {"slots": slots, "slot_ids": slots.slot_ids, "manager": object()}
+    drafts = torch.tensor([1, 7] * 4, dtype=torch.int32, device=DEVICE)
+    return VerificationInputs(HostStep(layout, drafts, **options), logits, None)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -80,34 +70,61 @@ def test_every_mode_decides_its_own_rows(backend: Backend, monkeypatch: Any) -> 
         verifier_module, "accept", lambda *a, **kw: reductions.append(a) or accept(*a, **kw)
     )
     mode = EveryOther()
-    layout, inputs = step()
-    last = torch.full((4,), -777, dtype=torch.int32)
-    accepted = Verifier([StrictVerification(OPTIONS), mode]).verify(
-        layout, inputs, last_tokens=last, backend=backend
-    )
+    last = torch.full((4,), -777, dtype=torch.int32, device=DEVICE)
+    verifier = Verifier([StrictVerification(*OPTIONS), mode])
+    accepted = verifier.verify(step(), last_tokens=last, backend=backend)
     forced, strict = [1, 7, 3], [1, 2, -1]
     assert accepted.tokens.tolist() == [forced, strict, forced, strict]
     assert last.tolist() == [3, 2, 3, 2]
-    assert mode.calls == [("verify", backend, False), ("settle", [3, 2, 3, 2])]
+    assert mode.calls == [(backend, False)]
     assert len(reductions) == 1
+    assert verifier.served_options == {"min_tokens", "seed"}
 
 
-def test_modes_read_logits_without_early_stops() -> None:
+HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_modes_read_logits_without_early_stops(backend: Backend) -> None:
     """A stop id that comes too early is masked for every mode, and back in place afterwards."""
-    stops = torch.full((4, 1), 2, dtype=torch.int32)
-    layout, inputs = step(RowParameters(stops, torch.full((4,), 10**6, dtype=torch.int32)))
+    inputs = step(slot_rows([HELD_BACK] * 4), edits_logits=True)
     before, mode = inputs.logits.clone(), EveryOther()
-    accepted = Verifier([mode]).verify(layout, inputs, backend=Backend.TORCH)
-    assert mode.calls[0] == ("verify", Backend.TORCH, True)
+    accepted = Verifier([mode]).verify(inputs, backend=backend)
+    assert mode.calls == [(backend, True)]
     assert 2 not in accepted.tokens
     assert torch.equal(inputs.logits, before)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_nobody_looks_for_edits_where_none_are_asked_for(backend: Backend) -> None:
+    """What stands in the slots decides nothing then: the strict path reads none of them."""
+    inputs, mode = step(slot_rows([HELD_BACK] * 4)), EveryOther()
+    accepted = Verifier([mode]).verify(inputs, backend=backend)
+    assert mode.calls == [(backend, False)]
+    assert accepted.tokens.tolist() == [[1, 7, 3], [1, 2, -1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs spec_metadata.mtp_hidden_states_manager, got None"),
+        ({"manager": 7}, "needs spec_metadata.slot_ids: call prepare"),
+        (
+            {"manager": 7, "slot_ids": torch.zeros(4)},
+            r"needs a manager with a slot table, got int without slot_rows",
+        ),
+    ],
+)
+def test_edits_need_slots(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MetadataError, match=message):
+        Verifier([EveryOther()]).verify(step(edits_logits=True, **options), backend=Backend.TORCH)
 
 
 def test_modes_of_a_set_draw_their_drafts_alike() -> None:
     mode = EveryOther()
     mode.draft_rule = GreedyDrafts()
     with pytest.raises(ConfigError, match="drafts are drawn as those of strict are, got every-oth"):
-        Verifier([StrictVerification(OPTIONS), mode])
+        Verifier([StrictVerification(*OPTIONS), mode])
 
 
 def test_a_set_holds_something() -> None:
