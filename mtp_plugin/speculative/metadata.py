@@ -12,7 +12,7 @@ import torch
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.requests.slots import slot_or_sentinel
-from mtp_plugin.speculative.step import RowParameters
+from mtp_plugin.speculative.host import is_eagle, is_vanilla
 
 
 @dataclass(kw_only=True)
@@ -52,11 +52,12 @@ class MTPSpecMetadata:
     batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
-    row_parameters: RowParameters | None = None
+    edits_logits: bool = False  # a request asks for it; what, stands in its slot
     max_position: int | None = None  # highest legal position id; None: unbounded
     draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
     device: torch.device | None = None
     _all_rank_num_seqs: list[int] | None = None
+    _num_indices: int = 0  # so many of batch_indices_cuda are there
 
     def __post_init__(self) -> None:
         if self.device is None:
@@ -70,6 +71,7 @@ class MTPSpecMetadata:
         self.batch_indices_cuda = torch.zeros(
             self.max_num_requests, dtype=torch.int32, device=self.device
         )
+        self._num_indices = 0
         self.draft_token_indices_cuda = torch.arange(
             self.mtp_num_modules, dtype=torch.int64, device=self.device
         )
@@ -87,7 +89,7 @@ class MTPSpecMetadata:
     def all_rank_num_seqs(self, value: list[int] | None) -> None:
         self._all_rank_num_seqs = value
         # later passes of a reused layer have one token per sequence
-        if _is_eagle(self.spec_dec_mode):
+        if is_eagle(self.spec_dec_mode):
             self.subseq_all_rank_num_tokens = value
 
     def prepare(self) -> None:
@@ -108,8 +110,10 @@ class MTPSpecMetadata:
             MetadataError,
             f"prepare(): {num_seqs} requests, but max_num_requests is {self.max_num_requests}",
         )
-        self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
-        if _is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm":
+        if num_seqs > self._num_indices:  # they never change
+            self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
+            self._num_indices = num_seqs
+        if is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm":
             self.num_tokens -= self.num_generations
         if self.mtp_hidden_states_manager is not None:
             slots = [self.slot_of(request_id) for request_id in request_ids or ()]
@@ -170,16 +174,3 @@ class MTPSpecMetadata:
         if buffer.is_cuda:
             host = host.pin_memory()
         buffer[: len(values)].copy_(host, non_blocking=True)
-
-
-def _is_eagle(mode: Any) -> bool:
-    """Whether one layer drafts all tokens; hosts' modes may call the one-model way by a name of its
-    own."""
-    names = ("is_mtp_eagle", "is_mtp_eagle_one_model")
-    return any(getattr(mode, name)() for name in names if hasattr(mode, name))
-
-
-def _is_vanilla(mode: Any) -> bool:
-    """Whether there is a layer per depth; older modes ask by value."""
-    asked = getattr(mode, "is_mtp_vanilla", None)
-    return bool(asked()) if asked is not None else getattr(mode, "name", None) == "MTP"

@@ -64,6 +64,28 @@ def test_prepare_finds_slots_in_batch_order() -> None:
     assert (spec.slot_ids.data_ptr(), spec.batch_indices_cuda.data_ptr()) == addresses
 
 
+def test_prepare_copies_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots at every step; the indices of the batch, once for its size."""
+    copied: list[torch.dtype] = []
+    upload = MTPSpecMetadata._upload
+
+    def note(buffer: Any, values: list[int], dtype: torch.dtype) -> None:
+        copied.append(dtype)
+        upload(buffer, values, dtype)
+
+    monkeypatch.setattr(MTPSpecMetadata, "_upload", staticmethod(note))
+    spec = make_spec(make_manager(70, 71, 72))
+    told = []
+    for ids in ([70, 71], [71, 70], [72], [70, 71, 72], [72]):
+        spec.request_ids = ids
+        spec.prepare()
+        told.append(copied.count(torch.int32))
+        assert spec.batch_indices_cuda[: len(ids)].tolist() == list(range(len(ids)))
+        assert spec.slot_ids[: len(ids)].tolist() == [request - 70 for request in ids]
+    assert told == [1, 1, 1, 2, 2]
+    assert copied.count(torch.int64) == 5
+
+
 def test_padding_rows_share_the_sentinel() -> None:
     manager = make_manager(5)
     spec = make_spec(manager)

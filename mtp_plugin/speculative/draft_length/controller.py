@@ -52,6 +52,7 @@ from typing import Any
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.speculative.draft_length.gate import LengthGate
 from mtp_plugin.speculative.draft_length.schedule import DraftLengthSchedule
+from mtp_plugin.speculative.host import may_speculate
 
 
 class DraftLengthController:
@@ -153,10 +154,7 @@ class DraftLengthController:
     def _needed(self, requests: Sequence[Any], length: int) -> int:
         """``length``, or what is left of it where no request can use it and less was captured."""
         usable = max(
-            0
-            if getattr(request, "py_disable_speculative_decoding", False)
-            else request.py_draft_state.warm
-            for request in requests
+            request.py_draft_state.warm if may_speculate(request) else 0 for request in requests
         )
         less = usable < length and usable in self.draft_lens((len(requests),))
         return usable if less else length

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
-
-
-def takes_output_rows(layer: Any) -> bool:
-    """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
-    return bool(getattr(layer, "takes_output_rows", False))
+from mtp_plugin.speculative.host import DraftLayer, takes_output_rows
 
 
 def run_layer(
-    layer: Any,
+    layer: DraftLayer,
     step: ForwardInputs,
     input_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -33,16 +27,10 @@ def run_layer(
     Raises:
         TensorContractError: a layer that was told which rows are read gave others.
     """
-    spec = step.spec_metadata
-    counts = getattr(spec, "all_rank_num_tokens", None)
-    largest = getattr(spec, "all_rank_max_num_tokens", None)
-    if single_rows:
-        counts = getattr(spec, "subseq_all_rank_num_tokens", None)
-        largest = max(counts) if largest is not None and counts is not None else largest
-    given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
-    extra: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+    extra = step.host.ranks.arguments(single_rows=single_rows)
     # ranks that exchange rows count all of them
-    selects = output_rows is not None and counts is None and takes_output_rows(layer)
+    alone = "all_rank_num_tokens" not in extra
+    selects = output_rows is not None and alone and takes_output_rows(layer)
     if selects:
         extra["output_rows"] = output_rows
     states: torch.Tensor = layer(

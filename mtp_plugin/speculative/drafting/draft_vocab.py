@@ -49,19 +49,18 @@ def resolve_draft_vocab(
 
 
 def place_draft_vocab(
-    options: Any, ids: torch.Tensor | None, device: torch.device | str
+    asked: int | str | None, ids: torch.Tensor | None, device: torch.device | str
 ) -> torch.Tensor | None:
     """The ids that a worker drafts from, [V'] int32 on ``device``; None: all.
 
     Args:
-        options: ``mtp`` of the worker's config. ids: that it was built with.
+        asked: ``mtp.draft_vocab`` of the worker's config. ids: that it was built with.
 
     Raises:
         ConfigError: a config that cuts the vocabulary without ids beside it, or ids that are no
             vector of torch.int32.
     """
     if ids is None:
-        asked = getattr(options, "draft_vocab", None)
         expect(
             asked is None,
             ConfigError,

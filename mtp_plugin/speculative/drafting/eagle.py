@@ -13,7 +13,6 @@ from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
-from mtp_plugin.speculative.host import read_final_context
 from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
 from mtp_plugin.speculative.step import Accepted, DraftColumn
 
@@ -42,7 +41,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
             "eagle MTP drafts with one layer, got none",
         )
         layer = layers[0]
-        max_position = getattr(step.spec_metadata, "max_position", None)
+        max_position = step.host.max_position
         first = build_reused_inputs(
             step.layout,
             step.rows,
@@ -67,7 +66,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                     loop.feed_single_rows(
                         accepted.num_accepted,
                         draft_len,
-                        read_final_context(step.spec_metadata, step.layout),
+                        step.host.final_context,
                         first.kv_lens,
                     )
                 elif column > 1:

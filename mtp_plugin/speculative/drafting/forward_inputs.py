@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
-from mtp_plugin.speculative.host import read_layout, read_slots
+from mtp_plugin.speculative.host import AttentionMetadata, HostStep, part_of
 from mtp_plugin.speculative.ops.draft_inputs import History, LoopKVLens, TargetRows
 from mtp_plugin.speculative.step import StepLayout
 
@@ -18,15 +18,19 @@ from mtp_plugin.speculative.step import StepLayout
 class ForwardInputs:
     """The inputs of one ``forward``, with flat ids and positions."""
 
-    layout: StepLayout
+    host: HostStep
     rows: TargetRows  # ids [T] and the target's states [T, H]
     positions: torch.Tensor  # [T]
     logits: torch.Tensor  # [C + G*(K+1), V]
     lm_head: Any
     embed_tokens: Any
-    attn_metadata: Any
-    spec_metadata: Any
+    attn_metadata: AttentionMetadata
     mtp_layers: Any
+
+    @property
+    def layout(self) -> StepLayout:
+        """The step's shape."""
+        return self.host.layout
 
     @classmethod
     def read(
@@ -38,7 +42,7 @@ class ForwardInputs:
         logits: torch.Tensor,
         lm_head: Any,
         embed_tokens: Any,
-        attn_metadata: Any,
+        attn_metadata: AttentionMetadata,
         spec_metadata: Any,
         mtp_layers: Any,
         draft_model: Any,
@@ -58,23 +62,22 @@ class ForwardInputs:
         )
 
         def given(value: Any, name: str) -> Any:
-            return value if value is not None else getattr(draft_model, name, None)
+            return value if value is not None else part_of(draft_model, name)
 
         return cls(
-            layout=read_layout(attn_metadata, spec_metadata, max_draft_len, positions),
+            host=HostStep.read(attn_metadata, spec_metadata, max_draft_len, positions),
             rows=TargetRows(ids, hidden_states),
             positions=positions,
             logits=as_rows(logits),
             lm_head=given(lm_head, "lm_head"),
             embed_tokens=given(embed_tokens, "embed_tokens"),
             attn_metadata=attn_metadata,
-            spec_metadata=spec_metadata,
             mtp_layers=given(mtp_layers, "mtp_layers"),
         )
 
     def kv(self, fed_rows: int) -> LoopKVLens | None:
         """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""
-        lens = getattr(self.attn_metadata, "kv_lens_cuda", None)
+        lens = self.host.kv_lens
         return None if lens is None else LoopKVLens(lens, kv_floor(self.attn_metadata, fed_rows))
 
     def context_successors(self, last_tokens: torch.Tensor) -> torch.Tensor | None:
@@ -88,21 +91,20 @@ class ForwardInputs:
         if contexts == 0:
             return None
         emitted = last_tokens[:contexts]
-        next_prompt = getattr(self.spec_metadata, "next_prompt_tokens", None)
-        if next_prompt is None:
+        if self.host.next_prompt_tokens is None:
             return emitted
-        known = next_prompt[:contexts].to(emitted.dtype)
+        known = self.host.next_prompt_tokens.to(emitted.dtype)
         return torch.where(known >= 0, known, emitted)
 
 
-def read_history(spec_metadata: Any, layout: StepLayout, max_draft_len: int) -> History:
+def read_history(step: HostStep, max_draft_len: int) -> History:
     """The pools of the host's manager, which keep K pairs per slot.
 
     Raises:
         MetadataError: the host gave no manager, or no slots.
         ConfigError: the pools keep another number of pairs.
     """
-    manager, slots = read_slots(spec_metadata, layout)
+    manager, slots = step.expect_manager()
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
     if tokens.shape[1] != max_draft_len or states.shape[1] != max_draft_len:
         raise ConfigError(

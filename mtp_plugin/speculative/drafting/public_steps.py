@@ -10,7 +10,7 @@ from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.forward_inputs import as_rows, read_history
-from mtp_plugin.speculative.host import read_layout
+from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.draft import draft_argmax
 from mtp_plugin.speculative.ops.draft_inputs import (
     TargetRows,
@@ -41,10 +41,10 @@ class PublicSteps:
         attn_metadata: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Emitted tokens [R, K+1] int32 (tail -1) and their counts [R] int32."""
-        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len)
+        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
         flat = None if input_ids is None else input_ids.reshape(-1)
-        inputs = VerificationInputs.read(layout, as_rows(logits), flat, spec_metadata)
-        accepted = self.verifier.verify(layout, inputs, backend=self.backend)
+        inputs = VerificationInputs(step, as_rows(logits), flat)
+        accepted = self.verifier.verify(inputs, backend=self.backend)
         return accepted.tokens, accepted.num_accepted
 
     def update_mtp_hidden_states(
@@ -56,10 +56,10 @@ class PublicSteps:
         attn_metadata: Any,
     ) -> None:
         """Advance the slot pools in place by this step's inputs and states."""
-        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len)
+        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
         advance_history(
-            layout,
-            read_history(spec_metadata, layout, self.max_draft_len),
+            step.layout,
+            read_history(step, self.max_draft_len),
             TargetRows(input_ids.reshape(-1), hidden_states),
             num_accepted_tokens,
             backend=self.backend,
@@ -122,8 +122,9 @@ class VanillaPublicSteps(PublicSteps):
         Call it after ``update_mtp_hidden_states``: the pools then end before the bonus token.
         """
         positions = position_ids.reshape(-1)
-        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len, positions)
-        history = read_history(spec_metadata, layout, self.max_draft_len)
+        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
+        layout = step.layout
+        history = read_history(step, self.max_draft_len)
         k, contexts, chunks = layout.draft_len, layout.num_contexts, layout.num_ctx_tokens
         num_accepted = num_accepted_tokens.to(torch.int64)
         last = accepted_tokens.gather(1, (num_accepted - 1).clamp_min(0).unsqueeze(1)).squeeze(1)

@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
-from mtp_plugin.speculative.drafting.draft_layers import run_layer, takes_output_rows
+from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, read_history
 from mtp_plugin.speculative.drafting.public_steps import VanillaPublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.host import cached_tokens, takes_output_rows
 from mtp_plugin.speculative.ops.draft import place_last_states
 from mtp_plugin.speculative.ops.draft_inputs import advance_and_build_inputs
 from mtp_plugin.speculative.step import Accepted, DraftColumn, FirstPass, StepLayout
@@ -47,7 +48,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
         history_lens = self._history_lens(step)
         first = advance_and_build_inputs(
             layout,
-            read_history(step.spec_metadata, layout, self.max_draft_len),
+            read_history(step.host, self.max_draft_len),
             step.rows,
             accepted.num_accepted,
             next_tokens[:, 0],
@@ -81,12 +82,10 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
         """History rows per context: K, cut at the prompt's start; none for hosts without
         look-ahead."""
         contexts = step.layout.num_contexts
-        if getattr(step.spec_metadata, "next_prompt_tokens", None) is None:
+        if contexts == 0 or step.host.next_prompt_tokens is None:
             return [0] * contexts
-        if contexts == 0:
-            return []
-        cached = step.attn_metadata.kv_cache_params.num_cached_tokens_per_seq
-        return [min(self.max_draft_len, count) for count in cached[:contexts]]
+        cached = cached_tokens(step.attn_metadata, contexts)
+        return [min(self.max_draft_len, count) for count in cached]
 
     def _run_depths(
         self,

@@ -14,15 +14,14 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
-from mtp_plugin.speculative.host import read_step_draft_len, refuse_unserved
-from mtp_plugin.speculative.state.draft_len import read_draft_len
-from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
-from mtp_plugin.speculative.verification import (
-    ModeOptions,
-    VerificationInputs,
-    Verifier,
-    make_modes,
+from mtp_plugin.speculative.host import (
+    DecodingOptions,
+    part_of,
+    read_step_draft_len,
+    refuse_unserved,
 )
+from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
+from mtp_plugin.speculative.verification import VerificationInputs, Verifier, make_modes
 
 
 class SpecWorker(nn.Module, ABC):
@@ -69,26 +68,26 @@ class SpecWorker(nn.Module, ABC):
         super().__init__()
         unserved = {
             "use_separate_draft_kv_cache": use_separate_draft_kv_cache,
-            "mapping": mapping if mapping is not None else getattr(model_config, "mapping", None),
+            "mapping": mapping if mapping is not None else part_of(model_config, "mapping"),
         }
         refuse_unserved(type(self).__name__, unserved | others)
-        options = getattr(spec_config, "mtp", None)
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = DecodingOptions.read(
+            spec_config, least_draft_len=self.min_draft_len, thinking_tokens=thinking_tokens
+        )
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.spec_config = spec_config
-        self.max_draft_len = read_draft_len(spec_config, self.min_draft_len)
-        self.keeps_warm = bool(getattr(options, "keep_warm", True))
-        self.chain = chain or getattr(options, "chain", None) or "output"
-        self.draft_window = getattr(options, "draft_window", "exact")
-        self.check_metadata = bool(getattr(options, "check_metadata", False))
+        self.max_draft_len = options.max_draft_len
+        self.keeps_warm = options.mtp.keep_warm
+        self.chain = chain or options.mtp.chain or "output"
+        self.draft_window = options.mtp.draft_window
+        self.check_metadata = options.mtp.check_metadata
         self.may_overwrite_states = False
         """Set by a host that does not read a step's ``hidden_states`` after :meth:`forward`: prompt
         rows then need no copy beside generations."""
-        self.backend = Backend.of(getattr(options, "kernels", "auto"), device)
-        modes = ModeOptions(spec_config, self.max_draft_len, torch.device(device), thinking_tokens)
-        self.verifier = Verifier(make_modes(modes))
+        self.backend = Backend.of(options.mtp.kernels, device)
+        self.verifier = Verifier(make_modes(options, device))
         # captured graphs read the ids where they lie
-        ids = place_draft_vocab(options, draft_vocab_ids, device)
+        ids = place_draft_vocab(options.mtp.draft_vocab, draft_vocab_ids, device)
         self.register_buffer("draft_vocab_ids", ids, persistent=False)
 
     @torch.no_grad()
@@ -139,13 +138,10 @@ class SpecWorker(nn.Module, ABC):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
         drafts = torch.empty(layout.num_requests, layout.draft_len, **int32)
         next_tokens = torch.empty(layout.num_requests, layout.step_rows, **int32)
-        inputs = VerificationInputs.read(layout, step.logits, step.rows.input_ids, spec_metadata)
-        accepted = self.verifier.verify(
-            layout, inputs, last_tokens=next_tokens[:, 0], backend=self.backend
-        )
-        after_acceptance = getattr(attn_metadata, "after_acceptance", None)
-        if after_acceptance is not None:
-            after_acceptance(accepted.num_accepted)
+        inputs = VerificationInputs(step.host, step.logits, step.rows.input_ids)
+        accepted = self.verifier.verify(inputs, last_tokens=next_tokens[:, 0], backend=self.backend)
+        if step.host.after_acceptance is not None:
+            step.host.after_acceptance(accepted.num_accepted)
         if layout.draft_len > 0 or (self.keeps_warm and self.max_draft_len > 0):
             before = MetadataFingerprint.take(attn_metadata) if self.check_metadata else None
             self._draft(step, accepted, drafts, next_tokens)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mtp_plugin.speculative.host import has_finished
+
 _logger = logging.getLogger("mtp_plugin")
 
 COLLAPSE_STEPS = 512
@@ -129,7 +131,9 @@ class AcceptanceAlarms:
             _logger.info("acceptance recovered: %.3f tokens per step", mean)
 
     def _watch_for_loops(self, request: Any, num_emitted: int, num_drafted: int) -> None:
-        span = self._spans.setdefault(request, _Span())
+        span = self._spans.get(request)
+        if span is None:
+            span = self._spans[request] = _Span()
         span.emitted += num_emitted
         span.possible += num_drafted + 1
         if span.emitted >= LOOP_SPAN:
@@ -157,7 +161,7 @@ class AcceptanceAlarms:
         undecided = sum(
             span.emitted
             for request, span in self._spans.items()
-            if span.at_ceiling and not getattr(request, "is_finished", False)
+            if span.at_ceiling and not has_finished(request)
         )
         missing = enough + undecided - self._since_loop
         if missing > 0:

@@ -349,6 +349,7 @@ class WorkerContract:
         if step.manager is None:
             return []
         pools = [step.manager.mtp_past_tokens_pool, step.manager.mtp_past_hidden_states_pool]
+        pools.append(step.manager.table.rows)
         return [pool.clone() for pool in pools] if copy else pools
 
     @pytest.mark.parametrize("seed", range(5))

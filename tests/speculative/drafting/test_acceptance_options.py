@@ -12,12 +12,13 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, TensorContractError
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.speculative.verification import RelaxedVerification
-from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
-from tests.speculative.drafting.phases import set_phases
+from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.drafting.phases import fill_slots, phases, set_phases
 from tests.speculative.drafting.story import VOCAB
 
 EOS, SECOND = 50, 51
@@ -29,10 +30,18 @@ def with_second_choice(step: Step) -> Step:
     return step
 
 
-def run(step: Step, stop_ids: list[list[int]], first: list[int] | None) -> dict[str, torch.Tensor]:
-    step.spec.row_parameters = RowParameters(
-        int32(stop_ids), None if first is None else int32(first)
-    )
+Least = tuple[int, int] | None
+"""Tokens of a prompt, and of its output before one may stop it."""
+
+
+def run(step: Step, stop_ids: list[list[int]], least: list[Least]) -> dict[str, torch.Tensor]:
+    told = {}
+    for slot, ids, each in zip(step.slots, stop_ids, least, strict=True):
+        told[slot] = {"stop_ids": ids}
+        if each is not None:
+            told[slot] |= {"prompt_len": each[0], "min_tokens": each[1]}
+    fill_slots(step.manager, told)
+    step.spec.edits_logits = any(each is not None for each in least)
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k), device="cpu")
     return worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
 
@@ -46,7 +55,7 @@ def test_a_drafted_end_waits_for_min_tokens() -> None:
 
     def emitted(drafts: list[int], target: list[int]) -> list[int]:
         step = with_second_choice(Step(3, turns=[Turn(text, drafts, target)]))
-        result = run(step, [[EOS]], [3 + 4])
+        result = run(step, [[EOS]], [(3, 4)])
         count = int(result["new_tokens_lens"][0])
         return result["new_tokens"][0, :count].tolist()
 
@@ -62,14 +71,14 @@ def test_every_request_has_its_own_least() -> None:
     prompts = [Prompt([1, 2], choice=EOS), Prompt([1, 2], choice=EOS)]
     turns = [Turn([1, 2, 9], [EOS], [EOS, 30]), Turn([1, 2, 9], [EOS], [EOS, 30])]
     step = with_second_choice(Step(1, prompts, turns))
-    result = run(step, [[EOS, -1], [-1, -1], [EOS, 30], [7, -1]], [3, 3, 4, 4])
+    result = run(step, [[EOS], [], [EOS, 30], [7]], [(2, 1), (2, 1), (2, 2), (2, 2)])
     assert result["new_tokens"].tolist() == [[SECOND, -1], [EOS, -1], [SECOND, -1], [EOS, 30]]
 
 
-@pytest.mark.parametrize(("first", "emitted"), [(2, EOS), (3, SECOND)])
-def test_a_prompt_draws_the_token_behind_it(first: int, emitted: int) -> None:
+@pytest.mark.parametrize(("least", "emitted"), [(0, EOS), (1, SECOND)])
+def test_a_prompt_draws_the_token_behind_it(least: int, emitted: int) -> None:
     step = with_second_choice(Step(1, [Prompt([1, 2], choice=EOS)]))
-    assert run(step, [[EOS]], [first])["new_tokens"].tolist() == [[emitted, -1]]
+    assert run(step, [[EOS]], [(2, least)])["new_tokens"].tolist() == [[emitted, -1]]
 
 
 def test_positions_at_the_limit_do_not_mislead() -> None:
@@ -77,10 +86,10 @@ def test_positions_at_the_limit_do_not_mislead() -> None:
     text = [1 + i % 40 for i in range(200)]
     step = with_second_choice(Step(2, turns=[Turn(text, [20, 21], [20, EOS, 22])]))
     assert step.position_ids[0].tolist() == [199, 200, 200]
-    result = run(step, [[EOS]], [202])
+    result = run(step, [[EOS]], [(199, 3)])
     assert result["new_tokens"].tolist() == [[20, SECOND, -1]]
     step = with_second_choice(Step(2, turns=[Turn(text, [20, 21], [20, EOS, 22])]))
-    assert run(step, [[EOS]], [201])["new_tokens"].tolist() == [[20, EOS, -1]]
+    assert run(step, [[EOS]], [(199, 2)])["new_tokens"].tolist() == [[20, EOS, -1]]
 
 
 def test_nothing_but_stops() -> None:
@@ -88,21 +97,21 @@ def test_nothing_but_stops() -> None:
     step = Step(1, [Prompt([1, 2], choice=EOS)])
     step.logits.fill_(-torch.inf)
     step.logits[0, EOS] = 0.0
-    result = run(step, [[EOS]], [9])
+    result = run(step, [[EOS]], [(2, 7)])
     assert result["status"].tolist() == [STATUS_NO_FINITE_LOGIT]
     assert result["logits"][0, EOS] == 0.0
 
 
 def test_stops_without_a_least_are_left_to_the_sampler() -> None:
     step = Step(1, [Prompt([1, 2], choice=EOS)])
-    assert run(step, [[EOS]], None)["new_tokens"].tolist() == [[EOS, -1]]
+    assert run(step, [[EOS]], [None])["new_tokens"].tolist() == [[EOS, -1]]
 
 
 def test_the_bare_step_cannot_count() -> None:
     step = Step(1, [Prompt([1, 2])])
-    step.spec.row_parameters = RowParameters(int32([[EOS]]), int32([9]))
+    step.spec.edits_logits = True
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
-    with pytest.raises(TensorContractError, match="min_tokens_end: needs the step's positions"):
+    with pytest.raises(TensorContractError, match="min_tokens: needs the step's positions"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 
@@ -147,17 +156,13 @@ def test_only_who_thinks_is_relaxed() -> None:
 def test_an_end_id_stands_only_as_first_choice() -> None:
     step = relaxed_step([], [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)])
     set_phases(step.manager, {0: True, 1: True})
-    step.spec.row_parameters = RowParameters(int32([[SECOND], [EOS]]), None)
+    fill_slots(step.manager, {0: {"stop_ids": [SECOND]}, 1: {"stop_ids": [EOS]}})
     result = relaxed(step)
     assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
 
 
-def end_or_not(kernels: str, row_stops: list[list[int]] | None, **request: Any) -> list[list[int]]:
-    """A request that thinks drafts 2 and 4 where 3 is a little likelier than 2, then 4 and 5.
-
-    Args:
-        row_stops: what the host sets in ``row_parameters``; None: it sets none.
-    """
+def end_or_not(kernels: str, **request: Any) -> list[list[int]]:
+    """A request that thinks drafts 2 and 4 where 3 is a little likelier than 2, then 4 and 5."""
     config = SimpleNamespace(**vars(CONFIG), mtp=SimpleNamespace(kernels=kernels))
     manager = MTPHiddenStatesManager(config, torch.float32, H, 4, device="cpu")
     prompt = SimpleNamespace(
@@ -171,8 +176,6 @@ def end_or_not(kernels: str, row_stops: list[list[int]] | None, **request: Any) 
     step.spec.mtp_hidden_states_manager = manager
     step.spec.request_ids = [7]
     step.spec.prepare()
-    if row_stops is not None:
-        step.spec.row_parameters = RowParameters(int32(row_stops), None)
     step.logits.fill_(-9.0)
     for row, token in enumerate((3, 4, 5)):
         step.logits[row, token] = 1.0
@@ -188,29 +191,31 @@ KERNELS = pytest.mark.parametrize("kernels", ["reference", "triton"])
 
 
 @KERNELS
-def test_ends_of_hosts_without_row_parameters(kernels: str) -> None:
-    """The manager keeps the ids: who thinks may draft its end, but only as first choice."""
-    assert end_or_not(kernels, None) == [2, 4, 5]
-    assert end_or_not(kernels, None, py_end_id=9) == [2, 4, 5]
-    assert end_or_not(kernels, None, py_end_id=2) == [3]
-    assert end_or_not(kernels, None, py_end_id=9, py_stop_ids=(8, 2)) == [3]
-    assert end_or_not(kernels, None, py_stop_words_list=[[2]]) == [3]
+def test_ends_are_read_of_the_host(kernels: str) -> None:
+    """Who thinks may draft its end, but only as first choice."""
+    assert end_or_not(kernels) == [2, 4, 5]
+    assert end_or_not(kernels, py_end_id=9) == [2, 4, 5]
+    assert end_or_not(kernels, py_end_id=2) == [3]
+    assert end_or_not(kernels, py_end_id=9, py_stop_ids=(8, 2)) == [3]
+    assert end_or_not(kernels, py_stop_words_list=[[2]]) == [3]
     # and 4 is first choice
-    assert end_or_not(kernels, None, py_end_id=4) == [2, 4, 5]
+    assert end_or_not(kernels, py_end_id=4) == [2, 4, 5]
 
 
 @KERNELS
-def test_row_parameters_of_the_host_win(kernels: str) -> None:
-    assert end_or_not(kernels, [[-1]], py_end_id=2) == [2, 4, 5]
-    assert end_or_not(kernels, [[2]]) == [3]
-    assert end_or_not(kernels, [[9]], py_stop_ids=tuple(range(20, 50))) == [2, 4, 5]
-
-
-@KERNELS
-def test_too_many_stop_ids_make_acceptance_strict(kernels: str) -> None:
+def test_too_many_stop_ids_make_acceptance_strict(kernels: str, caplog: Any) -> None:
     """2 is none of them, but nobody could tell by a row that lost some."""
-    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 37))) == [3]
-    assert end_or_not(kernels, None, py_stop_ids=tuple(range(20, 36))) == [2, 4, 5]
+    many = tuple(range(20, 20 + MAX_STOP_IDS + 1))
+    assert end_or_not(kernels, py_stop_ids=many[:-1]) == [2, 4, 5]
+    assert caplog.text == ""
+    assert end_or_not(kernels, py_stop_ids=many) == [3]
+    assert "request 7 has 33 stop ids, and relaxed acceptance knows 32" in caplog.text
+
+
+@KERNELS
+def test_a_request_may_ask_for_strict_acceptance(kernels: str) -> None:
+    assert end_or_not(kernels, py_relaxed_acceptance=True) == [2, 4, 5]
+    assert end_or_not(kernels, py_relaxed_acceptance=False) == [3]
 
 
 def test_emitted_tokens_move_the_phase() -> None:
@@ -220,7 +225,7 @@ def test_emitted_tokens_move_the_phase() -> None:
     step = relaxed_step([prompt], turns)
     set_phases(step.manager, {2: True})
     relaxed(step)
-    assert step.manager.thinking_pool[:3].tolist() == [1, 1, 0]
+    assert phases(step.manager, 3) == [1, 1, 0]
     assert step.manager.mtp_relaxed_delta_pool[:3].tolist() == [0.5, 0.5, 0.0]
 
 
@@ -229,14 +234,14 @@ def test_pieces_of_prompts_and_padding_move_no_phase() -> None:
     step = relaxed_step([piece], [])
     set_phases(step.manager, {0: True, 1: True})
     relaxed(step)
-    assert step.manager.thinking_pool[:2].tolist() == [1, 1]
+    assert phases(step.manager, 2) == [1, 1]
     padded = relaxed_step([], [Turn([1, 2], [20, 21], [20, 21, 22])], padding=3)
     padded.logits[3:] = -100.0
     padded.logits[3:, BEGIN] = 0.0
-    before = padded.manager.thinking_pool.clone()
+    before = padded.manager.table.rows.clone()
     relaxed(padded)
     sentinel = padded.manager.sentinel_slot
-    assert torch.equal(padded.manager.thinking_pool[:sentinel], before[:sentinel])
+    assert torch.equal(padded.manager.table.rows[:sentinel], before[:sentinel])
 
 
 def test_the_last_piece_knows_the_whole_prompt() -> None:
@@ -245,7 +250,7 @@ def test_the_last_piece_knows_the_whole_prompt() -> None:
     step = relaxed_step([prompt], [])
     set_phases(step.manager, {0: True})
     relaxed(step)
-    assert step.manager.thinking_pool[0] == 1
+    assert phases(step.manager, 1) == [1]
 
 
 def test_a_dead_row_ends_no_phase() -> None:
@@ -257,7 +262,7 @@ def test_a_dead_row_ends_no_phase() -> None:
     worker = MTPEagleWorker(config, device="cpu")
     result = worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
     assert result["new_tokens_lens"].tolist() == [0]
-    assert step.manager.thinking_pool[0] == 1
+    assert phases(step.manager, 1) == [1]
 
 
 def thinking_tokens(holder: Any) -> tuple[int, int]:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.stop_ids import NO_STOP, TOO_MANY_STOPS
+from mtp_plugin.requests.stopping import NO_STOP
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import RowParameters
 from tests.speculative.drafting.host import LimitedAttention
+from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, read_back_forbidden
 
 BEGIN, END = 3, 5
@@ -80,6 +80,7 @@ class Case:
         dtype: torch.dtype = torch.float32,
         ready_heads: bool = False,
         look_ahead: bool = True,
+        own_pool: bool = False,
     ) -> None:
         dice = torch.Generator().manual_seed(seed)
 
@@ -99,7 +100,7 @@ class Case:
         if synthetic:
             config.mtp.verification = "synthetic"
             config.mtp.synthetic_seed = 5
-            config.mtp.acceptance_shares = lambda count: [0.8**i for i in range(1, count + 1)]
+            config.mtp.synthetic_acceptance = 0.8
         self.config = config
         num_contexts = len(chunks)
         self.num_contexts = num_contexts
@@ -111,23 +112,38 @@ class Case:
         self.manager = MTPHiddenStatesManager(
             config, dtype, hidden, max(requests, 1), device=DEVICE
         )
-        for request in range(requests):
-            self.manager.slot_manager.add_slot(request)
+        other = torch.Generator().manual_seed(seed)
+        order = torch.randperm(self.manager.sentinel_slot, generator=other)
+        self.slots = order[:requests].tolist()
+        for request, slot in enumerate(self.slots):
+            self.manager.slot_manager.free_slots.remove(slot)
+            self.manager.slot_manager.slot_mapping[request] = slot
+        # what nothing here gives a meaning to is anything
+        table = self.manager.table
+        for name in ("number", "prompt_len", "min_tokens"):
+            noise = torch.randint(0, 9, (len(order) + 1,), generator=other)
+            table.column(name).copy_(noise)
         states = self.manager.mtp_past_hidden_states_pool
         states.copy_(torch.randn(states.shape, generator=dice))
         tokens = self.manager.mtp_past_tokens_pool
         tokens.copy_(integers(0, vocab, *tokens.shape))
         if relaxed:
-            pool = self.manager.thinking_pool
+            pool = table.column("thinking")
             pool.copy_(integers(0, 2, *pool.shape))
+            # every fifth request is strict
+            table.column("relaxed_topk")[::5] = 1
+            table.column("relaxed_limit")[::5] = 0.0
             # a fifth of the deltas is another: written by the host
-            wanted = torch.where(pool > 0, self.manager.relaxed_limit_pool, 0.0)
+            wanted = torch.where(pool > 0, table.column("relaxed_limit"), 0.0)
             written = integers(0, 5, *pool.shape).to(wanted) == 0
             self.manager.mtp_relaxed_delta_pool.copy_(torch.where(written, 0.1, wanted))
-            stops = self.manager.stop_ids_pool
+            if own_pool:
+                mine = self.manager.mtp_relaxed_delta_pool
+                self.manager.mtp_relaxed_delta_pool = torch.cat([mine, mine])
+                mine.fill_(torch.nan)
+            stops = table.column("stop_ids")
             stops.copy_(integers(0, vocab, *stops.shape))
             stops[:, 2:] = NO_STOP
-            stops[::5, 0] = TOO_MANY_STOPS
         self.attention = DeviceAttention(seq_lens, num_contexts, kv_lens)
         starts = [start for start, _, _ in chunks] + lengths
         self.attention.kv_cache_params.num_cached_tokens_per_seq = starts
@@ -167,15 +183,23 @@ class Case:
             # what the target would say next, too early for half of the requests
             stops = logits.argmax(-1)[: requests * 2].to(torch.int32)
             stops = torch.cat([stops, stops.new_zeros(2 * requests - len(stops))])
-            self.spec.row_parameters = RowParameters(
-                stops.view(requests, 2).to(DEVICE),
-                torch.where(integers(0, 2, requests) > 0, 10**6, 2).to(DEVICE, torch.int32),
-            )
+            slots = torch.tensor(self.slots, dtype=torch.int64, device=DEVICE)
+            table.column("stop_ids")[slots, :2] = stops.view(requests, 2).to(DEVICE)
+            table.column("prompt_len")[slots] = 2
+            least = torch.where(integers(0, 2, requests) > 0, 2**31 - 1, 0)
+            table.column("min_tokens")[slots] = least.to(DEVICE, torch.int32)
+            self.spec.edits_logits = True
         self.spec.prepare()
         width = 1 if ready_heads else vocab  # heads of the test's own need no projection
         embedding = torch.randn(width, hidden, generator=dice).to(DEVICE, dtype)
         head = torch.randn(hidden, width, generator=dice).to(DEVICE, dtype)
         self.layers = [MixingLayer(embedding, head * (1 + d), returns_input) for d in range(k)]
+
+    @property
+    def pool_names(self) -> list[str]:
+        """What a step writes beside the slot table, or may write in it."""
+        names = ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool"]
+        return names + ["mtp_relaxed_delta_pool"] * hasattr(self.manager, "mtp_relaxed_delta_pool")
 
     def alone(self, request: int) -> Case:
         """The same request in a batch of its own."""
@@ -226,9 +250,7 @@ class Case:
             mtp_layers=case.layers,
         )
         manager = case.manager
-        pools = [manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool]
-        if hasattr(manager, "thinking_pool"):
-            pools += [manager.thinking_pool, manager.mtp_relaxed_delta_pool]
+        pools = [getattr(manager, name) for name in self.pool_names] + [manager.table.rows]
         for name, before in self.inputs.items():
             if name != "hidden_states" or not may_overwrite_states:
                 assert torch.equal(before, case.inputs[name])
@@ -241,7 +263,7 @@ class Case:
             assert torch.equal(outputs[key], value), key
             assert outputs[key].dtype == value.dtype
         for pool, value in zip(pools, expected_pools, strict=True):
-            assert torch.equal(pool, value)
+            assert same_bits(pool, value)
 
 
 chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
@@ -263,6 +285,7 @@ chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
     chain=st.sampled_from(["output", "target_shift", "none"]),
     returns_input=st.booleans(),
     look_ahead=st.booleans(),
+    own_pool=st.booleans(),
 )
 def test_random_steps(mode: str, **options: Any) -> None:
     if not options["chunks"] and not options["num_generations"]:
@@ -294,9 +317,12 @@ def test_prompts_of_a_host_without_look_ahead(vanilla: bool) -> None:
         assert torch.equal(outputs["next_draft_tokens"][request], one["next_draft_tokens"][0])
 
 
+@pytest.mark.parametrize("mode", ["strict", "relaxed", "synthetic"])
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-def test_padding_rows_may_share_a_slot(vanilla: bool) -> None:
-    case = Case(k=3, chunks=[], num_generations=4, vocab=64, hidden=16, seed=1, vanilla=vanilla)
+def test_padding_rows_may_share_a_slot(vanilla: bool, mode: str) -> None:
+    shape: dict[str, Any] = {"k": 3, "num_generations": 4, "vocab": 64, "hidden": 16}
+    modes = {"relaxed": mode == "relaxed", "synthetic": mode == "synthetic"}
+    case = Case(chunks=[], seed=1, vanilla=vanilla, early_stops=True, **shape, **modes)
     case.spec.slot_ids[2:] = case.manager.sentinel_slot
     outputs, pools = case.run(Backend.TRITON)
     expected, expected_pools = case.run(Backend.TORCH)
@@ -304,7 +330,7 @@ def test_padding_rows_may_share_a_slot(vanilla: bool) -> None:
         assert torch.equal(outputs[key][:2], value[:2])
     sentinel = case.manager.sentinel_slot
     for pool, value in zip(pools, expected_pools, strict=True):
-        assert torch.equal(pool[:sentinel], value[:sentinel])
+        assert same_bits(pool[:sentinel], value[:sentinel])
 
 
 GRAPH_SHAPES = [
@@ -388,23 +414,20 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
             mine.copy_(theirs)
         for name in ("draft_tokens", "draft_lens", "slot_ids"):
             getattr(captured.spec, name).copy_(getattr(fresh.spec, name))
-        if synthetic:
-            for name in ("stop_ids", "min_tokens_end"):
-                mine, theirs = captured.spec.row_parameters, fresh.spec.row_parameters
-                getattr(mine, name).copy_(getattr(theirs, name))
         for name in ("kv_lens_cuda", "kv_write_limit", "kv_capacity"):
             getattr(captured.attention, name).copy_(getattr(fresh.attention, name))
-        names = ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool"]
-        names += ["thinking_pool", "mtp_relaxed_delta_pool"] if relaxed else []
-        read = ["stop_ids_pool"] if relaxed else []
-        for name in names + read:
+        names = captured.pool_names
+        for name in names:
             getattr(captured.manager, name).copy_(getattr(fresh.manager, name))
+        captured.manager.table.rows.copy_(fresh.manager.table.rows)
         graph.replay()
         torch.cuda.synchronize()
         for key, value in expected.items():
             assert torch.equal(outputs[key], value), key
-        for name, value in zip(names, pools, strict=True):
-            assert torch.equal(getattr(captured.manager, name), value), name
+        mine = [getattr(captured.manager, name) for name in names]
+        mine.append(captured.manager.table.rows)
+        for pool, value in zip(mine, pools, strict=True):
+            assert same_bits(pool, value)
 
 
 def layer_logits(vocab: int, batch: int, seed: int, depth: int) -> torch.Tensor:

@@ -595,7 +595,7 @@ def test_a_prompt_that_begins_to_think(upper_case: bool) -> None:
     """The bare op reads the phase from the prompt: the last of the two tokens counts."""
     bed = RelaxedBed(upper_case)
     bed.accept(["pyq", "yqz", "pqr", "zqy"], [])
-    assert bed.manager.thinking_pool[:4].tolist() == [1, 0, 0, 1]
+    assert bed.manager.table.column("thinking")[:4].tolist() == [1, 0, 0, 1]
     delta = bed.manager.mtp_relaxed_delta_pool[:4].tolist()
     assert delta == pytest.approx([0.3, 0.0, 0.0, 0.3])
     assert bed.accept([], ["cc", "cc", "cc", "cc"]) == [
@@ -610,7 +610,7 @@ def test_thinking_ends_inside_a_run_and_stays_over() -> None:
     end_row = torch.full((26,), -9.0)
     end_row[END] = 0.0
     assert bed.accept([], ["cz"], torch.stack([bed.row(), end_row, bed.row()])) == [ids("czb")]
-    assert bed.manager.thinking_pool[0] == 0
+    assert bed.manager.table.column("thinking")[0] == 0
     assert bed.manager.mtp_relaxed_delta_pool[0] == 0.0
     assert bed.accept([], ["cc"]) == [ids("b..")]
 
@@ -622,12 +622,12 @@ def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
     logits = rows_with_top("zy")
     accepted = bed.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
     assert accepted == [ids("..."), ids("...")]
-    assert bed.manager.thinking_pool[:2].tolist() == [1, 0]
+    assert bed.manager.table.column("thinking")[:2].tolist() == [1, 0]
 
 
 def test_top_one_and_no_distance_of_one_request() -> None:
     bed = RelaxedBed()
-    bed.manager.relaxed_topk_pool[0] = 1
-    bed.manager.relaxed_limit_pool[0] = 0.0
+    bed.manager.table.column("relaxed_topk")[0] = 1
+    bed.manager.table.column("relaxed_limit")[0] = 0.0
     set_phases(bed.manager, {0: True, 1: True})
     assert bed.accept([], ["cc", "cc"]) == [ids("b.."), ids("ccb")]

@@ -12,9 +12,11 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, RowParameters
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.speculative.verification import label_of
-from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn, int32
+from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.drafting.phases import fill_slots
 from tests.speculative.drafting.story import VOCAB
 from tests.speculative.ops.synthetic_acceptance import story
 
@@ -82,8 +84,7 @@ def test_requests_of_one_length_draw_for_themselves(kind: type, backend: Backend
     thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
     numbers = [3, 0, 1, 2, 3, 500, 2**31 - 1]
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(9)] * (len(numbers) - 1))
-    stops = int32([[-1]] * len(numbers))
-    step.spec.row_parameters = RowParameters(stops, None, int32(numbers))
+    fill_slots(step.manager, {slot: {"number": number} for slot, number in enumerate(numbers)})
     result = run(step, [0.75, 0.5, 0.25], kind, backend)
     told = [story.forced(9, thresholds, SEED, number) for number in numbers[1:]]
     assert len(set(told)) > 1
@@ -113,7 +114,9 @@ def test_r45_certain_rates_still_give_tokens(rates: Any, count: int, backend: Ba
 def test_a_stop_that_comes_too_early_is_not_forced(backend: Backend) -> None:
     """A masked token is emitted in no mode; the logits are given back as they came."""
     step = Step(K, [], [turn(9), turn(9)])
-    step.spec.row_parameters = RowParameters(int32([[21], [21]]), int32([12, 11]))
+    least = {"prompt_len": 8, "stop_ids": [21]}
+    fill_slots(step.manager, {0: {**least, "min_tokens": 4}, 1: {**least, "min_tokens": 3}})
+    step.spec.edits_logits = True
     before = step.logits.clone()
     result = run(step, 1.0, MTPEagleWorker, backend)
     # drafts stand at 10, 11 and 12; the second of them is a stop
@@ -147,10 +150,10 @@ def test_rates_of_another_k() -> None:
 
 
 def test_labels_say_whether_draws_decide() -> None:
-    label = label_of(config([0.9, 0.8, 0.5]), K)
+    label = label_of(DecodingOptions.read(config([0.9, 0.8, 0.5])))
     assert (label.name, label.settings, label.is_drawn) == ("synthetic", "90% / 80% / 50%", True)
-    assert label_of(MTPDecodingConfig(max_draft_len=K), K) is None
-    assert label_of(SimpleNamespace(max_draft_len=0), 0) is None
+    assert label_of(DecodingOptions.read(MTPDecodingConfig(max_draft_len=K))) is None
+    assert label_of(DecodingOptions(0)) is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
