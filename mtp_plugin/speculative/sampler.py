@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,18 +12,33 @@ import torch
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
+from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.states import FinishReason, RequestState
-from mtp_plugin.requests.stop_ids import stop_words
-from mtp_plugin.speculative.host import refuse_unserved
+from mtp_plugin.requests.stopping import SERVED_OPTIONS, Ending
+from mtp_plugin.speculative.host import (
+    RequestFacts,
+    SamplerSizes,
+    ScheduledBatch,
+    SpecRequest,
+    ends_prompt,
+    epoch_of,
+    facts_of,
+    num_drafted_of,
+    own_facts,
+    phase_of,
+    read_reasons,
+    refuse_unserved,
+)
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.result_store import (
     ResultStore,
     SampleStateTensorsMTP,
     recorded_event,
 )
-from mtp_plugin.speculative.step import STATUS_OK, to_device
+from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
 
 BEAM = 0
+OWN_OPTIONS = SERVED_OPTIONS | {"speculate", "relaxed_acceptance"}
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 
 _logger = logging.getLogger("mtp_plugin")
@@ -32,9 +47,10 @@ _logger = logging.getLogger("mtp_plugin")
 class PendingRow(NamedTuple):
     """What a request was when its step was launched; later changes make the result late."""
 
-    request: Any
+    request: SpecRequest
+    facts: RequestFacts
     epoch: int
-    seq_slot: int
+    seq_slot: int | None  # None: it has none any more, and its result is late
     is_context: bool
     num_drafted: int
     emits: bool | None  # False: a chunk that does not end the prompt; None: ask at update time
@@ -67,6 +83,8 @@ class MTPSampler:
         always_greedy: take requests that ask for a temperature and the like, and decode them
             greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
             into every request. False: refuse them.
+        served_options: names of options of a request that verification gives; the sampler knows
+            its own, and those of drafts, which change nothing for it.
         finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
             ERROR among them a request that fails ends as CANCELLED. Why stands in its
             ``py_error``, and in the log.
@@ -89,6 +107,7 @@ class MTPSampler:
         device: torch.device | str | None = None,
         kernels: str = "auto",
         always_greedy: bool = False,
+        served_options: Collection[str] = (),
         finish_reasons: Any = FinishReason,
         on_step: Callable[[Any, int, int], None] | None = None,
         **others: Any,
@@ -99,16 +118,14 @@ class MTPSampler:
             ConfigError,
             f"MTPSampler: nextn must be an integer >= 0, got {nextn!r}",
         )
-        if getattr(args, "max_beam_width", 1) not in (None, 1):
-            raise ConfigError(
-                f"MTPSampler: max_beam_width must be 1 with speculation, got {args.max_beam_width}"
-            )
+        sizes = SamplerSizes.read(args)
         self.draft_len = nextn
         self.always_greedy = always_greedy
-        self.finish_reasons = finish_reasons
+        self.served_options = OWN_OPTIONS | frozenset(served_options)
         self.on_step = on_step
-        self.max_seq_len = int(args.max_seq_len)
-        self.max_num_sequences = int(args.max_num_sequences)
+        self.max_seq_len = sizes.max_seq_len
+        self.max_num_sequences = sizes.max_num_sequences
+        self._reasons = read_reasons(finish_reasons)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
@@ -147,7 +164,7 @@ class MTPSampler:
         """Drafts are greedy: no probabilities."""
         return False
 
-    def validate_request(self, request: Any) -> None:
+    def validate_request(self, request: SpecRequest) -> None:
         """Refuse at admission what this sampler does not give; see `unsupported_options`.
 
         Raises:
@@ -158,7 +175,7 @@ class MTPSampler:
             raise ConfigError(f"request {request.request_id}: {why}")
 
     def sample_async(
-        self, scheduled_requests: Any, model_outputs: dict[str, Any], *_: Any, **__: Any
+        self, scheduled_requests: ScheduledBatch, model_outputs: dict[str, Any], *_: Any, **__: Any
     ) -> SampleStateMTP:
         """Copy a step's outputs into the store and start their way to the host.
 
@@ -190,28 +207,46 @@ class MTPSampler:
             results=copy,
         )
 
-    def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> None:
-        """Append a step's tokens to its requests; results that came too late are dropped."""
+    def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> list[StepResult]:
+        """Append a step's tokens to its requests; results that came too late are dropped.
+
+        Returns:
+            What each of the others got, in the batch's order.
+        """
         if state.sampler_event is not None:
             state.sampler_event.synchronize()
         host = state.host
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
-        # who ended since may have no slot any more
+        # who ended or started over since may have no slot any more
         rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
         store = state.results
         if store is None or not store.is_shown_by(host):
             store = ResultStore.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        results = store.at([row.seq_slot for row in rows], draft_len)
-        for row, (emitted, drafts, status) in zip(rows, results, strict=True):
+        results = store.at(_slots_of(rows), draft_len)
+        return [
             self._apply(row, emitted, drafts, status, draft_len)
+            for row, (emitted, drafts, status) in zip(rows, results, strict=True)
+        ]
 
     # ---- one request ------------------------------------------------------------------------
 
-    def _refusal(self, request: Any) -> str | None:
+    def _refusal(self, request: SpecRequest) -> str | None:
         """Why a request cannot be served; None: it can."""
-        unsupported = unsupported_options(request, always_greedy=self.always_greedy)
+        own, served = own_facts(request), self.served_options
+        if own is None:
+            # who has no facts cannot tell a step that its logits are to be edited
+            served = frozenset(name for name in served if not OPTIONS[name].edits_logits)
+            unsupported = unsupported_options(
+                request, always_greedy=self.always_greedy, served=served
+            )
+        else:
+            unsupported = [
+                f"{name}={value!r}"
+                for name, value in own.options.items()
+                if name not in served and not (OPTIONS[name].draws and self.always_greedy)
+            ]
         return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else None
 
     def _with_refusal(self, row: PendingRow) -> PendingRow:
@@ -219,85 +254,70 @@ class MTPSampler:
         ends_prompt = row.emits is not False
         return row._replace(refused=self._refusal(row.request)) if ends_prompt else row
 
-    def _end_with_error(self, request: Any, why: str) -> None:
-        """End a request alone, with its error where hosts look for one and in the log."""
-        _logger.error("request %s: %s", request.request_id, why)
-        request.py_error = why
-        reasons = self.finish_reasons
-        request.finish_by(getattr(reasons, "ERROR", None) or reasons.CANCELLED, BEAM)
-
     def _apply(
-        self, row: PendingRow, tokens: list[int], drafts: list[int], status: int, draft_len: int
-    ) -> None:
-        request = row.request
+        self, row: PendingRow, run: list[int], drafts: list[int], status: int, draft_len: int
+    ) -> StepResult:
+        request, facts, is_context = row.request, row.facts, row.is_context
         # the rewind counts the uncut run, the statistics what was emitted
-        has_bonus = status == STATUS_OK or row.is_context
-        accepted_drafts = max(len(tokens) - (1 if has_bonus else 0), 0)
-        request.py_num_accepted_draft_tokens = accepted_drafts
-        request.py_rewind_len = 0 if row.is_context else draft_len - accepted_drafts
+        has_bonus = status == STATUS_OK or is_context
+        num_matches = max(len(run) - has_bonus, 0)
+        request.py_num_accepted_draft_tokens = num_matches
+        request.py_rewind_len = 0 if is_context else draft_len - num_matches
         request.py_decoding_iter += 1
         if row.refused is not None:
             request.py_draft_tokens = []
-            self._end_with_error(request, row.refused)
-            return
+            self._end(request, FinishReason.ERROR, row.refused)
+            return StepResult(request.request_id, [], 0, len(run), FinishReason.ERROR)
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
-        # drafts behind the request's full length were absent
-        full_length = getattr(request, "max_length", self.max_seq_len)
-        room = max(full_length - request.get_num_tokens(BEAM), 0)
-        num_emitted, has_ended = self._append(request, tokens)
-        if status != STATUS_OK and not has_ended:
-            self._end_with_error(request, NO_FINITE_LOGITS)
-        if row.is_context or _is_dummy(request):
-            return
-        num_drafted = min(row.num_drafted, room)
-        stats = getattr(request, "py_acceptance", None)
-        if stats is not None:
-            stats.record(num_emitted, num_drafted)
+        length, stop = request.get_num_tokens(BEAM), facts.stop
+        before = request.get_tokens(BEAM) if stop.words else ()
+        ending = stop.judge(run, length, num_drafts=num_matches, tokens=before)
+        if status != STATUS_OK and ending.reason is None:
+            ending = Ending(ending.length, FinishReason.ERROR, NO_FINITE_LOGITS)
+        emitted = run[: ending.length]
+        for token in emitted:
+            request.add_new_token(token, BEAM)
+        if ending.reason is not None:
+            self._end(request, ending.reason, ending.error, ending.cause)
+        num_drafted = 0
+        if not (is_context or facts.is_dummy):
+            # drafts behind the request's full length were absent
+            num_drafted = min(row.num_drafted, max(facts.full_length - length, 0))
+            self._count(request, facts, len(emitted), num_drafted)
+        return StepResult(request.request_id, emitted, num_drafted, len(run), ending.reason)
+
+    def _count(
+        self, request: SpecRequest, facts: RequestFacts, num_emitted: int, num_drafted: int
+    ) -> None:
+        if facts.stats is not None:
+            facts.stats.record(num_emitted, num_drafted)
         if self.on_step is not None:
             self.on_step(request, num_emitted, num_drafted)
 
-    def _append(self, request: Any, tokens: list[int]) -> tuple[int, bool]:
-        """Append tokens up to the one that ends the request, if any does: a stop before a limit.
-
-        Returns:
-            How many were appended, and whether the request has ended.
-        """
-        end_id, stop_ids = request.py_end_id, getattr(request, "py_stop_ids", ())
-        words = stop_words(getattr(request, "py_stop_words_list", None))
-        criterion = getattr(request, "py_stop_criterion", None)
-        limit = min(request.py_orig_prompt_len + request.py_max_new_tokens, self.max_seq_len)
-        before, running = request.get_num_tokens(BEAM), request.state
-        reasons = self.finish_reasons
-        for count, token in enumerate(tokens, start=1):
-            request.add_new_token(token, BEAM)
-            if request.state != running:
-                return count, True  # by itself: its text cannot be told
-            if token == end_id or token in stop_ids:
-                reason = reasons.END_ID
-            elif (words and _ends_with(request, words)) or (criterion and criterion()):
-                reason = reasons.STOP_WORDS
-            elif before + count >= limit:
-                reason = reasons.LENGTH
-            else:
-                continue
-            request.finish_by(reason, BEAM)
-            return count, True
-        return len(tokens), False
+    def _end(
+        self,
+        request: SpecRequest,
+        reason: FinishReason,
+        error: str | None = None,
+        cause: Exception | None = None,
+    ) -> None:
+        """End a request; with an error alone, told where hosts look and in the log."""
+        if error is not None:
+            _logger.error("request %s: %s", request.request_id, error, exc_info=cause)
+            request.py_error = error
+        request.finish_by(self._reasons[reason], BEAM)
 
     # ---- rows -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _pending(request: Any, is_context: bool) -> PendingRow:
-        emits: bool | None = True
-        if is_context:
-            emits = getattr(request, "is_last_context_chunk", None)
+    def _pending(self, request: SpecRequest, is_context: bool) -> PendingRow:
         return PendingRow(
-            request=request,
-            epoch=getattr(request, "py_epoch", 0),
-            seq_slot=request.py_seq_slot,
-            is_context=is_context,
-            num_drafted=getattr(request, "py_num_drafted", len(request.py_draft_tokens or ())),
-            emits=emits,
+            request,
+            facts_of(request, self.max_seq_len, reads_prompt=is_context),
+            epoch_of(request),
+            request.py_seq_slot,
+            is_context,
+            num_drafted=0 if is_context else num_drafted_of(request),
+            emits=ends_prompt(request) if is_context else True,
         )
 
     def _rows_of(self, state: SampleStateMTP) -> list[PendingRow]:
@@ -305,22 +325,22 @@ class MTPSampler:
         batch = state.scheduled_requests
         if batch is None:
             # without a batch to ask: a request's first result is that of its prompt
-            rows = [self._pending(r, r.py_decoding_iter == 0) for r in state.requests]
-            return [self._with_refusal(row) if row.is_context else row for row in rows]
-        contexts = [
-            self._with_refusal(self._pending(request, True)) for request in batch.context_requests
-        ]
-        return contexts + [self._pending(request, False) for request in batch.generation_requests]
+            listed = [(request, request.py_decoding_iter == 0) for request in state.requests]
+        else:
+            listed = [(request, True) for request in batch.context_requests]
+            listed += [(request, False) for request in batch.generation_requests]
+        rows = [self._pending(request, is_context) for request, is_context in listed]
+        return [self._with_refusal(row) if row.is_context else row for row in rows]
 
     @staticmethod
     def _is_late(row: PendingRow) -> bool:
         """The request has finished, was cancelled or preempted, or the row ended no prompt."""
         request = row.request
-        if getattr(request, "py_epoch", 0) != row.epoch:
+        if epoch_of(request) != row.epoch:
             return True
         if not row.is_context and request.state is RequestState.GENERATION_IN_PROGRESS:
             return False  # as nearly always; names take longer
-        phase = _phase(request)
+        phase = phase_of(request)
         if phase == RequestState.GENERATION_COMPLETE.name:
             return True
         if row.is_context:
@@ -333,7 +353,7 @@ class MTPSampler:
     def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
         if not rows:
             return
-        slots = self._slots_on_device([row.seq_slot for row in rows])
+        slots = self._slots_on_device(_slots_of(rows))
         store_results(
             self.store.rows,
             slots,
@@ -360,17 +380,10 @@ class MTPSampler:
         return self._device_slots
 
 
-def _phase(request: Any) -> str:
-    """The name of a request's state, whichever host's enum it is."""
-    return getattr(request.state, "name", str(request.state))
-
-
-def _is_dummy(request: Any) -> bool:
-    """A rank without requests runs one of these: nobody reads what it emits."""
-    return any(getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy"))
-
-
-def _ends_with(request: Any, words: list[list[int]]) -> bool:
-    tokens = request.get_tokens(BEAM)
-    output = len(tokens) - request.py_orig_prompt_len
-    return any(0 < len(w) <= output and tokens[-len(w) :] == w for w in words)
+def _slots_of(rows: Sequence[PendingRow]) -> list[int]:
+    """Where the results of these rows lie in the store."""
+    slots = [row.seq_slot for row in rows if row.seq_slot is not None]
+    if len(slots) < len(rows):
+        missing = [row.request.request_id for row in rows if row.seq_slot is None]
+        raise ExecutorError(f"no sequence slot: requests {', '.join(map(str, missing))}")
+    return slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.requests.admission import unsupported_options
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative import sampler as sampler_module
-from mtp_plugin.speculative.host import Sampler
+from mtp_plugin.speculative.host import RequestFacts, Sampler, read_request
+from mtp_plugin.speculative.host import request as request_module
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP, SampleStateTensorsMTP
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, StepResult
 
 S, K = 6, 3
 POISON = -777
@@ -94,9 +98,10 @@ def make(max_seq_len: int = 64, nextn: int = K, kernels: str = "auto", **args: A
     return MTPSampler(arguments, nextn=nextn, device="cpu", kernels=kernels)
 
 
-def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> None:
+def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> list[StepResult]:
     """One generation step of one request."""
-    sampler.update_requests(sampler.sample_async(batch([], [request]), outputs(run, **options)))
+    state = sampler.sample_async(batch([], [request]), outputs(run, **options))
+    return sampler.update_requests(state)
 
 
 # --- construction ---
@@ -429,6 +434,145 @@ def test_dummies_are_not_counted(kind: str) -> None:
     assert (dummy.output, dummy.py_rewind_len) == ([5], K)
 
 
+# --- what is told ---
+
+
+def test_results_come_in_the_batchs_order() -> None:
+    """Contexts first, whatever their slots; who came too late, or ended no prompt, has none."""
+    sampler = make()
+    part = Request(5, state=RequestState.CONTEXT_INIT, is_last_context_chunk=False)
+    prompt = Request(4, is_last_context_chunk=True, py_draft_tokens=[8, 9])
+    gone, paused = Request(3), Request(1)
+    last, first = Request(0, py_draft_tokens=[8, 9, 9]), Request(2, py_num_drafted=1)
+    contexts, generations = [part, prompt], [first, gone, paused, last]
+    state = sampler.sample_async(
+        batch(contexts, generations), outputs([], [7], [8, 5], [1], [2], [8, 9, 6])
+    )
+    gone.finish_by(FinishReason.CANCELLED, 0)
+    paused.state = RequestState.CONTEXT_INIT
+    assert sampler.update_requests(state) == [
+        StepResult(104, [7], 0, 1, None),
+        StepResult(102, [8, 5], 1, 2, None),
+        StepResult(100, [8, 9, 6], 3, 3, None),
+    ]
+    assert sampler.update_requests(sampler.sample_async(batch([], []), outputs([5]))) == []
+
+
+def test_what_a_stop_cuts_was_accepted() -> None:
+    request = Request(0, py_end_id=9, py_draft_tokens=[8, 9, 9])
+    assert step(make(), request, [8, 9, 9, 6]) == [
+        StepResult(100, [8, 9], 3, 4, FinishReason.END_ID)
+    ]
+
+
+def test_drafts_behind_the_full_length_were_absent() -> None:
+    """Its own, or the longest sequence."""
+    for options, seq_len in (({"max_length": 5}, 64), ({}, 5)):
+        request = Request(0, py_draft_tokens=[8, 9, 9], **options)
+        (result,) = step(make(max_seq_len=seq_len), request, [8, 9])
+        assert result.num_drafted == 2
+        assert request.py_acceptance.num_drafted == 2
+
+
+def test_a_refused_request_is_told_without_tokens() -> None:
+    sampler = make()
+    warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
+    state = sampler.sample_async(batch([warm, Request(1)], []), outputs([5], [6]))
+    assert sampler.update_requests(state) == [
+        StepResult(100, [], 0, 1, FinishReason.ERROR),
+        StepResult(101, [6], 0, 1, None),
+    ]
+
+
+@pytest.mark.parametrize("run", [[], [10, 11]])
+def test_a_dead_row_is_told(run: list[int]) -> None:
+    request = Request(0, py_draft_tokens=[10, 11, 12])
+    (result,) = step(make(), request, run, status=[STATUS_NO_FINITE_LOGIT])
+    assert result == StepResult(100, run, 3, len(run), FinishReason.ERROR)
+    assert request.py_num_accepted_draft_tokens == len(run)  # no bonus among them
+
+
+def test_the_dead_row_of_a_prompt_has_no_matches() -> None:
+    sampler, request = make(), Request(0, is_last_context_chunk=True)
+    state = sampler.sample_async(batch([request], []), outputs([7], status=[1]))
+    assert sampler.update_requests(state) == [StepResult(100, [7], 0, 1, FinishReason.ERROR)]
+    assert (request.py_num_accepted_draft_tokens, request.py_rewind_len) == (0, 0)
+
+
+def test_reasons_are_told_by_our_names() -> None:
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
+    request = Request(0, py_end_id=9)
+    (result,) = step(sampler, request, [9])
+    assert result.finish_reason is FinishReason.END_ID
+    assert request.finish_reason is HostReason.END_ID
+
+
+def test_a_dummy_is_told_without_drafts() -> None:
+    request = Request(0, is_dummy=True, py_draft_tokens=[8, 9, 9])
+    assert step(make(), request, [8, 9]) == [StepResult(100, [8, 9], 0, 2, None)]
+
+
+# --- what is read of a request ---
+
+
+def test_facts_are_read_once_and_again_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(request: Request, *sizes: int) -> RequestFacts:
+        read.append(request.request_id)
+        return read_request(request, *sizes)
+
+    monkeypatch.setattr(request_module, "read_request", counted)
+    sampler, request, other = make(), Request(0, py_end_id=9), Request(1)
+    for _ in range(3):
+        sampler.update_requests(
+            sampler.sample_async(batch([], [request, other]), outputs([5], [6]))
+        )
+    assert read == [100, 101]
+    request.py_end_id = 5  # not read any more
+    step(sampler, request, [5])
+    assert request.finish_reason is None
+    # it starts over
+    state = sampler.sample_async(batch([request], []), outputs([5]))
+    assert read == [100, 101, 100]
+    sampler.update_requests(state)
+    assert request.finish_reason is FinishReason.END_ID
+    # another one in its slot
+    new = Request(0)
+    step(sampler, new, [5])
+    assert (read, new.finish_reason) == ([100, 101, 100, 100], None)
+    assert new.output == [5]
+
+
+def test_own_facts_are_asked_at_every_step() -> None:
+    """As the embedded executor's requests have them: nothing else of the request is read."""
+    sampler, request = make(), Request(0, py_end_id=5)
+    request.facts = RequestFacts(100, StopRule(max_length=64, end_ids=(6,)))
+    step(sampler, request, [5])
+    assert request.finish_reason is None
+    step(sampler, request, [6])
+    assert request.finish_reason is FinishReason.END_ID
+    assert request.py_acceptance.steps == 0  # the facts name no statistics
+
+
+@pytest.mark.parametrize("end", ["stop", "cancel before", "cancel behind", "pause", "goes on"])
+def test_no_request_is_kept_alive(end: str) -> None:
+    sampler, request = make(), Request(0, py_end_id=9)
+    gone = weakref.ref(request)
+    sampler.update_requests(sampler.sample_async(batch([request], []), outputs([4])))
+    state = sampler.sample_async(batch([], [request]), outputs([5, 9 if end == "stop" else 6]))
+    if end == "cancel before":
+        request.finish_by(FinishReason.CANCELLED, 0)
+    if end == "pause":
+        request.state = RequestState.CONTEXT_INIT
+    sampler.update_requests(state)
+    if end == "cancel behind":
+        request.finish_by(FinishReason.CANCELLED, 0)
+    del request, state
+    assert gone() is None
+
+
 def test_a_host_without_statistics() -> None:
     sampler, request = make(), Request(0)
     del request.py_acceptance
@@ -529,12 +673,22 @@ def test_stop_words_over_two_runs() -> None:
     assert request.output == [10, 11, 12]
 
 
-def test_a_stop_criterion_of_the_host() -> None:
-    request = Request(0)
-    request.py_stop_criterion = lambda: request.tokens[-1] == 11
-    step(make(), request, [10, 11, 12])
-    assert request.output == [10, 11]
+def test_the_text_of_a_hosts_own_facts() -> None:
+    """It is told every token that counts, and which of them were drafts."""
+    told: list[tuple[int, bool]] = []
+
+    def watch(token: int, *, from_draft: bool) -> bool:
+        told.append((token, from_draft))
+        return token == 11
+
+    request = Request(0, py_end_id=10)
+    request.facts = RequestFacts(100, StopRule(max_length=64, prompt_len=3, watch=watch))
+    sampler = make()
+    step(sampler, request, [9, 10])
+    step(sampler, request, [8, 11, 12])
+    assert request.output == [9, 10, 8, 11]
     assert request.finish_reason == FinishReason.STOP_WORDS
+    assert told == [(9, True), (10, False), (8, True), (11, True)]
 
 
 @pytest.mark.parametrize("run", [[], [10, 11]], ids=["at_once", "inside_a_run"])
@@ -556,20 +710,29 @@ def test_a_stop_before_a_dead_row_is_no_error() -> None:
     assert request.finish_reason == FinishReason.END_ID
 
 
-def test_a_request_that_ends_itself_takes_nothing_more() -> None:
-    class Failing(Request):
-        def add_new_token(self, token: int, beam: int) -> None:
-            super().add_new_token(token, beam)
-            if token == 11:
-                self.finish_by(FinishReason.ERROR, beam)
+def test_a_text_that_fails_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(token: int, *, from_draft: bool) -> bool:
+        del from_draft
+        if token == 11:
+            raise ValueError("bad byte")
+        return False
 
-    request, other = Failing(0, py_max_new_tokens=2), Request(1)
+    request, other = Request(0), Request(1)
+    rule = StopRule(max_length=5, prompt_len=3, watch=fail)
+    request.facts = RequestFacts(100, rule, stats=request.py_acceptance)
     sampler = make()
     state = sampler.sample_async(batch([], [request, other]), outputs([10, 11, 12], [5, 6]))
-    sampler.update_requests(state)
+    results = sampler.update_requests(state)
     assert (request.output, request.finish_reason) == ([10, 11], FinishReason.ERROR)
+    assert request.py_error == "the tokenizer cannot decode token 11: ValueError: bad byte"
+    assert f"request 100: {request.py_error}" in caplog.text
+    assert "Traceback" in caplog.text
     assert request.py_acceptance.emitted == 2
     assert other.output == [5, 6]
+    assert results == [
+        StepResult(100, [10, 11], 0, 3, FinishReason.ERROR),
+        StepResult(101, [5, 6], 0, 2, None),
+    ]
 
 
 # --- results that come too late ---
@@ -718,15 +881,31 @@ def test_reasons_are_the_hosts(run: list[int], status: int, reason: HostReason) 
 
 
 @pytest.mark.parametrize("slot", [None, S], ids=["none", "of another pool"])
-def test_who_ended_since_may_have_no_slot_any_more(slot: int | None) -> None:
+@pytest.mark.parametrize(
+    "phase", [RequestState.GENERATION_COMPLETE, RequestState.CONTEXT_INIT], ids=["ended", "paused"]
+)
+def test_who_is_gone_since_may_have_no_slot_any_more(slot: int | None, phase: RequestState) -> None:
     sampler = make()
     gone, live = Request(0), Request(1)
     state = sampler.sample_async(batch([], [gone, live]), outputs([5], [6, 7]))
     state.rows = []  # a host's own state: rows are looked up when results come
-    gone.finish_by(FinishReason.CANCELLED, 0)
-    gone.py_seq_slot = slot
+    gone.state, gone.py_seq_slot = phase, slot
     sampler.update_requests(state)
     assert (gone.output, live.output) == ([], [6, 7])
+
+
+def test_who_is_there_must_have_a_slot() -> None:
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([5]))
+    lost = [Request(1), Request(2), request]
+    for other in lost[:2]:
+        other.py_seq_slot = None
+    told = "no sequence slot: requests 101, 102"
+    with pytest.raises(ExecutorError, match=told):
+        sampler.sample_async(batch(lost[:1], lost[1:]), outputs([5], [6], [7]))
+    with pytest.raises(ExecutorError, match=told):
+        sampler.update_requests(SampleStateMTP(requests=lost, host=state.host))
+    assert request.output == []
 
 
 def test_a_state_without_tokens_is_refused() -> None:
@@ -790,3 +969,40 @@ def test_a_state_without_a_tensor_is_named(missing: str) -> None:
     with pytest.raises(ExecutorError, match="holds no lengths or no drafts"):
         sampler.update_requests(state)
     assert request.output == []
+
+
+def test_facts_of_a_host_are_judged_as_they_are() -> None:
+    """Whoever brings facts along says everything there, and what verification gives is served."""
+    params = SamplingParams(min_tokens=2, repetition_penalty=1.5)
+    facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)
+    request = Request(0, facts=facts)
+    with pytest.raises(ConfigError, match=r"MTP: min_tokens=2, repetition_penalty=1\.5$"):
+        make().validate_request(request)
+    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(args, nextn=K, device="cpu", served_options={"min_tokens"})
+    with pytest.raises(ConfigError, match=r"MTP: repetition_penalty=1\.5$"):
+        sampler.validate_request(request)
+
+
+def test_edits_of_the_logits_are_for_who_has_facts() -> None:
+    """A host that says in its own way what it asks for cannot tell its steps of it."""
+    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    served = {"min_tokens", "temperature"}
+    sampler = MTPSampler(args, nextn=K, device="cpu", served_options=served)
+    plain = Request(0, sampling_config=SimpleNamespace(min_length=[8], temperature=[0.7]))
+    with pytest.raises(ConfigError, match=r"MTP: min_length=8$"):
+        sampler.validate_request(plain)
+    params = SamplingParams(min_tokens=8, temperature=0.7)
+    plain.facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)
+    sampler.validate_request(plain)
+
+
+def test_draws_that_facts_ask_for() -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.5, seed=3, n=2)
+    request = Request(0, facts=RequestFacts.of(7, params, prompt_len=1, max_seq_len=64))
+    with pytest.raises(ConfigError, match=r"MTP: temperature=0\.7, top_p=0\.5, seed=3, n=2$"):
+        make().validate_request(request)
+    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    sampler = MTPSampler(args, nextn=K, device="cpu", always_greedy=True)
+    with pytest.raises(ConfigError, match=r"MTP: n=2$"):
+        sampler.validate_request(request)
