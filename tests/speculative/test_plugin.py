@@ -13,6 +13,7 @@ import torch
 import mtp_plugin.speculative.plugin.registry as registry
 from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, PluginError
+from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.plugin import (
     ENTRY_POINT_GROUP,
@@ -25,9 +26,12 @@ from mtp_plugin.plugin import (
     register_plugin,
     unregister_plugin,
 )
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
+from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 
 
 class Lookup:
@@ -232,8 +236,6 @@ def test_pieces(vanilla: bool, worker: type, mode: SpeculativeDecodingMode, modu
     pieces = build(max_draft_len=3, use_mtp_vanilla=vanilla)
     assert type(pieces.worker) is worker
     assert pieces.worker.max_draft_len == pieces.sampler.draft_len == 3
-    assert pieces.manager.mtp_past_hidden_states_pool.shape[1:] == (3, 8)
-    assert pieces.manager.dtype == torch.bfloat16
     assert pieces.manager.get_max_resource_count() == 4
     assert pieces.sampler.max_num_sequences == 8
     assert pieces.sampler.max_seq_len == 64
@@ -251,11 +253,11 @@ def test_pieces_of_target_only_decoding() -> None:
     plugin = NoSpeculationPlugin()
     pieces = plugin.build(None, plugin.plan(None, 0), host())
     assert isinstance(pieces.worker, NoDraftsWorker)
-    assert pieces.manager is None
     assert pieces.sampler.draft_len == 0
     metadata = pieces.make_metadata()
     assert metadata.spec_dec_mode.is_none()
     assert metadata.max_draft_len == 0
+    assert metadata.mtp_hidden_states_manager is pieces.manager
     assert pieces.choose_draft_len(SimpleNamespace()) == 0
     assert pieces.draft_lengths is None
     assert pieces.alarms is None
@@ -406,12 +408,104 @@ def test_pieces_answer_for_themselves() -> None:
     assert pieces.memory_report() == told
     with pieces.replay_checks() as checks:
         assert list(checks) == []
-    none = NoSpeculationPlugin().build(None, NoSpeculationPlugin().plan(None, 0), host())
-    assert (none.slot_of, none.memory_report, none.checks_metadata) == (None, None, False)
+    assert not target_only().checks_metadata
 
 
-def test_slots_of_requests_and_of_padding() -> None:
-    pieces = build(max_draft_len=2)
+def target_only(facts: HostFacts | None = None) -> SpeculativePieces:
+    plugin = NoSpeculationPlugin()
+    return plugin.build(None, plugin.plan(None, 0), facts or host())
+
+
+def eagle(facts: HostFacts | None = None) -> SpeculativePieces:
+    return build(facts, max_draft_len=2)
+
+
+def vanilla(facts: HostFacts | None = None) -> SpeculativePieces:
+    return build(facts, max_draft_len=2, use_mtp_vanilla=True)
+
+
+PLUGINS = pytest.mark.parametrize("make", [target_only, eagle, vanilla])
+
+
+@PLUGINS
+def test_every_plugin_keeps_what_requests_ask_for(make: Any) -> None:
+    """In slots, whatever it drafts."""
+    pieces = make()
+    assert isinstance(pieces.manager, ResourceManager)
+    assert pieces.slot_of == pieces.manager.slot_of
+    assert pieces.manager.modes[0].columns == pieces.worker.verifier.modes[0].columns == ()
+    assert pieces.served_options >= {"min_tokens", "stop_token_ids", "speculate"}
+    assert "temperature" not in pieces.served_options
+    asked = LlmRequest(
+        5, [1, 2], SamplingParams(min_tokens=3, stop_token_ids=(9,)), max_draft_len=2, max_seq_len=9
+    )
+    asked.context_chunk_size = 2
+    pieces.manager.prepare_resources(SimpleNamespace(context_requests=[asked]))
+    metadata = pieces.make_metadata()
+    metadata.request_ids = [5]
+    metadata.prepare()
+    rows = pieces.manager.slot_rows(metadata.slot_ids)
+    told = {name: rows.read(name, slice(0, 1)).tolist() for name in ("prompt_len", "min_tokens")}
+    assert told == {"prompt_len": [2], "min_tokens": [3]}
+    assert rows.read("stop_ids", slice(0, 1))[0, :2].tolist() == [9, -1]
+
+
+@PLUGINS
+def test_graphs_of_every_plugin(make: Any) -> None:
+    """The store's tensors keep their addresses; metadata of a graph has buffers of its own."""
+    pieces = make()
+    first, second = pieces.device_store(), pieces.device_store()
+    assert first.new_tokens.data_ptr() == second.new_tokens.data_ptr()
+    metadata = pieces.make_metadata()
+    captured = pieces.make_graph_metadata(metadata, 2)
+    assert (captured.is_cuda_graph, captured.max_num_requests) == (True, 2)
+    assert captured.slot_ids.data_ptr() != metadata.slot_ids.data_ptr()
+    assert captured.mtp_hidden_states_manager is pieces.manager
+
+
+def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None:
+    for make in (target_only, eagle):
+        manager = make().manager
+        assert type(manager) is SlotStateManager
+        assert not hasattr(manager, "mtp_past_tokens_pool")
+        assert not hasattr(manager, "mtp_past_hidden_states_pool")
+    manager = vanilla().manager
+    assert type(manager) is MTPHiddenStatesManager
+    assert manager.mtp_past_tokens_pool.shape[1:] == (2,)
+    assert manager.mtp_past_hidden_states_pool.shape[1:] == (2, 8)
+    assert manager.dtype == manager.mtp_past_hidden_states_pool.dtype == torch.bfloat16
+    # and where a host builds the manager itself
+    config = MTPDecodingConfig(max_draft_len=2)
+    own = MTPHiddenStatesManager(config, torch.float32, 8, 4, device="cpu")
+    assert own.mtp_past_tokens_pool.shape[1:] == (2,)
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        # 35 numbers that every slot has: three, and 32 stop ids
+        (target_only, 4 * 35),
+        (eagle, 4 * 35),
+        # two pairs of eight numbers of two bytes and a token
+        (vanilla, 4 * 35 + 2 * (8 * 2 + 4)),
+        (
+            lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
+            4 * 39,
+        ),
+    ],
+    ids=["none", "eagle", "vanilla", "relaxed"],
+)
+def test_memory_reports(make: Any, size: int) -> None:
+    """Four requests of a batch, eight sequences, two dummies of ranks, and the sentinel."""
+    pieces = make()
+    assert (pieces.manager.num_rows, pieces.manager.bytes_per_slot()) == (15, size)
+    name = "MTP state" if pieces.plan.max_draft_len else "request state"
+    assert pieces.memory_report() == f"{name} 0.0 MiB (15 slots of {size} bytes)"
+
+
+@PLUGINS
+def test_slots_of_requests_and_of_padding(make: Any) -> None:
+    pieces = make()
     slot = pieces.manager.slot_manager.add_slot(7)
     assert pieces.slot_of(7) == slot
     assert pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == pieces.manager.sentinel_slot

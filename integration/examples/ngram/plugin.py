@@ -8,90 +8,61 @@ tokens of the one before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.plugin import DraftPlan, HostFacts, SpeculativePieces
-from mtp_plugin.speculative.host import read_layout
+from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput
 from mtp_plugin.speculative.verification import (
-    ModeOptions,
     StrictVerification,
     VerificationInputs,
+    VerificationMode,
     Verifier,
 )
 
 
-class TextPool:
-    """The tokens of every running request, one row each; the last row takes padding."""
+class TextPool(SlotStateManager):
+    """The slots of requests, and beside each the tokens of its text; the last one takes padding."""
 
-    def __init__(self, num_slots: int, max_seq_len: int, device: torch.device) -> None:
-        self.device = device
-        self.sentinel_slot = num_slots
+    def __init__(
+        self,
+        modes: Sequence[VerificationMode],
+        max_num_requests: int,
+        max_seq_len: int,
+        *,
+        device: torch.device,
+        num_seq_slots: int,
+    ) -> None:
+        super().__init__(modes, max_num_requests, device=device, num_seq_slots=num_seq_slots)
         # the column behind the longest text takes what nobody reads
-        self.tokens = torch.zeros(num_slots + 1, max_seq_len + 1, dtype=torch.int32, device=device)
-        self._slots: dict[int, int] = {}
-        self._free = list(range(num_slots))
+        shape = (self.num_rows, max_seq_len + 1)
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-    @property
-    def slot_manager(self) -> TextPool:
-        """The pool itself answers which slot a request has."""
-        return self
-
-    def get_slot(self, request_id: int) -> int | None:
-        return self._slots.get(request_id)
-
-    def slot_of(self, request_id: int) -> int:
-        """The request's row; those that pad a batch share the last one."""
-        return self._slots.get(request_id, self.sentinel_slot)
-
-    # ---- resource manager ---------------------------------------------------------------------
-
-    def get_max_resource_count(self) -> int:
-        return self.sentinel_slot
-
-    def get_needed_resource_to_completion(self, request: Any) -> int:  # noqa: ARG002
-        return 1
-
-    def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
-        """Padding rows share the sentinel."""
-
-    def prepare_resources(self, scheduled_batch: Any) -> None:
-        for request in scheduled_batch.context_requests:
-            if request.is_first_context_chunk:
-                self._slots[request.request_id] = self._free.pop()
-
-    def update_resources(self, scheduled_batch: Any) -> None:
-        """The text grows on the device."""
-
-    def free_resources(self, request: Any) -> None:
-        slot = self._slots.pop(request.request_id, None)
-        if slot is not None:
-            self._free.append(slot)
-
-    def shutdown(self) -> None:
-        self._free += self._slots.values()
-        self._slots.clear()
+    @override
+    def bytes_per_slot(self) -> int:
+        return super().bytes_per_slot() + 4 * self.tokens.shape[1]
 
 
 class LookupWorker(torch.nn.Module):
     """Accepts, writes down what is new, and looks it up."""
 
-    def __init__(self, max_draft_len: int, ngram: int, pool: TextPool) -> None:
+    def __init__(self, max_draft_len: int, ngram: int, verifier: Verifier, pool: TextPool) -> None:
         super().__init__()
         self.max_draft_len = max_draft_len
         self.ngram = ngram
+        self.verifier = verifier
         self.pool = pool
         self.backend = Backend.of("auto", pool.device)
-        mode = StrictVerification(ModeOptions(None, max_draft_len, pool.device))
-        self.verifier = Verifier([mode])
 
     def forward(
         self,
@@ -103,11 +74,11 @@ class LookupWorker(torch.nn.Module):
         **_: Any,
     ) -> dict[str, torch.Tensor]:
         positions = position_ids[0]
-        layout = read_layout(attn_metadata, spec_metadata, self.max_draft_len, positions)
-        inputs = VerificationInputs.read(layout, logits, input_ids, spec_metadata)
-        accepted = self.verifier.verify(layout, inputs, backend=self.backend)
-        slots = spec_metadata.slot_ids[: layout.num_requests]
-        lengths = self._write(layout, slots, input_ids, positions, accepted)
+        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
+        inputs = VerificationInputs(step, logits, input_ids)
+        accepted = self.verifier.verify(inputs, backend=self.backend)
+        _, slots = step.expect_manager()
+        lengths = self._write(step.layout, slots, input_ids, positions, accepted)
         drafts = look_up(self.pool.tokens[slots], lengths, self.ngram, self.max_draft_len)
         return StepOutput(
             logits=logits,
@@ -179,9 +150,13 @@ class NgramPlugin:
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
         k = plan.max_draft_len
-        pool = TextPool(host.max_num_sequences, host.max_seq_len, host.device)
-        arguments = SimpleNamespace(
-            max_num_sequences=host.max_num_sequences, max_seq_len=host.max_seq_len
+        verifier = Verifier([StrictVerification(DecodingOptions(max_draft_len=k), host.device)])
+        pool = TextPool(
+            verifier.modes,
+            host.max_batch_size,
+            host.max_seq_len,
+            device=host.device,
+            num_seq_slots=host.max_num_sequences,
         )
 
         def make_metadata() -> MTPSpecMetadata:
@@ -192,15 +167,25 @@ class NgramPlugin:
                 mtp_hidden_states_manager=pool,
             )
 
-        worker = LookupWorker(k, self._options(config)["ngram"], pool)
+        worker = LookupWorker(k, self._options(config)["ngram"], verifier, pool)
+        sampler = MTPSampler(
+            host.sampler_args,
+            nextn=k,
+            device=host.device,
+            served_options=verifier.served_options,
+        )
         return SpeculativePieces(
             manager=pool,
             worker=worker,
-            sampler=MTPSampler(arguments, nextn=k, device=host.device),
+            sampler=sampler,
             make_metadata=make_metadata,
             plan=plan,
-            backend=worker.backend,
             slot_of=pool.slot_of,
+            served_options=sampler.served_options,
+            backend=worker.backend,
+            device_store=sampler.device_tensors,
+            make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
+            memory_report=partial(pool.memory_report, "texts"),
         )
 
     def _options(self, config: Any) -> dict[str, int]:

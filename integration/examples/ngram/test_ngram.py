@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.plugin import register_plugin, unregister_plugin
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.host import ResourceManager
 
 VOCAB = 64
@@ -111,8 +113,8 @@ def test_any_text_is_that_of_target_only_decoding(
     asked = prompts(2, 25, 7, 1, 12, 30)
     with wandering.llm(disable_overlap_scheduler=not overlap, **options) as llm:
         outputs = llm.generate(asked, SamplingParams(max_new_tokens=20))
-        slots = llm.pieces.manager._free
-        assert sorted(slots) == list(range(8))
+        slots = llm.pieces.manager.slot_manager
+        assert sorted(slots.free_slots) == list(range(slots.max_num_requests))
     for prompt, output in zip(asked, outputs, strict=True):
         assert output.token_ids == wandering.greedy(prompt, 20)
     assert any(output.acceptance.num_drafted for output in outputs)
@@ -202,5 +204,45 @@ def test_look_up_in_a_batch(seed: int) -> None:
     assert found.tolist() == [told(tokens, ngram, k) for tokens in texts]
 
 
-def test_the_pool_is_a_resource_manager() -> None:
-    assert isinstance(TextPool(2, 8, torch.device("cpu")), ResourceManager)
+# --- the pieces ---
+
+
+def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
+    """Slots with what requests ask for, and the texts beside them; no past pairs."""
+    with wandering.llm() as llm:
+        pieces = llm.pieces
+        manager, metadata = pieces.manager, pieces.make_metadata()
+        assert isinstance(manager, TextPool)
+        assert isinstance(manager, ResourceManager)
+        assert manager.tokens.shape == (manager.num_rows, 97)
+        assert not hasattr(manager, "mtp_past_tokens_pool")
+        size = 4 * (35 + 97)  # what every slot has, and the text
+        assert pieces.memory_report().startswith("texts ")
+        assert pieces.memory_report().endswith(f"({manager.num_rows} slots of {size} bytes)")
+        params = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
+        request = llm.make_request([1, 2, 3], params)
+        manager.prepare_resources(SimpleNamespace(context_requests=[request]))
+        slot = pieces.slot_of(request.request_id)
+        assert manager.table.column("stop_ids")[slot, :2].tolist() == [9, -1]
+        assert pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == manager.sentinel_slot
+        assert pieces.device_store().new_tokens.shape[1] == 8
+        captured = pieces.make_graph_metadata(metadata, 2)
+        assert (captured.is_cuda_graph, captured.max_num_requests) == (True, 2)
+        manager.free_resources(request)
+
+
+@LOOPS
+def test_min_tokens(wandering: Bed, overlap: bool) -> None:
+    """What the ops of verification serve, every plugin that uses them does."""
+    prompt, count = prompts(7)[0], 16
+    stop = greedy_decode(wandering.plain, prompt, count)[1]
+    with wandering.llm(disable_overlap_scheduler=not overlap) as llm:
+        assert "min_tokens" in llm.pieces.served_options
+        for least in (0, 5):
+            params = SamplingParams(
+                max_new_tokens=count, ignore_eos=True, stop_token_ids=(stop,), min_tokens=least
+            )
+            (output,) = llm.generate([prompt], params)
+            assert output.token_ids == greedy_decode(
+                wandering.plain, prompt, count, (stop,), min_tokens=least
+            )

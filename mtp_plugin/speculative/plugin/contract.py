@@ -98,11 +98,16 @@ def no_replay_checks() -> AbstractContextManager[Sequence[ReplayCheck]]:
 class SpeculativePieces:
     """The pieces that an executor plugs into its loop."""
 
-    manager: ResourceManager | None
+    manager: ResourceManager
+    """Gives every request its slot, and writes down there what the request asks for."""
     worker: torch.nn.Module
     sampler: Sampler
     make_metadata: Callable[[], Any]
     plan: DraftPlan
+    slot_of: Callable[[int], int]
+    """Request id -> its row in slot table and pools, that of padding rows too."""
+    served_options: frozenset[str]
+    """Options of a request, by name, that sampler and verification give."""
     draft_lengths: DraftLengthController | None = None
     """Chooses every step's draft length; None: K in every step."""
     alarms: AcceptanceAlarms | None = None
@@ -117,13 +122,15 @@ class SpeculativePieces:
     head."""
     backend: Backend = Backend.TORCH
     """What the pieces' ops run on; those of the host that belong to a step follow it."""
-    slot_of: Callable[[int], int] | None = None
-    """Request id -> its row in the pools that a step reads, that of padding rows too; None: there
-    are no pools."""
     checks_metadata: bool = False
     """Debug: the host rebuilds its attention metadata at every use and compares."""
     replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]] = no_replay_checks
     """Entered around a capture: the checks to make behind each of its replays."""
+    device_store: Callable[[], Any] | None = None
+    """What the sampler keeps on the device of the last step, at addresses that stay; None: nothing,
+    so that no step can be captured."""
+    make_graph_metadata: Callable[[Any, int], Any] | None = None
+    """Metadata, rows of a batch -> metadata of a step that is captured; None: none can be."""
     memory_report: Callable[[], str] | None = None
     """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
 
@@ -135,6 +142,8 @@ class SpeculativePieces:
 
     def choose_draft_len(self, batch: Any) -> int:
         """The draft length that a scheduled batch runs with; call once per launched step.
+
+        A host that never does drafts K in every step, whatever schedule and gate say.
 
         Afterwards the ``py_draft_state.limit`` of the batch's requests holds for this step.
         """

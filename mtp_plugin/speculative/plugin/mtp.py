@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.drafting.trace_check import deferred_checks
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
 from mtp_plugin.speculative.plugin.contract import (
@@ -22,7 +23,7 @@ from mtp_plugin.speculative.plugin.contract import (
     SpeculativePieces,
 )
 from mtp_plugin.speculative.sampler import MTPSampler
-from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.verification import BUILT, check_modes, label_of
 
 
@@ -37,7 +38,7 @@ class MTPPlugin:
         self._refuse_unbuilt(config)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
-        check_modes(config, k)
+        check_modes(DecodingOptions.read(config))
         if config.use_mtp_vanilla:
             return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
         return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
@@ -48,26 +49,7 @@ class MTPPlugin:
         config = self._own(config)
         if config.max_draft_len is None:
             config = config.model_copy(update={"max_draft_len": k})
-        settings = SimpleNamespace(
-            max_draft_len=k,
-            num_nextn_predict_layers=k,
-            use_relaxed_acceptance_for_thinking=config.use_relaxed_acceptance_for_thinking,
-            relaxed_topk=config.relaxed_topk,
-            relaxed_delta=config.relaxed_delta,
-            begin_thinking_phase_token=None,
-            end_thinking_phase_token=None,
-            mtp=config.mtp,
-        )
-        if config.use_relaxed_acceptance_for_thinking:
-            begin, end = resolve_thinking_tokens(config, host.encode)
-            for edge, token in (("begin", begin), ("end", end)):
-                if not 0 <= token < host.vocab_size:
-                    raise ConfigError(
-                        f"{edge}_thinking_phase_token: {token} is outside the vocabulary of "
-                        f"{host.vocab_size}"
-                    )
-            settings.begin_thinking_phase_token = begin
-            settings.end_thinking_phase_token = end
+        options = DecodingOptions.read(config, thinking_tokens=self._thinking(config, host))
         vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
         draft_vocab_ids = None
         if vocab is not None:
@@ -75,20 +57,13 @@ class MTPPlugin:
         vanilla = config.use_mtp_vanilla
         worker_class = MTPWorker if vanilla else MTPEagleWorker
         worker = worker_class(
-            settings,
+            options,
             chain=config.mtp.chain or host.chain,
             device=host.device,
             draft_vocab_ids=draft_vocab_ids,
         )
         worker.may_overwrite_states = not host.reads_states
-        manager = MTPHiddenStatesManager(
-            settings,
-            host.dtype,
-            host.hidden_size,
-            host.max_batch_size,
-            device=host.device,
-            num_seq_slots=host.max_num_sequences,
-        )
+        manager = self._manager(options, worker, host)
         mode = (
             SpeculativeDecodingMode.MTP if vanilla else SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         )
@@ -106,7 +81,7 @@ class MTPPlugin:
             )
 
         lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
-        label = label_of(config, k)
+        label = label_of(options)
         # acceptance by draw says nothing about the drafts
         alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
 
@@ -120,6 +95,7 @@ class MTPPlugin:
             nextn=k,
             device=host.device,
             kernels=config.mtp.kernels,
+            served_options=worker.verifier.served_options,
             on_step=on_step,
         )
 
@@ -129,17 +105,53 @@ class MTPPlugin:
             sampler,
             make_metadata,
             plan,
+            manager.slot_of,
+            sampler.served_options,
             lengths,
             alarms,
             label,
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,
             backend=worker.backend,
-            slot_of=manager.slot_of,
             checks_metadata=config.mtp.check_metadata,
             replay_checks=deferred_checks,
+            device_store=sampler.device_tensors,
+            make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
             memory_report=manager.memory_report,
         )
+
+    @staticmethod
+    def _manager(options: DecodingOptions, worker: SpecWorker, host: HostFacts) -> SlotStateManager:
+        """With past pairs where layers of their own depth read them."""
+        if isinstance(worker, MTPWorker):
+            return MTPHiddenStatesManager(
+                options,
+                host.dtype,
+                host.hidden_size,
+                host.max_batch_size,
+                device=host.device,
+                num_seq_slots=host.max_num_sequences,
+            )
+        return SlotStateManager(
+            worker.verifier.modes,
+            host.max_batch_size,
+            device=host.device,
+            num_seq_slots=host.max_num_sequences,
+        )
+
+    @staticmethod
+    def _thinking(config: MTPDecodingConfig, host: HostFacts) -> tuple[int, int] | None:
+        """The ids of the thinking phase, where acceptance is relaxed by it."""
+        if not config.use_relaxed_acceptance_for_thinking:
+            return None
+        begin, end = resolve_thinking_tokens(config, host.encode)
+        for edge, token in (("begin", begin), ("end", end)):
+            if not 0 <= token < host.vocab_size:
+                raise ConfigError(
+                    f"{edge}_thinking_phase_token: {token} is outside the vocabulary of "
+                    f"{host.vocab_size}"
+                )
+        return begin, end
 
     @staticmethod
     def _own(config: Any) -> MTPDecodingConfig:
@@ -150,13 +162,10 @@ class MTPPlugin:
     @staticmethod
     def _refuse_unbuilt(config: MTPDecodingConfig) -> None:
         """Name every option that the schema knows and this version does not run."""
-        unbuilt = [
-            f"mtp.{name}={getattr(config.mtp, name)}"
-            for name, built in (
-                ("verification", BUILT),
-                ("draft_sampling", ("coupled", "greedy")),
-            )
-            if getattr(config.mtp, name) not in built
-        ]
+        asked = (
+            ("verification", config.mtp.verification, BUILT),
+            ("draft_sampling", config.mtp.draft_sampling, ("coupled", "greedy")),
+        )
+        unbuilt = [f"mtp.{name}={value}" for name, value, built in asked if value not in built]
         if unbuilt:
             raise ConfigError(f"not built in this version: {', '.join(unbuilt)}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.config import OtherDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import NoDraftsWorker
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
@@ -15,6 +16,7 @@ from mtp_plugin.speculative.plugin.contract import (
     SpeculativePieces,
 )
 from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.state import SlotStateManager
 
 NO_SPECULATION = "none"
 
@@ -30,7 +32,7 @@ class NoSpeculationPlugin:
         Raises:
             ConfigError: options beside the decoding type, which nothing would read.
         """
-        options = dict(getattr(config, "options", None) or {})
+        options = config.options if isinstance(config, OtherDecodingConfig) else {}
         if options:
             raise ConfigError(
                 f"speculative_config: decoding_type {NO_SPECULATION!r} takes no options, got "
@@ -47,10 +49,35 @@ class NoSpeculationPlugin:
                 max_draft_len=0,
                 spec_dec_mode=SpeculativeDecodingMode.NONE,
                 mtp_num_modules=0,
+                mtp_hidden_states_manager=manager,
                 max_position=host.max_seq_len - 1,
                 device=host.device,
             )
 
-        sampler = MTPSampler(host.sampler_args, nextn=0, device=host.device)
-        worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device=host.device)
-        return SpeculativePieces(None, worker, sampler, make_metadata, plan, backend=worker.backend)
+        options = DecodingOptions(max_draft_len=0)
+        worker = NoDraftsWorker(options, device=host.device)
+        manager = SlotStateManager(
+            worker.verifier.modes,
+            host.max_batch_size,
+            device=host.device,
+            num_seq_slots=host.max_num_sequences,
+        )
+        sampler = MTPSampler(
+            host.sampler_args,
+            nextn=0,
+            device=host.device,
+            served_options=worker.verifier.served_options,
+        )
+        return SpeculativePieces(
+            manager,
+            worker,
+            sampler,
+            make_metadata,
+            plan,
+            manager.slot_of,
+            sampler.served_options,
+            backend=worker.backend,
+            device_store=sampler.device_tensors,
+            make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
+            memory_report=partial(manager.memory_report, "request state"),
+        )
