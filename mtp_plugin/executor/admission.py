@@ -13,6 +13,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
+from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.tokenizer import detokenizer_of, encode
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
@@ -132,7 +133,7 @@ class Admission:
         return ids
 
     def _check_options(self, params: SamplingParams, request_id: int) -> None:
-        unsupported = params.unsupported()
+        unsupported = params.unsupported(self._pieces.served_options)
         if params.stop and self._tokenizer is None:
             unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
         elif params.stop:
@@ -147,6 +148,16 @@ class Admission:
             for t in params.stop_token_ids
             if t >= vocab
         ]
+        try:
+            # whatever the prompt is, the ids that end the request are these
+            StopRule.of(
+                params,
+                prompt_len=0,
+                max_seq_len=self._max_seq_len,
+                end_ids=self._facts.eos_token_ids,
+            )
+        except RequestError as error:
+            unsupported.append(str(error))
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
 

@@ -212,11 +212,11 @@ def _executor(
         chunk_policy=chunk_policy,
         chunking=config.enable_chunked_prefill,
     )
-    managers: dict[str, ResourceManager] = {}
-    if pieces.manager is not None:
-        managers["spec_resource_manager"] = pieces.manager
-    managers["seq_slot_manager"] = seq_slots
-    managers["kv_cache_manager"] = blocks
+    managers: dict[str, ResourceManager] = {
+        "spec_resource_manager": pieces.manager,
+        "seq_slot_manager": seq_slots,
+        "kv_cache_manager": blocks,
+    }
     return PyExecutor(
         engine,
         scheduler,

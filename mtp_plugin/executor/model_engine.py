@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,7 @@ from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
-from mtp_plugin.speculative.step import RowParameters, to_device
-
-STOP_WIDTH = 32
-"""Stop ids for which a row of a step has room: a warp's lanes.
-
-Only the masking for ``min_tokens`` and relaxed acceptance read them. Compiled for Hopper, the
-kernels of the former are no longer for 32 ids than for 8, and half again to twice as long for 64;
-that of the latter hardly changes. A batch with a request of more stop ids runs eagerly, from a
-wider table, until that request has ended.
-"""
+from mtp_plugin.speculative.step import to_device
 
 
 @dataclass(frozen=True)
@@ -83,14 +75,13 @@ class ModelEngine:
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._padded_sizes = sorted(padded_sizes)
         self._attn_backend = attn_backend
-        self._table = self.make_table(STOP_WIDTH)
+        self._table = self.make_table()
 
-    def make_table(self, stop_width: int) -> RowTable:
+    def make_table(self) -> RowTable:
         """A table for the rows of this engine's steps."""
         return RowTable(
             self.max_batch_size,
             step_rows=self.pieces.plan.step_rows,
-            stop_width=stop_width,
             table_width=self.blocks.blocks_for(self.max_seq_len),
             sentinel_block=self.blocks.sentinel_block,
             device=self.device,
@@ -106,24 +97,18 @@ class ModelEngine:
             ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
                 buffers for graphs.
         """
-        store = getattr(self.pieces.sampler, "device_tensors", None)
-        if store is None:
+        store, make_metadata = self.pieces.device_store, self.pieces.make_graph_metadata
+        if store is None or make_metadata is None:
+            missing = "device_store" if store is None else "make_graph_metadata"
             raise ConfigError(
-                "cuda_graph_config: expected null with a sampler that has no device_tensors(), got "
-                f"{type(self.pieces.sampler).__name__}"
-            )
-        make_metadata = getattr(self.spec_metadata, "create_cuda_graph_metadata", None)
-        if make_metadata is None:
-            raise ConfigError(
-                "cuda_graph_config: expected null with metadata that has no "
-                f"create_cuda_graph_metadata(), got {type(self.spec_metadata).__name__}"
+                f"cuda_graph_config: expected null with pieces that have no {missing}"
             )
         captured = CapturedSteps(
             self.launch,
-            self.make_table(STOP_WIDTH),
+            self.make_table(),
             self.padding_row(),
             store(),
-            make_metadata,
+            partial(make_metadata, self.spec_metadata),
             self.pieces.replay_checks,
         )
         ordered = sorted(sizes, reverse=True)
@@ -132,10 +117,10 @@ class ModelEngine:
             for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True)
         }
         shapes = [
-            StepShape((), size, draft_len, masks_stops)
+            StepShape((), size, draft_len, edits_logits)
             for size in ordered
             for draft_len in reversed(self.pieces.draft_lens(served[size]))
-            for masks_stops in (False, True)
+            for edits_logits in (False, True)
         ]
         for number, shape in enumerate(shapes, 1):
             report(f"capturing CUDA graphs {number}/{len(shapes)}")
@@ -177,15 +162,12 @@ class ModelEngine:
             chunk_lens=tuple(r.context_chunk_size for r in batch.context_requests),
             num_generations=len(batch.generation_requests) + padding,
             draft_len=self._draft_len(batch),
-            masks_stops=any(r.params.min_tokens for r in batch.all_requests()),
+            edits_logits=any(r.edits_logits for r in batch.all_requests()),
         )
         if self.captured is not None:
             outputs = self.captured.replay(shape, rows)
             if outputs is not None:
                 return outputs
-        stop_width = max(len(row.stop_ids) for row in rows)
-        if not self._table.holds(len(rows), stop_width):
-            self._table = self.make_table(2 * stop_width)
         step = self._table.upload(rows)
         # a backend that gathers pages gathers no more than there are
         width = max(1, *(len(row.blocks) for row in rows))
@@ -216,8 +198,8 @@ class ModelEngine:
         Args:
             shape: of the step. step: its rows. contexts: its chunks; None where there are none.
             previous: as :meth:`forward`.
-            spec_metadata: of a step that is captured: its buffers are filled on the device;
-                None: the engine's own, filled from the host.
+            spec_metadata: of a step that is captured: it gets what is on the device already; None:
+                the engine's own, filled from the host.
         """
         k = shape.draft_len
         generations = step.generations(shape.num_contexts)
@@ -247,17 +229,12 @@ class ModelEngine:
         )
         spec.request_ids = host.request_ids
         spec.num_tokens = int(input_ids.shape[0])
-        spec.row_parameters = RowParameters(
-            step.stop_ids,
-            step.min_tokens_end if shape.masks_stops else None,
-            step.request_number,
-        )
+        spec.edits_logits = shape.edits_logits
         if spec_metadata is None:
             spec.prepare()
         else:
             attn_metadata.is_cuda_graph = True
-            if spec.slot_ids is not None:
-                spec.slot_ids[: len(host.request_ids)].copy_(rows.state_slot)
+            spec.slot_ids = rows.state_slot
         hidden_states = self.model.forward_target(
             input_ids, position_ids.unsqueeze(0), attn_metadata
         )
@@ -282,7 +259,7 @@ class ModelEngine:
         return Row(
             tokens=[0] * self.pieces.plan.step_rows,
             length=1,
-            state_slot=self._state_slot(CUDA_GRAPH_DUMMY_REQUEST_ID),
+            state_slot=self.pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID),
         )
 
     def _context_row(self, request: LlmRequest) -> Row:
@@ -290,9 +267,6 @@ class ModelEngine:
             tokens=[0] * self.pieces.plan.step_rows,
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
-            min_tokens_end=request.min_tokens_end,
-            request_number=request.number,
-            stop_ids=request.py_stop_ids,
             blocks=self.blocks.table(request.request_id),
         )
 
@@ -312,10 +286,7 @@ class ModelEngine:
             capacity=self._capacity(request),
             is_pending=is_late,
             seq_slot=slot if is_late and slot is not None else 0,
-            state_slot=self._state_slot(request.request_id),
-            min_tokens_end=request.min_tokens_end,
-            request_number=request.number,
-            stop_ids=request.py_stop_ids,
+            state_slot=self.pieces.slot_of(request.request_id),
             blocks=self.blocks.table(request.request_id),
         )
 
@@ -324,9 +295,6 @@ class ModelEngine:
 
     def _capacity(self, request: LlmRequest) -> int:
         return min(self.blocks.reserved_rows(request.request_id), request.max_length)
-
-    def _state_slot(self, request_id: int) -> int:
-        return 0 if self.pieces.slot_of is None else self.pieces.slot_of(request_id)
 
     def _num_padding_rows(self, batch: ScheduledRequests) -> int:
         if batch.context_requests:

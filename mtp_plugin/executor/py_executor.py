@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor.model_engine import ModelEngine
@@ -14,10 +15,10 @@ from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import Sampler
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
+from mtp_plugin.speculative.step import StepResult
 
 
-@dataclass(frozen=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """What one step gave one request: 0 to K+1 tokens, and the text that they make visible."""
 
     request_id: int
@@ -71,7 +72,6 @@ class PyExecutor:
         self.num_steps = 0
         self.num_preemptions = 0
         self._requests: dict[int, LlmRequest] = {}
-        self._reported: dict[int, int] = {}
         self._launched: _Launched | None = None
         self._closed = False
 
@@ -100,7 +100,6 @@ class PyExecutor:
             raise RequestError(f"request {request.request_id}: the id is in use")
         self.check_fits(request)
         self._requests[request.request_id] = request
-        self._reported[request.request_id] = request.get_num_tokens()
         self.scheduler.waiting.append(request)
 
     def cancel(self, request_id: int) -> bool:
@@ -148,8 +147,7 @@ class PyExecutor:
         outputs = self.engine.forward(batch, None, set())
         state = self.sampler.sample_async(batch, outputs)
         self._update_request_states(batch)
-        self.sampler.update_requests(state)
-        events = self._responses(batch)
+        events = self._responses(self.sampler.update_requests(state))
         self.resources.update_resources(batch)
         return cancelled + events
 
@@ -163,17 +161,17 @@ class PyExecutor:
             self.resources.prepare_resources(batch)
             device = previous.state.device if previous is not None else None
             outputs = self.engine.forward(batch, device, in_flight)
+        results: Sequence[StepResult] = ()
         if previous is not None:
-            self.sampler.update_requests(previous.state)
+            results = self.sampler.update_requests(previous.state)
         self._launched = None
         if outputs is not None:
             state = self.sampler.sample_async(batch, outputs)
             self._update_request_states(batch)
             epochs = {r.request_id: r.py_epoch for r in batch.all_requests()}
             self._launched = _Launched(batch, state, epochs)
-        events: list[StepEvent] = []
+        events = self._responses(results)
         if previous is not None:
-            events = self._responses(previous.batch)
             self.resources.update_resources(previous.batch)
         return cancelled + events
 
@@ -209,32 +207,27 @@ class PyExecutor:
 
     # ---- results ----------------------------------------------------------------------------
 
-    def _responses(self, batch: ScheduledRequests) -> list[StepEvent]:
-        """Events of a batch whose tokens were appended; finished requests give everything back."""
+    def _responses(self, results: Sequence[StepResult]) -> list[StepEvent]:
+        """Events of what a step gave; finished requests give everything back."""
         return [
-            event
-            for request in batch.all_requests()
-            if request.request_id in self._requests and (event := self._report(request)) is not None
+            self._report(request, result.token_ids)
+            for result in results
+            if (request := self._requests.get(result.request_id)) is not None
+            and (result.token_ids or result.finish_reason is not None)
         ]
 
     def _end_cancelled(self) -> list[StepEvent]:
         """Events of requests that ended outside a step."""
-        ended = [r for r in self._requests.values() if r.is_finished]
-        return [event for r in ended if (event := self._report(r)) is not None]
+        return [self._report(r, []) for r in list(self._requests.values()) if r.is_finished]
 
-    def _report(self, request: LlmRequest) -> StepEvent | None:
-        start = self._reported[request.request_id]
-        tokens = request.get_tokens()[start:]
-        if not tokens and not request.is_finished:
-            return None
-        self._reported[request.request_id] = start + len(tokens)
+    def _report(self, request: LlmRequest, token_ids: list[int]) -> StepEvent:
         text = request.text
         segments = text.drain(final=request.is_finished) if text is not None else []
         if request.is_finished:
             self._terminate(request)
         return StepEvent(
             request.request_id,
-            tokens,
+            token_ids,
             segments,
             request.finish_reason,
             request.py_acceptance.label,
@@ -245,7 +238,6 @@ class PyExecutor:
         self.scheduler.remove(request)
         self.acceptance.merge(request.py_acceptance)
         del self._requests[request.request_id]
-        del self._reported[request.request_id]
 
     def _fail_all(self, why: str) -> None:
         self._launched = None

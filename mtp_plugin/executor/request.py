@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
-
-_logger = logging.getLogger("mtp_plugin")
 
 
 class LlmRequest:
@@ -19,8 +16,6 @@ class LlmRequest:
 
     ``py_epoch`` grows with every preemption: results of an older epoch are late and dropped.
     """
-
-    is_dummy = False
 
     def __init__(
         self,
@@ -36,9 +31,6 @@ class LlmRequest:
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
-        self.number = request_id & 0x7FFFFFFF
-        """The order in which requests were handed in, over the life of an executor: synthetic draws
-        follow it."""
         self.params = params
         self.text = text
         self.tokens = list(prompt_token_ids)
@@ -48,10 +40,6 @@ class LlmRequest:
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
-        stops = (() if params.ignore_eos else end_ids) + params.stop_token_ids
-        self.py_stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
-        self.py_end_id: int | None = self.py_stop_ids[0] if self.py_stop_ids else None
-        self.py_max_new_tokens = params.max_new_tokens
         self.py_orig_prompt_len = len(prompt_token_ids)
         self.py_draft_tokens: list[int] = []
         self.py_num_drafted = 0
@@ -59,19 +47,24 @@ class LlmRequest:
         self.py_num_accepted_draft_tokens = 0
         self.py_decoding_iter = 0
         self.py_disable_speculative_decoding = not params.speculate
-        self.py_relaxed_acceptance = params.relaxed_acceptance
         self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
         self.py_draft_state = DraftState.fresh(max_draft_len)
         self.num_preemptions = 0
-        self.max_length = min(max_seq_len, self.py_orig_prompt_len + params.max_new_tokens)
+        self.facts = RequestFacts.of(
+            request_id,
+            params,
+            prompt_len=self.py_orig_prompt_len,
+            max_seq_len=max_seq_len,
+            end_ids=end_ids,
+            watch=None if text is None else text.push,
+            stats=self.py_acceptance,
+        )
+        self.edits_logits = self.facts.edits_logits
+        self.max_length = self.facts.stop.max_length
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
-        self.min_tokens_end = min(self.py_orig_prompt_len + params.min_tokens, self.max_length)
-        """Index of the first token that may end the text."""
         self.context_length = len(self.tokens)
         self.context_current_position = 0
         self.context_chunk_size = 0
-        self._step_start = len(self.tokens)
-        self._last_iteration = -1
 
     # ---- tokens -----------------------------------------------------------------------------
 
@@ -89,41 +82,26 @@ class LlmRequest:
         return self.tokens[self.py_orig_prompt_len :]
 
     def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
-        """Append an emitted token, and its text; a tokenizer that fails ends the request.
+        """Append an emitted token.
 
         Raises:
             ExecutorError: the request has finished.
         """
         if self.is_finished:
             raise ExecutorError(f"request {self.request_id} has finished; token {token} came late")
-        if self.py_decoding_iter != self._last_iteration:
-            self._last_iteration = self.py_decoding_iter
-            self._step_start = len(self.tokens)
-        from_draft = len(self.tokens) - self._step_start < self.py_num_accepted_draft_tokens
         self.tokens.append(token)
-        if self.text is not None:
-            try:
-                self.text.push(token, from_draft=from_draft)
-            except Exception as error:
-                why = f"the tokenizer cannot decode token {token}: {type(error).__name__}: {error}"
-                _logger.exception("request %s: %s", self.request_id, why)
-                self.fail(why)
-
-    def py_stop_criterion(self) -> bool:
-        """Whether the text so far contains a stop string."""
-        return self.text is not None and self.text.stopped
 
     # ---- life -------------------------------------------------------------------------------
 
     @property
     def is_finished(self) -> bool:
         """Whether no further token will come."""
-        return self.state == RequestState.GENERATION_COMPLETE
+        return self.state is RequestState.GENERATION_COMPLETE
 
     @property
     def is_generating(self) -> bool:
         """Whether the whole prompt has been read."""
-        return self.state == RequestState.GENERATION_IN_PROGRESS
+        return self.state is RequestState.GENERATION_IN_PROGRESS
 
     @property
     def error(self) -> str | None:

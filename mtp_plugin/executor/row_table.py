@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.requests.stop_ids import NO_STOP
 
 
 @dataclass
@@ -29,10 +28,7 @@ class Row:
     capacity: int = 0  # KV rows that the request may touch
     is_pending: bool = False  # its last result is only on the device
     seq_slot: int = 0  # where, in the sampler's store
-    state_slot: int = 0  # its row in the pools of the speculative manager
-    min_tokens_end: int = 0  # first token index at which a stop id may stand
-    request_number: int = 0  # of 31 bits; synthetic draws follow it
-    stop_ids: Sequence[int] = ()
+    state_slot: int = 0  # of a generation: its row in slot table and pools of the plugin's manager
     blocks: Sequence[int] = field(default=())
 
 
@@ -43,8 +39,6 @@ _FIXED = (
     "is_pending",
     "seq_slot",
     "state_slot",
-    "min_tokens_end",
-    "request_number",
 )
 _fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
@@ -60,9 +54,6 @@ class StepRows:
     is_pending: torch.Tensor  # [N] 0 or 1
     seq_slot: torch.Tensor  # [N]
     state_slot: torch.Tensor  # [N]
-    min_tokens_end: torch.Tensor  # [N]
-    request_number: torch.Tensor  # [N]
-    stop_ids: torch.Tensor  # [N, P], NO_STOP behind those of the request
     block_table: torch.Tensor  # [N, B], the sentinel block behind those of the request
 
     def generations(self, num_contexts: int) -> StepRows:
@@ -77,7 +68,7 @@ class StepShape:
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
-    masks_stops: bool = False  # a request may not stop yet: the logits need a mask
+    edits_logits: bool = False  # a request asks for logits to be changed, as its slot says
 
     @property
     def num_contexts(self) -> int:
@@ -106,7 +97,7 @@ class RowTable:
     """Rows of at most ``max_rows`` requests, on the host and on the device.
 
     Args:
-        max_rows: N at most. step_rows: K+1. stop_width: P. table_width: B.
+        max_rows: N at most. step_rows: K+1. table_width: B.
         sentinel_block: fills the block table. device: of the step.
     """
 
@@ -115,18 +106,15 @@ class RowTable:
         max_rows: int,
         *,
         step_rows: int,
-        stop_width: int,
         table_width: int,
         sentinel_block: int,
         device: torch.device,
     ) -> None:
         self.max_rows = max_rows
-        self.stop_width = stop_width
         self.table_width = table_width
         self._step_rows = step_rows
         self._sentinel = sentinel_block
-        self._stop_column = step_rows + len(_FIXED)
-        self._first_block = self._stop_column + stop_width
+        self._first_block = step_rows + len(_FIXED)
         shape = (max_rows, self._first_block + table_width)
         self._device_rows = torch.zeros(shape, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -134,17 +122,11 @@ class RowTable:
             torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         for rows in (self._device_rows, *self._host_rows):
-            rows[:, self._stop_column : self._first_block] = NO_STOP
             rows[:, self._first_block :] = sentinel_block
         self._host_arrays = [rows.numpy() for rows in self._host_rows]
-        self._written_stops: list[list[Sequence[int]]] = [[()] * max_rows for _ in range(2)]
         self._written_blocks: list[list[Sequence[int]]] = [[()] * max_rows for _ in range(2)]
         self._copied: list[Any] = [None, None]
         self._turn = 0
-
-    def holds(self, num_rows: int, stop_width: int) -> bool:
-        """Whether a step of this size fits."""
-        return num_rows <= self.max_rows and stop_width <= self.stop_width
 
     def upload(self, rows: Sequence[Row]) -> StepRows:
         """Start the copy of a step's rows to the device.
@@ -152,24 +134,18 @@ class RowTable:
         Waits only where the copy of two steps before is still to come.
 
         Raises:
-            ExecutorError: more rows, stop ids or blocks than the table holds.
+            ExecutorError: more rows or blocks than the table holds.
         """
         self._check(rows)
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        array, stop, block = self._host_arrays[self._turn], self._stop_column, self._first_block
+        array, block = self._host_arrays[self._turn], self._first_block
         count = len(rows)
         if rows:
-            array[:count, :stop] = [[*row.tokens, *_fixed_of(row)] for row in rows]
+            array[:count, :block] = [[*row.tokens, *_fixed_of(row)] for row in rows]
         # most steps change nothing in these
-        _rewrite(
-            array[:, stop:block],
-            self._written_stops[self._turn],
-            [row.stop_ids for row in rows],
-            NO_STOP,
-        )
         _rewrite(
             array[:, block:],
             self._written_blocks[self._turn],
@@ -181,12 +157,8 @@ class RowTable:
         return self.view(count)
 
     def _check(self, rows: Sequence[Row]) -> None:
-        stops = max((len(row.stop_ids) for row in rows), default=0)
-        if not self.holds(len(rows), stops):
-            raise ExecutorError(
-                f"step rows: {len(rows)} rows of up to {stops} stop ids, the table holds "
-                f"{self.max_rows} of {self.stop_width}"
-            )
+        if len(rows) > self.max_rows:
+            raise ExecutorError(f"step rows: {len(rows)} rows, the table holds {self.max_rows}")
         blocks = max((len(row.blocks) for row in rows), default=0)
         if blocks > self.table_width:
             raise ExecutorError(
@@ -196,11 +168,10 @@ class RowTable:
     def view(self, num_rows: int) -> StepRows:
         """The first rows on the device."""
         rows = self._device_rows[:num_rows]
-        step, stop, block = self._step_rows, self._stop_column, self._first_block
+        step, block = self._step_rows, self._first_block
         fixed = {name: rows[:, step + i] for i, name in enumerate(_FIXED)}
         return StepRows(
             tokens=rows[:, :step],
-            stop_ids=rows[:, stop:block],
             block_table=rows[:, block:],
             **fixed,
         )

@@ -144,10 +144,9 @@ def assert_drained(llm: LLM) -> None:
     """Every slot and block was given back."""
     assert llm.blocks.num_free_blocks == llm.blocks.num_blocks
     assert not llm.seq_slots.slots.slot_mapping
-    manager = llm.pieces.manager
-    if manager is not None:
-        assert not manager.slot_manager.slot_mapping
-        assert len(set(manager.slot_manager.free_slots)) == manager.slot_manager.max_num_requests
+    slots = llm.pieces.manager.slot_manager
+    assert not slots.slot_mapping
+    assert len(set(slots.free_slots)) == slots.max_num_requests
 
 
 @pytest.fixture

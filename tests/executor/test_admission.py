@@ -161,6 +161,13 @@ REQUESTS = [
         ),
     ),
     Case(
+        "more ids than can be held back, beside another reason",
+        [[1]],
+        "request 0: not supported: n=2, min_tokens=2 beside 33 ids that end the text: at most 32 "
+        "can be held back",
+        params=SamplingParams(min_tokens=2, stop_token_ids=tuple(range(33)), ignore_eos=True, n=2),
+    ),
+    Case(
         "a stop string that is never text",
         "ab",
         "request 0: not supported: stop='<end>' (special tokens are no text, give their ids in "

@@ -449,7 +449,7 @@ def test_the_phase_is_followed_in_steps_without_drafts(bed, target, keep_warm):
         if not request.is_finished:
             slot = llm.pieces.manager.slot_manager.get_slot(request.request_id)
             thought[request.get_num_tokens() - len(prompt)] = bool(
-                llm.pieces.manager.thinking_pool[slot]
+                llm.pieces.manager.table.column("thinking")[slot]
             )
     assert set(watched.lengths) == {0}
     assert thought == {count: count <= truth.index(truth[4]) for count in range(1, 12)}

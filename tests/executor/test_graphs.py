@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_plugin.errors import ConfigError, MetadataError
-from mtp_plugin.executor import SamplingParams, row_table
-from mtp_plugin.executor.model_engine import STOP_WIDTH
+from mtp_plugin.errors import ConfigError, MetadataError, RequestError
+from mtp_plugin.executor import SamplingParams, model_engine, row_table
 from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.infer import greedy_decode
-from mtp_plugin.speculative.drafting import MTPEagleWorker
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
+from mtp_plugin.speculative.state import SlotStateManager
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches
 from tests.executor.replays import WatchedGraphs
 
@@ -130,24 +131,23 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_more_stop_ids_than_the_table_holds_run_eagerly(graphed, target, prompts, no_overlap):
+def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts, no_overlap):
+    """Nothing on the device reads them: the sampler stops the request."""
     watched = graphed(disable_overlap_scheduler=no_overlap)
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stop = free[0][6]
-    stops = (*never_emitted(free, STOP_WIDTH), stop)
+    stops = (*never_emitted(free, MAX_STOP_IDS), stop)
     params = greedy(stop_token_ids=stops)
     assert watched.generate(few, params) == [target.greedy(p, 16, stop=stops) for p in few]
-    assert watched.eager_generations
-    assert not watched.replayed
-    # one of them is enough, and the next batch is none of theirs
     mixed = [params, greedy(), greedy()]
     want = [target.greedy(few[0], 16, stop=stops), *free[1:]]
     assert watched.generate(few, mixed) == want
-    assert watched.replayed  # the others, once it has stopped
-    eager = len(watched.eager_generations)
-    assert watched.generate(few, greedy()) == free
-    assert len(watched.eager_generations) == eager
+    assert watched.replayed
+    assert not watched.eager_generations
+    # held back they would have to be known there
+    with pytest.raises(RequestError, match="beside 33 ids that end the text"):
+        watched.generate(few, greedy(stop_token_ids=stops, min_tokens=4))
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -179,7 +179,7 @@ def test_min_tokens_mask_inside_graphs(graphed, bed, prompts, vanilla):
         params = greedy(20, stop_token_ids=(stop,), min_tokens=min_tokens)
         outputs = watched.generate([prompt, prompts[5]], [params, greedy(30)])
         assert outputs == [want, greedy_decode(model, prompts[5], 30)]
-        masked = {shape.masks_stops for shape in watched.replayed[first:]}
+        masked = {shape.edits_logits for shape in watched.replayed[first:]}
         # the request beside it goes on alone
         assert masked == ({False} if min_tokens == 0 else {True, False})
     assert not watched.eager_generations
@@ -219,7 +219,7 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
     if not keep_warm:
         # a batch that can use less than was chosen runs with that less
         lengths = {1: {0, 1, K}, 2: {0, 1, K}, 4: {0, 1}, 8: {0}}
-    captured = {(s.num_generations, s.draft_len, s.masks_stops) for s in watched.captured.shapes}
+    captured = {(s.num_generations, s.draft_len, s.edits_logits) for s in watched.captured.shapes}
     assert captured == {(n, k, m) for n, ks in lengths.items() for k in ks for m in (False, True)}
     dice = random.Random(7)
     prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(2, 9))] for _ in range(9)]
@@ -238,6 +238,59 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
         assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
     assert {shape.draft_len for shape in watched.replayed} == {0, 1, K}
     assert not watched.eager_generations
+
+
+# --- slots ---
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_captured_steps_read_slots_where_their_inputs_have_them(graphed, prompts, monkeypatch, k):
+    """No copy: the worker is handed the very tensor that the step's inputs were written to."""
+    made, read = [], []
+    inputs_of, forward = model_engine.generation_inputs, SpecWorker.forward
+
+    def note_inputs(*args, **options):
+        made.append(inputs_of(*args, **options))
+        return made[-1]
+
+    def note_slots(self, *args, **given):
+        if given["attn_metadata"].is_cuda_graph:
+            read.append((given["spec_metadata"].slot_ids, made[-1].state_slot))
+        return forward(self, *args, **given)
+
+    monkeypatch.setattr(model_engine, "generation_inputs", note_inputs)
+    monkeypatch.setattr(SpecWorker, "forward", note_slots)
+    watched = graphed(k=k)
+    watched.generate(prompts[:3], greedy(6))
+    assert watched.replayed
+    assert read
+    assert all(slots is those for slots, those in read)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("sizes", [(1, 2, 4), None], ids=["graphs", "eager"])
+def test_min_tokens_without_drafts(graphed, bed, prompts, sizes, no_overlap):
+    """Decoding without speculation keeps slots too: what is masked stands in them."""
+    options = {"k": 0, "disable_overlap_scheduler": no_overlap}
+    model, few = bed.oracle_model.target, prompts[3:6]
+    stops = [greedy_decode(model, prompt, 20)[1] for prompt in few]
+    params = [greedy(12, stop_token_ids=(s,), min_tokens=3 * i) for i, s in enumerate(stops)]
+    want = [
+        greedy_decode(model, prompt, 12, eos_token_ids=(stop,), min_tokens=3 * i)
+        for i, (prompt, stop) in enumerate(zip(few, stops, strict=True))
+    ]
+    if sizes is None:
+        llm = bed.llm(cuda_graph_config=None, **options)
+        assert [output.token_ids for output in llm.generate(few, params)] == want
+    else:
+        watched = graphed(sizes=sizes, **options)
+        llm = watched.llm
+        assert watched.generate(few, params) == want
+        assert {shape.edits_logits for shape in watched.replayed} == {True}
+        assert not watched.eager_generations
+    # requests end with their slots given back
+    assert type(llm.pieces.manager) is SlotStateManager
+    assert_drained(llm)
 
 
 # --- set-up, failures and the end ---
@@ -312,17 +365,11 @@ def test_shutdown_frees_graphs_and_kv(graphed, prompts):
 
 def test_what_graphs_need_of_a_plugin(bed):
     engine = bed.llm().executor.engine
-    sampler, metadata = engine.pieces.sampler, engine.spec_metadata
-    engine.pieces.sampler.device_tensors = None
-    with pytest.raises(
-        ConfigError, match=r"sampler that has no device_tensors\(\), got MTPSampler"
-    ):
-        engine.capture([1], lambda _: None)
-    del sampler.device_tensors
-    engine.spec_metadata = SimpleNamespace(mtp_hidden_states_manager=None)
-    with pytest.raises(ConfigError, match=r"no create_cuda_graph_metadata\(\), got SimpleName"):
-        engine.capture([1], lambda _: None)
-    engine.spec_metadata = metadata
+    pieces = engine.pieces
+    for name in ("device_store", "make_graph_metadata"):
+        engine.pieces = dataclasses.replace(pieces, **{name: None})
+        with pytest.raises(ConfigError, match=f"expected null with pieces that have no {name}"):
+            engine.capture([1], lambda _: None)
 
 
 def test_ones_that_a_graph_reads_are_kept():
@@ -338,21 +385,10 @@ def test_ones_that_a_graph_reads_are_kept():
 
 def test_rows_hold_nothing_of_the_request_before():
     """Both buffers in turn: a place goes from a long request to a short one, and to padding."""
-    table = RowTable(
-        1, step_rows=1, stop_width=2, table_width=4, sentinel_block=9, device=torch.device("cpu")
-    )
-    for blocks, stops in (
-        ([1, 2, 3, 4], (7, 8)),
-        ([5, 6], (7,)),
-        ([1, 2, 3, 4], ()),
-        ([1, 2], (3, 4)),
-        ([], ()),
-        ([2, 1, 3], (5,)),
-        ([2, 1], ()),
-    ):
-        rows = table.upload([Row(tokens=[0], length=1, stop_ids=stops, blocks=blocks)])
+    table = RowTable(1, step_rows=1, table_width=4, sentinel_block=9, device=torch.device("cpu"))
+    for blocks in ([1, 2, 3, 4], [5, 6], [1, 2, 3, 4], [1, 2], [], [2, 1, 3], [2, 1]):
+        rows = table.upload([Row(tokens=[0], length=1, blocks=blocks)])
         assert rows.block_table.tolist() == [blocks + [9] * (4 - len(blocks))]
-        assert rows.stop_ids.tolist() == [[*stops, *[-1] * (2 - len(stops))]]
 
 
 def test_rows_wait_for_the_copy_of_their_buffer(monkeypatch):
@@ -373,7 +409,6 @@ def test_rows_wait_for_the_copy_of_their_buffer(monkeypatch):
     table = RowTable(
         2,
         step_rows=1,
-        stop_width=1,
         table_width=1,
         sentinel_block=0,
         device=torch.device("cpu"),

@@ -761,10 +761,10 @@ def test_a_failure_behind_the_last_token_takes_no_output_away(
     stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
     honest = llm.executor.sampler.update_requests
 
-    def update_requests(state: Any) -> None:
+    def update_requests(state: Any) -> Any:
         if not llm._dispatcher._callbacks:
             raise RuntimeError("late")
-        honest(state)
+        return honest(state)
 
     llm.executor.sampler.update_requests = update_requests
     (output,) = llm.generate([[1, 2, 3]], greedy(40, stop_token_ids=(stop,)))

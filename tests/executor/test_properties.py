@@ -1,4 +1,4 @@
-"""Random schedules: nothing leaks, and every request gets the oracle's tokens."""
+"""Random schedules: nothing leaks, and every request gets the oracle's tokens, told in events."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def test_random_arrivals_aborts_chunks_and_pressure(bed, target, plan):
     )
     arrivals = sorted(plan["requests"], key=lambda r: r["arrives"])
     running = []
+    events = []
     step = 0
     while arrivals or llm.executor.has_work:
         while arrivals and arrivals[0]["arrives"] <= step:
@@ -70,11 +71,16 @@ def test_random_arrivals_aborts_chunks_and_pressure(bed, target, plan):
         for live, wanted in running:
             if wanted["aborts"] is not None and step == wanted["arrives"] + wanted["aborts"]:
                 llm.executor.cancel(live.request_id)
-        llm.executor.step()
+        events += llm.executor.step()
         step += 1
         assert step < 2000  # no schedule may stall
     for live, wanted in running:
         truth = target.greedy(prompt_of(wanted["prompt"]), wanted["tokens"])
+        mine = [event for event in events if event.request_id == live.request_id]
+        assert [token for event in mine for token in event.token_ids] == live.output_token_ids
+        ends = [event.finish_reason for event in mine]
+        assert ends == [None] * (len(mine) - 1) + [live.finish_reason]
+        assert all(event.token_ids for event in mine[:-1])
         if live.finish_reason is FinishReason.CANCELLED:
             assert live.output_token_ids == truth[: len(live.output_token_ids)]
         else:

@@ -1,161 +1,17 @@
-"""SamplingParams: what it takes and refuses; LlmRequest: chunks, tokens, pauses, ends."""
+"""LlmRequest: its facts, chunks, tokens, pauses, ends."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LlmRequest, SamplingParams
 from mtp_plugin.requests.detokenizer import RequestText, Segment
 from mtp_plugin.requests.states import FinishReason, RequestState
-
-# --- sampling parameters ---
-
-
-class Refused(NamedTuple):
-    options: dict[str, Any]
-    message: str
-
-
-REFUSED = [
-    Refused({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
-    Refused({"max_new_tokens": -3}, "max_new_tokens must be an integer >= 1, got -3"),
-    Refused({"max_new_tokens": 2.0}, "max_new_tokens must be an integer >= 1, got 2.0"),
-    Refused({"max_new_tokens": True}, "max_new_tokens must be an integer >= 1, got True"),
-    Refused({"max_new_tokens": None}, "max_new_tokens must be an integer >= 1, got None"),
-    Refused({"min_tokens": -1}, "min_tokens must be an integer >= 0, got -1"),
-    Refused({"min_tokens": "2"}, "min_tokens must be an integer >= 0, got '2'"),
-    Refused({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is above max_new_tokens 8"),
-    Refused({"stop": "END"}, "stop must be a sequence of strings that are not empty, got 'END'"),
-    Refused({"stop": [""]}, "stop must be a sequence of strings that are not empty, got ('',)"),
-    Refused({"stop": [3]}, "stop must be a sequence of strings that are not empty, got (3,)"),
-    Refused({"stop": b"x"}, "stop must be a sequence of strings that are not empty, got b'x'"),
-    Refused({"stop_token_ids": 5}, "stop_token_ids must be a sequence of token ids >= 0, got 5"),
-    Refused(
-        {"stop_token_ids": [-1]}, "stop_token_ids must be a sequence of token ids >= 0, got (-1,)"
-    ),
-    Refused(
-        {"stop_token_ids": "12"}, "stop_token_ids must be a sequence of token ids >= 0, got '12'"
-    ),
-    Refused({"temperature": -0.1}, "temperature must be a number >= 0, got -0.1"),
-    Refused({"temperature": float("nan")}, "temperature must be a number >= 0, got nan"),
-    Refused({"temperature": float("inf")}, "temperature must be a number >= 0, got inf"),
-    Refused({"temperature": "hot"}, "temperature must be a number >= 0, got 'hot'"),
-    Refused({"top_k": -1}, "top_k must be an integer >= 0, got -1"),
-    Refused({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
-    Refused({"top_p": 1.1}, "top_p must be a number from 0 to 1, got 1.1"),
-    Refused({"top_p": -0.5}, "top_p must be a number from 0 to 1, got -0.5"),
-    Refused({"min_p": 2}, "min_p must be a number from 0 to 1, got 2"),
-    Refused({"seed": -1}, "seed must be an integer from 0 to 2**64 - 1, got -1"),
-    Refused({"seed": 2**64}, f"seed must be an integer from 0 to 2**64 - 1, got {2**64}"),
-    Refused({"n": 0}, "n must be an integer >= 1, got 0"),
-    Refused({"ignore_eos": "yes"}, "ignore_eos must be True or False, got 'yes'"),
-    Refused({"speculate": 1}, "speculate must be True or False, got 1"),
-    Refused({"relaxed_acceptance": None}, "relaxed_acceptance must be True or False, got None"),
-]
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case.options))
-def test_wrong_values_are_refused(case: Refused) -> None:
-    message = f"^sampling parameters: {re.escape(case.message)}$"
-    with pytest.raises(RequestError, match=message) as caught:
-        SamplingParams(**case.options)
-    assert isinstance(caught.value, MTPPluginError)
-    assert isinstance(caught.value, ValueError)
-
-
-def test_all_wrong_values_are_named_at_once() -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingParams(max_new_tokens=0, stop="x", temperature=-1, n=0)
-    assert str(caught.value).split("; ") == [
-        "sampling parameters: max_new_tokens must be an integer >= 1, got 0",
-        "stop must be a sequence of strings that are not empty, got 'x'",
-        "temperature must be a number >= 0, got -1",
-        "n must be an integer >= 1, got 0",
-    ]
-
-
-def test_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="no_repeat_ngram_size"):
-        SamplingParams(no_repeat_ngram_size=2)  # type: ignore[call-arg]
-
-
-def test_lists_and_none_are_as_good_as_tuples() -> None:
-    params = SamplingParams(stop=["a"], stop_token_ids=[3], bad_words=[])  # type: ignore[arg-type]
-    assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (3,), ())
-    assert params.unsupported() == []
-    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
-
-
-def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().max_new_tokens = 3  # type: ignore[misc]
-
-
-def test_what_counts_as_greedy() -> None:
-    """R27: an unset temperature beside a set option samples; 0, top_k 1 and top_p 0 do not."""
-    table = itertools.product(
-        (None, 0, 1e-3, 0.7, 1), (None, 0, 1, 50), (None, 0, 0.9, 1), (None, 0, 0.1)
-    )
-    for values in table:
-        options = dict(zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True))
-        params = SamplingParams(**options)
-        temperature, top_k, top_p, _ = values
-        unset = values == (None, None, None, None)
-        greedy = unset or temperature == 0 or top_k == 1 or top_p == 0
-        assert params.is_greedy is greedy, values
-        named = {option.split("=")[0] for option in params.unsupported()}
-        given = {name for name, value in options.items() if value is not None}
-        assert named == (set() if greedy else given), values
-
-
-UNSUPPORTED = {
-    "n": 2,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "logit_bias": {3: -1.0},
-    "bad_words": ("a",),
-    "logprobs": 0,
-    "prompt_logprobs": 1,
-    "guided_decoding": {"json": {}},
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_an_unsupported_option_is_named_with_its_value(name: str) -> None:
-    value = UNSUPPORTED[name]
-    assert SamplingParams(**{name: value}).unsupported() == [f"{name}={value!r}"]
-
-
-def test_every_unsupported_option_is_named() -> None:
-    options = SamplingParams(temperature=0.7, top_p=0.9, **UNSUPPORTED).unsupported()
-    assert [option.split("=")[0] for option in options] == ["temperature", "top_p", *UNSUPPORTED]
-
-
-def test_every_field_is_supported_or_refused() -> None:
-    """A new option has to be put on one of the two sides."""
-    used = {
-        "max_new_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "stop",
-        "ignore_eos",
-        "speculate",
-        "relaxed_acceptance",
-        "seed",  # greedy decoding draws nothing
-    }
-    sampling = {"temperature", "top_k", "top_p", "min_p"}
-    fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields == used | sampling | set(UNSUPPORTED)
-
-
-# --- the request ---
+from mtp_plugin.requests.stopping import Ending, StopRule
+from mtp_plugin.speculative.host import RequestFacts, read_request
 
 
 class Letters:
@@ -177,30 +33,51 @@ def make(prompt_len: int = 5, *, text: RequestText | None = None, **options: Any
     )
 
 
-def emit(request: LlmRequest, tokens: list[int]) -> None:
+def emit(request: LlmRequest, tokens: list[int]) -> Ending:
     """A step's run, as the sampler hands it over: all but the last token are drafts."""
-    request.py_num_accepted_draft_tokens = len(tokens) - 1
-    request.py_decoding_iter += 1
-    for token in tokens:
+    length = request.get_num_tokens()
+    ending = request.facts.stop.judge(tokens, length, num_drafts=len(tokens) - 1)
+    for token in tokens[: ending.length]:
         request.add_new_token(token)
+    return ending
 
 
 def test_a_fresh_request() -> None:
     request = make(max_new_tokens=10, stop_token_ids=(2, 9, 9))
     assert request.get_tokens() == [0, 1, 2, 3, 4]
     assert request.output_token_ids == []
-    assert request.py_stop_ids == (1, 2, 9)
-    assert request.py_end_id == 1
     assert request.max_length == 15
     assert request.is_first_context_chunk
     assert not request.is_finished
     assert not request.is_generating
 
 
+def test_its_facts() -> None:
+    """What samplers and managers read of it: its own, not what fields of hosts would say."""
+    request = make(max_new_tokens=10, min_tokens=4, stop_token_ids=(2, 9, 9), speculate=False)
+    assert request.facts == RequestFacts(
+        7,
+        StopRule(max_length=15, prompt_len=5, min_tokens=4, end_ids=(1, 2, 9)),
+        full_length=15,
+        options={
+            "max_new_tokens": 10,
+            "min_tokens": 4,
+            "stop_token_ids": (2, 9, 9),
+            "speculate": False,
+        },
+        stats=request.py_acceptance,
+    )
+    assert read_request(request, 3) is request.facts
+    assert request.edits_logits
+    assert request.py_disable_speculative_decoding
+    other = make()
+    assert not other.edits_logits
+    assert not other.py_disable_speculative_decoding
+
+
 def test_ignore_eos_keeps_the_requests_own_stop_ids() -> None:
-    assert make(ignore_eos=True).py_stop_ids == ()
-    assert make(ignore_eos=True).py_end_id is None
-    assert make(ignore_eos=True, stop_token_ids=[8]).py_stop_ids == (8,)
+    assert make(ignore_eos=True).facts.stop.end_ids == ()
+    assert make(ignore_eos=True, stop_token_ids=[8]).facts.stop.end_ids == (8,)
 
 
 def test_the_longest_sequence_is_capped_by_max_seq_len() -> None:
@@ -267,22 +144,21 @@ def test_drafts_of_each_run_are_told_from_its_last_token() -> None:
     text = RequestText(Letters())
     request = make(2, text=text)
     emit(request, [0])  # the prompt's step
-    emit(request, [1, 2, 3])
-    emit(request, [4])
-    emit(request, [5, 6])
+    emit(request, [3, 4, 5])
+    emit(request, [6])
+    emit(request, [7, 8])
     assert text.drain(final=False) == [
         Segment("a", False),
-        Segment("bc", True),
-        Segment("de", False),
-        Segment("f", True),
-        Segment("g", False),
+        Segment("de", True),
+        Segment("fg", False),
+        Segment("h", True),
+        Segment("i", False),
     ]
 
 
-def test_stop_criterion_is_the_texts() -> None:
-    request = make(text=RequestText(Letters(), ("cd",)))
-    emit(request, [1, 2])
-    assert not request.py_stop_criterion()
-    emit(request, [3])
-    assert request.py_stop_criterion()
-    assert not make().py_stop_criterion()
+def test_a_text_ends_its_request() -> None:
+    request = make(text=RequestText(Letters(), ("fg",)))
+    assert emit(request, [3, 5]) == Ending(2)
+    assert emit(request, [6, 7]) == Ending(1, FinishReason.STOP_WORDS)
+    assert request.output_token_ids == [3, 5, 6]
+    assert make().facts.stop.watch is None

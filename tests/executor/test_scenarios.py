@@ -396,7 +396,7 @@ def test_r34_the_phase_survives_chunks(bed, prompts):
             slot = manager.slot_manager.get_slot(request.request_id)
             emitted = request.output_token_ids[0]
             expected = {5: True, 6: False}.get(emitted, thinks)
-            assert bool(manager.thinking_pool[slot]) is expected
+            assert bool(manager.table.column("thinking")[slot]) is expected
             preempt(llm, request)
             while llm.executor.has_work:
                 llm.executor.step()
@@ -416,7 +416,7 @@ class SayingWorker(torch.nn.Module):
     def forward(self, **kwargs):
         if kwargs["attn_metadata"].num_contexts:
             slot = int(kwargs["spec_metadata"].slot_ids[0])
-            self.phases.append(bool(self.manager.thinking_pool[slot]))
+            self.phases.append(bool(self.manager.table.column("thinking")[slot]))
         if self.token is not None:
             kwargs["logits"] = torch.zeros_like(kwargs["logits"])
             kwargs["logits"][:, self.token] = 1.0
@@ -453,7 +453,7 @@ def test_r34_the_phase_survives_a_preemption(bed, prompts, began, said, thinks, 
         # as the slot was told, through every chunk
         assert worker.phases == [thinks] * -(-request.context_length // chunk)
         slot = manager.slot_manager.get_slot(request.request_id)
-        assert bool(manager.thinking_pool[slot]) is thinks
+        assert bool(manager.table.column("thinking")[slot]) is thinks
         delta = float(manager.mtp_relaxed_delta_pool[slot])
         assert delta == (pytest.approx(0.9) if thinks else 0.0)
     assert request.output_token_ids == [said, 9, 9]

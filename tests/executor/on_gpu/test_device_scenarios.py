@@ -23,9 +23,12 @@ def test_r01_captures_write_to_sentinels_only(bed, target, prompts, vanilla):
         for pool in llm.pools.rows(layer, rows):
             assert torch.isnan(pool).all()
     manager = llm.pieces.manager
-    live = [s for s in range(manager.slot_manager.max_num_requests) if s != manager.sentinel_slot]
-    assert not manager.mtp_past_tokens_pool[live].any()
-    assert not manager.mtp_past_hidden_states_pool[live].any()
+    live = slice(0, manager.sentinel_slot)
+    nothing = manager.table.columns.row({})
+    assert manager.table.rows[live].tolist() == [nothing] * manager.sentinel_slot
+    if vanilla:
+        assert not manager.mtp_past_tokens_pool[live].any()
+        assert not manager.mtp_past_hidden_states_pool[live].any()
     outputs = llm.generate(prompts, GREEDY)
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
     assert_drained(llm)

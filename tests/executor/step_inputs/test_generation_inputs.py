@@ -28,8 +28,6 @@ rows = st.builds(
     is_pending=st.booleans(),
     seq_slot=st.integers(0, NUM_SLOTS - 1),
     state_slot=st.integers(0, 9),
-    min_tokens_end=st.integers(0, 9),
-    stop_ids=st.lists(st.integers(0, 500), max_size=2),
     blocks=st.lists(st.integers(0, 90), max_size=5),
 )
 
@@ -46,7 +44,6 @@ def make_table(max_rows: int = 8) -> RowTable:
     return RowTable(
         max_rows,
         step_rows=K + 1,
-        stop_width=2,
         table_width=5,
         sentinel_block=SENTINEL,
         device=DEVICE,
@@ -139,8 +136,6 @@ def test_a_table_shows_every_step_as_it_was_written(steps: list[list[Row]]) -> N
             for name in ("length", "draft_limit", "capacity", "seq_slot", "state_slot"):
                 assert int(getattr(step, name)[place]) == getattr(row, name)
             assert bool(step.is_pending[place]) == row.is_pending
-            stops = list(row.stop_ids)
-            assert step.stop_ids[place].tolist() == stops + [-1] * (2 - len(stops))
             blocks = list(row.blocks)
             assert step.block_table[place].tolist() == blocks + [SENTINEL] * (5 - len(blocks))
 
@@ -148,10 +143,7 @@ def test_a_table_shows_every_step_as_it_was_written(steps: list[list[Row]]) -> N
 def test_a_step_that_does_not_fit_is_refused() -> None:
     table = make_table(max_rows=2)
     row = Row([0] * (K + 1), length=1)
-    assert table.holds(2, 2)
-    assert not table.holds(3, 0)
-    assert not table.holds(1, 3)
-    with pytest.raises(ExecutorError, match="3 rows of up to 0 stop ids, the table holds 2 of 2"):
+    with pytest.raises(ExecutorError, match="3 rows, the table holds 2"):
         table.upload([row] * 3)
     with pytest.raises(ExecutorError, match="a request of 6 blocks, the table holds 5"):
         table.upload([Row([0] * (K + 1), length=1, blocks=list(range(6)))])
