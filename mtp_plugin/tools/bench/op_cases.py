@@ -8,6 +8,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import propose
 from mtp_plugin.speculative.ops.draft_inputs import (
@@ -16,7 +17,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_and_build_inputs,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.step import DraftColumn, StepLayout
+from mtp_plugin.speculative.step import DraftColumn, SlotRows, StepLayout
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
 from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes
@@ -135,7 +136,7 @@ def _strict(shape: Shape, dice: Dice) -> Trial:
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         last = torch.empty(shape.batch, dtype=torch.int32, device=dice.device)
-        accepted = accept(layout, logits, drafts, last_tokens=last, backend=backend).accepted
+        accepted = accept(layout, logits, drafts, last_tokens=last, backend=backend)
         return {
             "tokens": accepted.tokens,
             "num_accepted": accepted.num_accepted,
@@ -154,11 +155,20 @@ def _relaxed(shape: Shape, dice: Dice) -> Trial:
     logits[:, -2:] = -20
     drafts = dice.drafts(logits, shape, best_of=topk)
     batch, device = shape.batch, dice.device
+    in_force = SlotColumn("delta", float, DELTA)
+    columns = TableColumns(
+        (
+            *REQUEST_COLUMNS,
+            in_force,
+            SlotColumn("thinking", int, 1),
+            SlotColumn("relaxed_topk", int, topk),
+            SlotColumn("relaxed_limit", float, DELTA),
+        )
+    )
+    table = torch.tensor([columns.row({})] * (batch + 2), dtype=torch.int32, device=device)
     rule = RelaxedRule(
-        thinking=torch.ones(batch, dtype=torch.bool, device=device),
-        topk=torch.full((batch,), topk, dtype=torch.int32, device=device),
-        delta=torch.full((batch,), DELTA, dtype=torch.float32, device=device),
-        stop_ids=None,
+        slots=SlotRows(table, dice.permutation(batch + 2)[:batch], columns),
+        delta_in_force=table[:, columns.offset(in_force.name)].view(torch.float32),
         begin_token=shape.vocab - 2,
         end_token=shape.vocab - 1,
     )
@@ -167,17 +177,14 @@ def _relaxed(shape: Shape, dice: Dice) -> Trial:
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         last = torch.empty(batch, dtype=torch.int32, device=device)
         result = accept(layout, logits, drafts, rules, last_tokens=last, backend=backend)
-        if result.thinking is None:
-            raise TensorContractError("relaxed acceptance gave no phase")
         return {
-            "tokens": result.accepted.tokens,
-            "num_accepted": result.accepted.num_accepted,
-            "status": result.accepted.status,
+            "tokens": result.tokens,
+            "num_accepted": result.num_accepted,
+            "status": result.status,
             "last_tokens": last,
-            "thinking": result.thinking,
         }
 
-    return Trial(run)
+    return Trial(run, {"slots": table})
 
 
 def _vanilla(shape: Shape, dice: Dice, mixture: Mixture) -> Trial:

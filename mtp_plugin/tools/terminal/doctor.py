@@ -22,6 +22,7 @@ from mtp_plugin.executor.resolved_config import (
     resolve_max_seq_len,
 )
 from mtp_plugin.requests.tokenizer import load_tokenizer
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.plugin import (
     DraftPlan,
     HostFacts,
@@ -176,7 +177,8 @@ def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len
         found.add("drafts per step", f"K = {plan.max_draft_len} by {layers}")
         speculative = config.speculative_config
         if isinstance(speculative, MTPDecodingConfig):
-            label = label_of(speculative, plan.max_draft_len)
+            planned = speculative.model_copy(update={"max_draft_len": plan.max_draft_len})
+            label = label_of(DecodingOptions.read(planned))
             if label is not None:
                 found.add("acceptance", f"{label.name}, {label.settings}: {label.note}")
     else:

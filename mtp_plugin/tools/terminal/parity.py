@@ -17,6 +17,7 @@ from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.verification import label_of
 from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, transformers_attention
@@ -173,7 +174,7 @@ def _variant(config: LLMConfig) -> Variant:
         return Variant(NO_DRAFTS, 0, config.max_batch_size)
     if not isinstance(speculative, MTPDecodingConfig):
         return Variant(speculative.decoding_type, 0, config.max_batch_size)
-    label = label_of(speculative, speculative.draft_len)
+    label = label_of(DecodingOptions.read(speculative))
     if label is not None:
         raise ConfigError(
             f"parity: {label.name} acceptance changes the text by design; expected a config with "

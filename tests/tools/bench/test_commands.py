@@ -86,12 +86,10 @@ def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
     right = op_cases.accept
 
     def wrong(layout, logits, drafts, rules=STRICT, *, backend, **options):
-        verdict = right(layout, logits, drafts, rules, backend=Backend.TORCH, **options)
+        accepted = right(layout, logits, drafts, rules, backend=Backend.TORCH, **options)
         if backend is Backend.TORCH or rules.relaxed is not None:
-            return verdict
-        tokens = verdict.accepted.tokens + 1
-        accepted = dataclasses.replace(verdict.accepted, tokens=tokens)
-        return dataclasses.replace(verdict, accepted=accepted)
+            return accepted
+        return dataclasses.replace(accepted, tokens=accepted.tokens + 1)
 
     monkeypatch.setattr(op_cases, "accept", wrong)
     monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
@@ -109,6 +107,23 @@ def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
     assert relaxed["eager_us"]["median"] > 0
     row = next(line for line in result.stdout.splitlines() if "accept/strict" in line)
     assert row.split()[1:] == ["differs"]
+
+
+def test_a_kernel_that_leaves_a_wrong_phase_yields_no_number(bench, monkeypatch) -> None:
+    """Slots are compared as they stand behind the call."""
+    right = op_cases.accept
+
+    def wrong(layout, logits, drafts, rules=STRICT, *, backend, **options):
+        accepted = right(layout, logits, drafts, rules, backend=Backend.TORCH, **options)
+        if backend is Backend.TRITON and rules.relaxed is not None:
+            rules.relaxed.slots.table[-1] += 1
+        return accepted
+
+    monkeypatch.setattr(op_cases, "accept", wrong)
+    monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
+    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    assert result.exit_code == 1
+    assert [case.get("mismatches") for case in told["cases"]] == [None, ["slots"]]
 
 
 def test_a_wrong_kernel_in_a_step_yields_no_number(bench, monkeypatch) -> None:
