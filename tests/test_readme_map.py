@@ -1,4 +1,4 @@
-"""Every place that the README's map names is there."""
+"""Every place that the map names is there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,37 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+MAP = (ROOT / "mtp_plugin" / "README.md").read_text(encoding="utf-8")
+
+
+def places(text: str) -> list[str]:
+    return re.findall(r"`([\w/]+/(?:[\w.]+\.(?:py|yaml))?)`", text)
+
+
+def is_there(place: str) -> bool:
+    roots = (ROOT, ROOT / "mtp_plugin", ROOT / "mtp_plugin" / "speculative")
+    return any((root / place).exists() for root in roots)
 
 
 def test_places_of_the_map() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    house = text[text.index("## The house") : text.index("## Configuration")]
-    rows = [line.split("|")[1:-1] for line in house.splitlines() if line.startswith("|")]
-    cells = [cell for row in rows for cell in (row[1:] if "`" not in row[0] else row[:1])]
-    places = re.findall(r"`([\w/]+/(?:[\w.]+\.(?:py|yaml))?)`", " ".join(cells))
-    assert len(places) > 40
-    missing = [p for p in places if not ((ROOT / "mtp_plugin" / p).exists() or (ROOT / p).exists())]
-    assert missing == []
+    named = places(MAP)
+    assert len(named) > 80
+    assert [place for place in named if not is_there(place)] == ["hosts/NAME/"]
+
+
+def test_stations_are_numbered_and_name_their_files() -> None:
+    stations = [line.split("|")[1:-1] for line in MAP.splitlines() if re.match(r"\| \d", line)]
+    assert [int(cells[0]) for cells in stations] == list(range(1, len(stations) + 1))
+    assert all(places(cells[2]) for cells in stations)
+
+
+def test_every_wing_is_on_the_map() -> None:
+    wings = {
+        path.name for path in (ROOT / "mtp_plugin").iterdir() if (path / "__init__.py").exists()
+    }
+    rows = [line.split("|")[1] for line in MAP.splitlines() if line.startswith("| `")]
+    assert wings <= {place.strip("/") for place in places(" ".join(rows))}
+
+
+def test_the_readme_leads_to_the_map() -> None:
+    assert "(mtp_plugin/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
