@@ -109,14 +109,17 @@ REQUEST_COLUMNS = (
     SlotColumn("number", int),
     SlotColumn("prompt_len", int),
     *(
-        SlotColumn(option.name, option.column, option.neutral)
+        SlotColumn(option.name, option.column, option.empty)
         for option in OPTIONS.values()
         if option.column is not None
     ),
+    SlotColumn("seed", int, width=2),
     SlotColumn("stop_ids", int, NO_STOP, MAX_STOP_IDS),
 )
 """First in every table: a request's number (31 bits, in the order of handing in), its prompt's
-length, its options, and the ids that end it."""
+length, its options, the low and the high word of its seed, and the ids that end it.
+
+A temperature of 0 is a greedy request's."""
 
 _REQUEST_TABLE = TableColumns(REQUEST_COLUMNS)
 

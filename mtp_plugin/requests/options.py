@@ -47,6 +47,8 @@ class Option:
     column: type[int] | type[float] | None = None
     """Numbers of this kind stand in the slot table, under the option's name; None: no kernel reads
     it."""
+    empty: float = 0
+    """What stands there of a request that does not ask."""
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value changes nothing."""
@@ -140,6 +142,7 @@ class SamplingParams:
         "of the distribution; 0 or unset: greedy",
         "config.temperature",
         draws=True,
+        column=float,
     )
     top_k: int | None = _option(
         None,
@@ -147,6 +150,7 @@ class SamplingParams:
         "draw among so many ids; 0 or unset: all",
         "config.top_k",
         draws=True,
+        column=int,
     )
     top_p: float | None = _option(
         None,
@@ -154,6 +158,8 @@ class SamplingParams:
         "draw among the ids of this share; 1 or unset: all",
         "config.top_p",
         draws=True,
+        column=float,
+        empty=1.0,
     )
     min_p: float | None = _option(
         None,
@@ -161,6 +167,7 @@ class SamplingParams:
         "draw among ids at least this likely beside the first; 0 or unset: all",
         "config.min_p",
         draws=True,
+        column=float,
         host_neutral=lambda share: share == 0,
     )
     seed: int | None = _option(
