@@ -1,0 +1,87 @@
+"""The door of draws.
+
+N rows of logits, V words; R requests.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.sampling import reference
+from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.step import SlotRows, check_slots, expect_vocab
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: DrawnRows,
+    slots: SlotRows,
+    *,
+    role: Role = Role.TARGET,
+    vocab_ids: torch.Tensor | None = None,
+    backend: Backend,
+) -> torch.Tensor:
+    """A token of every row, by its request's temperature, top-k, top-p, min-p and seed [N] int32.
+
+    z = (x - the row's maximum) / T. Of z the ``top_k`` highest stay, of those the first that hold
+    ``top_p`` of their mass, of those what is at least ``min_p`` times as likely as the first; ties
+    at a cut keep the lowest ids. The token is the argmax of z + noise, the noise Gumbel's, of
+    Philox-4x32-10 keyed by the seed and counted by id, token index and role: the same wherever the
+    row stands, whatever else the batch holds. At a temperature of 0 it is the argmax of the row.
+
+    Ties go to the lowest id, NaN counts as -inf; a row that holds +inf gives the lowest such id.
+
+    Args:
+        logits: [N, V] floating, contiguous rows with any stride between them.
+        slots: of the R requests.
+        vocab_ids: [V] int32, ascending: the ids that the columns stand for; they are drawn, and
+            counted by. None: each stands for itself.
+
+    Returns:
+        [N] int32; -1 of a row without any value.
+
+    Raises:
+        TensorContractError: a tensor of another shape, dtype or device.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
+        raise TensorContractError(
+            f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
+            f"{list(logits.shape)}"
+        )
+    if logits.shape[0] != rows.num_rows:
+        raise TensorContractError(f"logits: expected {rows.num_rows} rows, got {logits.shape[0]}")
+    if logits.shape[0] and logits.stride(1) != 1:
+        raise TensorContractError(
+            f"logits: expected contiguous rows, got strides {list(logits.stride())}"
+        )
+    rows.check(logits.device)
+    check_slots(slots, rows.num_requests, logits.device)
+    if vocab_ids is not None:
+        expect_vocab(logits, vocab_ids)
+    return _side(backend).draw(logits, rows, slots, role=role, vocab_ids=vocab_ids)
+
+
+class _Side(Protocol):
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: DrawnRows,
+        slots: SlotRows,
+        *,
+        role: Role,
+        vocab_ids: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+@cache
+def _side(backend: Backend) -> _Side:
+    if backend is Backend.TORCH:
+        return reference
+    from mtp_plugin.speculative.ops.sampling import launch
+
+    return launch
