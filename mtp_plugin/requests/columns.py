@@ -47,7 +47,7 @@ class SlotColumn:
         )
         numbers = [*given, *[self.empty] * (self.width - len(given))]
         if self.kind is int:
-            return [int(min(max(number, -INT32_MAX), INT32_MAX)) for number in numbers]
+            return [int(min(max(number, -INT32_MAX - 1), INT32_MAX)) for number in numbers]
         held = [min(max(number, -FLOAT32_MAX), FLOAT32_MAX) for number in numbers]
         return list(struct.unpack(f"{self.width}i", struct.pack(f"{self.width}f", *held)))
 

@@ -85,4 +85,4 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                         kv_lens=loop.kv_lens,
                         max_position=max_position,
                     )
-                self._propose(logits, place)
+                self._propose(step, accepted, logits, place)

@@ -68,7 +68,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
                 history_lens,
                 first.kv_lens,
             )
-            self._run_depths(step, first, drafts, next_tokens)
+            self._run_depths(step, accepted, first, drafts, next_tokens)
 
     def _num_depths(self, layout: StepLayout) -> int:
         """Layers that a step runs: all of them where requests stay warm for more drafts."""
@@ -90,6 +90,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
     def _run_depths(
         self,
         step: ForwardInputs,
+        accepted: Accepted,
         first: FirstPass,
         drafts: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -114,7 +115,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
                 place = DraftColumn(drafts, next_tokens, depth)
                 if not is_last:
                     place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
-                self._propose(logits, place)
+                self._propose(step, accepted, logits, place)
             elif not is_last:
                 # nothing was drafted; later windows rewrite what comes of it
                 first.ids.index_fill_(0, first.last_rows + (depth + 1), 0)

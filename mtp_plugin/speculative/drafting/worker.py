@@ -21,7 +21,12 @@ from mtp_plugin.speculative.host import (
     refuse_unserved,
 )
 from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
-from mtp_plugin.speculative.verification import VerificationInputs, Verifier, make_modes
+from mtp_plugin.speculative.verification import (
+    DraftPass,
+    VerificationInputs,
+    Verifier,
+    make_modes,
+)
 
 
 class SpecWorker(nn.Module, ABC):
@@ -202,8 +207,11 @@ class SpecWorker(nn.Module, ABC):
             mode.move(fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def _propose(self, logits: torch.Tensor, place: DraftColumn) -> None:
+    def _propose(
+        self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, place: DraftColumn
+    ) -> None:
         """Draft from ``logits`` [R, V] into every place that reads the draft."""
         if self.draft_vocab_ids is not None:
             place = replace(place, vocab_ids=self.draft_vocab_ids)
-        self.verifier.draft_rule.propose(logits, place, backend=self.backend)
+        draft_pass = DraftPass(step.host, accepted.num_accepted, place)
+        self.verifier.draft_rule.propose(logits, draft_pass, backend=self.backend)

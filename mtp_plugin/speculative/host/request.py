@@ -11,7 +11,8 @@ from typing_extensions import Self
 
 from mtp_plugin.requests.admission import host_options
 from mtp_plugin.requests.columns import Number
-from mtp_plugin.requests.options import OPTIONS, SamplingParams
+from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
+from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
 
 UNBOUNDED = sys.maxsize
@@ -64,14 +65,23 @@ class RequestFacts:
     @property
     def edits_logits(self) -> bool:
         """Whether steps with this request must say ``edits_logits`` in their metadata."""
-        return any(OPTIONS[name].edits_logits for name in self.options)
+        asked = [OPTIONS[name] for name in self.options]
+        return any(option.edits_logits or option.draws for option in asked)
+
+    @property
+    def number(self) -> int:
+        """Tells it from other requests: 31 bits, in the order of handing in."""
+        return self.request_id & 0x7FFFFFFF
 
     def columns(self) -> dict[str, Number | Sequence[Number]]:
         """What `REQUEST_COLUMNS` have of it."""
         values: dict[str, Number | Sequence[Number]] = {
             name: value for name, value in self.options.items() if OPTIONS[name].column is not None
         }
-        values["number"] = self.request_id & 0x7FFFFFFF
+        values["number"] = self.number
+        if not is_greedy(self.options):
+            values.setdefault("temperature", 1.0)
+            values["seed"] = seed_words(self.options.get("seed"), self.number)
         values["prompt_len"] = self.stop.prompt_len
         values["stop_ids"] = self.stop.slot_ids or ()
         return values

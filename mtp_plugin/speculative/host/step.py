@@ -50,7 +50,7 @@ class HostStep:
     slots: SlotRows | None = None
     """What is kept of the step's requests; None: there is no manager."""
     edits_logits: bool = False
-    """A request asks for logits to be changed; what, stands in its slot."""
+    """A request asks for more than the first choice of the logits; what, stands in its slot."""
     max_position: int | None = None  # None: unbounded
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None

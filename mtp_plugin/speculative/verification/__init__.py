@@ -1,6 +1,7 @@
 """Target logits -> accepted tokens: one file a mode, their registry, and a worker's set of them."""
 
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.draft_rules import DraftPass
 from mtp_plugin.speculative.verification.registry import (
     BUILT,
     MODES,
@@ -15,6 +16,7 @@ from mtp_plugin.speculative.verification.verifier import Verifier
 __all__ = [
     "BUILT",
     "MODES",
+    "DraftPass",
     "RelaxedVerification",
     "StrictVerification",
     "VerificationInputs",

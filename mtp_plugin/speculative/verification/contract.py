@@ -15,7 +15,7 @@ from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.step import StepLayout
-from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS, DraftRule
+from mtp_plugin.speculative.verification.draft_rules import COUPLED_DRAFTS, DraftRule
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VerificationMode(ABC):
     name: ClassVar[str]
     verification: ClassVar[str | None] = None
     """Value of ``mtp.verification`` that asks for it; None: another option does."""
-    draft_rule: DraftRule = GREEDY_DRAFTS
+    draft_rule: DraftRule = COUPLED_DRAFTS
     """How drafts are drawn for this mode, and what is kept of them."""
     columns: Sequence[SlotColumn] = ()
     """What it keeps per slot, behind what every slot has."""

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.draft import propose
+from mtp_plugin.speculative.ops.sampling import DrawnRows, draw
 from mtp_plugin.speculative.step import DraftColumn
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """One pass of the draft loop, a row of logits per request."""
+
+    step: HostStep
+    num_accepted: torch.Tensor  # [R] int32: tokens that the target emitted
+    place: DraftColumn  # where the drafts go
 
 
 class DraftRule(Protocol):
     """How one pass of the draft loop draws its drafts, and what is kept of them."""
 
-    def propose(self, logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
-        """Put the drafts of ``logits`` [R, V] where ``place`` says."""
+    def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
+        """Put the drafts of ``logits`` [R, V] where the pass says."""
 
 
 class GreedyDrafts:
     """The highest value's id; nothing else of the draft is kept."""
 
-    def propose(self, logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
-        propose(logits, place, backend=backend)
+    def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
+        propose(logits, draft_pass.place, backend=backend)
+
+
+class CoupledDrafts:
+    """What the target would draw of these logits, with the same noise; greedy in greedy steps."""
+
+    def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
+        step, place = draft_pass.step, draft_pass.place
+        if not step.edits_logits:
+            propose(logits, place, backend=backend)
+            return
+        rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column)
+        drafts = draw(logits, rows, step.expect_slots(), vocab_ids=place.vocab_ids, backend=backend)
+        place.write(drafts.clamp_min(0))
 
 
 GREEDY_DRAFTS = GreedyDrafts()
+COUPLED_DRAFTS = CoupledDrafts()

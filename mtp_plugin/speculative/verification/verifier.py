@@ -10,8 +10,9 @@ import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import STRICT, accept
+from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, early_stops_masked
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, DrawnRows, draw
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
@@ -41,7 +42,7 @@ class Verifier:
     @property
     def served_options(self) -> frozenset[str]:
         """Options of a request that some mode, or the edits of the logits, give."""
-        return EDITED_OPTIONS.union(*(mode.served_options for mode in self.modes))
+        return (EDITED_OPTIONS | DRAWN_OPTIONS).union(*(mode.served_options for mode in self.modes))
 
     def verify(
         self,
@@ -63,6 +64,8 @@ class Verifier:
             if logits is not inputs.logits:
                 inputs = replace(inputs, logits=logits)
             rules = STRICT
+            if step.edits_logits:
+                rules = AcceptanceRules(choices=self._choices(inputs, backend))
             for mode in self.modes:
                 rules = mode.verify(inputs, rules, backend=backend)
             return accept(
@@ -75,6 +78,12 @@ class Verifier:
                 last_tokens=last_tokens,
                 backend=backend,
             )
+
+    @staticmethod
+    def _choices(inputs: VerificationInputs, backend: Backend) -> torch.Tensor:
+        """The target's own token of every row [rows] int32: drawn, or its argmax."""
+        rows = DrawnRows.of_target(inputs.layout)
+        return draw(inputs.logits, rows, inputs.step.expect_slots(), backend=backend)
 
     @staticmethod
     def _edited(

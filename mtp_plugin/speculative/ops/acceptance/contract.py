@@ -46,6 +46,9 @@ class AcceptanceRules:
     """How the rows of a batch are judged; rows that no rule names are judged strictly."""
 
     relaxed: RelaxedRule | None = None  # decides where a request thinks
+    choices: torch.Tensor | None = None
+    """[rows] int32: the token that the target chose in every row, -1 where it has none; None: the
+    row's argmax. Strict and forced rows go by it, and every bonus."""
     forced_matches: torch.Tensor | None = None
     """[G] integer: so many leading drafts stand, and no other rule decides; negative: the target
     decides."""

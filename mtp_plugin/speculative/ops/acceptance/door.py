@@ -55,6 +55,9 @@ def accept(
     The bonus is the argmax of the row behind the run, whatever the rule. The logits are read once,
     whatever the rules.
 
+    **Choices**: where the target's tokens were drawn already, they stand for the argmax of every
+    row: a draft stands while it is what the target drew there.
+
     Args:
         logits: [C + G*(K+1), V] floating, contiguous rows with any stride between them.
         draft_tokens: [G*K] or [G, K] integer; ids outside the vocabulary are never accepted.
@@ -75,6 +78,8 @@ def accept(
     ):
         if tensor is not None:
             _check_vector(name, tensor, size, dtype, logits.device)
+    if rules.choices is not None:
+        _check_vector("choices", rules.choices, layout.num_logit_rows, torch.int32, logits.device)
     if rules.relaxed is not None:
         _check_relaxed(rules.relaxed, requests, logits.device)
     return _side(backend).accept(

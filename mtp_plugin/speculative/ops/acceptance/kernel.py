@@ -155,6 +155,7 @@ def emit_kernel(
     final_ptr,
     slot_ptr,
     forced_ptr,
+    choice_ptr,
     # outputs
     token_ptr,
     count_ptr,
@@ -187,6 +188,7 @@ def emit_kernel(
     HAS_FINAL: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_FORCED: tl.constexpr,
+    HAS_CHOICES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One request: its run of accepted drafts, its bonus token, count, status and phase."""
@@ -210,6 +212,8 @@ def emit_kernel(
     if RELAXED:
         weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
         ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
+    if HAS_CHOICES:
+        choices = tl.load(choice_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     drafted = (columns < K) & (request >= num_contexts)
     drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
     if HAS_DRAFT_LENS:
@@ -244,6 +248,9 @@ def emit_kernel(
     top = tl.max(values, axis=1)
     top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
     alive = top > float("-inf")
+    if HAS_CHOICES:
+        top1 = tl.maximum(choices, 0)
+        alive = choices >= 0
     matches = present & alive & (drafts == top1)
     if HAS_FORCED:
         matches = tl.where(forced >= 0, possible & (columns < forced), matches)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
+from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel, relaxed_kernel
@@ -52,7 +52,8 @@ def accept(
     accepted = Accepted.unwritten(layout.num_requests, layout.draft_len, logits.device)
     rule = rules.relaxed
     if rule is None:
-        partials = top1_partials(logits)
+        # of a step whose tokens were chosen no row is read again, but where drafts are forced
+        partials = top1_partials(logits) if rules.choices is None else no_partials(logits)
     else:
         partials = relaxed_partials(layout, logits, drafts, rule)
     if layout.num_requests:
@@ -145,6 +146,7 @@ def _emit(
         final_context.contiguous() if final_context is not None else unused,
         rule.slots.slot_ids if rule is not None else unused,
         forced.contiguous() if forced is not None else unused,
+        rules.choices.contiguous() if rules.choices is not None else unused,
         # outputs
         accepted.tokens,
         accepted.num_accepted,
@@ -170,13 +172,14 @@ def _emit(
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
-        PIECES=triton.next_power_of_2(partials.num_pieces),
+        PIECES=triton.next_power_of_2(max(partials.num_pieces, 1)),
         STOPS=MAX_STOP_IDS,
         RELAXED=rule is not None,
         HAS_DRAFT_LENS=draft_lens is not None,
         HAS_FINAL=final_context is not None,
         HAS_LAST=last_tokens is not None,
         HAS_FORCED=forced is not None,
+        HAS_CHOICES=rules.choices is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),
     )

@@ -25,7 +25,7 @@ def accept(
     last_tokens: torch.Tensor | None,
 ) -> Accepted:
     """As at the door."""
-    top1, alive = _top1(logits)
+    top1, alive = _top1(logits) if rules.choices is None else _chosen(rules.choices)
     drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len).to(torch.int64)
     present = _present(drafts, draft_lens)
     # a row without any value has no top-1
@@ -60,6 +60,11 @@ def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     usable = logits.masked_fill(torch.isnan(logits), -torch.inf)
     top1 = usable.argmax(dim=-1)
     return top1, usable.gather(1, top1.unsqueeze(1)).squeeze(1) > -torch.inf
+
+
+def _chosen(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_top1`, of the target's choices [rows]."""
+    return choices.to(torch.int64).clamp_min(0), choices >= 0
 
 
 def _draft_rows(rows: torch.Tensor, layout: StepLayout) -> torch.Tensor:

@@ -1,0 +1,45 @@
+"""Which seed a request draws with."""
+
+from __future__ import annotations
+
+_MASK = 2**32 - 1
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+ENGINE_SEED = 0
+
+
+def seed_words(seed: int | None, number: int, engine_seed: int = ENGINE_SEED) -> tuple[int, int]:
+    """The low and the high word of a request's seed, as int32.
+
+    Args:
+        seed: modulo 2**64; None: Philox of the engine's seed and the request's number gives one,
+            the same wherever the request runs.
+    """
+    if seed is None:
+        low, high, _, _ = philox(
+            (number, 0, 0, 0), (engine_seed & _MASK, engine_seed >> 32 & _MASK)
+        )
+    else:
+        low, high = seed & _MASK, seed >> 32 & _MASK
+    return _signed(low), _signed(high)
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox-4x32-10: four unsigned 32-bit words of a counter of four and a key of two."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            second >> 32 ^ c1 ^ k0,
+            second & _MASK,
+            first >> 32 ^ c3 ^ k1,
+            first & _MASK,
+        )
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
