@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +24,9 @@ def greedy_decode(
     max_new_tokens: int,
     eos_token_ids: Collection[int] = (),
     min_tokens: int = 0,
+    choose: Callable[[torch.Tensor, int], int] | None = None,
 ) -> list[int]:
-    """The greedy continuation of a prompt.
+    """The continuation of a prompt, greedy unless ``choose`` draws it.
 
     Args:
         model: a language model, or a transformers causal language model as it is.
@@ -33,6 +34,8 @@ def greedy_decode(
         max_new_tokens: how many tokens to emit at most.
         eos_token_ids: ids that end the run; the one that does is the last token returned.
         min_tokens: how many tokens to emit before one of those ids may be chosen.
+        choose: a row of logits [V] and the absolute index of the token behind it -> the token, as
+            `SeededDraws.choose`; None: the first choice.
 
     Returns:
         The emitted tokens, without the prompt.
@@ -60,7 +63,8 @@ def greedy_decode(
         logits = model.forward(torch.tensor([query], device=device), kv_cache)[:, -1]
         if len(emitted) < min_tokens:
             logits[:, ends] = -float("inf")
-        token = int(greedy.sample(logits))
+        index = len(prompt_ids) + len(emitted)
+        token = int(greedy.sample(logits)) if choose is None else choose(logits[0], index)
         emitted.append(token)
         if token in ends:
             break

@@ -1,0 +1,111 @@
+"""Sampled text is the target's own: whatever K, worker, loop, batch mates, chunks or pressure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.infer.seeded_draws import SeededDraws
+from tests.executor.conftest import assert_drained
+
+NUM_TOKENS = 20
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+OPTIONS = [
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.3, "top_k": 4},
+    {},
+    {"temperature": 0.9, "min_p": 0.2},
+    {"top_p": 0.5},
+    {"top_k": 9, "temperature": 0.4, "min_p": 0.01},
+]
+
+
+def params_of(place: int, **more) -> SamplingParams:
+    asked = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 100 + place, **more}
+    return SamplingParams(**OPTIONS[place % len(OPTIONS)], **asked)
+
+
+def generate(llm, prompts, params):
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+def oracle(bed, prompts, params, first_number=0):
+    """One request at a time through the plain decoder, drawn in plain numbers."""
+    return [
+        greedy_decode(
+            bed.oracle_model.target,
+            prompt,
+            asked.max_new_tokens,
+            choose=SeededDraws.of(asked, number).choose,
+        )
+        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), first_number)
+    ]
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_text_of_a_seed(bed, prompts, no_overlap, vanilla, k):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    assert generate(llm, prompts, params) == oracle(bed, prompts, params)
+    if k:
+        assert llm.executor.acceptance.acceptance_length > 1.15
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_chunks_and_preemption_keep_the_text(bed, prompts, vanilla):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(
+        vanilla=vanilla,
+        max_num_tokens=36,
+        kv_cache_config={"max_tokens": 96},
+        kv_fill=float("nan"),
+    )
+    assert generate(llm, prompts, params) == oracle(bed, prompts, params)
+    assert llm.executor.num_preemptions > 0
+
+
+def test_requests_without_a_seed_draw_by_their_number(bed, prompts):
+    params = [params_of(1, seed=None) for _ in range(4)]
+    same = [prompts[3]] * 4
+    llm = bed.llm()
+    first = generate(llm, same, params)
+    assert first == oracle(bed, same, params)
+    assert len({tuple(text) for text in first}) == 4
+    assert generate(llm, same, params) == oracle(bed, same, params, first_number=4)
+    assert generate(bed.llm(k=0), same, params) == first
+
+
+def test_greedy_requests_beside_sampled_ones_stay_greedy(bed, target, prompts):
+    params = [
+        params_of(1) if place % 2 else SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+        for place in range(len(prompts))
+    ]
+    texts = generate(bed.llm(), prompts, params)
+    assert texts[::2] == [target.greedy(prompt, NUM_TOKENS) for prompt in prompts[::2]]
+
+
+def test_stops_and_least_lengths_of_sampled_requests(bed, prompts):
+    dice = random.Random(3)
+    free = generate(bed.llm(k=0), prompts, [params_of(i) for i in range(len(prompts))])
+    stops = [dice.choice(text) for text in free]
+    params = [
+        params_of(i, stop_token_ids=[stop], min_tokens=9 if i % 2 else 0)
+        for i, stop in enumerate(stops)
+    ]
+    plain = generate(bed.llm(k=0), prompts, params)
+    for text, cut, stop, asked in zip(free, plain, stops, params, strict=True):
+        assert stop not in cut[: max(asked.min_tokens, len(cut) - 1)]
+        if not asked.min_tokens:
+            assert cut == text[: text.index(stop) + 1]
+    for vanilla in (False, True):
+        assert generate(bed.llm(vanilla=vanilla), prompts, params) == plain
