@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.ops.draft import propose
+from mtp_plugin.speculative.ops.draft import place_drafts, propose
 from mtp_plugin.speculative.ops.sampling import DrawnRows, draw
 from mtp_plugin.speculative.step import DraftColumn
 
@@ -47,7 +47,7 @@ class CoupledDrafts:
             return
         rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column)
         drafts = draw(logits, rows, step.expect_slots(), vocab_ids=place.vocab_ids, backend=backend)
-        place.write(drafts.clamp_min(0))
+        place_drafts(drafts, place, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

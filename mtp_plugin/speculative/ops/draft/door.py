@@ -40,6 +40,27 @@ def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> No
         _side(backend).propose(logits, place)
 
 
+def place_drafts(drafts: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
+    """Drafts that were drawn, written to every place that reads them.
+
+    Args:
+        drafts: [R] int32, any stride: ids of the whole vocabulary; -1, of a row that had none,
+            counts as 0.
+        place: as :func:`propose`; its ``vocab_ids`` are not read.
+
+    Raises:
+        TensorContractError: drafts or tensors of the place that have other shapes, types or
+            strides.
+    """
+    if drafts.dim() != 1 or drafts.dtype != torch.int32:
+        raise TensorContractError(
+            f"drafts: expected torch.int32 [R], got {drafts.dtype} {list(drafts.shape)}"
+        )
+    _check_place(place, drafts.shape[0])
+    if drafts.shape[0] > 0:
+        _side(backend).place_drafts(drafts, place)
+
+
 def draft_argmax(logits: torch.Tensor, *, backend: Backend) -> torch.Tensor:
     """The draft of each row [R] int32: highest value, lowest id on ties, NaN as -inf.
 
@@ -147,6 +168,8 @@ def place_last_states(
 
 class _Side(Protocol):
     def propose(self, logits: torch.Tensor, place: DraftColumn) -> None: ...
+
+    def place_drafts(self, drafts: torch.Tensor, place: DraftColumn) -> None: ...
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor: ...
 

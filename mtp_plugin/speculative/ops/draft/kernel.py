@@ -27,17 +27,22 @@ def place_kernel(
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
     HAS_VOCAB_IDS: tl.constexpr,
+    IS_DRAWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One request: the draft of its row, written wherever the next pass and the sampler read it."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
-    inside = pieces < num_pieces
-    values = tl.load(value_ptr + request * num_pieces + pieces, mask=inside, other=float("-inf"))
-    ids = tl.load(id_ptr + request * num_pieces + pieces, mask=inside, other=2147483647)
-    top = tl.max(values, axis=0)
-    draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
+    if IS_DRAWN:
+        draft = tl.maximum(tl.load(id_ptr + request), 0)
+    else:
+        inside = pieces < num_pieces
+        place = request * num_pieces + pieces
+        values = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + place, mask=inside, other=2147483647)
+        top = tl.max(values, axis=0)
+        draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
     if HAS_VOCAB_IDS:
         draft = tl.load(vocab_ptr + draft)
     tl.store(draft_ptr + request * draft_stride + column, draft)

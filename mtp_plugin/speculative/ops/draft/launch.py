@@ -22,29 +22,48 @@ own, and where every program goes through all requests, chunk after chunk."""
 def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     """As at the door."""
     partials = top1_partials(logits)
-    unused = partials.ids
-    place_kernel[(logits.shape[0],)](
-        partials.values,
-        partials.ids,
+    _place(partials.values, partials.ids, partials.num_pieces, place.vocab_ids, place)
+
+
+def place_drafts(drafts: torch.Tensor, place: DraftColumn) -> None:
+    """As at the door, in one launch."""
+    _place(drafts, drafts.contiguous(), 1, None, place, is_drawn=True)
+
+
+def _place(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    num_pieces: int,
+    vocab_ids: torch.Tensor | None,
+    place: DraftColumn,
+    *,
+    is_drawn: bool = False,
+) -> None:
+    """Write the best of every row's pieces, or what was drawn, where it is read."""
+    unused = ids
+    place_kernel[(ids.shape[0],)](
+        values,
+        ids,
         place.drafts,
         place.next_tokens,
         place.shifted_ids if place.shifted_ids is not None else unused,
         place.last_rows.contiguous() if place.last_rows is not None else unused,
         place.positions if place.positions is not None else unused,
         place.kv_lens if place.kv_lens is not None else unused,
-        place.vocab_ids if place.vocab_ids is not None else unused,
-        partials.num_pieces,
+        vocab_ids if vocab_ids is not None else unused,
+        num_pieces,
         place.drafts.stride(0),
         place.next_tokens.stride(0),
         place.column,
         UNBOUNDED if place.max_position is None else place.max_position,
-        PIECES=triton.next_power_of_2(partials.num_pieces),
+        PIECES=triton.next_power_of_2(num_pieces),
         SHIFT=place.shifted_ids is not None,
         ADVANCE=place.positions is not None,
         HAS_KV=place.kv_lens is not None,
-        HAS_VOCAB_IDS=place.vocab_ids is not None,
+        HAS_VOCAB_IDS=vocab_ids is not None,
+        IS_DRAWN=is_drawn,
         num_warps=1,
-        **pdl_options(logits.device),
+        **pdl_options(ids.device),
     )
 
 

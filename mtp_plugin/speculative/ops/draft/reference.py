@@ -15,6 +15,11 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     place.write(drafts)
 
 
+def place_drafts(drafts: torch.Tensor, place: DraftColumn) -> None:
+    """As at the door."""
+    place.write(drafts.clamp_min(0))
+
+
 def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     """As at the door."""
     return logits.masked_fill(torch.isnan(logits), -torch.inf).argmax(dim=-1).to(torch.int32)
