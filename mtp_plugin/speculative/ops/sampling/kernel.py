@@ -1,0 +1,323 @@
+"""Triton kernels of draws: a scan of the rows by chunks of ids, and a finish per row.
+
+A program of the scan reads a piece of a row. Its chunk c is what 8 neighbouring threads hold: some
+segments of ids, so that nothing is moved between threads before a chunk is reduced.
+"""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.ops.sampling.cuts_kernel import MANY, drawn_of_cut
+from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    gumbel,
+    gumbel_bound,
+    ids_of,
+    options_of,
+    place_of,
+    scale_of,
+    stream_of,
+    words_of,
+    words_of_groups,
+)
+
+GREEDY_BELOW = tl.constexpr(1e-5)
+LOG2_E = tl.constexpr(1.4426950408889634)
+NO_COLUMN = tl.constexpr(2147483647)
+BOUND_SLACK = tl.constexpr(1e-3)
+"""More than a bound of a noisy score is off by its rounding."""
+
+
+@triton.jit
+def scan_kernel(
+    # inputs
+    logits_ptr,
+    vocab_ids_ptr,
+    position_ptr,
+    ahead_ptr,
+    table_ptr,
+    slot_ptr,
+    # outputs
+    top_ptr,
+    detail_ptr,
+    # sizes
+    num_contexts,
+    width,
+    column,
+    vocab,
+    num_pieces,
+    row_stride,
+    position_stride,
+    ahead_stride,
+    table_stride,
+    slot_stride,
+    # constants
+    ROLE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (row, piece): per chunk the highest value, and what its row's options need beside it.
+
+    That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
+    bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
+    sum of weights, as multiples of that value's.
+    """
+    grid_dependency_synchronize(PDL)
+    row = (tl.program_id(0) // num_pieces).to(tl.int64)
+    piece = tl.program_id(0) % num_pieces
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
+    temperature, top_k, top_p, min_p = options_of(slot, vocab)
+    scale = scale_of(temperature)
+
+    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    if (piece + 1) * PIECE <= vocab:
+        x = tl.load(logits_ptr + row * row_stride + columns)
+    else:
+        x = tl.load(
+            logits_ptr + row * row_stride + columns, mask=columns < vocab, other=float("-inf")
+        )
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    held = tl.reshape(x, [WRAPS, THREADS, EACH])
+    thread_top = tl.max(tl.max(held, axis=0), axis=1)
+    by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+    top = tl.max(by_chunk, axis=1)
+    # where all values are -inf no difference to the highest is a number
+    thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    below = (by_chunk - base[:, None]) * scale
+
+    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
+    tl.store(top_ptr + out, top)
+    if temperature < GREEDY_BELOW:
+        at = tl.reshape(columns, [WRAPS, THREADS, EACH])
+        at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
+        first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
+        first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
+        tl.store(detail_ptr + out, first.to(tl.float32, bitcast=True))
+    elif (top_k == 0) & (top_p >= 1) & (min_p <= 0):
+        key0, key1, index = stream_of(
+            slot,
+            request,
+            offset,
+            column,
+            position_ptr,
+            position_stride,
+            ahead_ptr,
+            ahead_stride,
+            HAS_AHEAD,
+        )
+        if HAS_IDS:
+            ids = ids_of(columns, columns < vocab, vocab_ids_ptr, HAS_IDS)
+            words = words_of(ids, index, key0, key1, ROLE)
+        else:
+            groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+            w0, w1, w2, w3 = words_of_groups(groups, index, key0, key1, ROLE)
+            words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+        noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
+        bound = (held - thread_base[None, :, None]) * scale + noise
+        bound = tl.max(tl.max(bound, axis=0), axis=1)
+        bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
+        tl.store(detail_ptr + out, tl.max(bound, axis=1))
+    elif (top_k == 0) & (top_p < 1):
+        weights = tl.exp2((held - thread_base[None, :, None]) * scale)
+        mass = tl.sum(tl.sum(weights, axis=0), axis=1)
+        mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
+        tl.store(detail_ptr + out, tl.sum(mass, axis=1))
+
+
+@triton.jit
+def _first_infinite(row_ptr, vocab, tops, chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+    """The lowest column that holds +inf: in the first piece that has one."""
+    piece = tl.min(tl.where(tops == float("inf"), chunks // CHUNKS, NO_COLUMN), axis=0)
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(row_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+    return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
+
+
+@triton.jit
+def _best_noisy(
+    row_ptr,
+    vocab_ids_ptr,
+    vocab,
+    tops,
+    details,
+    chunks,
+    top,
+    temperature,
+    index,
+    key0,
+    key1,
+    ROLE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """The column of the highest noisy score, by exact scores of the chunks whose bound reaches it.
+
+    They are one or two of a thousand.
+    """
+    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    places = tl.arange(0, SIZE)
+    places = places // SEGMENT * (THREADS * EACH) + places % SEGMENT
+    scale = scale_of(temperature)
+    bounds = tl.where(tops > float("-inf"), details + (tops - top) * scale, float("-inf"))
+    highest = tl.max(bounds, axis=0)
+    best = float("-inf")
+    column = NO_COLUMN
+    while (highest > float("-inf")) & (highest + BOUND_SLACK >= best * LOG2_E):
+        chunk = tl.min(tl.where(bounds == highest, chunks, NO_COLUMN), axis=0)
+        columns = chunk // CHUNKS * PIECE + chunk % CHUNKS * SEGMENT + places
+        inside = columns < vocab
+        x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("-inf"))
+        ids = ids_of(columns, inside, vocab_ids_ptr, HAS_IDS)
+        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, index, key0, key1, ROLE))
+        chunk_best = tl.max(noisy, axis=0)
+        first = tl.min(tl.where(noisy == chunk_best, columns, NO_COLUMN), axis=0)
+        column = tl.where(
+            chunk_best > best,
+            first,
+            tl.where(chunk_best == best, tl.minimum(column, first), column),
+        )
+        best = tl.maximum(best, chunk_best)
+        bounds = tl.where(chunks == chunk, float("-inf"), bounds)
+        highest = tl.max(bounds, axis=0)
+    return column
+
+
+@triton.jit
+def finish_kernel(
+    # inputs
+    logits_ptr,
+    vocab_ids_ptr,
+    position_ptr,
+    ahead_ptr,
+    table_ptr,
+    slot_ptr,
+    top_ptr,
+    detail_ptr,
+    # outputs
+    token_ptr,
+    # written and read here
+    picked_ptr,
+    value_ptr,
+    column_ptr,
+    # sizes
+    num_contexts,
+    width,
+    column,
+    vocab,
+    num_pieces,
+    row_stride,
+    position_stride,
+    ahead_stride,
+    table_stride,
+    slot_stride,
+    # constants
+    ROLE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: its token."""
+    grid_dependency_synchronize(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
+    temperature, top_k, top_p, min_p = options_of(slot, vocab)
+    key0, key1, index = stream_of(
+        slot,
+        request,
+        offset,
+        column,
+        position_ptr,
+        position_stride,
+        ahead_ptr,
+        ahead_stride,
+        HAS_AHEAD,
+    )
+    num_chunks = num_pieces * CHUNKS
+    chunks = tl.arange(0, ALL_CHUNKS)
+    tops = tl.load(
+        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+    )
+    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    top = tl.max(tops, axis=0)
+    row_ptr = logits_ptr + row * row_stride
+    drawn = NO_COLUMN
+    if top > float("-inf"):
+        if temperature < GREEDY_BELOW:
+            firsts = details.to(tl.int32, bitcast=True)
+            drawn = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
+        elif top == float("inf"):
+            drawn = _first_infinite(row_ptr, vocab, tops, chunks, PIECE, CHUNKS)
+        elif (top_k == 0) & (top_p >= 1) & (min_p <= 0):
+            drawn = _best_noisy(
+                row_ptr,
+                vocab_ids_ptr,
+                vocab,
+                tops,
+                details,
+                chunks,
+                top,
+                temperature,
+                index,
+                key0,
+                key1,
+                ROLE,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                HAS_IDS,
+            )
+        else:
+            drawn = drawn_of_cut(
+                row_ptr,
+                vocab_ids_ptr,
+                picked_ptr + row * num_chunks,
+                value_ptr + row * MANY,
+                column_ptr + row * MANY,
+                vocab,
+                num_chunks,
+                tops,
+                details,
+                chunks,
+                top,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                index,
+                key0,
+                key1,
+                ROLE,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                ALL_CHUNKS,
+                HAS_IDS,
+            )
+    token = drawn
+    if HAS_IDS:
+        token = tl.load(vocab_ids_ptr + drawn, mask=drawn < vocab, other=NO_COLUMN)
+    tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))

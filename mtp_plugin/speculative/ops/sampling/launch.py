@@ -1,0 +1,94 @@
+"""Draws on the device: a scan of all rows, and a launch that finishes each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
+from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.ops.sampling.cuts_kernel import MANY
+from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
+from mtp_plugin.speculative.step import SlotRows
+
+PIECE = 4096
+"""Columns that a program of the scan reads, 16 per thread."""
+WARPS = 8
+CHUNKS = 32
+"""Of a piece."""
+LOAD_BYTES = 16
+"""What a thread reads at once."""
+SOME_ROWS = 64
+"""So many rows or fewer leave the device room to finish each with more warps."""
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: DrawnRows,
+    slots: SlotRows,
+    *,
+    role: Role,
+    vocab_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """As at the door."""
+    expect_reachable(scan_kernel, "logits", logits)
+    num_rows, vocab = logits.shape
+    device = logits.device
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
+    if num_rows == 0:
+        return tokens
+    num_pieces = triton.cdiv(vocab, PIECE)
+    num_chunks = num_pieces * CHUNKS
+    tops, details = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
+    inputs = (
+        logits,
+        tokens if vocab_ids is None else vocab_ids,  # what is not there is never read
+        rows.positions,
+        tokens if rows.ahead is None else rows.ahead,
+        slots.table,
+        slots.slot_ids,
+    )
+    sizes = (
+        rows.num_contexts,
+        rows.width,
+        rows.column,
+        vocab,
+        num_pieces,
+        logits.stride(0),
+        rows.positions.stride(0),
+        0 if rows.ahead is None else rows.ahead.stride(0),
+        slots.table.stride(0),
+        slots.slot_ids.stride(0),
+    )
+    constants: dict[str, Any] = {
+        "ROLE": int(role),
+        "PIECE": PIECE,
+        "CHUNKS": CHUNKS,
+        "THREADS": WARPS * 32,
+        "EACH": LOAD_BYTES // logits.element_size(),
+        "HAS_IDS": vocab_ids is not None,
+        "HAS_AHEAD": rows.ahead is not None,
+        **pdl_options(device),
+    }
+    scan_kernel[(num_rows * num_pieces,)](
+        *inputs, tops, details, *sizes, **constants, num_warps=WARPS
+    )
+    finish_kernel[(num_rows,)](
+        *inputs,
+        tops,
+        details,
+        # outputs
+        tokens,
+        # written and read there
+        torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
+        torch.empty(num_rows, MANY.value, dtype=torch.float32, device=device),
+        torch.empty(num_rows, MANY.value, dtype=torch.int32, device=device),
+        *sizes,
+        **constants,
+        ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=8 if num_rows <= SOME_ROWS else 4,
+    )
+    return tokens
