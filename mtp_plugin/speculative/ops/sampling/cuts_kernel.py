@@ -454,9 +454,9 @@ def drawn_of_cut(
     far += DEPTH_SLACK
 
     picked = (depths <= far) & (chunks < num_chunks)
-    place = tl.cumsum(picked.to(tl.int32), axis=0) - 1
-    num_picked = tl.max(place, axis=0) + 1
-    tl.store(picked_ptr + place, chunks, mask=picked)
+    rank = tl.cumsum(picked.to(tl.int32), axis=0)
+    num_picked = tl.max(rank, axis=0)
+    tl.store(picked_ptr + rank - 1, chunks, mask=picked)
     # what a thread wrote others read
     tl.debug_barrier()
     reach = far * LN_2 * temperature
