@@ -70,13 +70,6 @@ def scan_kernel(
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_pieces).to(tl.int64)
     piece = tl.program_id(0) % num_pieces
-    request, offset, slot = place_of(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
-    )
-    temperature, top_k, top_p, min_p = options_of(slot, vocab)
-    scale = scale_of(temperature)
-
-    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     columns = piece * PIECE + tl.arange(0, PIECE)
     if (piece + 1) * PIECE <= vocab:
         x = tl.load(logits_ptr + row * row_stride + columns)
@@ -84,6 +77,13 @@ def scan_kernel(
         x = tl.load(
             logits_ptr + row * row_stride + columns, mask=columns < vocab, other=float("-inf")
         )
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
+    temperature, top_k, top_p, min_p = options_of(slot, vocab)
+    scale = scale_of(temperature)
+
+    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     held = tl.reshape(x, [WRAPS, THREADS, EACH])
@@ -95,14 +95,13 @@ def scan_kernel(
     base = tl.where(top > float("-inf"), top, 0.0)
     below = (by_chunk - base[:, None]) * scale
 
-    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
-    tl.store(top_ptr + out, top)
+    detail = top
     if temperature < GREEDY_BELOW:
         at = tl.reshape(columns, [WRAPS, THREADS, EACH])
         at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
         first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
         first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
-        tl.store(detail_ptr + out, first.to(tl.float32, bitcast=True))
+        detail = first.to(tl.float32, bitcast=True)
     elif (top_k == 0) & (top_p >= 1) & (min_p <= 0):
         key0, key1, index = stream_of(
             slot,
@@ -126,12 +125,15 @@ def scan_kernel(
         bound = (held - thread_base[None, :, None]) * scale + noise
         bound = tl.max(tl.max(bound, axis=0), axis=1)
         bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
-        tl.store(detail_ptr + out, tl.max(bound, axis=1))
+        detail = tl.max(bound, axis=1)
     elif (top_k == 0) & (top_p < 1):
         weights = tl.exp2((held - thread_base[None, :, None]) * scale)
         mass = tl.sum(tl.sum(weights, axis=0), axis=1)
         mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-        tl.store(detail_ptr + out, tl.sum(mass, axis=1))
+        detail = tl.sum(mass, axis=1)
+    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
+    tl.store(top_ptr + out, top)
+    tl.store(detail_ptr + out, detail)
 
 
 @triton.jit
@@ -234,11 +236,19 @@ def finish_kernel(
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
+    NARROW: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: its token."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
+    num_chunks = num_pieces * CHUNKS
+    chunks = tl.arange(0, ALL_CHUNKS)
+    tops = tl.load(
+        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+    )
+    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
@@ -254,12 +264,6 @@ def finish_kernel(
         ahead_stride,
         HAS_AHEAD,
     )
-    num_chunks = num_pieces * CHUNKS
-    chunks = tl.arange(0, ALL_CHUNKS)
-    tops = tl.load(
-        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
-    )
-    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     top = tl.max(tops, axis=0)
     row_ptr = logits_ptr + row * row_stride
     drawn = NO_COLUMN
@@ -316,6 +320,8 @@ def finish_kernel(
                 EACH,
                 ALL_CHUNKS,
                 HAS_IDS,
+                NARROW,
+                WARPS,
             )
     token = drawn
     if HAS_IDS:

@@ -73,6 +73,7 @@ def draw(
         "HAS_AHEAD": rows.ahead is not None,
         **pdl_options(device),
     }
+    warps = 8 if num_rows <= SOME_ROWS else 4
     scan_kernel[(num_rows * num_pieces,)](
         *inputs, tops, details, *sizes, **constants, num_warps=WARPS
     )
@@ -89,6 +90,15 @@ def draw(
         *sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        num_warps=8 if num_rows <= SOME_ROWS else 4,
+        NARROW=_chunks_with_ids(vocab, constants["EACH"]) < 1024,
+        WARPS=warps,
+        num_warps=warps,
     )
     return tokens
+
+
+def _chunks_with_ids(vocab: int, each: int) -> int:
+    """Chunks of a row; those of its last piece may lie beyond the vocabulary."""
+    whole, rest = divmod(vocab, PIECE)
+    segment = WARPS * 32 // CHUNKS * each
+    return whole * CHUNKS + min(CHUNKS, triton.cdiv(rest, segment))
