@@ -120,7 +120,8 @@ def _drawn_of_few(
         kept = kept & (rank < top_k)
         mass = tl.sum(tl.where(kept, weights, 0.0), axis=0)
     need = tl.where(top_p < 1, top_p * mass, float("inf"))
-    kept = kept & (ahead < need) & (weights >= min_p)
+    # the first stays, however little is asked for
+    kept = kept & ((ahead < need) | (rank == 0)) & (weights >= min_p)
     ids = ids_of(columns, here, vocab_ids_ptr, HAS_IDS)
     noisy = gumbel(words_of(ids, index, key0, key1, ROLE)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))

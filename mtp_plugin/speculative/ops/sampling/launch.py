@@ -40,7 +40,7 @@ def draw(
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    num_pieces = triton.cdiv(vocab, PIECE)
+    num_pieces = -(-vocab // PIECE)
     num_chunks = num_pieces * CHUNKS
     tops, details = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
     inputs = (
@@ -101,4 +101,4 @@ def _chunks_with_ids(vocab: int, each: int) -> int:
     """Chunks of a row; those of its last piece may lie beyond the vocabulary."""
     whole, rest = divmod(vocab, PIECE)
     segment = WARPS * 32 // CHUNKS * each
-    return whole * CHUNKS + min(CHUNKS, triton.cdiv(rest, segment))
+    return whole * CHUNKS + min(CHUNKS, -(-rest // segment))

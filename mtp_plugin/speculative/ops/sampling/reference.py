@@ -82,7 +82,7 @@ def cut(
     total = weights.sum(dim=1, keepdim=True)
     ahead = weights.cumsum(dim=1) - weights
     has_top_p = (top_p < 1).unsqueeze(1)
-    kept &= ~has_top_p | (ahead < top_p.unsqueeze(1) * total)
+    kept &= ~has_top_p | (ahead < top_p.unsqueeze(1) * total) | (ranks == 0)
     kept &= weights >= min_p.unsqueeze(1)
     ordered = torch.where(kept, ordered, -torch.inf)
     return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -1,0 +1,181 @@
+"""Batches of rows that draw, with options at every edge."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.speculative.ops.sampling import DrawnRows, Role, draw
+from mtp_plugin.speculative.step import SlotRows
+from tests.doors import poisoned_memory
+from tests.kernels.top_k.rows import odd_rows, strided
+from tests.speculative.ops.on_device import DEVICE, POISON, vector
+from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling.margins import undecided
+from tests.speculative.ops.sampling.story import Options
+
+COLUMNS = TableColumns((*REQUEST_COLUMNS, SlotColumn("of_a_mode", int)))
+
+TEMPERATURES = (0.0, 1e-6, 1e-4, 0.01, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0, 1e30)
+TOP_KS = (0, 0, 1, 2, 5, 50, 63, 64, 65, 128, 129, 200, 257, 1000, 2**31 - 1)
+TOP_PS = (1.0, 1.0, 0.999999, 0.95, 0.9, 0.5, 1e-3, 1e-6, 1e-30)
+MIN_PS = (0.0, 0.0, 1e-3, 0.05, 0.1, 0.5, 1.0)
+KINDS = ("odd", "odd", "smooth", "flat", "peaked", "masked", "large", "constant")
+
+
+def options_of(dice: random.Random, vocab: int) -> Options:
+    """Of one request."""
+    return Options(
+        dice.choice(TEMPERATURES),
+        dice.choice((*TOP_KS, vocab, max(vocab - 1, 0), vocab + 1)),
+        dice.choice(TOP_PS),
+        dice.choice(MIN_PS),
+        dice.choice((0, 2**64 - 1, dice.getrandbits(64), dice.getrandbits(32))),
+    )
+
+
+def rows_of(dice: random.Random, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Logits [rows, V] on the CPU, each row of another kind."""
+    noise = torch.Generator().manual_seed(dice.getrandbits(31))
+    values = odd_rows(noise, rows, vocab, dtype).float()
+    for row in range(rows):
+        kind, normal = dice.choice(KINDS), torch.randn(vocab, generator=noise)
+        if kind == "smooth":
+            values[row] = normal * 3
+        elif kind == "flat":
+            values[row] = normal * 0.05 + 4
+        elif kind == "peaked":
+            values[row] = normal
+            values[row, torch.randint(0, vocab, (5,), generator=noise)] += 12
+        elif kind == "masked":  # as a host that knows no -inf masks
+            values[row] = normal * 2
+            values[row, torch.rand(vocab, generator=noise) < 0.7] = torch.finfo(dtype).min
+        elif kind == "large":
+            values[row] = normal * 2000 - 9000
+        elif kind == "constant":
+            values[row] = dice.choice((0.0, -3.5, 1000.0))
+    return values.to(dtype)
+
+
+def slots_of(options: list[Options], dice: random.Random, *, gap: int = 0) -> SlotRows:
+    """The options in slots in any order; other slots, and what lies between them, are poison."""
+    number = len(options) + 2
+    order = dice.sample(range(number), len(options))
+    wide = torch.full((number, COLUMNS.width + gap), POISON, dtype=torch.int32)
+    for slot, one in zip(order, options, strict=True):
+        words = [part - 2**32 if part >= 2**31 else part for part in split(one.seed)]
+        row = COLUMNS.row({**one._asdict(), "seed": words, "prompt_len": 9})
+        wide[slot, : COLUMNS.width] = torch.tensor(row, dtype=torch.int32)
+    # one slot more than there are requests: the list may be longer
+    return SlotRows(wide.to(DEVICE)[:, : COLUMNS.width], vector([*order, POISON]), COLUMNS)
+
+
+def split(seed: int) -> tuple[int, int]:
+    """The low and the high word of a seed."""
+    return seed % 2**32, seed >> 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows, what their requests ask for, and the same told as a story."""
+
+    logits: torch.Tensor
+    rows: DrawnRows
+    slots: SlotRows
+    options: list[Options]
+    role: Role = Role.TARGET
+    vocab_ids: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        vocab: int,
+        *,
+        contexts: int = 1,
+        generations: int = 2,
+        width: int = 2,
+        dtype: torch.dtype = torch.float32,
+        index_dtype: torch.dtype = torch.int64,
+        behind: int = 0,
+        role: Role = Role.TARGET,
+        ahead: bool = False,
+        cut: bool = False,
+    ) -> Batch:
+        dice = random.Random(seed)
+        requests = contexts + generations
+        options = [options_of(dice, vocab) for _ in range(requests)]
+        positions = [dice.choice((0, 7, dice.randrange(2**31 - 100))) for _ in range(requests)]
+        counts = [dice.randrange(5) for _ in range(requests)]
+        ids = sorted(dice.sample(range(vocab * 3 + 5), vocab))
+        rows = DrawnRows(
+            contexts,
+            width,
+            _apart(positions, index_dtype, behind),
+            _apart(counts, torch.int32, behind) if ahead else None,
+            dice.randrange(4),
+        )
+        return cls(
+            strided(rows_of(dice, rows.num_rows, vocab, dtype), behind),
+            rows,
+            slots_of(options, dice, gap=behind),
+            options,
+            role,
+            vector(ids, torch.int32) if cut else None,
+        )
+
+    def tokens(self, backend: Backend) -> torch.Tensor:
+        with poisoned_memory():
+            return draw(
+                self.logits,
+                self.rows,
+                self.slots,
+                role=self.role,
+                vocab_ids=self.vocab_ids,
+                backend=backend,
+            )
+
+    def drawn(self) -> list[tuple[int, int]]:
+        """Per row: its request, and the absolute index of the token that it draws."""
+        rows, told = self.rows, []
+        ahead = [0] * rows.num_requests if rows.ahead is None else rows.ahead.tolist()
+        for request, position in enumerate(rows.positions.tolist()):
+            for i in range(1 if request < rows.num_contexts else rows.width):
+                told.append((request, position + ahead[request] + rows.column + 1 + i))
+        return told
+
+    def story(self) -> list[int]:
+        ids = None if self.vocab_ids is None else self.vocab_ids.tolist()
+        rounded = [
+            one._replace(**{n: story.rounded(getattr(one, n)) for n in ROUNDED})
+            for one in self.options
+        ]
+        return [
+            story.draw(row, rounded[request], index, self.role, ids)
+            for row, (request, index) in zip(
+                self.logits.double().tolist(), self.drawn(), strict=True
+            )
+        ]
+
+    def undecided(self) -> torch.Tensor:
+        """Rows [N] whose result hangs on rounding."""
+        owners, indices = zip(*self.drawn(), strict=True) if self.drawn() else ((), ())
+        return undecided(
+            self.logits, vector(owners), vector(indices), self.slots, self.role, self.vocab_ids
+        )
+
+    def replaced(self, **changes: object) -> Batch:
+        return replace(self, **changes)
+
+
+ROUNDED = ("temperature", "top_p", "min_p")
+
+
+def _apart(values: list[int], dtype: torch.dtype, behind: int) -> torch.Tensor:
+    wide = torch.full((len(values), 1 + behind), POISON, dtype=dtype, device=DEVICE)
+    wide[:, 0] = vector(values, dtype)
+    return wide[:, 0]

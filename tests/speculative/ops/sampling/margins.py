@@ -1,0 +1,89 @@
+"""Rows whose draw hangs on less than rounding gives away, in double precision."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.speculative.ops.sampling import reference
+from mtp_plugin.speculative.step import SlotRows
+
+CLOSE = 1e-5
+"""Nearer than this, two orders of summation or two logarithms may decide differently."""
+
+
+def undecided(
+    logits: torch.Tensor,
+    owners: torch.Tensor,
+    indices: torch.Tensor,
+    slots: SlotRows,
+    role: int,
+    vocab_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rows [N] whose highest noisy scores are too close to call, or whose highest is of an id that
+    a cut may keep or leave."""
+    options = {
+        name: slots.table[slots.slot_ids[owners], slots.columns.offset(name)]
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    temperature, top_p, min_p = (
+        options[name].view(torch.float32) for name in ("temperature", "top_p", "min_p")
+    )
+    scores = reference.scaled(logits, temperature).double()
+    sure, doubtful = _cut(scores, options["top_k"], top_p.double(), min_p.double())
+    noisy = scores + _noise(logits, owners, indices, slots, role, vocab_ids)
+    noisy = noisy.masked_fill(~(sure | doubtful), -torch.inf)
+    ordered, order = noisy.sort(dim=1, descending=True, stable=True)
+    hangs = doubtful.gather(1, order[:, :1]).squeeze(1)
+    if logits.shape[1] > 1:
+        hangs |= ordered[:, 0] - ordered[:, 1] < CLOSE
+    decided_without_noise = (temperature < reference.GREEDY_BELOW) | (
+        scores.amax(dim=1).isinf()  # +inf, or nothing at all
+    )
+    return hangs & ~decided_without_noise
+
+
+def _cut(
+    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids that the cuts keep for sure, and ids at a cut [N, V]. Top-k compares what is exact."""
+    vocab = scores.shape[1]
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    ranks = torch.arange(vocab, device=scores.device)
+    within = ranks < torch.where(top_k > 0, top_k.long(), vocab).unsqueeze(1)
+    weights = torch.where(within, ordered, -torch.inf).exp()
+    total = weights.sum(dim=1, keepdim=True)
+    ahead = (weights.cumsum(dim=1) - weights) / total
+    over_p = torch.where((top_p < 1).unsqueeze(1) & (ranks > 0), ahead - top_p.unsqueeze(1), -1.0)
+    under_min = min_p.unsqueeze(1) - weights
+    close_min = under_min.abs() < CLOSE * min_p.unsqueeze(1)
+    sure = within & (over_p <= -CLOSE) & (under_min <= 0) & ~close_min
+    doubtful = within & (over_p < CLOSE) & ((under_min <= 0) | close_min) & ~sure
+    return torch.zeros_like(sure).scatter_(1, order, sure), torch.zeros_like(sure).scatter_(
+        1, order, doubtful
+    )
+
+
+def _noise(
+    logits: torch.Tensor,
+    owners: torch.Tensor,
+    indices: torch.Tensor,
+    slots: SlotRows,
+    role: int,
+    vocab_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """In double precision [N, V]."""
+    ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
+    first = slots.columns.offset("seed")
+    seeds = slots.table[slots.slot_ids[owners], first : first + 2].long() & 2**32 - 1
+    shape = (len(owners), len(ids))
+    counter = (
+        (ids.long() >> 2).unsqueeze(0).expand(shape),
+        (indices & 2**32 - 1).unsqueeze(1).expand(shape),
+        torch.full(shape, role, device=logits.device),
+        torch.zeros(shape, dtype=torch.int64, device=logits.device),
+    )
+    words = torch.stack(reference.philox(counter, (seeds[:, :1], seeds[:, 1:])), dim=-1)
+    places = (ids.long() & 3).expand(shape).unsqueeze(-1)
+    word = words.gather(-1, places).squeeze(-1)
+    unit = ((word.float() + 0.5).double() * 2**-32).clamp_max(1 - 2**-24)
+    return -(-(-unit).log1p()).log()
