@@ -53,13 +53,13 @@ def draw(
             f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
             f"{list(logits.shape)}"
         )
+    rows.check(logits.device)
     if logits.shape[0] != rows.num_rows:
         raise TensorContractError(f"logits: expected {rows.num_rows} rows, got {logits.shape[0]}")
     if logits.shape[0] and logits.stride(1) != 1:
         raise TensorContractError(
             f"logits: expected contiguous rows, got strides {list(logits.stride())}"
         )
-    rows.check(logits.device)
     check_slots(slots, rows.num_requests, logits.device)
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)

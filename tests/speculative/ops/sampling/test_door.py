@@ -1,0 +1,199 @@
+"""What the door of draws refuses, tensors that lie apart in memory, and what a row depends on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.sampling import DrawnRows, Role, draw, launch
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+from tests.doors import check_strided_arguments, poisoned_memory
+from tests.kernels.top_k.launches import captured
+from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
+from tests.speculative.ops.sampling.cases import COLUMNS, Batch, slots_of
+from tests.speculative.ops.sampling.story import Options
+
+OPTIONS = [
+    Options(0.0),
+    Options(1.0, seed=5),
+    Options(0.8, top_k=3, top_p=0.9, seed=6),
+    Options(1.2, top_p=0.7, seed=7),
+    Options(2.0, min_p=0.2, seed=2**63 + 8),
+]
+
+
+def arguments() -> dict[str, Any]:
+    """One prompt and four turns of two rows; every option decides about something."""
+    dice = torch.Generator().manual_seed(3)
+    return {
+        "logits": (torch.randn(9, 70, generator=dice) * 2).to(DEVICE),
+        "rows": DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]), vector([0, 1, 2, 1, 3]), 1),
+        "slots": slots_of(OPTIONS, random.Random(4)),
+        "vocab_ids": vector(range(5, 75), torch.int32),
+    }
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        return draw(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+
+    given = arguments()
+    slots = given.pop("slots")
+    given |= {"table": slots.table, "slot_ids": slots.slot_ids}
+    refused = {
+        "logits": "contiguous rows",
+        "table": "rows without gaps",
+        "vocab_ids": "contiguous vector",
+    }
+    check_strided_arguments(drawn, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
+    given = arguments()
+    expected = draw(**given, backend=backend)
+    wide = slots_of(OPTIONS, random.Random(4), gap=5)
+    assert wide.table.stride(0) == COLUMNS.width + 5
+    assert torch.equal(draw(**{**given, "slots": wide}, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("left_out", ["ahead", "column", "vocab_ids", "positions", "role", "slots"])
+def test_the_strided_draws_use_every_argument(backend: Backend, left_out: str) -> None:
+    """Else a wrong stride would go unseen."""
+    given = arguments()
+    before = draw(**given, backend=backend)
+    rows, slots = given["rows"], given["slots"]
+    change: dict[str, Any] = {
+        "ahead": {"rows": replace(rows, ahead=None)},
+        "column": {"rows": replace(rows, column=0)},
+        "positions": {"rows": replace(rows, positions=rows.positions.flip(0))},
+        "vocab_ids": {"vocab_ids": None},
+        "role": {"role": Role.PLAIN_DRAFT},
+        "slots": {"slots": replace(slots, slot_ids=slots.slot_ids[:-1].flip(0))},
+    }[left_out]
+    assert not torch.equal(draw(**(given | change), backend=backend), before)
+
+
+META = torch.zeros(5, dtype=torch.int32, device="meta")
+ROWS, SLOTS = arguments()["rows"], arguments()["slots"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(9)}, r"logits: expected a floating \[rows, V\] tensor"),
+        ({"logits": torch.zeros(9, 70).int()}, "logits: expected a floating .*torch.int32"),
+        ({"logits": torch.zeros(9, 0)}, r"logits: expected .* V >= 1, .* \[9, 0\]"),
+        ({"logits": torch.zeros(8, 70)}, "logits: expected 9 rows, got 8"),
+        ({"logits": torch.zeros(70, 9).t()}, "logits: expected contiguous rows"),
+        ({"rows": replace(ROWS, num_contexts=6)}, "expected 0 to 5 contexts"),
+        ({"rows": replace(ROWS, num_contexts=5, width=0)}, "a width of 1 or more"),
+        ({"rows": replace(ROWS, column=-1)}, "a column of 0 or more"),
+        ({"rows": replace(ROWS, positions=vector([1.0] * 5, torch.float32))}, "positions: "),
+        ({"rows": replace(ROWS, positions=META)}, "positions: .* on meta"),
+        ({"rows": replace(ROWS, ahead=vector([1] * 4))}, r"ahead: expected integers \[5\]"),
+        ({"rows": replace(ROWS, ahead=META)}, "ahead: .* on meta"),
+        ({"slots": replace(SLOTS, table=SLOTS.table.float())}, "slot table: expected torch.int32"),
+        ({"slots": replace(SLOTS, table=SLOTS.table[:, 1:])}, "slot table: "),
+        ({"slots": replace(SLOTS, slot_ids=vector([0] * 4))}, r"slot_ids: expected .*\[>= 5\]"),
+        ({"slots": replace(SLOTS, slot_ids=META)}, "slot_ids: .* on meta"),
+        ({"vocab_ids": vector(range(70))}, "vocab_ids: .*got torch.int64"),
+        ({"vocab_ids": vector(range(69), torch.int32)}, r"logits: expected \[R, 69\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
+    moved = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in change.items()
+    }
+    with pytest.raises(TensorContractError, match=message):
+        draw(**(arguments() | moved), backend=backend)
+
+
+def test_a_step_without_positions_is_refused() -> None:
+    layout = StepLayout((), 2, 1, vector([]))
+    with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
+        DrawnRows.of_target(layout)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    slots = SlotRows(SLOTS.table, SLOTS.slot_ids[:0], COLUMNS)
+    rows = DrawnRows(0, 3, vector([]))
+    tokens = draw(torch.zeros(0, 70, device=DEVICE), rows, slots, backend=backend)
+    assert tokens.shape == (0,)
+    assert tokens.dtype == torch.int32
+
+
+def test_rows_of_a_step_draw_what_stands_behind_them() -> None:
+    """Chunks of 3 and 1 tokens, two turns of K + 1 = 3 rows: the index of each row's token."""
+    positions = vector([5, 6, 7, 0, 20, 21, 22, 9, 9, 9])
+    layout = StepLayout((3, 1), 2, 2, vector([3, 1], torch.int32), positions)
+    rows = DrawnRows.of_target(layout)
+    assert (rows.num_contexts, rows.width, rows.num_rows) == (2, 3, 8)
+    assert rows.positions.tolist() == [7, 0, 20, 9]
+    drafts = DrawnRows.of_drafts(layout, vector([1, 1, 2, 3]), 1)
+    assert (drafts.num_contexts, drafts.width, drafts.num_rows, drafts.column) == (0, 1, 4, 1)
+    assert drafts.ahead is not None
+    assert (drafts.positions + drafts.ahead).tolist() == [8, 1, 22, 12]
+
+
+@pytest.mark.parametrize("vocab", [70, 4500])
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> None:
+    """Whatever else the batch holds, wherever the row stands, however wide its request is."""
+    batch = Batch.of(seed, vocab, contexts=2, generations=2, width=3, ahead=True, cut=seed == 1)
+    tokens = batch.tokens(backend).tolist()
+    told = list(enumerate(batch.drawn()))
+    for row, (request, index) in told[::2]:
+        alone = replace(
+            batch,
+            logits=batch.logits[row : row + 1],
+            rows=DrawnRows(0, 1, vector([index - 1])),
+            slots=replace(batch.slots, slot_ids=batch.slots.slot_ids[request : request + 1]),
+        )
+        assert alone.tokens(backend).tolist() == [tokens[row]]
+    order = list(reversed(told))
+    mixed = replace(
+        batch,
+        logits=batch.logits.flip(0),
+        rows=DrawnRows(len(order), 1, vector([index - 1 for _, (_, index) in order])),
+        slots=replace(
+            batch.slots, slot_ids=vector([batch.slots.slot_ids[r] for _, (r, _) in order])
+        ),
+    )
+    assert mixed.tokens(backend).tolist() == tokens[::-1]
+
+
+@pytest.mark.gpu
+def test_a_captured_draw_follows_its_inputs() -> None:
+    batch = Batch.of(8, 129280, contexts=0, generations=8, width=4)
+
+    def step() -> torch.Tensor:
+        return draw(batch.logits, batch.rows, batch.slots, backend=Backend.TRITON)
+
+    graph, tokens = captured(step)
+    for seed in range(3):
+        other = Batch.of(seed, 129280, contexts=0, generations=8, width=4)
+        batch.logits.copy_(other.logits)
+        batch.slots.table.copy_(other.slots.table)
+        batch.slots.slot_ids.copy_(other.slots.slot_ids)
+        batch.rows.positions.copy_(other.rows.positions)
+        rows = replace(batch.rows, column=batch.rows.column)
+        graph.replay()
+        with poisoned_memory():
+            expected = draw(batch.logits, rows, batch.slots, backend=Backend.TORCH)
+        hangs = replace(other, rows=rows).undecided()
+        assert bool(((tokens == expected) | hangs).all())
