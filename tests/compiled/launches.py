@@ -53,6 +53,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 )
 from mtp_plugin.speculative.ops.logits import early_stops_masked
 from mtp_plugin.speculative.ops.sampler_store import store_results
+from mtp_plugin.speculative.ops.sampling import DrawnRows, Role, draw
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.step import DraftColumn, SlotRows, StepLayout
@@ -112,6 +113,25 @@ def compile_sampling() -> None:
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
         with early_stops_masked(layout, logits, slots, backend=Backend.TRITON):
             pass
+
+
+def compile_draws() -> None:
+    for requests, width, vocab, dtype, ids in (
+        (8, 4, VOCAB, F32, None),
+        (100, 4, VOCAB, BF16, None),
+        (8, 1, 32768, F32, ints(32768)),
+        (300, 1, 202048, F16, None),
+    ):
+        ahead = ints(requests) if width == 1 else None
+        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead)
+        draw(
+            floats(requests * width, vocab, dtype=dtype),
+            rows,
+            slot_rows(requests),
+            role=Role.TARGET if width > 1 else Role.PLAIN_DRAFT,
+            vocab_ids=ids,
+            backend=Backend.TRITON,
+        )
 
 
 def compile_sampler_store() -> None:

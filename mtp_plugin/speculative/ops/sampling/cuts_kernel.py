@@ -91,7 +91,7 @@ def _drawn_of_few(
     index,
     key0,
     key1,
-    ROLE: tl.constexpr,
+    role,
     HAS_IDS: tl.constexpr,
     SIZE: tl.constexpr,
     COMPARED: tl.constexpr,
@@ -123,7 +123,7 @@ def _drawn_of_few(
     # the first stays, however little is asked for
     kept = kept & ((ahead < need) | (rank == 0)) & (weights >= min_p)
     ids = ids_of(columns, here, vocab_ids_ptr, HAS_IDS)
-    noisy = gumbel(words_of(ids, index, key0, key1, ROLE)) - depths
+    noisy = gumbel(words_of(ids, index, key0, key1, role)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))
     best = tl.max(noisy, axis=0)
     return tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
@@ -149,7 +149,7 @@ def drawn_of_cut(
     index,
     key0,
     key1,
-    ROLE: tl.constexpr,
+    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -219,7 +219,7 @@ def drawn_of_cut(
             index,
             key0,
             key1,
-            ROLE,
+            role,
             HAS_IDS,
             FEW,
             FEW,
@@ -239,7 +239,7 @@ def drawn_of_cut(
             index,
             key0,
             key1,
-            ROLE,
+            role,
             HAS_IDS,
             MANY,
             WARPS * 512 // MANY,
@@ -261,7 +261,7 @@ def drawn_of_cut(
             index,
             key0,
             key1,
-            ROLE,
+            role,
             PIECE,
             CHUNKS,
             THREADS,

@@ -27,8 +27,13 @@ NO_COLUMN = tl.constexpr(2147483647)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than a bound of a noisy score is off by its rounding."""
 
+CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
+CHANGING += ["position_stride", "ahead_stride", "table_stride", "slot_stride"]
+SHIFTING = ["position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
+"""Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
 def scan_kernel(
     # inputs
     logits_ptr,
@@ -44,6 +49,7 @@ def scan_kernel(
     num_contexts,
     width,
     column,
+    role,
     vocab,
     num_pieces,
     row_stride,
@@ -52,7 +58,6 @@ def scan_kernel(
     table_stride,
     slot_stride,
     # constants
-    ROLE: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -116,10 +121,10 @@ def scan_kernel(
         )
         if HAS_IDS:
             ids = ids_of(columns, columns < vocab, vocab_ids_ptr, HAS_IDS)
-            words = words_of(ids, index, key0, key1, ROLE)
+            words = words_of(ids, index, key0, key1, role)
         else:
             groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
-            w0, w1, w2, w3 = words_of_groups(groups, index, key0, key1, ROLE)
+            w0, w1, w2, w3 = words_of_groups(groups, index, key0, key1, role)
             words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
         noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
         bound = (held - thread_base[None, :, None]) * scale + noise
@@ -158,7 +163,7 @@ def _best_noisy(
     index,
     key0,
     key1,
-    ROLE: tl.constexpr,
+    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -185,7 +190,7 @@ def _best_noisy(
         x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         ids = ids_of(columns, inside, vocab_ids_ptr, HAS_IDS)
-        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, index, key0, key1, ROLE))
+        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, index, key0, key1, role))
         chunk_best = tl.max(noisy, axis=0)
         first = tl.min(tl.where(noisy == chunk_best, columns, NO_COLUMN), axis=0)
         column = tl.where(
@@ -199,7 +204,7 @@ def _best_noisy(
     return column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
 def finish_kernel(
     # inputs
     logits_ptr,
@@ -220,6 +225,7 @@ def finish_kernel(
     num_contexts,
     width,
     column,
+    role,
     vocab,
     num_pieces,
     row_stride,
@@ -228,7 +234,6 @@ def finish_kernel(
     table_stride,
     slot_stride,
     # constants
-    ROLE: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -286,7 +291,7 @@ def finish_kernel(
                 index,
                 key0,
                 key1,
-                ROLE,
+                role,
                 PIECE,
                 CHUNKS,
                 THREADS,
@@ -313,7 +318,7 @@ def finish_kernel(
                 index,
                 key0,
                 key1,
-                ROLE,
+                role,
                 PIECE,
                 CHUNKS,
                 THREADS,

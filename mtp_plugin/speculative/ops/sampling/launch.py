@@ -55,6 +55,7 @@ def draw(
         rows.num_contexts,
         rows.width,
         rows.column,
+        int(role),
         vocab,
         num_pieces,
         logits.stride(0),
@@ -64,7 +65,6 @@ def draw(
         slots.slot_ids.stride(0),
     )
     constants: dict[str, Any] = {
-        "ROLE": int(role),
         "PIECE": PIECE,
         "CHUNKS": CHUNKS,
         "THREADS": WARPS * 32,

@@ -82,17 +82,16 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words_of_groups(groups, index, key0, key1, ROLE: tl.constexpr):
+def words_of_groups(groups, index, key0, key1, role):
     """The words of ids 4g to 4g + 3, four for each of the groups g."""
     zero = tl.full([], 0, tl.uint32)
-    role = tl.full([], ROLE, tl.uint32)
-    return philox(groups.to(tl.uint32), index, role, zero, key0, key1)
+    return philox(groups.to(tl.uint32), index, role.to(tl.uint32), zero, key0, key1)
 
 
 @triton.jit
-def words_of(ids, index, key0, key1, ROLE: tl.constexpr):
+def words_of(ids, index, key0, key1, role):
     """The word of each id."""
-    w0, w1, w2, w3 = words_of_groups(ids >> 2, index, key0, key1, ROLE)
+    w0, w1, w2, w3 = words_of_groups(ids >> 2, index, key0, key1, role)
     place = ids & 3
     return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
 

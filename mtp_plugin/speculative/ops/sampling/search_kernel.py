@@ -176,7 +176,7 @@ def drawn_of_many(
     index,
     key0,
     key1,
-    ROLE: tl.constexpr,
+    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -283,7 +283,7 @@ def drawn_of_many(
         kept = (keys < limit) | ((keys == limit) & (columns <= last))
         kept = kept & (tl.exp(-depths) >= min_p)
         ids = ids_of(columns, kept, vocab_ids_ptr, HAS_IDS)
-        noisy = gumbel(words_of(ids, index, key0, key1, ROLE)) - depths
+        noisy = gumbel(words_of(ids, index, key0, key1, role)) - depths
         noisy = tl.where(kept, noisy, float("-inf"))
         tile_best = tl.max(tl.max(noisy, axis=1), axis=0)
         at = tl.where(kept & (noisy == tile_best), columns, NO_COLUMN)
