@@ -100,7 +100,7 @@ def compile_acceptance() -> None:
         for rules in (
             AcceptanceRules(forced_matches=forced),
             AcceptanceRules(relaxed=rule),
-            AcceptanceRules(rule, forced),
+            AcceptanceRules(rule, forced_matches=forced),
         ):
             accept(layout, logits, drafts, rules, **given, backend=Backend.TRITON)
 

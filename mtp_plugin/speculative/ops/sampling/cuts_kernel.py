@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import drawn_of_many, tile_of
+from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED, drawn_of_many, tile_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -19,7 +19,7 @@ DEPTH_SLACK = tl.constexpr(0.01)
 """In log2: more than a depth is off by its rounding."""
 FEW = tl.constexpr(64)
 MANY = tl.constexpr(256)
-"""Candidates that are ordered by counting; rows of the launch's buffers have as many places."""
+"""Candidates that are ordered by counting."""
 PICKED = tl.constexpr(64)
 """Chunks that a bound should leave at most."""
 
@@ -188,7 +188,7 @@ def drawn_of_cut(
     reach = far * LN_2 * temperature
     found = 0
     first = 0
-    while (first < num_picked) & (found <= MANY):
+    while (first < num_picked) & (found <= LISTED):
         x, columns = tile_of(
             row_ptr, picked_ptr, first, num_picked, vocab, GATHERED, PIECE, CHUNKS, THREADS, EACH
         )
@@ -197,7 +197,7 @@ def drawn_of_cut(
         per_chunk = tl.max(run, axis=1)
         start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
         place = start[:, None] + run - 1
-        near = near & (place < MANY)
+        near = near & (place < LISTED)
         tl.store(value_ptr + place, x, mask=near)
         tl.store(column_ptr + place, columns, mask=near)
         found += tl.sum(per_chunk, axis=0)
@@ -248,7 +248,10 @@ def drawn_of_cut(
         drawn = drawn_of_many(
             row_ptr,
             picked_ptr,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab_ids_ptr,
             vocab,
             far,

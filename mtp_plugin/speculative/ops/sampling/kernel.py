@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.ops.sampling.cuts_kernel import MANY, drawn_of_cut
+from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     gumbel,
     gumbel_bound,
@@ -20,6 +20,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
     words_of_groups,
 )
+from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -303,8 +304,8 @@ def finish_kernel(
                 row_ptr,
                 vocab_ids_ptr,
                 picked_ptr + row * num_chunks,
-                value_ptr + row * MANY,
-                column_ptr + row * MANY,
+                value_ptr + row * LISTED,
+                column_ptr + row * LISTED,
                 vocab,
                 num_chunks,
                 tops,

@@ -10,8 +10,8 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
-from mtp_plugin.speculative.ops.sampling.cuts_kernel import MANY
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
+from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 from mtp_plugin.speculative.step import SlotRows
 
 PIECE = 4096
@@ -23,6 +23,9 @@ LOAD_BYTES = 16
 """What a thread reads at once."""
 SOME_ROWS = 64
 """So many rows or fewer leave the device room to finish each with more warps."""
+
+REGISTERS = 128
+"""Of a thread that finishes a row: with more too few rows are finished at a time."""
 
 
 def draw(
@@ -85,14 +88,15 @@ def draw(
         tokens,
         # written and read there
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
-        torch.empty(num_rows, MANY.value, dtype=torch.float32, device=device),
-        torch.empty(num_rows, MANY.value, dtype=torch.int32, device=device),
+        torch.empty(num_rows, LISTED.value, dtype=torch.float32, device=device),
+        torch.empty(num_rows, LISTED.value, dtype=torch.int32, device=device),
         *sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
         NARROW=_chunks_with_ids(vocab, constants["EACH"]) < 1024,
         WARPS=warps,
         num_warps=warps,
+        maxnreg=REGISTERS,
     )
     return tokens
 

@@ -7,6 +7,8 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, wor
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
+LISTED = tl.constexpr(4096)
+"""Candidates that are listed; rows of the launch's buffers have as many places."""
 BY_COUNT = tl.constexpr(0)
 BY_MASS = tl.constexpr(1)
 BY_COLUMN = tl.constexpr(2)
@@ -39,6 +41,51 @@ def tile_of(
 
 
 @triton.jit
+def _size(num_picked, found, SIZE: tl.constexpr):
+    """Places that hold all candidates: of their list, or of the picked chunks."""
+    return tl.where(found <= LISTED, found, num_picked * SIZE)
+
+
+@triton.jit
+def _page(
+    first,
+    row_ptr,
+    picked_ptr,
+    value_ptr,
+    column_ptr,
+    num_picked,
+    found,
+    vocab,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    SEARCHED: tl.constexpr,
+):
+    """Values and columns of the candidates from place ``first`` on, both [SEARCHED, ids of a
+    chunk]; -inf beyond them."""
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    if found <= LISTED:
+        places = tl.arange(0, SEARCHED)[:, None] * SIZE + tl.arange(0, SIZE)[None, :] + first
+        x = tl.load(value_ptr + places, mask=places < found, other=float("-inf"))
+        columns = tl.load(column_ptr + places, mask=places < found, other=NO_COLUMN)
+    else:
+        x, columns = tile_of(
+            row_ptr,
+            picked_ptr,
+            first // SIZE,
+            num_picked,
+            vocab,
+            SEARCHED,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+        )
+    return x, columns
+
+
+@triton.jit
 def _measured(
     k1,
     k2,
@@ -46,7 +93,10 @@ def _measured(
     level,
     row_ptr,
     picked_ptr,
+    value_ptr,
+    column_ptr,
     num_picked,
+    found,
     vocab,
     top,
     temperature,
@@ -57,7 +107,7 @@ def _measured(
     EACH: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):
-    """The measure of the ids whose key is at most k1, k2, k3; one pass over the picked chunks.
+    """The measure of the ids whose key is at most k1, k2, k3; one pass over the candidates.
 
     Key is the depth, bit for bit: none is negative, so its bits are in its order. The measure is
     the number of ids, or their mass. By column only ids of depth ``level`` count.
@@ -66,18 +116,21 @@ def _measured(
     m1 = tl.zeros([SEARCHED, SIZE], tl.float32)
     m2 = tl.zeros([SEARCHED, SIZE], tl.float32)
     m3 = tl.zeros([SEARCHED, SIZE], tl.float32)
-    for first in range(0, num_picked, SEARCHED):
-        x, columns = tile_of(
+    for first in range(0, _size(num_picked, found, SIZE), SEARCHED * SIZE):
+        x, columns = _page(
+            first,
             row_ptr,
             picked_ptr,
-            first,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab,
-            SEARCHED,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
+            SEARCHED,
         )
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
@@ -103,7 +156,10 @@ def _least(
     level,
     row_ptr,
     picked_ptr,
+    value_ptr,
+    column_ptr,
     num_picked,
+    found,
     vocab,
     top,
     temperature,
@@ -132,7 +188,10 @@ def _least(
             level,
             row_ptr,
             picked_ptr,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab,
             top,
             temperature,
@@ -163,7 +222,10 @@ def _least(
 def drawn_of_many(
     row_ptr,
     picked_ptr,
+    value_ptr,
+    column_ptr,
     num_picked,
+    found,
     vocab_ids_ptr,
     vocab,
     far,
@@ -186,6 +248,7 @@ def drawn_of_many(
 ):
     """The column that is drawn from any number of candidates: all ids up to a depth, and of those
     that lie at it the first columns."""
+    SIZE: tl.constexpr = PIECE // CHUNKS
     # the depth as a key, and how many stay of the ids that lie there
     limit = (far * LN_2).to(tl.int32, bitcast=True)
     stay = 2147483647.0
@@ -196,7 +259,10 @@ def drawn_of_many(
             0,
             row_ptr,
             picked_ptr,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab,
             top,
             temperature,
@@ -216,7 +282,10 @@ def drawn_of_many(
                 0,
                 row_ptr,
                 picked_ptr,
+                value_ptr,
+                column_ptr,
                 num_picked,
+                found,
                 vocab,
                 top,
                 temperature,
@@ -237,7 +306,10 @@ def drawn_of_many(
             0,
             row_ptr,
             picked_ptr,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab,
             top,
             temperature,
@@ -255,13 +327,17 @@ def drawn_of_many(
         limit = cut
     last = vocab - 1
     if (top_k > 0) | (top_p < 1):
-        last, _ = _least(
-            stay,
+        equals, _, _ = _measured(
+            last,
+            last,
             last,
             limit,
             row_ptr,
             picked_ptr,
+            value_ptr,
+            column_ptr,
             num_picked,
+            found,
             vocab,
             top,
             temperature,
@@ -272,11 +348,44 @@ def drawn_of_many(
             EACH,
             SEARCHED,
         )
+        if equals > stay:
+            last, _ = _least(
+                stay,
+                last,
+                limit,
+                row_ptr,
+                picked_ptr,
+                value_ptr,
+                column_ptr,
+                num_picked,
+                found,
+                vocab,
+                top,
+                temperature,
+                BY_COLUMN,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                SEARCHED,
+            )
     best = float("-inf")
     drawn = NO_COLUMN
-    for first in range(0, num_picked, SEARCHED):
-        x, columns = tile_of(
-            row_ptr, picked_ptr, first, num_picked, vocab, SEARCHED, PIECE, CHUNKS, THREADS, EACH
+    for first in range(0, _size(num_picked, found, SIZE), SEARCHED * SIZE):
+        x, columns = _page(
+            first,
+            row_ptr,
+            picked_ptr,
+            value_ptr,
+            column_ptr,
+            num_picked,
+            found,
+            vocab,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            SEARCHED,
         )
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
