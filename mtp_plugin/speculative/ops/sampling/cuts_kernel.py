@@ -25,13 +25,14 @@ PICKED = tl.constexpr(64)
 
 
 @triton.jit
-def _depth_of_count(depths, top_k, ALL_CHUNKS: tl.constexpr, NARROW: tl.constexpr):
+def _depth_of_count(depths, top_k, ALL_CHUNKS: tl.constexpr):
     """A depth within which at least ``top_k`` ids lie, or the deepest.
 
-    Each chunk within it has such an id. Three depths are tried at a time, their counts in one word.
+    Each chunk within it has such an id. Three depths are tried at a time, their counts in one word:
+    of the chunks that lie deeper, as the first one never does.
     """
-    BITS: tl.constexpr = 10 if NARROW else 20
-    WORD: tl.constexpr = tl.int32 if NARROW else tl.int64
+    BITS: tl.constexpr = 10 if ALL_CHUNKS <= 1024 else 20
+    WORD: tl.constexpr = tl.int32 if ALL_CHUNKS <= 1024 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     near = 0.0
     far = DEEPEST + 0.0
@@ -42,12 +43,12 @@ def _depth_of_count(depths, top_k, ALL_CHUNKS: tl.constexpr, NARROW: tl.constexp
         d1 = near + part
         d2 = near + part * 2
         d3 = near + part * 3
-        within = (depths <= d1).to(WORD)
-        within += ((depths <= d2).to(WORD) << BITS) + ((depths <= d3).to(WORD) << (2 * BITS))
-        counts = tl.sum(within, axis=0)
-        n1 = (counts & MASK).to(tl.int32)
-        n2 = ((counts >> BITS) & MASK).to(tl.int32)
-        n3 = ((counts >> (2 * BITS)) & MASK).to(tl.int32)
+        deeper = (depths > d1).to(WORD)
+        deeper += ((depths > d2).to(WORD) << BITS) + ((depths > d3).to(WORD) << (2 * BITS))
+        counts = tl.sum(deeper, axis=0)
+        n1 = ALL_CHUNKS - (counts & MASK).to(tl.int32)
+        n2 = ALL_CHUNKS - ((counts >> BITS) & MASK).to(tl.int32)
+        n3 = ALL_CHUNKS - ((counts >> (2 * BITS)) & MASK).to(tl.int32)
         count = tl.where(
             n1 >= top_k, n1, tl.where(n2 >= top_k, n2, tl.where(n3 >= top_k, n3, count))
         )
@@ -156,7 +157,6 @@ def drawn_of_cut(
     EACH: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    NARROW: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """The column that a row draws, of its chunks' highest values ``tops`` and, for top-p alone,
@@ -169,7 +169,7 @@ def drawn_of_cut(
     far = DEEPEST + 0.0
     mass = 0.0
     if top_k > 0:
-        far = _depth_of_count(depths, top_k, ALL_CHUNKS, NARROW)
+        far = _depth_of_count(depths, top_k, ALL_CHUNKS)
     elif top_p < 1:
         masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
         mass = tl.sum(masses, axis=0)

@@ -242,7 +242,6 @@ def finish_kernel(
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
-    NARROW: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -326,7 +325,6 @@ def finish_kernel(
                 EACH,
                 ALL_CHUNKS,
                 HAS_IDS,
-                NARROW,
                 WARPS,
             )
     token = drawn

@@ -93,16 +93,8 @@ def draw(
         *sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        NARROW=_chunks_with_ids(vocab, constants["EACH"]) < 1024,
         WARPS=warps,
         num_warps=warps,
         maxnreg=REGISTERS,
     )
     return tokens
-
-
-def _chunks_with_ids(vocab: int, each: int) -> int:
-    """Chunks of a row; those of its last piece may lie beyond the vocabulary."""
-    whole, rest = divmod(vocab, PIECE)
-    segment = WARPS * 32 // CHUNKS * each
-    return whole * CHUNKS + min(CHUNKS, -(-rest // segment))

@@ -1,0 +1,160 @@
+"""Cuts of rows of a real size, every way that the kernels take, and rows that are no numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.sampling import DrawnRows
+from tests.kernels.top_k.rows import DTYPES
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.sampling.cases import Batch, slots_of
+from tests.speculative.ops.sampling.story import Options
+
+VOCAB = 20_011
+MANY = 2 if DEVICE.type == "cpu" else 64
+INF, NAN = float("inf"), float("nan")
+
+
+def batch_of(rows: torch.Tensor, *options: Options) -> Batch:
+    """A row per request."""
+    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    return Batch(rows.to(DEVICE), requests, slots_of(list(options), random.Random(1)), [*options])
+
+
+def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(7)
+    return (torch.randn(number, VOCAB, generator=noise) * spread).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "spread"),
+    [
+        (Options(0.8, top_k=50, top_p=0.9), 3),  # few candidates
+        (Options(0.6, top_k=20, top_p=0.95, min_p=0.05), 3),
+        (Options(0.3, top_p=0.95), 3),
+        (Options(0.3, top_k=VOCAB + 1, top_p=0.95), 3),
+        (Options(0.3, min_p=0.02), 3),
+        (Options(1.0, top_k=120), 3),  # more
+        (Options(1.0, top_k=300, top_p=0.7), 3),  # a list of them
+        (Options(1.0, top_p=0.6), 2),
+        (Options(1.0, min_p=0.02), 1),
+        (Options(1.0, top_k=5000, top_p=0.999), 1),  # all chunks, again and again
+        (Options(2.0, top_p=0.9), 0.1),
+        (Options(100.0, top_k=12_000, min_p=0.97), 1),
+        (Options(100.0, top_p=0.4), 30),
+        (Options(3.0, top_k=VOCAB - 1, top_p=0.5, min_p=0.1), 1),
+        (Options(1.0), 2),  # no cut
+        (Options(1.0, top_k=VOCAB), 2),
+        (Options(0.0, top_k=50), 2),
+    ],
+    ids=str,
+)
+def test_every_way(options: Options, spread: float) -> None:
+    dtype = DTYPES[options.top_k % 3]
+    asked = [options._replace(seed=seed) for seed in range(MANY)]
+    batch = batch_of(normal(len(asked), spread, dtype), *asked)
+    differs = batch.tokens(Backend.TORCH) != batch.tokens(Backend.TRITON)
+    assert not bool((differs & ~batch.undecided()).any())
+    assert int(differs.sum()) <= 1
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("kept", [1, 150, 6000])
+def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
+    """A row of one value, and one with three ids above it: top-k and top-p cut between equals."""
+    flat = torch.full((VOCAB,), -2.5)
+    raised = flat.clone()
+    raised[[5000, 19_000, 3]] = -2.25
+    weight = 2.718281828**0.25
+    share = (kept - 0.5) / VOCAB
+    raised_share = (3 * weight + kept - 0.5) / (3 * weight + VOCAB - 3)
+    asked = [
+        (flat, Options(1.0, top_k=kept), range(kept)),
+        (flat, Options(1.0, top_p=share), range(kept)),
+        (raised, Options(1.0, top_k=kept + 3), {*range(kept + 1), 3, 5000, 19_000}),
+        (raised, Options(1.0, top_p=raised_share), {*range(kept + 1), 3, 5000, 19_000}),
+        (raised, Options(1.0, top_k=kept + 3, min_p=0.9), {3, 5000, 19_000}),
+    ]
+    for row, options, among in asked:
+        many = [options._replace(seed=seed) for seed in range(MANY)]
+        batch = batch_of(row.expand(MANY, -1), *many)
+        tokens = batch.tokens(backend)
+        assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+        assert set(tokens.tolist()) <= set(among)
+
+
+EVERY = [
+    Options(0.0),
+    Options(1.0, seed=3),
+    Options(1.0, top_k=3, seed=3),
+    Options(1.0, top_k=3, top_p=0.5, seed=3),
+    Options(1.0, top_p=0.5, seed=3),
+    Options(1.0, min_p=0.5, seed=3),
+    Options(1e-4, top_p=1e-30, min_p=1.0, seed=3),
+    Options(100.0, top_k=10_000, top_p=0.99, seed=3),
+]
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 5, 4097])
+def test_rows_without_values_and_with_infinities(
+    backend: Backend, dtype: torch.dtype, vocab: int
+) -> None:
+    last = vocab - 1
+    nothing, nans = torch.full((vocab,), -INF), torch.full((vocab,), NAN)
+    one, high, highs, all_high = (nothing.clone() for _ in range(4))
+    one[last] = -3.0
+    one[0] = NAN if vocab > 1 else -3.0
+    high[:] = 1.0
+    high[last] = INF
+    highs[last // 2] = highs[last] = INF
+    all_high[:] = INF
+    told = [
+        (nothing, -1),
+        (nans, -1),
+        (one, last),
+        (high, last),
+        (highs, last // 2),
+        (all_high, 0),
+    ]
+    for row, token in told:
+        batch = batch_of(row.to(dtype).expand(len(EVERY), -1), *EVERY)
+        assert batch.tokens(backend).tolist() == [token] * len(EVERY)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_the_first_stays_however_little_is_asked_for(backend: Backend) -> None:
+    row = torch.zeros(300)
+    row[[40, 200]] = 2.0
+    asked = [
+        Options(1.0, top_p=0.0),
+        Options(1.0, top_p=1e-38),
+        Options(1.0, top_k=1),
+        Options(1e-4, top_k=2, top_p=0.5),
+    ]
+    batch = batch_of(row.expand(len(asked), -1), *asked)
+    assert batch.tokens(backend).tolist() == [40] * len(asked)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_cold_row_is_its_first_choice(backend: Backend) -> None:
+    """Beside logits so large that their differences show nothing of the noise."""
+    rows = normal(6, 3)[:, :5000] * torch.tensor([[1.0], [100.0], [1e6], [1e20], [1e30], [1e37]])
+    for temperature in (1e-4, 1e-3):
+        asked = [Options(temperature, top_p=top_p, seed=2) for top_p in (1.0, 0.9) * 3]
+        batch = batch_of(rows, *asked)
+        assert torch.equal(batch.tokens(backend).long(), rows.to(DEVICE).argmax(dim=1))
+
+
+@pytest.mark.parametrize("vocab", [4096 * 32, 4096 * 32 + 1])
+def test_many_chunks_that_are_all_near(vocab: int) -> None:
+    """As many as their counts have room for in a word, and more."""
+    rows = torch.linspace(3, 4, vocab).expand(2, -1)
+    asked = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
+    batch = batch_of(rows, *asked)
+    assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
