@@ -67,5 +67,5 @@ def test_strided_drafts(backend: Backend) -> None:
 def test_drafts_of_another_shape_or_type(backend: Backend) -> None:
     loop = Loop.of(1, 4, 2)
     for drafts in (vector([1, 2, 3], torch.int32), vector([1, 2, 3, 4], torch.int64)):
-        with pytest.raises(TensorContractError, match="drafts: expected torch.int32"):
+        with pytest.raises(TensorContractError, match=r"drafts: expected torch\.int32"):
             place_drafts(drafts, loop.column(0), backend=backend)

@@ -1,0 +1,1 @@
+from tests.executor.test_sampling import *  # noqa: F403
