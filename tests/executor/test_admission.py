@@ -129,21 +129,9 @@ REQUESTS = [
         options={"max_num_tokens": 32, "enable_chunked_prefill": False},
     ),
     Case(
-        "sampling",
-        [[1]],
-        "request 0: not supported: temperature=0.7",
-        params=SamplingParams(temperature=0.7),
-    ),
-    Case(
-        "an unset temperature beside top_k samples",
-        [[1]],
-        "request 0: not supported: top_k=50",
-        params=SamplingParams(top_k=50),
-    ),
-    Case(
         "every reason at once (R31)",
         [[1]],
-        "request 0: not supported: temperature=0.7, min_p=0.1, n=2, repetition_penalty=1.2, "
+        "request 0: not supported: n=2, repetition_penalty=1.2, "
         "bad_words=('x',), logprobs=1, guided_decoding='json', "
         "stop=('END',) (the checkpoint has no tokenizer), "
         "stop_token_ids: 128 is outside the vocabulary of 128, "

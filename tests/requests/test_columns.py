@@ -83,8 +83,8 @@ def test_integers_are_kept(value: int) -> None:
         (2**31, INT32_MAX),
         (10**30, INT32_MAX),
         (math.inf, INT32_MAX),
-        (-(2**31), -INT32_MAX),
-        (-(10**30), -INT32_MAX),
+        (-(2**31), -INT32_MAX - 1),
+        (-(10**30), -INT32_MAX - 1),
         (True, 1),
         (False, 0),
         (2.0, 2),
@@ -181,11 +181,13 @@ def test_a_row_has_every_number_at_its_place(behind: list[SlotColumn], data: st.
 
 def test_what_every_table_has() -> None:
     """Every option that kernels read, and nothing twice."""
-    assert NAMES == ["number", "prompt_len", "min_tokens", "stop_ids"]
+    draws = ["temperature", "top_k", "top_p", "min_p", "seed"]
+    assert NAMES == ["number", "prompt_len", "min_tokens", *draws, "stop_ids"]
     kept = [name for name, option in OPTIONS.items() if option.column is not None]
     assert set(kept) <= set(NAMES)
     columns = TableColumns(REQUEST_COLUMNS)
-    assert columns.row({}) == [0, 0, 0] + [NO_STOP] * MAX_STOP_IDS
+    one = struct.unpack("i", struct.pack("f", 1.0))[0]  # top_p
+    assert columns.row({}) == [0, 0, 0, 0, 0, one, 0, 0, 0] + [NO_STOP] * MAX_STOP_IDS
     assert columns.row({"stop_ids": (5, 6)})[request_column("stop_ids") :][:3] == [5, 6, NO_STOP]
 
 
@@ -211,16 +213,16 @@ def test_columns_of_one_name(name: str) -> None:
     ("columns", "told"),
     [
         ((), "no columns"),
-        (REQUEST_COLUMNS[1:], "prompt_len, min_tokens, stop_ids"),
-        ((SlotColumn("mine", int), *REQUEST_COLUMNS), "mine, number, prompt_len, min_tokens"),
-        ((SlotColumn("number", float), *REQUEST_COLUMNS[1:]), "number, prompt_len, min_tokens"),
+        (REQUEST_COLUMNS[1:], ", ".join(NAMES[1:])),
+        ((SlotColumn("mine", int), *REQUEST_COLUMNS), ", ".join(["mine", *NAMES[:-1]])),
+        ((SlotColumn("number", float), *REQUEST_COLUMNS[1:]), ", ".join(NAMES)),
     ],
 )
 def test_a_table_without_the_columns_of_requests_in_front(
     columns: tuple[SlotColumn, ...], told: str
 ) -> None:
     """Kernels know where those are."""
-    expected = "expected number, prompt_len, min_tokens, stop_ids in front"
+    expected = f"expected {', '.join(NAMES)} in front"
     with pytest.raises(ConfigError, match=f"slot table: {expected}, got {told}"):
         TableColumns(columns)
 

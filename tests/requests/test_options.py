@@ -56,15 +56,15 @@ def test_a_neutral_value_is_never_asked_for(name: str) -> None:
 
 
 def test_columns_hold_numbers() -> None:
-    """What a slot holds of a request that does not ask is the neutral value."""
+    """What a slot holds of a request that does not ask changes nothing."""
     held = {column.name: column for column in REQUEST_COLUMNS}
     asked = {name: option for name, option in OPTIONS.items() if option.column is not None}
-    assert set(asked) == {"min_tokens"}
+    assert set(asked) == {"min_tokens", "temperature", "top_k", "top_p", "min_p"}
     for name, option in asked.items():
         assert option.column in (int, float)
-        assert isinstance(option.neutral, option.column)
-        assert not isinstance(option.neutral, bool)
-        assert held[name].empty == option.neutral
+        assert not isinstance(option.empty, bool)
+        assert option.neutral in (None, option.empty)
+        assert held[name].empty == option.empty
         assert held[name].kind is option.column
 
 

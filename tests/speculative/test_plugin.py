@@ -435,7 +435,8 @@ def test_every_plugin_keeps_what_requests_ask_for(make: Any) -> None:
     assert pieces.slot_of == pieces.manager.slot_of
     assert pieces.manager.modes[0].columns == pieces.worker.verifier.modes[0].columns == ()
     assert pieces.served_options >= {"min_tokens", "stop_token_ids", "speculate"}
-    assert "temperature" not in pieces.served_options
+    assert pieces.served_options >= {"temperature", "top_k", "top_p", "min_p", "seed"}
+    assert "n" not in pieces.served_options
     asked = LlmRequest(
         5, [1, 2], SamplingParams(min_tokens=3, stop_token_ids=(9,)), max_draft_len=2, max_seq_len=9
     )
@@ -483,14 +484,14 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 35 numbers that every slot has: three, and 32 stop ids
-        (target_only, 4 * 35),
-        (eagle, 4 * 35),
+        # 41 numbers that every slot has: nine, and 32 stop ids
+        (target_only, 4 * 41),
+        (eagle, 4 * 41),
         # two pairs of eight numbers of two bytes and a token
-        (vanilla, 4 * 35 + 2 * (8 * 2 + 4)),
+        (vanilla, 4 * 41 + 2 * (8 * 2 + 4)),
         (
             lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
-            4 * 39,
+            4 * 45,
         ),
     ],
     ids=["none", "eagle", "vanilla", "relaxed"],

@@ -73,7 +73,7 @@ def test_requests_may_share_a_slot() -> None:
 def test_tables_and_slots_that_do_not_fit() -> None:
     good = some_rows(3)
     table, width = good.table, good.columns.width
-    told = r"slot table: expected torch.int32 \[S, 39\] with rows without gaps"
+    told = r"slot table: expected torch.int32 \[S, 45\] with rows without gaps"
     for wrong in (
         table.long(),
         table.float(),
@@ -104,5 +104,5 @@ def test_columns_that_are_not_there_are_named() -> None:
         check_slots(slots, 1, DEVICE, ["share", "thinking", "stop_ids", "relaxed_topk"])
     assert str(caught.value) == (
         "slot table: expected columns thinking, relaxed_topk too, got number, prompt_len, "
-        "min_tokens, stop_ids, share, pair, one"
+        "min_tokens, temperature, top_k, top_p, min_p, seed, stop_ids, share, pair, one"
     )

@@ -163,7 +163,9 @@ def test_what_a_request_asks_for(told: bool | None, options: dict[str, Any]) -> 
 def test_every_column_of_a_request_is_given_or_empty() -> None:
     names = [column.name for column in REQUEST_COLUMNS]
     assert list(read_request(request()).columns()) == ["number", "prompt_len", "stop_ids"]
-    asked = read_request(sampling(min_length=[8], temperature=[0.7])).columns()
+    draws = {"temperature": [0.7], "top_k": [5], "top_p": [0.9], "min_p": [0.1]}
+    asked = read_request(sampling(min_length=[8], **draws)).columns()
+    assert {name: asked[name] for name in draws} == {n: v[0] for n, v in draws.items()}
     assert asked["min_tokens"] == 8
     assert set(asked) == set(names)
 

@@ -97,6 +97,9 @@ slot_values = st.fixed_dictionaries(
     optional={
         "number": st.integers(0, 2**31 - 1),
         "min_tokens": st.integers(0, 2**40),
+        "temperature": st.floats(0, 100, width=32),
+        "top_k": st.integers(0, 500),
+        "seed": st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=2),
         "stop_ids": st.lists(st.integers(0, 500), max_size=MAX_STOP_IDS),
         "delta": floats,
         "wide": st.lists(floats, max_size=3),
@@ -115,6 +118,11 @@ def told(values: dict[str, Any]) -> list[int]:
         values.get("number", 0),
         values.get("prompt_len", 0),
         min(values.get("min_tokens", 0), 2**31 - 1),
+        bits(values.get("temperature", 0.0)),
+        values.get("top_k", 0),
+        bits(values.get("top_p", 1.0)),
+        bits(values.get("min_p", 0.0)),
+        *values.get("seed", (0, 0)),
         *padded(*values.get("stop_ids", ())),
         bits(values.get("delta", 0.5)),
         values.get("count", 3),
@@ -161,7 +169,7 @@ def test_numbers_that_no_column_holds() -> None:
     columns = TableColumns((*REQUEST_COLUMNS, *COLUMNS))
     count, delta = columns.offset("count"), columns.offset("delta")
     assert columns.row({"count": 2**40})[count] == 2**31 - 1
-    assert columns.row({"count": -(2**40)})[count] == -(2**31 - 1)
+    assert columns.row({"count": -(2**40)})[count] == -(2**31)
     assert columns.row({"delta": float("inf")})[delta] == bits(3.4028234e38)
 
 
@@ -303,6 +311,11 @@ def test_options_stand_in_their_columns() -> None:
         "number": 7,
         "prompt_len": 3,
         "min_tokens": 9,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": [0, 0],
         "stop_ids": padded(2, 5, 6),
     }
     assert [column.name for column in REQUEST_COLUMNS] == list(shown(manager, 0))

@@ -12,6 +12,8 @@ from typing_extensions import override
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
+from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (
@@ -33,7 +35,7 @@ class EveryOther(VerificationMode):
     """Accepts all drafts of every other request; notes what it is asked."""
 
     name = "every-other"
-    served_options = frozenset({"seed"})
+    served_options = frozenset({"n"})
 
     def __init__(self) -> None:
         super().__init__(*OPTIONS)
@@ -78,7 +80,7 @@ def test_every_mode_decides_its_own_rows(backend: Backend, monkeypatch: Any) -> 
     assert last.tolist() == [3, 2, 3, 2]
     assert mode.calls == [(backend, False)]
     assert len(reductions) == 1
-    assert verifier.served_options == {"min_tokens", "seed"}
+    assert verifier.served_options == EDITED_OPTIONS | DRAWN_OPTIONS | {"n"}
 
 
 HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}
