@@ -105,9 +105,10 @@ def _option(default: Any, values: Values, about: str, *host: str, **more: Any) -
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a user asks of one request. Decoding is greedy; options that would sample are refused.
+    """What a user asks of one request.
 
-    ``temperature`` None or 0, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside them.
+    ``temperature`` 0, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside them, and so
+    does none of these and no ``min_p``; an unset temperature beside one of the others is 1.
 
     Raises:
         RequestError: naming every value that cannot be.

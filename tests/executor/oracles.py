@@ -175,7 +175,7 @@ class ScriptedDrafts(nn.Module):
             self._plan(accepted.num_accepted)
             return accepted
 
-        def propose(step, accepted, logits, place):
+        def propose(step, accepted, logits, place):  # noqa: ARG001 - as the worker calls it
             own = worker.draft_sampler(logits)
             self._own.append(own)
             drafts = own.clone()

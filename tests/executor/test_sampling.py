@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.infer.seeded_draws import SeededDraws
@@ -14,6 +15,7 @@ from tests.executor.conftest import assert_drained
 NUM_TOKENS = 20
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+GREEDY_DRAFTS = {"draft_sampling": "greedy"}
 OPTIONS = [
     {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
     {"temperature": 1.0},
@@ -109,3 +111,33 @@ def test_stops_and_least_lengths_of_sampled_requests(bed, prompts):
             assert cut == text[: text.index(stop) + 1]
     for vanilla in (False, True):
         assert generate(bed.llm(vanilla=vanilla), prompts, params) == plain
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_greedy_drafts_of_sampled_requests_change_nothing(bed, prompts, vanilla):
+    """Fewer of them are right: the target draws, and the first choice is drafted."""
+    params = [params_of(place) for place in range(len(prompts))]
+    coupled, greedy = bed.llm(vanilla=vanilla), bed.llm(vanilla=vanilla, mtp=GREEDY_DRAFTS)
+    assert generate(greedy, prompts, params) == generate(coupled, prompts, params)
+    lengths = [llm.executor.acceptance.acceptance_length for llm in (greedy, coupled)]
+    assert lengths[0] < lengths[1]
+
+
+def test_a_cut_draft_vocabulary_changes_nothing(bed, prompts):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(mtp={"draft_vocab": 100})
+    assert generate(llm, prompts, params) == generate(bed.llm(k=0), prompts, params)
+    assert llm.executor.acceptance.acceptance_length > 1.05
+
+
+def test_where_acceptance_is_relaxed_nobody_draws(bed):
+    relaxed = {
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 5,
+        "relaxed_delta": 0.3,
+        "begin_thinking_phase_token": 5,
+        "end_thinking_phase_token": 6,
+    }
+    llm = bed.llm(speculative=relaxed)
+    with pytest.raises(RequestError, match=r"not supported: temperature=0\.7, seed=3"):
+        llm.generate([[1, 2]], SamplingParams(temperature=0.7, seed=3))

@@ -182,7 +182,7 @@ def test_a_row_has_every_number_at_its_place(behind: list[SlotColumn], data: st.
 def test_what_every_table_has() -> None:
     """Every option that kernels read, and nothing twice."""
     draws = ["temperature", "top_k", "top_p", "min_p", "seed"]
-    assert NAMES == ["number", "prompt_len", "min_tokens", *draws, "stop_ids"]
+    assert ["number", "prompt_len", "min_tokens", *draws, "stop_ids"] == NAMES
     kept = [name for name, option in OPTIONS.items() if option.column is not None]
     assert set(kept) <= set(NAMES)
     columns = TableColumns(REQUEST_COLUMNS)

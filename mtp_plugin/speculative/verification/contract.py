@@ -15,7 +15,11 @@ from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.step import StepLayout
-from mtp_plugin.speculative.verification.draft_rules import COUPLED_DRAFTS, DraftRule
+from mtp_plugin.speculative.verification.draft_rules import (
+    COUPLED_DRAFTS,
+    GREEDY_DRAFTS,
+    DraftRule,
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,12 @@ class VerificationMode(ABC):
     """What it keeps per slot, behind what every slot has."""
     served_options: ClassVar[frozenset[str]] = frozenset()
     """Options of a request that it gives."""
+    refused_options: ClassVar[frozenset[str]] = frozenset()
+    """Options that are given without it, and not beside it."""
 
-    def __init__(self, options: DecodingOptions, device: torch.device) -> None:  # noqa: B027
-        """Nothing that all modes keep."""
+    def __init__(self, options: DecodingOptions, device: torch.device) -> None:  # noqa: ARG002 - modes may
+        if options.mtp.draft_sampling == "greedy":
+            self.draft_rule = GREEDY_DRAFTS
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: B027 - as above
         """Replace the mode's own tensors, as ``nn.Module.to`` does those of a module."""

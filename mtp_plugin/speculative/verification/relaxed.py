@@ -16,6 +16,7 @@ from mtp_plugin.requests.thinking import expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 _logger = logging.getLogger("mtp_plugin")
@@ -26,14 +27,15 @@ DELTA_POOL = "mtp_relaxed_delta_pool"
 class RelaxedVerification(VerificationMode):
     """Takes drafts among the ``relaxed_topk`` best, within ``relaxed_delta`` of the best one.
 
-    It claims the rows of thinking requests. Its columns: ``mtp_relaxed_delta_pool`` (the delta in
-    force: 0 outside the thinking phase; a host that writes another is obeyed), ``thinking``
-    (follows it), ``relaxed_topk`` and ``relaxed_limit`` (the request's own). Ids that end a request
-    are accepted only as first choice; a request with more of them than a slot has room for is never
-    relaxed, which is logged.
+    It claims the rows of thinking requests, which are greedy: where it is enabled no request draws.
+    Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking phase; a
+    host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
+    ``relaxed_limit`` (the request's own). Ids that end a request are accepted only as first choice;
+    a request with more of them than a slot has room for is never relaxed, which is logged.
     """
 
     name = "relaxed"
+    refused_options = DRAWN_OPTIONS
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)

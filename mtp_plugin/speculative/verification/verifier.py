@@ -41,8 +41,10 @@ class Verifier:
 
     @property
     def served_options(self) -> frozenset[str]:
-        """Options of a request that some mode, or the edits of the logits, give."""
-        return (EDITED_OPTIONS | DRAWN_OPTIONS).union(*(mode.served_options for mode in self.modes))
+        """Options of a request that draws, edits of the logits or some mode give, and no mode
+        refuses."""
+        served = (EDITED_OPTIONS | DRAWN_OPTIONS).union(*(m.served_options for m in self.modes))
+        return served.difference(*(mode.refused_options for mode in self.modes))
 
     def verify(
         self,
