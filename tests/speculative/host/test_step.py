@@ -14,7 +14,7 @@ from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, TensorContractError
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
-from mtp_plugin.speculative.host import HostStep, RankRows
+from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import SlotRows
@@ -280,10 +280,14 @@ def test_edited_logits_need_slots() -> None:
         worker(**step.inputs(), mtp_layers=[ScriptedLayer(0)])
 
 
+def strict_modes() -> list[StrictVerification]:
+    return [StrictVerification(DecodingOptions(max_draft_len=K), torch.device("cpu"))]
+
+
 def test_slots_alone_carry_a_request_that_asks() -> None:
     """A manager without pools of past pairs, as every plugin may have: the end id is masked."""
     step = Step(K, turns=[Turn([1, 2], [5, 6], [5, 9, 7])], mode=SpeculativeDecodingMode.NONE)
-    manager = SlotStateManager([StrictVerification(None, None)], 3, device="cpu")
+    manager = SlotStateManager(strict_modes(), 3, device="cpu")
     slot = manager.slot_manager.add_slot(0)
     manager.table.write({slot: {"prompt_len": 1, "min_tokens": 9, "stop_ids": [9]}})
     step.spec.mtp_hidden_states_manager = manager

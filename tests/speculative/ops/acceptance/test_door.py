@@ -36,7 +36,9 @@ def arguments() -> dict[str, Any]:
         "layout": layout_of(2, 6, 2),
         "logits": vector([row] * 20, torch.float32),
         "draft_tokens": vector([[0, 0], [2, 0], [2, 0], [1, 0], [1, 0], [1, 2]]),
-        "rules": AcceptanceRules(rule, vector([-1, -1, -1, -1, 2, -1], torch.int32)),
+        "rules": AcceptanceRules(
+            relaxed=rule, forced_matches=vector([-1, -1, -1, -1, 2, -1], torch.int32)
+        ),
         "draft_lens": vector([2, 2, 2, 2, 1, 2], torch.int32),
         "final_context": vector([True, False], torch.bool),
         "last_tokens": poisoned(8, dtype=torch.int32),
@@ -130,11 +132,11 @@ def fewer_columns(slots: Any) -> dict[str, Any]:
         ),
         pytest.param(
             in_slots(lambda s: {"table": s.table[:, :-1]}),
-            r"slot table: expected torch.int32 \[S, 39\] .*got torch.int32 \[11, 38\]",
+            r"slot table: expected torch.int32 \[S, 45\] .*got torch.int32 \[11, 44\]",
             id="table-too-narrow",
         ),
         pytest.param(
-            in_slots(lambda s: {"table": s.table[0]}), r"slot table: .*\[39\]", id="one-row"
+            in_slots(lambda s: {"table": s.table[0]}), r"slot table: .*\[45\]", id="one-row"
         ),
         pytest.param(
             in_slots(lambda s: {"table": s.table.t().contiguous().t()}),
