@@ -34,7 +34,7 @@ class Option:
     about: str
     """For people: what it does, in a few words."""
     neutral: Any
-    """The value that changes nothing; also what a slot holds of a request that does not ask."""
+    """The value that changes nothing."""
     host: tuple[str, ...] = ()
     """Where TensorRT-LLM's request has it, the first that is there counts: ``config.NAME``, of its
     ``sampling_config``, or the name of a field of its own."""
@@ -49,6 +49,11 @@ class Option:
     it."""
     empty: float = 0
     """What stands there of a request that does not ask."""
+
+    @property
+    def changes_choice(self) -> bool:
+        """A token may be another than the first choice of the logits: steps must be told."""
+        return self.edits_logits or self.draws
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value changes nothing."""

@@ -236,8 +236,8 @@ class MTPSampler:
         """Why a request cannot be served; None: it can."""
         own, served = own_facts(request), self.served_options
         if own is None:
-            # who has no facts cannot tell a step that its logits are to be edited
-            served = frozenset(name for name in served if not OPTIONS[name].edits_logits)
+            # who has no facts cannot tell a step that first choices are not enough
+            served = frozenset(name for name in served if not OPTIONS[name].changes_choice)
             unsupported = unsupported_options(
                 request, always_greedy=self.always_greedy, served=served
             )

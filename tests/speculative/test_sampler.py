@@ -990,7 +990,7 @@ def test_edits_of_the_logits_are_for_who_has_facts() -> None:
     served = {"min_tokens", "temperature"}
     sampler = MTPSampler(args, nextn=K, device="cpu", served_options=served)
     plain = Request(0, sampling_config=SimpleNamespace(min_length=[8], temperature=[0.7]))
-    with pytest.raises(ConfigError, match=r"MTP: min_length=8$"):
+    with pytest.raises(ConfigError, match=r"MTP: min_length=8, temperature=0\.7$"):
         sampler.validate_request(plain)
     params = SamplingParams(min_tokens=8, temperature=0.7)
     plain.facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)

@@ -65,8 +65,7 @@ class RequestFacts:
     @property
     def edits_logits(self) -> bool:
         """Whether steps with this request must say ``edits_logits`` in their metadata."""
-        asked = [OPTIONS[name] for name in self.options]
-        return any(option.edits_logits or option.draws for option in asked)
+        return any(OPTIONS[name].changes_choice for name in self.options)
 
     @property
     def number(self) -> int:
