@@ -79,6 +79,7 @@ class TableColumns:
             places[column.name] = (self.width, column)
             self.width += column.width
         self._places = places
+        self._empty = [bit for column in columns for bit in column.bits(None)]
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -98,7 +99,11 @@ class TableColumns:
         """
         unknown = [name for name in values if name not in self._places]
         expect(not unknown, MetadataError, f"slot table: there is no column {', '.join(unknown)}")
-        return [bit for column in self.columns for bit in column.bits(values.get(column.name))]
+        row = self._empty.copy()
+        for name, value in values.items():
+            first, column = self._places[name]
+            row[first : first + column.width] = column.bits(value)
+        return row
 
 
 def _names(columns: Sequence[SlotColumn]) -> str:
