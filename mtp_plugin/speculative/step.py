@@ -104,6 +104,16 @@ class StepLayout:
         if self.positions is not None:
             _expect_vector("positions", self.positions, self.num_tokens)
 
+    def drawn_positions(self, reader: str) -> torch.Tensor:
+        """Positions of the first row of logits of every request [R]: the last of a chunk, the first
+        of a generation; for a ``reader`` as :meth:`expect_positions`."""
+        positions = self.expect_positions(reader)
+        of_generations = positions[self.num_ctx_tokens :: self.step_rows]
+        if self.num_contexts == 0:
+            return of_generations
+        ends = self.context_lens.to(torch.int64).cumsum(0) - 1
+        return torch.cat([positions[ends], of_generations])
+
     def expect_positions(self, reader: str) -> torch.Tensor:
         """The positions [T], for a ``reader`` that cannot do without.
 

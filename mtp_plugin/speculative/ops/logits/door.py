@@ -58,7 +58,7 @@ def early_stops_masked(
             )
     if logits.shape[0] == 0:
         return nullcontext(logits)
-    return _side(backend).early_stops_masked(layout, logits, slots, positions)
+    return _side(backend).early_stops_masked(layout, logits, slots)
 
 
 class _Side(Protocol):
@@ -67,7 +67,6 @@ class _Side(Protocol):
         layout: StepLayout,
         logits: torch.Tensor,
         slots: SlotRows,
-        positions: torch.Tensor,
     ) -> AbstractContextManager[torch.Tensor]: ...
 
 

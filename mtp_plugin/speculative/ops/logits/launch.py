@@ -21,7 +21,6 @@ def early_stops_masked(
     layout: StepLayout,
     logits: torch.Tensor,
     slots: SlotRows,
-    positions: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """As at the door, in place: a copy would cost more than all of acceptance.
 
@@ -31,12 +30,12 @@ def early_stops_masked(
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or (rows > 1 and logits.stride(0) < vocab):
         # rows that share memory cannot be masked each for itself
-        with reference.early_stops_masked(layout, logits, slots, positions) as masked:
+        with reference.early_stops_masked(layout, logits, slots) as masked:
             yield masked
         return
     ids = torch.empty(rows, MAX_STOP_IDS, dtype=torch.int32, device=logits.device)
     values = torch.empty(rows, MAX_STOP_IDS, dtype=logits.dtype, device=logits.device)
-    _hide(layout, logits, slots, positions, ids, values)
+    _hide(layout, logits, slots, ids, values)
     try:
         yield logits
     finally:
@@ -59,11 +58,10 @@ def _hide(
     layout: StepLayout,
     logits: torch.Tensor,
     slots: SlotRows,
-    positions: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    positions = positions.contiguous()
+    positions = layout.expect_positions("min_tokens").contiguous()
     hide_kernel[(logits.shape[0],)](
         # inputs
         logits,

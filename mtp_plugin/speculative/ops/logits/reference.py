@@ -16,11 +16,10 @@ def early_stops_masked(
     layout: StepLayout,
     logits: torch.Tensor,
     slots: SlotRows,
-    positions: torch.Tensor,
 ) -> AbstractContextManager[torch.Tensor]:
     """As at the door, in a copy."""
     requests = slice(0, layout.num_requests)
-    owners, token_index = _drawn_tokens(layout, positions)
+    owners, token_index = _drawn_tokens(layout)
     first = slots.read("prompt_len", requests).to(torch.int64)
     first += slots.read("min_tokens", requests)
     early = token_index < first[owners]
@@ -36,15 +35,14 @@ def early_stops_masked(
     )
 
 
-def _drawn_tokens(layout: StepLayout, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn_tokens(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """The request that each row of logits belongs to and the absolute index of the token that it
     draws, both [rows] int64."""
-    positions, contexts, width = positions.to(torch.int64), layout.num_contexts, layout.step_rows
-    last_rows = layout.context_lens.to(torch.int64).cumsum(0) - 1
-    offsets = torch.arange(width, device=positions.device)
-    first = positions[layout.num_ctx_tokens :: width]
-    generation_index = first.unsqueeze(1) + 1 + offsets
-    token_index = torch.cat([positions[last_rows] + 1, generation_index.reshape(-1)])
-    requests = torch.arange(layout.num_requests, device=positions.device)
-    owners = [requests[:contexts], requests[contexts:].repeat_interleave(width)]
-    return torch.cat(owners), token_index
+    first = layout.drawn_positions("min_tokens").to(torch.int64) + 1
+    contexts, device = layout.num_contexts, first.device
+    requests = torch.arange(layout.num_requests, device=device)
+    owners = torch.cat(
+        [requests[:contexts], requests[contexts:].repeat_interleave(layout.step_rows)]
+    )
+    place = torch.arange(layout.num_logit_rows, device=device) - contexts
+    return owners, first[owners] + torch.where(place < 0, 0, place % layout.step_rows)

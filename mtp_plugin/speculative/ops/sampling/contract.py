@@ -42,7 +42,7 @@ class DrawnRows:
         Raises:
             TensorContractError: a layout without positions.
         """
-        return cls(layout.num_contexts, layout.step_rows, _positions(layout))
+        return cls(layout.num_contexts, layout.step_rows, layout.drawn_positions("sampling"))
 
     @classmethod
     def of_drafts(cls, layout: StepLayout, num_accepted: torch.Tensor, column: int) -> Self:
@@ -51,7 +51,7 @@ class DrawnRows:
         Raises:
             TensorContractError: a layout without positions.
         """
-        return cls(0, 1, _positions(layout), num_accepted, column)
+        return cls(0, 1, layout.drawn_positions("sampling"), num_accepted, column)
 
     @property
     def num_requests(self) -> int:
@@ -78,13 +78,3 @@ class DrawnRows:
         expect_integers("drawn rows, positions", self.positions, requests, device)
         if self.ahead is not None:
             expect_integers("drawn rows, ahead", self.ahead, requests, device)
-
-
-def _positions(layout: StepLayout) -> torch.Tensor:
-    """Of each request's first row that is drawn from [R]: the last of a chunk."""
-    positions = layout.expect_positions("sampling")
-    of_generations = positions[layout.num_ctx_tokens :: layout.step_rows]
-    if layout.num_contexts == 0:
-        return of_generations
-    ends = layout.context_lens.to(torch.int64).cumsum(0) - 1
-    return torch.cat([positions[ends], of_generations])
