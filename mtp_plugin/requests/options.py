@@ -10,11 +10,27 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mtp_plugin.errors import RequestError
+
+MAX_BIAS_IDS = 1024
+"""Ids that ``logit_bias`` of a request may name."""
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LEN = 16
+"""Bad words of a request, and tokens of each."""
+MAX_LOGPROBS = 20
+"""Most likely tokens that may be told beside each."""
+
+
+DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
+    "coupled": ("coupled", "greedy"),
+    "rejection": ("plain", "greedy"),
+    "block": ("plain", "greedy"),
+}
+"""How drafts may be drawn for what judges them; the first is presumed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,10 @@ class Option:
     it."""
     empty: float = 0
     """What stands there of a request that does not ask."""
+    elsewhere: tuple[str, ...] = ()
+    """Names that it has in other engines; `SamplingParams` takes them too."""
+    differs: str = ""
+    """For people: where another engine means or presumes something else."""
 
     @property
     def changes_choice(self) -> bool:
@@ -79,6 +99,10 @@ def _number(least: float, most: float, words: str) -> Values:
     return Values(words, lambda value: _is_number(value) and least <= value <= most)
 
 
+def _one_of(*names: str) -> Values:
+    return Values(f"one of {', '.join(names)}", lambda value: value is None or value in names)
+
+
 def _unset_or(values: Values) -> Values:
     return Values(values.words, lambda value: value is None or values.allows(value))
 
@@ -95,6 +119,24 @@ _IDS = _each("a sequence of token ids >= 0", lambda value: _is_int(value) and va
 _TEXTS = _each(
     "a sequence of strings that are not empty", lambda text: isinstance(text, str) and text != ""
 )
+_FINITE = _number(-sys.float_info.max, sys.float_info.max, "a finite number")
+_LOGPROBS = Values(
+    f"an integer from 0 to {MAX_LOGPROBS}",
+    lambda value: value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+)
+
+
+def _is_word(word: Any) -> bool:
+    """Whether a bad word is a text or some ids."""
+    if isinstance(word, str):
+        return word != ""
+    return isinstance(word, tuple) and len(word) > 0 and _IDS.allows(word)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_int(token) and token >= 0 and _FINITE.allows(bias) for token, bias in value.items()
+    )
 
 
 # a function of ours that gives a field, as ``dataclasses.field`` does
@@ -120,7 +162,14 @@ class SamplingParams:
     """
 
     # ---- when it ends
-    max_new_tokens: int = _option(128, _integer(1), "tokens emitted at most", neutral=None)
+    max_new_tokens: int = _option(
+        128,
+        _integer(1),
+        "tokens emitted at most",
+        neutral=None,
+        elsewhere=("max_tokens",),
+        differs="vLLM presumes 16 as max_tokens",
+    )
     min_tokens: int = _option(
         0,
         _integer(0),
@@ -132,14 +181,48 @@ class SamplingParams:
     )
     stop_token_ids: tuple[int, ...] = _option((), _IDS, "ids that end the text and stand in it")
     stop: tuple[str, ...] = _option((), _TEXTS, "strings that end the text and are cut off it")
+    include_stop_str_in_output: bool = _option(
+        False, _FLAG, "leave the stop string that ended the text in it"
+    )
     ignore_eos: bool = _option(False, _FLAG, "go on behind the model's end ids")
     # ---- how drafts are made and judged
     speculate: bool = _option(True, _FLAG, "False: every draft of this request counts as absent")
+    max_draft_len: int | None = _option(
+        None, _unset_or(_integer(0)), "drafts of this request in a step at most; 0: none"
+    )
+    verification: str | None = _option(
+        None,
+        _one_of("coupled", "rejection", "block"),
+        "how drafts of this request are judged; unset: as the config says first",
+        draws=True,
+    )
+    draft_sampling: str | None = _option(
+        None,
+        _one_of("coupled", "plain", "greedy"),
+        "how drafts of this request are drawn; unset: as its verification wants them",
+        draws=True,
+    )
     relaxed_acceptance: bool = _option(
         True,
         _FLAG,
         "False: strict, where the config allows relaxed acceptance",
         "py_relaxed_acceptance",
+    )
+    relaxed_topk: int | None = _option(
+        None, _unset_or(_integer(1)), "relaxed acceptance: a draft among so many stands"
+    )
+    relaxed_delta: float | None = _option(
+        None,
+        _unset_or(_number(0, 1, "a number from 0 to 1")),
+        "relaxed acceptance: so much less likely than the first choice stands",
+    )
+    thinking_token_budget: int | None = _option(
+        None,
+        _unset_or(_integer(0)),
+        "tokens of thinking behind which its end is forced",
+        edits_logits=True,
+        column=int,
+        empty=-1,
     )
     # ---- how a token is drawn
     temperature: float | None = _option(
@@ -149,11 +232,12 @@ class SamplingParams:
         "config.temperature",
         draws=True,
         column=float,
+        differs="vLLM presumes 1; TensorRT-LLM applies it before the additive penalties",
     )
     top_k: int | None = _option(
         None,
-        _unset_or(_integer(0)),
-        "draw among so many ids; 0 or unset: all",
+        _unset_or(_integer(-1)),
+        "draw among so many ids; 0, -1 or unset: all",
         "config.top_k",
         draws=True,
         column=int,
@@ -175,56 +259,177 @@ class SamplingParams:
         draws=True,
         column=float,
         host_neutral=lambda share: share == 0,
+        differs="vLLM cuts by it before top-k and top-p",
     )
     seed: int | None = _option(
         None,
-        _unset_or(_integer(0, 2**64 - 1, "an integer from 0 to 2**64 - 1")),
-        "of the draws",
+        _unset_or(
+            Values(
+                "an integer from -2**63 to 2**64 - 1",
+                lambda value: _is_int(value) and -(2**63) <= value < 2**64,
+            )
+        ),
+        "of the draws; modulo 2**64",
         "config.random_seed",
         draws=True,
+        elsewhere=("random_seed",),
     )
-    n: int = _option(1, _integer(1), "samples of the prompt", "config.num_return_sequences")
     # ---- what is done to the logits
     repetition_penalty: float = _option(
-        1.0, _ANYTHING, "divides the logits of ids in text and prompt", "config.repetition_penalty"
+        1.0,
+        Values("a finite number > 0", lambda value: _FINITE.allows(value) and value > 0),
+        "divides logits above 0 of ids in prompt and text, multiplies those below",
+        "config.repetition_penalty",
+        edits_logits=True,
+        column=float,
+        empty=1.0,
     )
     presence_penalty: float = _option(
-        0.0, _ANYTHING, "taken off the logits of ids in the text", "config.presence_penalty"
+        0.0,
+        _FINITE,
+        "taken off the logits of ids that were counted",
+        "config.presence_penalty",
+        edits_logits=True,
+        column=float,
+        differs="vLLM counts the text alone",
     )
     frequency_penalty: float = _option(
-        0.0, _ANYTHING, "taken off per occurrence in the text", "config.frequency_penalty"
+        0.0,
+        _FINITE,
+        "taken off for every time that an id was counted",
+        "config.frequency_penalty",
+        edits_logits=True,
+        column=float,
+        differs="vLLM counts the text alone",
+    )
+    prompt_ignore_length: int = _option(
+        0,
+        _integer(0),
+        "tokens of the prompt that presence and frequency do not count",
+        "config.prompt_ignore_length",
     )
     logit_bias: dict[int, float] | None = _option(
-        None, _ANYTHING, "added to the logits of ids", "embedding_bias", "py_embedding_bias"
+        None,
+        _unset_or(Values("a mapping of token ids >= 0 to finite numbers", _is_bias)),
+        "added to the logits of ids",
+        "embedding_bias",
+        "py_embedding_bias",
+        edits_logits=True,
+        elsewhere=("embedding_bias",),
     )
-    bad_words: tuple[str, ...] = _option(
-        (), _ANYTHING, "words that are never written", "bad_words_list", "py_bad_words_list"
+    allowed_token_ids: tuple[int, ...] | None = _option(
+        None, _unset_or(_IDS), "no other ids are written", edits_logits=True
+    )
+    bad_words: tuple[str | tuple[int, ...], ...] = _option(
+        (),
+        _each("a sequence of strings, or of sequences of token ids, none empty", _is_word),
+        "words that are never written",
+        "bad_words_list",
+        "py_bad_words_list",
+        edits_logits=True,
+        elsewhere=("bad",),
+    )
+    bad_token_ids: tuple[int, ...] = _option(
+        (), _IDS, "ids that are never written", edits_logits=True
     )
     # ---- what is told beside the text
     logprobs: int | None = _option(
         None,
-        _ANYTHING,
-        "log-probabilities of emitted tokens",
+        _LOGPROBS,
+        "log-probabilities of emitted tokens, and of so many most likely ones",
         "py_return_log_probs",
         host_neutral=lambda flag: not flag,
+        column=int,
+        empty=-1,
     )
-    prompt_logprobs: int | None = _option(None, _ANYTHING, "log-probabilities of the prompt")
+    prompt_logprobs: int | None = _option(
+        None, _LOGPROBS, "log-probabilities of the prompt, and of so many most likely tokens"
+    )
+    # ---- what stays refused
+    n: int = _option(1, _integer(1), "samples of the prompt", "config.num_return_sequences")
+    best_of: int | None = _option(None, _ANYTHING, "samples of which the best are told", neutral=1)
+    use_beam_search: bool = _option(False, _ANYTHING, "beams")
+    length_penalty: float = _option(1.0, _ANYTHING, "of beams", "config.length_penalty")
+    no_repeat_ngram_size: int | None = _option(
+        None,
+        _ANYTHING,
+        "no so many tokens stand twice",
+        "config.no_repeat_ngram_size",
+        neutral=0,
+        host_neutral=lambda size: size <= 0 or size >= 1 << 30,
+    )
+    top_p_decay: float | None = _option(
+        None, _ANYTHING, "top_p falls by it", "config.top_p_decay", draws=True, neutral=1
+    )
+    top_p_min: float | None = _option(
+        None, _ANYTHING, "top_p falls no further", "config.top_p_min", draws=True
+    )
+    top_p_reset_ids: int | None = _option(
+        None, _ANYTHING, "top_p begins anew", "config.top_p_reset_ids", draws=True, neutral=-1
+    )
+    logits_processor: Any = _option(
+        None,
+        _ANYTHING,
+        "functions that change the logits",
+        "py_logits_post_processors",
+        elsewhere=("logits_processors",),
+    )
     guided_decoding: Any = _option(
         None,
         _ANYTHING,
         "a grammar that the text follows",
         "guided_decoding_params",
         "py_guided_decoding_params",
+        elsewhere=("structured_outputs",),
     )
+    # ---- the names of other engines, which the fields above take over
+    max_tokens: int | None = None
+    random_seed: int | None = None
+    embedding_bias: Any = None
+    bad: Any = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("stop_token_ids", "stop", "bad_words"):
+        self._take_over_other_names()
+        for name in _SEQUENCES:
             value = vars(self)[name]
-            if value is None or isinstance(value, list):
-                object.__setattr__(self, name, tuple(value or ()))
+            if isinstance(value, str):
+                value = (value,)
+            if isinstance(value, (list, tuple)):
+                value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
+            elif value is None and OPTIONS[name].neutral is not None:
+                value = ()
+            self._set(name, value)
+        if self.top_k == -1:
+            self._set("top_k", 0)
+        if isinstance(self.logit_bias, dict):
+            self._set("logit_bias", dict(self.logit_bias))
         problems = self._problems()
         if problems:
             raise RequestError("sampling parameters: " + "; ".join(problems))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _take_over_other_names(self) -> None:
+        """Move what was given under another engine's name to ours.
+
+        Raises:
+            RequestError: both names were given.
+        """
+        for name, option in OPTIONS.items():
+            for other in option.elsewhere:
+                value = vars(self)[other]
+                if value is None:
+                    continue
+                if vars(self)[name] != _DEFAULTS[name] and vars(self)[name] != value:
+                    raise RequestError(
+                        f"sampling parameters: {other}={value!r} is {name} under another name, and "
+                        f"{name}={vars(self)[name]!r} stands beside it"
+                    )
+                self._set(name, value)
+                self._set(other, None)
 
     @property
     def is_greedy(self) -> bool:
@@ -254,7 +459,44 @@ class SamplingParams:
         counts = (self.min_tokens, self.max_new_tokens)
         if all(_is_int(count) for count in counts) and counts[0] > counts[1] >= 1:
             problems.append(f"min_tokens {counts[0]} is above max_new_tokens {counts[1]}")
-        return problems
+        return problems or [*self._too_many(), *self._not_together()]
+
+    def _too_many(self) -> Iterator[str]:
+        """Lists that are longer than there is room for."""
+        words = len(self.bad_words) + len(self.bad_token_ids)
+        for name, count, most in (
+            ("logit_bias", len(self.logit_bias or ()), MAX_BIAS_IDS),
+            ("bad_words and bad_token_ids", words, MAX_BAD_WORDS),
+        ):
+            if count > most:
+                yield f"{name}: at most {most} are served, got {count}"
+        for word in self.bad_words:
+            if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
+                yield (
+                    f"bad_words: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got "
+                    f"{len(word)}"
+                )
+
+    def _not_together(self) -> Iterator[str]:
+        """Values that cannot stand beside each other."""
+        if not self.is_greedy:
+            for name in ("relaxed_topk", "relaxed_delta"):
+                if vars(self)[name] is not None:
+                    yield f"{name}={vars(self)[name]!r} needs greedy decoding, and this draws"
+        if self.verification is not None and self.draft_sampling is not None:
+            allowed = DRAFTS_OF_VERIFICATION[self.verification]
+            if self.draft_sampling not in allowed:
+                yield (
+                    f"draft_sampling={self.draft_sampling!r} cannot be verified by "
+                    f"{self.verification!r}, expected one of {', '.join(allowed)}"
+                )
+        if self.allowed_token_ids is not None:
+            banned = {*self.bad_token_ids}
+            banned.update(
+                word[0] for word in self.bad_words if isinstance(word, tuple) and len(word) == 1
+            )
+            if banned.issuperset(self.allowed_token_ids):
+                yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
 
 
 def is_greedy(values: Mapping[str, Any]) -> bool:
@@ -266,9 +508,14 @@ def is_greedy(values: Mapping[str, Any]) -> bool:
 
 
 OPTIONS: Mapping[str, Option] = {
-    row.name: Option(row.name, **row.metadata["option"]) for row in fields(SamplingParams)
+    row.name: Option(row.name, **row.metadata["option"])
+    for row in fields(SamplingParams)
+    if row.metadata
 }
 """The table, by name, in the order of its fields."""
+
+_DEFAULTS = {row.name: row.default for row in fields(SamplingParams)}
+_SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
 
 
 def _of_the_host(name: str, about: str, *host: str, **more: Any) -> Option:
@@ -282,16 +529,8 @@ HOST_OPTIONS: tuple[Option, ...] = (
     _of_the_host(
         "py_return_generation_logits", "the logits of the text", host_neutral=lambda flag: not flag
     ),
-    _of_the_host("py_logits_post_processors", "functions that change the logits"),
     _of_the_host("py_additional_outputs", "further outputs of the model"),
     _of_the_host("beam_width", "beams", "config.beam_width", "py_beam_width", neutral=1),
     _of_the_host("beam_width_array", "beams per step", "config.beam_width_array", neutral=1),
-    _of_the_host("top_p_decay", "top_p falls by it", "config.top_p_decay", draws=True),
-    _of_the_host(
-        "no_repeat_ngram_size",
-        "no so many tokens stand twice",
-        "config.no_repeat_ngram_size",
-        host_neutral=lambda size: size <= 0 or size >= 1 << 30,
-    ),
 )
 """What TensorRT-LLM's requests may ask for and `SamplingParams` does not have."""
