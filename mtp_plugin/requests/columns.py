@@ -11,12 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
 
 Number = int | float
 """What a column may be given; a flag is 0 or 1."""
 
+POOL_ROWS = ("bias_row", "allowed_row", "count_row", "words_row")
+"""Columns that name a row of a pool: bias, allowed ids, counts of tokens, bad words."""
+NO_ROW = -1
+NO_TOKEN = -1
+NOT_THINKING = -1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 """What is larger counts as so much: no length, and no id of a vocabulary, is."""
@@ -119,10 +124,16 @@ REQUEST_COLUMNS = (
         if option.column is not None
     ),
     SlotColumn("seed", int, width=2),
+    *(SlotColumn(name, int, NO_ROW) for name in POOL_ROWS),
+    SlotColumn("recent", int, NO_TOKEN, MAX_BAD_WORD_LEN),
+    SlotColumn("thought", int, NOT_THINKING),
+    SlotColumn("end_place", int),
     SlotColumn("stop_ids", int, NO_STOP, MAX_STOP_IDS),
 )
 """First in every table: a request's number (31 bits, in the order of handing in), its prompt's
-length, its options, the low and the high word of its seed, and the ids that end it.
+length, its options, the low and the high word of its seed, its rows in the pools of what does not
+fit a slot, its last tokens, how many it emitted since it thinks and its place in the sequence that
+ends that, and the ids that end it.
 
 A temperature of 0 is a greedy request's."""
 

@@ -211,12 +211,33 @@ class DraftColumn:
 
 
 @dataclass(frozen=True)
+class EditPools:
+    """What does not fit a slot of what requests want done to logits.
+
+    A column of the slot table names a request's row, -1 where it has none. Bits stand 32 in a word,
+    the lowest id in the lowest bit.
+    """
+
+    bias: torch.Tensor  # [P, V] float32
+    allowed: torch.Tensor  # [P, V/32 + 1] int32: a bit per id, and behind them how many are set
+    counts: torch.Tensor  # [P, V] int16, unsigned: occurrences that penalties count, at most 65535
+    seen: torch.Tensor  # [P, V/32] int32: a bit per id of prompt and output
+    words: torch.Tensor  # [P, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, -1 in front of each
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.bias.shape[1])
+
+
+@dataclass(frozen=True)
 class SlotRows:
     """What is kept of each request of a step in the slot table, read where it lies."""
 
     table: torch.Tensor  # [S, W] int32, rows without gaps; floats bit for bit
     slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
     columns: TableColumns  # which are there
+    pools: EditPools | None = None  # None: no request has a row of one
 
     def of(self, requests: slice) -> torch.Tensor:
         """The slots of some of the step's requests [N] int64."""

@@ -131,12 +131,14 @@ class MTPPlugin:
                 host.max_batch_size,
                 device=host.device,
                 num_seq_slots=host.max_num_sequences,
+                vocab_size=host.vocab_size,
             )
         return SlotStateManager(
             worker.verifier.modes,
             host.max_batch_size,
             device=host.device,
             num_seq_slots=host.max_num_sequences,
+            vocab_size=host.vocab_size,
         )
 
     @staticmethod

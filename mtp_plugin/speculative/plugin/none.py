@@ -61,6 +61,7 @@ class NoSpeculationPlugin:
             host.max_batch_size,
             device=host.device,
             num_seq_slots=host.max_num_sequences,
+            vocab_size=host.vocab_size,
         )
         sampler = MTPSampler(
             host.sampler_args,

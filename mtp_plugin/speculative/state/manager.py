@@ -9,15 +9,19 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
+from mtp_plugin.requests.columns import NO_TOKEN
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host import (
     DecodingOptions,
+    RequestFacts,
     ScheduledBatch,
     SpecRequest,
     read_request,
     refuse_unserved,
 )
+from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 from mtp_plugin.speculative.step import SlotRows
 from mtp_plugin.speculative.verification import VerificationMode, make_modes
@@ -41,6 +45,8 @@ class SlotStateManager:
         device: default CUDA where present, else CPU.
         num_seq_slots: sequences that hold a slot at a time; default 2 * max_num_requests, since
             under overlap a finishing request and its replacement both hold one.
+        vocab_size: of the logits; None: no request may ask for what needs a pool as wide, as
+            ``logit_bias`` or a penalty.
 
     Raises:
         ConfigError: a size below 1.
@@ -53,6 +59,7 @@ class SlotStateManager:
         *,
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._expect_size("max_num_requests", max_num_requests)
         self.max_num_requests = max_num_requests
@@ -63,6 +70,10 @@ class SlotStateManager:
             max(sequences, max_num_requests) + ATTENTION_DP_DUMMIES + max_num_requests
         )
         self.sentinel_slot = self.slot_manager.max_num_requests
+        self.edit_rows: EditRows | None = None
+        if vocab_size is not None:
+            self._expect_size("vocab_size", vocab_size)
+            self.edit_rows = EditRows(max_num_requests + 1, vocab_size, self.device)
         columns = [column for mode in self.modes for column in mode.columns]
         self.table = SlotTable(self.num_rows, columns, self.device)
         self._pools = tuple(column.name for column in columns if column.is_pool)
@@ -84,8 +95,10 @@ class SlotStateManager:
         try:
             for request in scheduled_batch.context_requests:
                 if request.is_first_context_chunk:
-                    values = self._values_of(request)
-                    fresh[self.slot_manager.add_slot(request.request_id)] = values
+                    facts = read_request(request)
+                    values = self._values_of(request, facts)
+                    slot = self.slot_manager.add_slot(request.request_id)
+                    fresh[slot] = values | self._rows_of(request, facts)
         finally:
             self._reset(fresh)
 
@@ -95,6 +108,8 @@ class SlotStateManager:
     def free_resources(self, request: SpecRequest) -> None:
         """Give the request's slot back; a request that never had one changes nothing."""
         self.slot_manager.remove_slot(request.request_id)
+        if self.edit_rows is not None:
+            self.edit_rows.give_back(request.request_id)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
         """Slots for warm-up and attention-DP dummies; graph-padding ids share the sentinel slot."""
@@ -109,6 +124,8 @@ class SlotStateManager:
     def shutdown(self) -> None:
         """Give every slot back."""
         self.slot_manager.shutdown()
+        if self.edit_rows is not None:
+            self.edit_rows.shutdown()
 
     def get_max_resource_count(self) -> int:
         """Requests that one batch may hold."""
@@ -131,24 +148,47 @@ class SlotStateManager:
 
     def slot_rows(self, slot_ids: torch.Tensor) -> SlotRows:
         """What is kept of a step's requests, whose slots are [R] int64."""
-        return self.table.rows_of(slot_ids)
+        pools = None if self.edit_rows is None else self.edit_rows.pools
+        return self.table.rows_of(slot_ids, pools)
 
     def memory_report(self, name: str = "MTP state") -> str:
         """What is kept takes of the device, in words, under a name."""
         slots, size = self.num_rows, self.bytes_per_slot()
-        return f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+        told = f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+        if self.edit_rows is not None:
+            told += f", logit edits {self.edit_rows.num_bytes / 2**20:.1f} MiB"
+        return told
 
     def bytes_per_slot(self) -> int:
         """Device bytes that one slot takes."""
         return 4 * self.table.columns.width
 
-    def _values_of(self, request: SpecRequest) -> SlotValues:
-        facts = read_request(request)
+    def _values_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         values = facts.columns()
         for mode in self.modes:
             if mode.columns:  # a host copies the tokens of a prompt for who asks
                 values.update(mode.slot_values(facts, request.get_tokens(0)))
         return values
+
+    def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
+        """The request's rows in the pools of logit edits, and its last tokens for bad words.
+
+        Raises:
+            MetadataError: it needs one, and there is none.
+        """
+        needed = [name for name in facts.options if name in POOLED_OPTIONS]
+        if not needed:
+            return {}
+        if self.edit_rows is None:
+            raise MetadataError(
+                f"request {request.request_id}: {', '.join(needed)} need a manager that was told "
+                "vocab_size"
+            )
+        tokens = request.get_tokens(0)
+        rows = self.edit_rows.take(request.request_id, facts, tokens)
+        recent = list(tokens[-MAX_BAD_WORD_LEN:])
+        padding = [NO_TOKEN] * (MAX_BAD_WORD_LEN - len(recent))
+        return {**rows, "recent": padding + recent}
 
     def _expect_size(self, name: str, value: int) -> None:
         expect(
@@ -181,7 +221,7 @@ class MTPHiddenStatesManager(SlotStateManager):
         config: any object with ``max_draft_len`` or ``num_nextn_predict_layers`` (K; the first
             counts where both are given), and optionally the relaxed-acceptance fields.
         dtype: of the hidden states. hidden_size: H.
-        max_num_requests, device, num_seq_slots: as `SlotStateManager`.
+        max_num_requests, device, num_seq_slots, vocab_size: as `SlotStateManager`.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
 
     Raises:
@@ -198,6 +238,7 @@ class MTPHiddenStatesManager(SlotStateManager):
         *,
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
+        vocab_size: int | None = None,
         thinking_tokens: tuple[int, int] | None = None,
         **others: Any,
     ) -> None:
@@ -205,7 +246,13 @@ class MTPHiddenStatesManager(SlotStateManager):
         options = DecodingOptions.read(config, thinking_tokens=thinking_tokens)
         self._expect_size("hidden_size", hidden_size)
         modes = make_modes(options, _device(device))
-        super().__init__(modes, max_num_requests, device=device, num_seq_slots=num_seq_slots)
+        super().__init__(
+            modes,
+            max_num_requests,
+            device=device,
+            num_seq_slots=num_seq_slots,
+            vocab_size=vocab_size,
+        )
         self.dtype = dtype
         self.hidden_size = hidden_size
         self.num_nextn_predict_layers = options.max_draft_len

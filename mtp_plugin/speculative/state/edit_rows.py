@@ -1,0 +1,168 @@
+"""Who has which row of the pools of logit edits, and what stands in it at first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.requests.slots import SlotManager
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.step import EditPools, to_device
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+POOLED_OPTIONS = frozenset(
+    {*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
+)
+"""Options of a request that need a row."""
+_WORD_BITS = 32
+_MOST = 65535
+"""Of what a count holds."""
+
+
+def bad_words_of(facts: RequestFacts) -> list[tuple[int, ...]]:
+    """Everything that a request must not write, as ids."""
+    words: list[tuple[int, ...]] = [tuple(word) for word in facts.options.get("bad_words", ())]
+    return words + [(token,) for token in facts.options.get("bad_token_ids", ())]
+
+
+class EditRows:
+    """Pools as wide as the vocabulary, whose rows only those requests take that need one.
+
+    A row is written behind what runs on the device, when it is taken.
+
+    Args:
+        num_rows: P: requests that may need one at a time. vocab_size: V. device: of the steps.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        words = -(-vocab_size // _WORD_BITS)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.pools = EditPools(
+            bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
+            allowed=torch.zeros(num_rows, words + 1, **int32),
+            counts=torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device),
+            seen=torch.zeros(num_rows, words, **int32),
+            words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
+        )
+        self._rows = SlotManager(num_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes of all pools."""
+        return sum(pool.numel() * pool.element_size() for pool in vars(self.pools).values())
+
+    def take(
+        self, request_id: int, facts: RequestFacts, tokens: Sequence[int]
+    ) -> dict[str, Number]:
+        """Give a request the row that it needs, if any, and fill it.
+
+        Args:
+            tokens: of the request, those emitted before a preemption too.
+
+        Returns:
+            The columns that name the row.
+
+        Raises:
+            NoFreeSlotsError: all rows are taken.
+            MetadataError: an id outside the vocabulary.
+        """
+        options = facts.options
+        asked = {
+            "bias_row": options.get("logit_bias") is not None,
+            "allowed_row": options.get("allowed_token_ids") is not None,
+            "count_row": any(name in options for name in PENALTIES),
+            "words_row": bool(bad_words_of(facts)),
+        }
+        if not any(asked.values()):
+            return {}
+        row = self._rows.add_slot(request_id)
+        if asked["bias_row"]:
+            self._fill_bias(row, options["logit_bias"])
+        if asked["allowed_row"]:
+            self._fill_allowed(row, options["allowed_token_ids"])
+        if asked["count_row"]:
+            ignored = min(options.get("prompt_ignore_length", 0), facts.stop.prompt_len)
+            self._fill_counts(row, tokens, ignored)
+        if asked["words_row"]:
+            self._fill_words(row, bad_words_of(facts))
+        return {name: row for name, is_asked in asked.items() if is_asked}
+
+    def give_back(self, request_id: int) -> None:
+        """Take a request's row back; one that has none changes nothing."""
+        self._rows.remove_slot(request_id)
+
+    def shutdown(self) -> None:
+        """Take every row back."""
+        self._rows.shutdown()
+
+    # ---- first values -----------------------------------------------------------------------
+
+    def _fill_bias(self, row: int, bias: Any) -> None:
+        pool = self.pools.bias[row]
+        if isinstance(bias, torch.Tensor):  # a host's, of the whole vocabulary
+            expect(
+                bias.numel() == pool.numel(),
+                MetadataError,
+                f"logit_bias: expected {pool.numel()} values, one per id, got {bias.numel()}",
+            )
+            pool.copy_(bias.reshape(-1).to(torch.float32))
+            return
+        pool.zero_()
+        ids = self._ids("logit_bias", bias)
+        pool[ids] = to_device(list(bias.values()), torch.float32, pool.device)
+
+    def _fill_allowed(self, row: int, allowed: Iterable[int]) -> None:
+        listed = sorted(set(allowed))
+        pool = self.pools.allowed[row]
+        pool[:-1] = self._bits(self._ids("allowed_token_ids", listed))
+        pool[-1] = len(listed)
+
+    def _fill_counts(self, row: int, tokens: Sequence[int], ignored: int) -> None:
+        """Everything is seen; what stands behind the ignored prompt is counted."""
+        ids = self._ids("prompt", tokens)
+        counted = ids[ignored:]
+        counts = torch.zeros(self.pools.vocab_size, dtype=torch.int32, device=ids.device)
+        counts.index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
+        self.pools.counts[row] = counts.clamp_max(_MOST).to(torch.int16)
+        self.pools.seen[row] = self._bits(ids)
+
+    def _fill_words(self, row: int, words: Sequence[Sequence[int]]) -> None:
+        expect(
+            len(words) <= MAX_BAD_WORDS and all(len(w) <= MAX_BAD_WORD_LEN for w in words),
+            MetadataError,
+            f"bad_words: expected at most {MAX_BAD_WORDS} of at most {MAX_BAD_WORD_LEN} tokens, "
+            f"got {len(words)} of at most {max(map(len, words))}",
+        )
+        self._ids("bad_words", [token for word in words for token in word])
+        placed = [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in words]
+        placed += [[-1] * MAX_BAD_WORD_LEN] * (MAX_BAD_WORDS - len(words))
+        self.pools.words[row] = to_device(placed, torch.int32, self.pools.words.device)
+
+    def _ids(self, name: str, ids: Iterable[int]) -> torch.Tensor:
+        """Ids [N] int64 on the device.
+
+        Raises:
+            MetadataError: one that the vocabulary does not have.
+        """
+        listed, vocab = list(ids), self.pools.vocab_size
+        wrong = [token for token in listed if not 0 <= token < vocab]
+        expect(
+            not wrong,
+            MetadataError,
+            f"{name}: expected ids below {vocab}, the size of the vocabulary, got {wrong[:3]}",
+        )
+        return to_device(listed, torch.int64, self.pools.bias.device)
+
+    def _bits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Words whose bits are set where ids stand [V/32] int32."""
+        words = self.pools.seen.shape[1]
+        flags = torch.zeros(words * _WORD_BITS, dtype=torch.int64, device=ids.device)
+        flags[ids] = 1
+        places = torch.arange(_WORD_BITS, device=ids.device)
+        packed = (flags.view(words, _WORD_BITS) << places).sum(dim=1)
+        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
