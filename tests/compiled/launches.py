@@ -51,12 +51,13 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_history,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.ops.logits import early_stops_masked
+from mtp_plugin.speculative.ops.emitted import note_emitted
+from mtp_plugin.speculative.ops.logits import DrawnRows, banned_masked
 from mtp_plugin.speculative.ops.sampler_store import store_results
-from mtp_plugin.speculative.ops.sampling import DrawnRows, Role, draw
+from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
-from mtp_plugin.speculative.step import DraftColumn, SlotRows, StepLayout
+from mtp_plugin.speculative.step import Accepted, DraftColumn, EditPools, SlotRows, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -75,7 +76,15 @@ def slot_rows(requests: int) -> SlotRows:
     """Of a table that has the columns of relaxed acceptance too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
     columns = TableColumns([*REQUEST_COLUMNS, *(SlotColumn(*column) for column in kinds.items())])
-    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns)
+    words = -(-VOCAB // 32)
+    pools = EditPools(
+        bias=floats(2, VOCAB, dtype=F32),
+        allowed=ints(2, words + 1),
+        counts=ints(2, VOCAB, dtype=torch.int16),
+        seen=ints(2, words),
+        words=ints(2, 64, 16),
+    )
+    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools)
 
 
 # --- ops of a step ---
@@ -111,8 +120,12 @@ def compile_sampling() -> None:
         layout = StepLayout((5,) * contexts, generations, 3, ints(contexts), positions)
         slots = slot_rows(layout.num_requests)
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
-        with early_stops_masked(layout, logits, slots, backend=Backend.TRITON):
-            pass
+        rows = DrawnRows.of_target(layout, ints(generations * 3))
+        for some in (slots, dataclasses.replace(slots, pools=None)):
+            with banned_masked(logits, rows, some, backend=Backend.TRITON):
+                pass
+        accepted = Accepted.unwritten(layout.num_requests, 3, "cpu")
+        note_emitted(accepted, slots, backend=Backend.TRITON)
 
 
 def compile_draws() -> None:
@@ -123,7 +136,8 @@ def compile_draws() -> None:
         (300, 1, 202048, F16, None),
     ):
         ahead = ints(requests) if width == 1 else None
-        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead)
+        drafts = ints(requests, 4)
+        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead, drafts=drafts)
         draw(
             floats(requests * width, vocab, dtype=dtype),
             rows,

@@ -10,7 +10,8 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.draft import place_drafts, propose
-from mtp_plugin.speculative.ops.sampling import DrawnRows, draw
+from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.ops.sampling import draw
 from mtp_plugin.speculative.step import DraftColumn
 
 
@@ -45,7 +46,7 @@ class CoupledDrafts:
         if not step.edits_logits:
             propose(logits, place, backend=backend)
             return
-        rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column)
+        rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column, place.drafts)
         drafts = draw(logits, rows, step.expect_slots(), vocab_ids=place.vocab_ids, backend=backend)
         place_drafts(drafts, place, backend=backend)
 

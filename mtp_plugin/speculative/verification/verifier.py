@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,8 +10,9 @@ import torch
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, early_stops_masked
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, DrawnRows, draw
+from mtp_plugin.speculative.ops.emitted import note_emitted
+from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, draw
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
@@ -61,38 +61,37 @@ class Verifier:
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
-        step = inputs.step
-        with self._edited(inputs, backend) as logits:
+        if not inputs.step.edits_logits:
+            return self._judge(inputs, STRICT, last_tokens, backend)
+        step, slots = inputs.step, inputs.step.expect_slots()
+        rows = DrawnRows.of_target(step.layout, step.draft_tokens)
+        with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
             if logits is not inputs.logits:
                 inputs = replace(inputs, logits=logits)
-            rules = STRICT
-            if step.edits_logits:
-                rules = AcceptanceRules(choices=self._choices(inputs, backend))
-            for mode in self.modes:
-                rules = mode.verify(inputs, rules, backend=backend)
-            return accept(
-                step.layout,
-                logits,
-                step.draft_tokens,
-                rules,
-                draft_lens=step.draft_lens,
-                final_context=step.final_context,
-                last_tokens=last_tokens,
-                backend=backend,
-            )
+            choices = draw(logits, rows, slots, backend=backend)
+            rules = AcceptanceRules(choices=choices)
+            accepted = self._judge(inputs, rules, last_tokens, backend)
+        note_emitted(accepted, slots, backend=backend)
+        return accepted
 
-    @staticmethod
-    def _choices(inputs: VerificationInputs, backend: Backend) -> torch.Tensor:
-        """The target's own token of every row [rows] int32: drawn, or its argmax."""
-        rows = DrawnRows.of_target(inputs.layout)
-        return draw(inputs.logits, rows, inputs.step.expect_slots(), backend=backend)
-
-    @staticmethod
-    def _edited(
-        inputs: VerificationInputs, backend: Backend
-    ) -> AbstractContextManager[torch.Tensor]:
-        """The logits as the requests' options change them."""
-        if not inputs.step.edits_logits:
-            return nullcontext(inputs.logits)
-        slots = inputs.step.expect_slots()
-        return early_stops_masked(inputs.layout, inputs.logits, slots, backend=backend)
+    def _judge(
+        self,
+        inputs: VerificationInputs,
+        rules: AcceptanceRules,
+        last_tokens: torch.Tensor | None,
+        backend: Backend,
+    ) -> Accepted:
+        """What the modes accept, each of its own rows."""
+        step = inputs.step
+        for mode in self.modes:
+            rules = mode.verify(inputs, rules, backend=backend)
+        return accept(
+            step.layout,
+            inputs.logits,
+            step.draft_tokens,
+            rules,
+            draft_lens=step.draft_lens,
+            final_context=step.final_context,
+            last_tokens=last_tokens,
+            backend=backend,
+        )

@@ -1,6 +1,6 @@
 """The door of what happens to target logits before acceptance.
 
-R requests of a step, C contexts first, then G generations of K+1 rows; V words.
+N rows of logits, V words; R requests.
 """
 
 from __future__ import annotations
@@ -14,59 +14,47 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.logits import reference
-from mtp_plugin.speculative.step import SlotRows, StepLayout, check_slots
+from mtp_plugin.speculative.ops.logits.contract import DrawnRows
+from mtp_plugin.speculative.step import SlotRows, check_slots
 
 
-def early_stops_masked(
-    layout: StepLayout,
-    logits: torch.Tensor,
-    slots: SlotRows,
-    *,
-    backend: Backend,
+def banned_masked(
+    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows, *, backend: Backend
 ) -> AbstractContextManager[torch.Tensor]:
-    """The logits without the stop ids that would come too early, for as long as it is open.
+    """The logits without the ids that must not come next, for as long as it is open.
 
     A request of 3 prompt tokens and at least 2 more may not draw a stop id as token 3 or 4, so its
-    stop ids are -inf in the rows that draw those.
+    stop ids are -inf in the rows that draw those. One with the bad word ``a b c`` may not draw
+    ``c`` behind ``a b``, wherever these stand: in prompt, output or drafts in front of the row. Of
+    a request with allowed ids the stop ids stay where nothing else is left.
 
     Args:
-        layout: with positions.
-        logits: [C + G*(K+1), V] floating, any strides. Inside, nobody else may use them: they may
-            be masked in place. Outside they hold what they held, also when the body raises.
-        slots: of the requests; read are ``prompt_len``, ``min_tokens`` and ``stop_ids``.
+        logits: [N, V] floating, any strides. Inside, nobody else may use them: they may be masked
+            in place. Outside they hold what they held, also when the body raises.
+        slots: of the requests; read are ``prompt_len``, ``min_tokens``, ``stop_ids``,
+            ``words_row``, ``allowed_row`` and ``recent``.
 
     Raises:
-        TensorContractError: a tensor of another shape, dtype or device, or a layout without
-            positions.
+        TensorContractError: a tensor of another shape, dtype or device.
     """
-    if (
-        logits.dim() != 2
-        or logits.shape[0] != layout.num_logit_rows
-        or not logits.is_floating_point()
-    ):
+    if logits.dim() != 2 or logits.shape[0] != rows.num_rows or not logits.is_floating_point():
         raise TensorContractError(
-            f"logits: expected floating [{layout.num_logit_rows}, V], {layout.num_contexts} "
-            f"context rows and K+1 = {layout.step_rows} rows for each of "
-            f"{layout.num_generations} generations, got {logits.dtype} {list(logits.shape)}"
+            f"logits: expected floating [{rows.num_rows}, V], {rows.num_contexts} context rows and "
+            f"{rows.width} rows for each of {rows.num_requests - rows.num_contexts} generations, "
+            f"got {logits.dtype} {list(logits.shape)}"
         )
-    check_slots(slots, layout.num_requests, logits.device)
-    positions = layout.expect_positions("min_tokens")
-    for name, tensor in (("positions", positions), ("context_lens", layout.context_lens)):
-        if tensor.device != logits.device:
-            raise TensorContractError(
-                f"step, {name}: expected a tensor on {logits.device}, got one on {tensor.device}"
-            )
+    rows.check(logits.device)
+    if rows.ahead is not None or rows.column:
+        raise TensorContractError("drawn rows: expected those of the target, got drafts'")
+    check_slots(slots, rows.num_requests, logits.device)
     if logits.shape[0] == 0:
         return nullcontext(logits)
-    return _side(backend).early_stops_masked(layout, logits, slots)
+    return _side(backend).banned_masked(logits, rows, slots)
 
 
 class _Side(Protocol):
-    def early_stops_masked(
-        self,
-        layout: StepLayout,
-        logits: torch.Tensor,
-        slots: SlotRows,
+    def banned_masked(
+        self, logits: torch.Tensor, rows: DrawnRows, slots: SlotRows
     ) -> AbstractContextManager[torch.Tensor]: ...
 
 

@@ -1,4 +1,4 @@
-"""Processing of target logits before acceptance, in torch: the CPU path and the oracle."""
+"""What is done to logits before tokens are taken from them, in torch: oracle and CPU path."""
 
 from __future__ import annotations
 
@@ -6,43 +6,164 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from mtp_plugin.speculative.step import SlotRows, StepLayout
+from mtp_plugin.speculative.ops.logits.contract import DrawnRows
+from mtp_plugin.speculative.step import EditPools, SlotRows
 
-EDITED_OPTIONS = frozenset({"min_tokens"})
+EDITED_OPTIONS = frozenset(
+    {
+        "min_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "bad_token_ids",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_ignore_length",
+    }
+)
 """Options of a request for which logits are edited here."""
 
+_WORD_BITS = 32
+_MOST = 65535
 
-def early_stops_masked(
-    layout: StepLayout,
+
+def edited(
     logits: torch.Tensor,
+    rows: DrawnRows,
     slots: SlotRows,
+    *,
+    vocab_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits [N, V] as float32, NaN as -inf, as bias, allowed ids and penalties change them.
+
+    Args:
+        vocab_ids: [V] ids that the columns stand for; None: each for itself.
+    """
+    values = logits.to(torch.float32)
+    values = values.masked_fill(torch.isnan(values), -torch.inf)
+    pools = slots.pools
+    if pools is None:
+        return values
+    requests = slice(0, rows.num_requests)
+    owners, _, num_before = rows.owners()
+    ids = torch.arange(values.shape[1], device=values.device) if vocab_ids is None else vocab_ids
+    ids = ids.to(torch.int64)
+
+    row = slots.read("bias_row", requests)[owners]
+    bias = pools.bias[row.clamp_min(0).to(torch.int64)][:, ids]
+    values = values + torch.where(row.unsqueeze(1) >= 0, bias, 0.0)
+
+    row = slots.read("allowed_row", requests)[owners]
+    is_allowed = _bits(pools.allowed, row, ids) | (row < 0).unsqueeze(1)
+    values = values.masked_fill(~is_allowed, -torch.inf)
+    return _penalised(values, ids, rows, slots, pools, owners, num_before)
+
+
+def _penalised(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    rows: DrawnRows,
+    slots: SlotRows,
+    pools: EditPools,
+    owners: torch.Tensor,
+    num_before: torch.Tensor,
+) -> torch.Tensor:
+    requests = slice(0, rows.num_requests)
+    row = slots.read("count_row", requests)[owners]
+    counts = pools.counts[row.clamp_min(0).to(torch.int64)][:, ids].to(torch.int32) & _MOST
+    seen = _bits(pools.seen, row, ids)
+    if rows.drafts is not None and rows.drafts.numel():
+        generation = (owners - rows.num_contexts).clamp_min(0)
+        for place in range(rows.drafts.shape[1]):
+            is_before = (place < num_before) & (owners >= rows.num_contexts)
+            hit = (rows.drafts[generation, place].unsqueeze(1) == ids) & is_before.unsqueeze(1)
+            counts += hit.to(torch.int32)
+            seen |= hit
+    repetition, presence, frequency = (
+        slots.read(name, requests)[owners].unsqueeze(1)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    )
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    penalised = torch.where(seen, repeated, values)
+    penalised = penalised - torch.where(counts > 0, presence, 0.0)
+    penalised = penalised - frequency * counts.clamp_max(_MOST).to(torch.float32)
+    return torch.where((row >= 0).unsqueeze(1), penalised, values)
+
+
+def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Bits of ids in rows of a pool [N, V] bool; of a row below 0 no bit counts."""
+    words = pool[row.clamp_min(0).to(torch.int64)][:, ids // _WORD_BITS]
+    return (words >> (ids % _WORD_BITS).to(torch.int32) & 1 != 0) & (row >= 0).unsqueeze(1)
+
+
+def banned_masked(
+    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows
 ) -> AbstractContextManager[torch.Tensor]:
     """As at the door, in a copy."""
-    requests = slice(0, layout.num_requests)
-    owners, token_index = _drawn_tokens(layout)
-    first = slots.read("prompt_len", requests).to(torch.int64)
-    first += slots.read("min_tokens", requests)
-    early = token_index < first[owners]
-    stop_ids = slots.read("stop_ids", requests).to(torch.int64)[owners]  # [rows, P]
+    words, stops, yields = _banned(rows, slots)
     vocab = logits.shape[1]
-    masked = early.unsqueeze(1) & (stop_ids >= 0) & (stop_ids < vocab)
-    ceiling = torch.where(masked, -torch.inf, torch.inf).to(logits.dtype)
+    stops = torch.where(yields.unsqueeze(1), -1, stops)
+    banned = torch.cat([stops, words], dim=1)
+    is_there = (banned >= 0) & (banned < vocab)
+    ceiling = torch.where(is_there, -torch.inf, torch.inf).to(logits.dtype)
     # the minimum leaves entries of padded ids alone, whatever id they were clamped to
     return nullcontext(
         logits.scatter_reduce(
-            1, stop_ids.clamp(0, vocab - 1), ceiling, reduce="amin", include_self=True
+            1, banned.clamp(0, vocab - 1), ceiling, reduce="amin", include_self=True
         )
     )
 
 
-def _drawn_tokens(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request that each row of logits belongs to and the absolute index of the token that it
-    draws, both [rows] int64."""
-    first = layout.drawn_positions("min_tokens").to(torch.int64) + 1
-    contexts, device = layout.num_contexts, first.device
-    requests = torch.arange(layout.num_requests, device=device)
-    owners = torch.cat(
-        [requests[:contexts], requests[contexts:].repeat_interleave(layout.step_rows)]
-    )
-    place = torch.arange(layout.num_logit_rows, device=device) - contexts
-    return owners, first[owners] + torch.where(place < 0, 0, place % layout.step_rows)
+def _banned(rows: DrawnRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every row the last tokens of bad words that would be completed [N, words], the stop ids
+    that would come too early [N, P], both -1 where there is none, and whether the stop ids yield
+    [N]: no allowed id would be left."""
+    requests = slice(0, rows.num_requests)
+    owners, indices, num_before = rows.owners()
+    first = slots.read("prompt_len", requests).to(torch.int64) + slots.read("min_tokens", requests)
+    early = indices < first[owners]
+    stops = slots.read("stop_ids", requests).to(torch.int64)[owners]
+    stops = torch.where(early.unsqueeze(1), stops, -1)
+    pools = slots.pools
+    none = torch.zeros(len(owners), dtype=torch.bool, device=stops.device)
+    if pools is None:
+        return stops[:, :0], stops, none
+    row = slots.read("words_row", requests)[owners]
+    listed = pools.words[row.clamp_min(0).to(torch.int64)].to(torch.int64)  # [N, words, length]
+    before = _tokens_before(rows, slots, owners, num_before, listed.shape[2] - 1)
+    parts = listed[:, :, :-1]
+    begins = ((parts < 0) | (parts == before.unsqueeze(1))).all(dim=2)
+    words = torch.where(begins & (row >= 0).unsqueeze(1), listed[:, :, -1], -1)
+
+    row = slots.read("allowed_row", requests)[owners]
+    place = row.clamp_min(0).to(torch.int64)
+    banned = torch.cat([stops, words], dim=1)
+    width = (pools.allowed.shape[1] - 1) * _WORD_BITS
+    known = banned.clamp(0, width - 1)
+    bits = pools.allowed[place].gather(1, known // _WORD_BITS)
+    taken = (bits >> (known % _WORD_BITS).to(torch.int32) & 1 != 0) & (banned >= 0)
+    taken &= banned < width
+    # an id that stands twice is taken once
+    twice = (banned.unsqueeze(2) == banned.unsqueeze(1)).tril(-1).any(dim=2)
+    left = pools.allowed[place, -1] - (taken & ~twice).sum(dim=1)
+    return words, stops, (left <= 0) & (row >= 0)
+
+
+def _tokens_before(
+    rows: DrawnRows,
+    slots: SlotRows,
+    owners: torch.Tensor,
+    num_before: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    """The last ``length`` tokens in front of what each row draws [N, length] int64, -1 where there
+    are none: those of the slot, and drafts behind them."""
+    recent = slots.read("recent", slice(0, rows.num_requests)).to(torch.int64)[owners]
+    tokens = recent
+    if rows.drafts is not None and rows.drafts.numel():
+        generation = (owners - rows.num_contexts).clamp_min(0)
+        tokens = torch.cat([recent, rows.drafts.to(torch.int64)[generation]], dim=1)
+    ends = recent.shape[1] + num_before
+    places = ends.unsqueeze(1) + torch.arange(-length, 0, device=ends.device)
+    return tokens.gather(1, places.clamp_max(tokens.shape[1] - 1))

@@ -1,7 +1,7 @@
 """Logits -> draws, by the options in the slots of their requests."""
 
-from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.door import draw
 from mtp_plugin.speculative.ops.sampling.reference import DRAWN_OPTIONS
 
-__all__ = ["DRAWN_OPTIONS", "DrawnRows", "Role", "draw"]
+__all__ = ["DRAWN_OPTIONS", "Role", "draw"]

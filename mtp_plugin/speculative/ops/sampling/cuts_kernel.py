@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED, drawn_of_many, tile_of
+from mtp_plugin.speculative.ops.sampling.search_kernel import (
+    LISTED,
+    Candidates,
+    drawn_of_many,
+    tile_of,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -79,37 +84,32 @@ def _depth_of_mass(depths, masses, need, SIZE: tl.constexpr):
 
 @triton.jit
 def _drawn_of_few(
-    found,
-    value_ptr,
-    column_ptr,
-    vocab_ids_ptr,
+    row,
+    candidates,
+    options,
+    stream,
     top,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
     mass,
-    index,
-    key0,
-    key1,
-    role,
     HAS_IDS: tl.constexpr,
     SIZE: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """The column that is drawn from ``found`` candidates, whose order and mass are counted."""
+    """The column that is drawn from few candidates, whose order and mass are counted."""
+    found = candidates.found
+    value_ptr = candidates.value_ptr
+    column_ptr = candidates.column_ptr
     places = tl.arange(0, SIZE)
     here = places < found
     x = tl.load(value_ptr + places, mask=here, other=float("-inf"))
     columns = tl.load(column_ptr + places, mask=here, other=NO_COLUMN)
-    depths = tl.div_rn(top - x, temperature)
+    depths = tl.div_rn(top - x, options.temperature)
     rank = tl.zeros([SIZE], tl.int32)
     ahead = tl.zeros([SIZE], tl.float32)
     for start in range(0, found, COMPARED):
         others = start + tl.arange(0, COMPARED)
         other_x = tl.load(value_ptr + others, mask=others < found, other=float("-inf"))
         other_columns = tl.load(column_ptr + others, mask=others < found, other=NO_COLUMN)
-        other_depths = tl.div_rn(top - other_x, temperature)
+        other_depths = tl.div_rn(top - other_x, options.temperature)
         first = other_depths[None, :] < depths[:, None]
         equal = other_depths[None, :] == depths[:, None]
         first = first | (equal & (other_columns[None, :] < columns[:, None]))
@@ -117,14 +117,14 @@ def _drawn_of_few(
         ahead += tl.sum(tl.where(first, tl.exp(-other_depths)[None, :], 0.0), axis=1)
     weights = tl.exp(-depths)
     kept = here
-    if top_k > 0:
-        kept = kept & (rank < top_k)
+    if options.top_k > 0:
+        kept = kept & (rank < options.top_k)
         mass = tl.sum(tl.where(kept, weights, 0.0), axis=0)
-    need = tl.where(top_p < 1, top_p * mass, float("inf"))
+    need = tl.where(options.top_p < 1, options.top_p * mass, float("inf"))
     # the first stays, however little is asked for
-    kept = kept & ((ahead < need) | (rank == 0)) & (weights >= min_p)
-    ids = ids_of(columns, here, vocab_ids_ptr, HAS_IDS)
-    noisy = gumbel(words_of(ids, index, key0, key1, role)) - depths
+    kept = kept & ((ahead < need) | (rank == 0)) & (weights >= options.min_p)
+    ids = ids_of(row, columns, here, HAS_IDS)
+    noisy = gumbel(words_of(ids, stream)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))
     best = tl.max(noisy, axis=0)
     return tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
@@ -132,31 +132,24 @@ def _drawn_of_few(
 
 @triton.jit
 def drawn_of_cut(
-    row_ptr,
-    vocab_ids_ptr,
+    row,
+    options,
+    stream,
     picked_ptr,
     value_ptr,
     column_ptr,
-    vocab,
     num_chunks,
     tops,
     details,
     chunks,
     top,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    index,
-    key0,
-    key1,
-    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """The column that a row draws, of its chunks' highest values ``tops`` and, for top-p alone,
@@ -165,18 +158,19 @@ def drawn_of_cut(
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * 512 // SIZE
     SEARCHED: tl.constexpr = WARPS * 256 // SIZE
+    temperature = options.temperature
     depths = (top - tops) * scale_of(temperature)
     far = DEEPEST + 0.0
     mass = 0.0
-    if top_k > 0:
-        far = _depth_of_count(depths, top_k, ALL_CHUNKS)
-    elif top_p < 1:
+    if options.top_k > 0:
+        far = _depth_of_count(depths, options.top_k, ALL_CHUNKS)
+    elif options.top_p < 1:
         masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
         mass = tl.sum(masses, axis=0)
-        far = _depth_of_mass(depths, masses, top_p * mass, SIZE)
+        far = _depth_of_mass(depths, masses, options.top_p * mass, SIZE)
     # the mass of the k first counts what min-p leaves out
-    if (top_k == 0) | (top_p >= 1):
-        far = tl.minimum(far, -tl.log2(min_p))
+    if (options.top_k == 0) | (options.top_p >= 1):
+        far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
 
     picked = (depths <= far) & (chunks < num_chunks)
@@ -190,7 +184,17 @@ def drawn_of_cut(
     first = 0
     while (first < num_picked) & (found <= LISTED):
         x, columns = tile_of(
-            row_ptr, picked_ptr, first, num_picked, vocab, GATHERED, PIECE, CHUNKS, THREADS, EACH
+            row,
+            picked_ptr,
+            first,
+            num_picked,
+            GATHERED,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            HAS_EDITS,
         )
         near = (top - x <= reach) & (x > float("-inf"))
         run = tl.cumsum(near.to(tl.int32), axis=1)
@@ -204,72 +208,28 @@ def drawn_of_cut(
         first += GATHERED
     tl.debug_barrier()
 
+    candidates = Candidates(picked_ptr, num_picked, value_ptr, column_ptr, found)
     if found <= FEW:
-        drawn = _drawn_of_few(
-            found,
-            value_ptr,
-            column_ptr,
-            vocab_ids_ptr,
-            top,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            mass,
-            index,
-            key0,
-            key1,
-            role,
-            HAS_IDS,
-            FEW,
-            FEW,
-        )
+        drawn = _drawn_of_few(row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW)
     elif found <= MANY:
         drawn = _drawn_of_few(
-            found,
-            value_ptr,
-            column_ptr,
-            vocab_ids_ptr,
-            top,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            mass,
-            index,
-            key0,
-            key1,
-            role,
-            HAS_IDS,
-            MANY,
-            WARPS * 512 // MANY,
+            row, candidates, options, stream, top, mass, HAS_IDS, MANY, WARPS * 512 // MANY
         )
     else:
         drawn = drawn_of_many(
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab_ids_ptr,
-            vocab,
+            row,
+            candidates,
+            options,
+            stream,
             far,
             top,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
             mass,
-            index,
-            key0,
-            key1,
-            role,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
             HAS_IDS,
+            HAS_EDITS,
             SEARCHED,
         )
     return drawn

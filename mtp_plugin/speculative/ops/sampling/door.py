@@ -12,8 +12,9 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.ops.sampling import reference
-from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.step import SlotRows, check_slots, expect_vocab
 
 

@@ -8,15 +8,18 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.ops.logits.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    Row,
     gumbel,
     gumbel_bound,
     ids_of,
     options_of,
-    place_of,
     scale_of,
     stream_of,
+    values_of,
     words_of,
     words_of_groups,
 )
@@ -28,9 +31,9 @@ NO_COLUMN = tl.constexpr(2147483647)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than a bound of a noisy score is off by its rounding."""
 
-CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
-CHANGING += ["position_stride", "ahead_stride", "table_stride", "slot_stride"]
-SHIFTING = ["position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
+CHANGING = ["num_contexts", "width", "column", "role", "num_pieces", "pool_vocab"]
+CHANGING += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
+SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
@@ -41,8 +44,13 @@ def scan_kernel(
     vocab_ids_ptr,
     position_ptr,
     ahead_ptr,
+    draft_ptr,
     table_ptr,
     slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
     # outputs
     top_ptr,
     detail_ptr,
@@ -53,9 +61,11 @@ def scan_kernel(
     role,
     vocab,
     num_pieces,
+    pool_vocab,
     row_stride,
     position_stride,
     ahead_stride,
+    draft_stride,
     table_stride,
     slot_stride,
     # constants
@@ -65,6 +75,8 @@ def scan_kernel(
     EACH: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One (row, piece): per chunk the highest value, and what its row's options need beside it.
@@ -77,21 +89,37 @@ def scan_kernel(
     row = (tl.program_id(0) // num_pieces).to(tl.int64)
     piece = tl.program_id(0) % num_pieces
     columns = piece * PIECE + tl.arange(0, PIECE)
+    inside = columns < vocab
     if (piece + 1) * PIECE <= vocab:
         x = tl.load(logits_ptr + row * row_stride + columns)
     else:
-        x = tl.load(
-            logits_ptr + row * row_stride + columns, mask=columns < vocab, other=float("-inf")
-        )
+        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    temperature, top_k, top_p, min_p = options_of(slot, vocab)
+    offset += column
+    options = options_of(slot, vocab)
+    temperature = options.temperature
+    top_k = options.top_k
+    top_p = options.top_p
     scale = scale_of(temperature)
 
     WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
+    if HAS_EDITS:
+        edits = edits_of(
+            slot,
+            bias_ptr,
+            allowed_ptr,
+            count_ptr,
+            seen_ptr,
+            pool_vocab,
+            draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
+            offset if HAS_DRAFTS else 0,
+        )
+        of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+        x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
     held = tl.reshape(x, [WRAPS, THREADS, EACH])
     thread_top = tl.max(tl.max(held, axis=0), axis=1)
     by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
@@ -108,12 +136,12 @@ def scan_kernel(
         first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
         first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
         detail = first.to(tl.float32, bitcast=True)
-    elif (top_k == 0) & (top_p >= 1) & (min_p <= 0):
-        key0, key1, index = stream_of(
+    elif (top_k == 0) & (top_p >= 1) & (options.min_p <= 0):
+        stream = stream_of(
             slot,
             request,
             offset,
-            column,
+            role,
             position_ptr,
             position_stride,
             ahead_ptr,
@@ -121,11 +149,11 @@ def scan_kernel(
             HAS_AHEAD,
         )
         if HAS_IDS:
-            ids = ids_of(columns, columns < vocab, vocab_ids_ptr, HAS_IDS)
-            words = words_of(ids, index, key0, key1, role)
+            ids = tl.load(vocab_ids_ptr + columns, mask=inside, other=0)
+            words = words_of(ids, stream)
         else:
             groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
-            w0, w1, w2, w3 = words_of_groups(groups, index, key0, key1, role)
+            w0, w1, w2, w3 = words_of_groups(groups, stream)
             words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
         noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
         bound = (held - thread_base[None, :, None]) * scale + noise
@@ -143,33 +171,37 @@ def scan_kernel(
 
 
 @triton.jit
-def _first_infinite(row_ptr, vocab, tops, chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+def _first_infinite(
+    row,
+    tops,
+    chunks,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+):
     """The lowest column that holds +inf: in the first piece that has one."""
     piece = tl.min(tl.where(tops == float("inf"), chunks // CHUNKS, NO_COLUMN), axis=0)
     columns = piece * PIECE + tl.arange(0, PIECE)
-    x = tl.load(row_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_EDITS)
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 
 
 @triton.jit
 def _best_noisy(
-    row_ptr,
-    vocab_ids_ptr,
-    vocab,
+    row,
+    stream,
+    temperature,
     tops,
     details,
     chunks,
     top,
-    temperature,
-    index,
-    key0,
-    key1,
-    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """The column of the highest noisy score, by exact scores of the chunks whose bound reaches it.
 
@@ -187,11 +219,10 @@ def _best_noisy(
     while (highest > float("-inf")) & (highest + BOUND_SLACK >= best * LOG2_E):
         chunk = tl.min(tl.where(bounds == highest, chunks, NO_COLUMN), axis=0)
         columns = chunk // CHUNKS * PIECE + chunk % CHUNKS * SEGMENT + places
-        inside = columns < vocab
-        x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))
-        ids = ids_of(columns, inside, vocab_ids_ptr, HAS_IDS)
-        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, index, key0, key1, role))
+        inside = columns < row.vocab
+        x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
+        ids = ids_of(row, columns, inside, HAS_IDS)
+        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, stream))
         chunk_best = tl.max(noisy, axis=0)
         first = tl.min(tl.where(noisy == chunk_best, columns, NO_COLUMN), axis=0)
         column = tl.where(
@@ -212,8 +243,13 @@ def finish_kernel(
     vocab_ids_ptr,
     position_ptr,
     ahead_ptr,
+    draft_ptr,
     table_ptr,
     slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
     top_ptr,
     detail_ptr,
     # outputs
@@ -229,9 +265,11 @@ def finish_kernel(
     role,
     vocab,
     num_pieces,
+    pool_vocab,
     row_stride,
     position_stride,
     ahead_stride,
+    draft_stride,
     table_stride,
     slot_stride,
     # constants
@@ -242,6 +280,8 @@ def finish_kernel(
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -257,74 +297,75 @@ def finish_kernel(
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    temperature, top_k, top_p, min_p = options_of(slot, vocab)
-    key0, key1, index = stream_of(
+    offset += column
+    options = options_of(slot, vocab)
+    temperature = options.temperature
+    stream = stream_of(
         slot,
         request,
         offset,
-        column,
+        role,
         position_ptr,
         position_stride,
         ahead_ptr,
         ahead_stride,
         HAS_AHEAD,
     )
+    edits = edits_of(
+        slot,
+        bias_ptr,
+        allowed_ptr,
+        count_ptr,
+        seen_ptr,
+        pool_vocab,
+        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
+        offset if HAS_DRAFTS else 0,
+    )
+    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
-    row_ptr = logits_ptr + row * row_stride
     drawn = NO_COLUMN
     if top > float("-inf"):
         if temperature < GREEDY_BELOW:
             firsts = details.to(tl.int32, bitcast=True)
             drawn = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
         elif top == float("inf"):
-            drawn = _first_infinite(row_ptr, vocab, tops, chunks, PIECE, CHUNKS)
-        elif (top_k == 0) & (top_p >= 1) & (min_p <= 0):
+            drawn = _first_infinite(of_row, tops, chunks, PIECE, CHUNKS, HAS_IDS, HAS_EDITS)
+        elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
             drawn = _best_noisy(
-                row_ptr,
-                vocab_ids_ptr,
-                vocab,
+                of_row,
+                stream,
+                temperature,
                 tops,
                 details,
                 chunks,
                 top,
-                temperature,
-                index,
-                key0,
-                key1,
-                role,
                 PIECE,
                 CHUNKS,
                 THREADS,
                 EACH,
                 HAS_IDS,
+                HAS_EDITS,
             )
         else:
             drawn = drawn_of_cut(
-                row_ptr,
-                vocab_ids_ptr,
+                of_row,
+                options,
+                stream,
                 picked_ptr + row * num_chunks,
                 value_ptr + row * LISTED,
                 column_ptr + row * LISTED,
-                vocab,
                 num_chunks,
                 tops,
                 details,
                 chunks,
                 top,
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                index,
-                key0,
-                key1,
-                role,
                 PIECE,
                 CHUNKS,
                 THREADS,
                 EACH,
                 ALL_CHUNKS,
                 HAS_IDS,
+                HAS_EDITS,
                 WARPS,
             )
     token = drawn

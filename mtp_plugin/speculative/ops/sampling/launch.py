@@ -9,7 +9,8 @@ import triton
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
 from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 from mtp_plugin.speculative.step import SlotRows
@@ -39,6 +40,7 @@ def draw(
     """As at the door."""
     expect_reachable(scan_kernel, "logits", logits)
     num_rows, vocab = logits.shape
+    pools = slots.pools
     device = logits.device
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
@@ -51,8 +53,14 @@ def draw(
         tokens if vocab_ids is None else vocab_ids,  # what is not there is never read
         rows.positions,
         tokens if rows.ahead is None else rows.ahead,
+        tokens if rows.drafts is None else rows.drafts,
         slots.table,
         slots.slot_ids,
+        *(
+            (tokens,) * 4
+            if pools is None
+            else (pools.bias, pools.allowed, pools.counts, pools.seen)
+        ),
     )
     sizes = (
         rows.num_contexts,
@@ -61,9 +69,11 @@ def draw(
         int(role),
         vocab,
         num_pieces,
+        0 if pools is None else pools.vocab_size,
         logits.stride(0),
         rows.positions.stride(0),
         0 if rows.ahead is None else rows.ahead.stride(0),
+        0 if rows.drafts is None else rows.drafts.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
     )
@@ -74,6 +84,8 @@ def draw(
         "EACH": LOAD_BYTES // logits.element_size(),
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
+        "HAS_DRAFTS": rows.drafts is not None,
+        "HAS_EDITS": pools is not None,
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4

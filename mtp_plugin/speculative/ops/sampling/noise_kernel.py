@@ -1,9 +1,12 @@
-"""Noise of draws on the device, and which draw a row is."""
+"""What kernels of draws share: a row's values and options, and its noise."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.ops.logits.edits_kernel import Edits, edited
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))
 TOP_K = tl.constexpr(request_column("top_k"))
@@ -14,26 +17,42 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_SCALE = tl.constexpr(1.2e-38)
 
 
-@triton.jit
-def place_of(row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride):
-    """The request of a row, the row's number in it, and where the request's slot stands."""
-    behind = tl.maximum(row - num_contexts, 0)
-    is_context = row < num_contexts
-    request = tl.where(is_context, row, num_contexts + behind // width)
-    offset = tl.where(is_context, 0, behind % width)
-    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
-    return request, offset, table_ptr + slot * table_stride
+class Options(NamedTuple):
+    """Temperature, and the cuts that are asked for."""
+
+    temperature: tl.tensor
+    top_k: tl.tensor  # 0: none
+    top_p: tl.tensor  # 1: none
+    min_p: tl.tensor
+
+
+class Stream(NamedTuple):
+    """Which noise a row draws with."""
+
+    key0: tl.tensor  # two words
+    key1: tl.tensor
+    index: tl.tensor  # the absolute index of the token that is drawn
+    role: tl.tensor
+
+
+class Row(NamedTuple):
+    """One row of logits."""
+
+    ptr: tl.tensor
+    vocab: tl.tensor
+    ids_ptr: tl.tensor  # what columns stand for
+    edits: Edits
 
 
 @triton.jit
 def options_of(slot, vocab):
-    """Temperature, and the cuts that are asked for: top-k (0: none), top-p (1: none), min-p."""
+    """The options of a request."""
     temperature = tl.load(slot + TEMPERATURE).to(tl.float32, bitcast=True)
     top_k = tl.load(slot + TOP_K)
     top_p = tl.load(slot + TOP_P).to(tl.float32, bitcast=True)
     min_p = tl.load(slot + MIN_P).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-    return temperature, top_k, top_p, min_p
+    return Options(temperature, top_k, top_p, min_p)
 
 
 @triton.jit
@@ -47,20 +66,20 @@ def stream_of(
     slot,
     request,
     offset,
-    column,
+    role,
     position_ptr,
     position_stride,
     ahead_ptr,
     ahead_stride,
     HAS_AHEAD: tl.constexpr,
 ):
-    """The key of a row's noise, two words, and the absolute index of the token that it draws."""
+    """The noise of a row that stands ``offset`` rows behind its request's position."""
     key0 = tl.load(slot + SEED).to(tl.uint32, bitcast=True)
     key1 = tl.load(slot + SEED + 1).to(tl.uint32, bitcast=True)
-    index = tl.load(position_ptr + request * position_stride).to(tl.int64) + column + 1 + offset
+    index = tl.load(position_ptr + request * position_stride).to(tl.int64) + 1 + offset
     if HAS_AHEAD:
         index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
-    return key0, key1, index.to(tl.uint32)
+    return Stream(key0, key1, index.to(tl.uint32), role)
 
 
 @triton.jit
@@ -82,16 +101,17 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words_of_groups(groups, index, key0, key1, role):
+def words_of_groups(groups, stream):
     """The words of ids 4g to 4g + 3, four for each of the groups g."""
     zero = tl.full([], 0, tl.uint32)
-    return philox(groups.to(tl.uint32), index, role.to(tl.uint32), zero, key0, key1)
+    role = stream.role.to(tl.uint32)
+    return philox(groups.to(tl.uint32), stream.index, role, zero, stream.key0, stream.key1)
 
 
 @triton.jit
-def words_of(ids, index, key0, key1, role):
+def words_of(ids, stream):
     """The word of each id."""
-    w0, w1, w2, w3 = words_of_groups(ids >> 2, index, key0, key1, role)
+    w0, w1, w2, w3 = words_of_groups(ids >> 2, stream)
     place = ids & 3
     return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
 
@@ -123,9 +143,19 @@ def gumbel_bound(words):
 
 
 @triton.jit
-def ids_of(columns, inside, vocab_ids_ptr, HAS_IDS: tl.constexpr):
+def ids_of(row, columns, inside, HAS_IDS: tl.constexpr):
     """What columns stand for."""
     if HAS_IDS:
-        return tl.load(vocab_ids_ptr + columns, mask=inside, other=0)
+        return tl.load(row.ids_ptr + columns, mask=inside, other=0)
     else:
         return columns
+
+
+@triton.jit
+def values_of(row, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+    """Values of columns, float32, edited; -inf for NaN and outside."""
+    x = tl.load(row.ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    if HAS_EDITS:
+        x = edited(x, ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+    return x

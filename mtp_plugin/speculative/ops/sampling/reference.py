@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.ops.sampling.contract import DrawnRows, Role
+from mtp_plugin.speculative.ops.logits import DrawnRows, edited
+from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.step import SlotRows
 
 DRAWN_OPTIONS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
@@ -27,13 +28,13 @@ def draw(
     vocab_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     """As at the door."""
-    owners, indices = _drawn_tokens(rows)
+    owners, indices, _ = rows.owners()
     seed = slots.read("seed", slice(0, rows.num_requests))[owners]
     temperature, top_k, top_p, min_p = (
         slots.read(name, slice(0, rows.num_requests))[owners]
         for name in ("temperature", "top_k", "top_p", "min_p")
     )
-    scores = scaled(logits, temperature)
+    scores = scaled(edited(logits, rows, slots, vocab_ids=vocab_ids), temperature)
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
     noisy = cut(scores, top_k, top_p, min_p) + gumbel(ids, seed, indices, role)
     noisy = torch.where((temperature < GREEDY_BELOW).unsqueeze(1), scores, noisy)
@@ -43,23 +44,8 @@ def draw(
     return torch.where((scores > -torch.inf).any(dim=1), token, -1).to(torch.int32)
 
 
-def _drawn_tokens(rows: DrawnRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request of each row and the absolute index of the token that it draws, [N] int64."""
-    contexts, device = rows.num_contexts, rows.positions.device
-    requests = torch.arange(rows.num_requests, device=device)
-    owners = torch.cat([requests[:contexts], requests[contexts:].repeat_interleave(rows.width)])
-    place = torch.arange(owners.shape[0], device=device) - contexts
-    offsets = torch.where(place < 0, 0, place % rows.width)
-    first = rows.positions.to(torch.int64) + rows.column + 1
-    if rows.ahead is not None:
-        first = first + rows.ahead
-    return owners, first[owners] + offsets
-
-
-def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(x - row maximum) / T in float32, NaN as -inf, +inf as it is; of greedy rows with T = 1."""
-    values = logits.to(torch.float32)
-    values = values.masked_fill(torch.isnan(values), -torch.inf)
+def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(x - row maximum) / T of float32 without NaN, +inf as it is; of greedy rows with T = 1."""
     highest = values.amax(dim=1, keepdim=True)
     below = values - torch.where(highest.isfinite(), highest, 0.0)
     is_greedy = temperature < GREEDY_BELOW

@@ -1,9 +1,11 @@
 """Cuts that are searched for: draws among any number of candidates, by passes over their chunks."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, words_of
+from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, values_of, words_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -14,73 +16,82 @@ BY_MASS = tl.constexpr(1)
 BY_COLUMN = tl.constexpr(2)
 
 
+class Candidates(NamedTuple):
+    """The ids that a cut may leave: all of some chunks, and a list of them where it is short."""
+
+    chunk_ptr: tl.tensor
+    num_chunks: tl.tensor
+    value_ptr: tl.tensor
+    column_ptr: tl.tensor
+    found: tl.tensor  # of the list; more than LISTED: it is not whole
+
+
 @triton.jit
 def tile_of(
-    row_ptr,
-    picked_ptr,
+    row,
+    chunk_ptr,
     first,
     num_picked,
-    vocab,
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """Values and columns of some picked chunks, both [TILE, ids of a chunk]; -inf beyond them."""
     SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
     at = first + tl.arange(0, TILE)
-    chunk = tl.load(picked_ptr + at, mask=at < num_picked, other=0)
+    chunk = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
     places = tl.arange(0, PIECE // CHUNKS)
     places = places // SEGMENT * (THREADS * EACH) + places % SEGMENT
     starts = chunk // CHUNKS * PIECE + chunk % CHUNKS * SEGMENT
     columns = starts[:, None] + places[None, :]
-    inside = (at < num_picked)[:, None] & (columns < vocab)
-    x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf")), columns
+    inside = (at < num_picked)[:, None] & (columns < row.vocab)
+    return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
 
 
 @triton.jit
-def _size(num_picked, found, SIZE: tl.constexpr):
+def _size(candidates, SIZE: tl.constexpr):
     """Places that hold all candidates: of their list, or of the picked chunks."""
-    return tl.where(found <= LISTED, found, num_picked * SIZE)
+    return tl.where(candidates.found <= LISTED, candidates.found, candidates.num_chunks * SIZE)
 
 
 @triton.jit
 def _page(
+    row,
+    candidates,
     first,
-    row_ptr,
-    picked_ptr,
-    value_ptr,
-    column_ptr,
-    num_picked,
-    found,
-    vocab,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     SEARCHED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """Values and columns of the candidates from place ``first`` on, both [SEARCHED, ids of a
     chunk]; -inf beyond them."""
     SIZE: tl.constexpr = PIECE // CHUNKS
-    if found <= LISTED:
+    if candidates.found <= LISTED:
         places = tl.arange(0, SEARCHED)[:, None] * SIZE + tl.arange(0, SIZE)[None, :] + first
-        x = tl.load(value_ptr + places, mask=places < found, other=float("-inf"))
-        columns = tl.load(column_ptr + places, mask=places < found, other=NO_COLUMN)
+        inside = places < candidates.found
+        x = tl.load(candidates.value_ptr + places, mask=inside, other=float("-inf"))
+        columns = tl.load(candidates.column_ptr + places, mask=inside, other=NO_COLUMN)
     else:
         x, columns = tile_of(
-            row_ptr,
-            picked_ptr,
+            row,
+            candidates.chunk_ptr,
             first // SIZE,
-            num_picked,
-            vocab,
+            candidates.num_chunks,
             SEARCHED,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
+            HAS_IDS,
+            HAS_EDITS,
         )
     return x, columns
 
@@ -91,13 +102,8 @@ def _measured(
     k2,
     k3,
     level,
-    row_ptr,
-    picked_ptr,
-    value_ptr,
-    column_ptr,
-    num_picked,
-    found,
-    vocab,
+    row,
+    candidates,
     top,
     temperature,
     BY: tl.constexpr,
@@ -106,6 +112,8 @@ def _measured(
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     SEARCHED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """The measure of the ids whose key is at most k1, k2, k3; one pass over the candidates.
 
@@ -116,21 +124,18 @@ def _measured(
     m1 = tl.zeros([SEARCHED, SIZE], tl.float32)
     m2 = tl.zeros([SEARCHED, SIZE], tl.float32)
     m3 = tl.zeros([SEARCHED, SIZE], tl.float32)
-    for first in range(0, _size(num_picked, found, SIZE), SEARCHED * SIZE):
+    for first in range(0, _size(candidates, SIZE), SEARCHED * SIZE):
         x, columns = _page(
+            row,
+            candidates,
             first,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
@@ -154,13 +159,8 @@ def _least(
     need,
     high,
     level,
-    row_ptr,
-    picked_ptr,
-    value_ptr,
-    column_ptr,
-    num_picked,
-    found,
-    vocab,
+    row,
+    candidates,
     top,
     temperature,
     BY: tl.constexpr,
@@ -169,6 +169,8 @@ def _least(
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     SEARCHED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """The least key up to which ids measure ``need``, and the measure of those below it.
 
@@ -186,13 +188,8 @@ def _least(
             k2,
             k3,
             level,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
+            row,
+            candidates,
             top,
             temperature,
             BY,
@@ -201,6 +198,8 @@ def _least(
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         if m1 >= need:
             high = k1
@@ -220,35 +219,27 @@ def _least(
 
 @triton.jit
 def drawn_of_many(
-    row_ptr,
-    picked_ptr,
-    value_ptr,
-    column_ptr,
-    num_picked,
-    found,
-    vocab_ids_ptr,
-    vocab,
+    row,
+    candidates,
+    options,
+    stream,
     far,
     top,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
     mass,
-    index,
-    key0,
-    key1,
-    role,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):
     """The column that is drawn from any number of candidates: all ids up to a depth, and of those
     that lie at it the first columns."""
     SIZE: tl.constexpr = PIECE // CHUNKS
+    temperature = options.temperature
+    top_k = options.top_k
+    top_p = options.top_p
     # the depth as a key, and how many stay of the ids that lie there
     limit = (far * LN_2).to(tl.int32, bitcast=True)
     stay = 2147483647.0
@@ -257,13 +248,8 @@ def drawn_of_many(
             top_k.to(tl.float32),
             limit,
             0,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
+            row,
+            candidates,
             top,
             temperature,
             BY_COUNT,
@@ -272,6 +258,8 @@ def drawn_of_many(
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         stay = top_k.to(tl.float32) - before
         if top_p < 1:
@@ -280,13 +268,8 @@ def drawn_of_many(
                 limit,
                 limit,
                 0,
-                row_ptr,
-                picked_ptr,
-                value_ptr,
-                column_ptr,
-                num_picked,
-                found,
-                vocab,
+                row,
+                candidates,
                 top,
                 temperature,
                 BY_MASS,
@@ -295,6 +278,8 @@ def drawn_of_many(
                 THREADS,
                 EACH,
                 SEARCHED,
+                HAS_IDS,
+                HAS_EDITS,
             )
             weight = tl.exp(-limit.to(tl.float32, bitcast=True))
             mass = tl.minimum(nearer + stay * weight, within)
@@ -304,13 +289,8 @@ def drawn_of_many(
             need,
             limit,
             0,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
+            row,
+            candidates,
             top,
             temperature,
             BY_MASS,
@@ -319,26 +299,23 @@ def drawn_of_many(
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         weight = tl.exp(-cut.to(tl.float32, bitcast=True))
         # each of the equals stays while the mass in front of it is less than needed
         equals = tl.maximum(tl.ceil((need - before) / weight), 1.0)
         stay = tl.where(cut == limit, tl.minimum(stay, equals), equals)
         limit = cut
-    last = vocab - 1
+    last = row.vocab - 1
     if (top_k > 0) | (top_p < 1):
         equals, _, _ = _measured(
             last,
             last,
             last,
             limit,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
+            row,
+            candidates,
             top,
             temperature,
             BY_COLUMN,
@@ -347,19 +324,16 @@ def drawn_of_many(
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         if equals > stay:
             last, _ = _least(
                 stay,
                 last,
                 limit,
-                row_ptr,
-                picked_ptr,
-                value_ptr,
-                column_ptr,
-                num_picked,
-                found,
-                vocab,
+                row,
+                candidates,
                 top,
                 temperature,
                 BY_COLUMN,
@@ -368,31 +342,30 @@ def drawn_of_many(
                 THREADS,
                 EACH,
                 SEARCHED,
+                HAS_IDS,
+                HAS_EDITS,
             )
     best = float("-inf")
     drawn = NO_COLUMN
-    for first in range(0, _size(num_picked, found, SIZE), SEARCHED * SIZE):
+    for first in range(0, _size(candidates, SIZE), SEARCHED * SIZE):
         x, columns = _page(
+            row,
+            candidates,
             first,
-            row_ptr,
-            picked_ptr,
-            value_ptr,
-            column_ptr,
-            num_picked,
-            found,
-            vocab,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
             SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
         )
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
         kept = (keys < limit) | ((keys == limit) & (columns <= last))
-        kept = kept & (tl.exp(-depths) >= min_p)
-        ids = ids_of(columns, kept, vocab_ids_ptr, HAS_IDS)
-        noisy = gumbel(words_of(ids, index, key0, key1, role)) - depths
+        kept = kept & (tl.exp(-depths) >= options.min_p)
+        ids = ids_of(row, columns, kept, HAS_IDS)
+        noisy = gumbel(words_of(ids, stream)) - depths
         noisy = tl.where(kept, noisy, float("-inf"))
         tile_best = tl.max(tl.max(noisy, axis=1), axis=0)
         at = tl.where(kept & (noisy == tile_best), columns, NO_COLUMN)

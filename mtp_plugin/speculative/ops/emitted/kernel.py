@@ -1,0 +1,64 @@
+"""Triton kernel of what follows from emitted tokens."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.requests.columns import request_column
+
+COUNT_ROW = tl.constexpr(request_column("count_row"))
+RECENT = tl.constexpr(request_column("recent"))
+MOST = tl.constexpr(65535)
+
+
+@triton.jit
+def note_kernel(
+    # inputs
+    token_ptr,
+    count_ptr,
+    slot_ptr,
+    # read, and moved on
+    table_ptr,
+    pool_ptr,
+    seen_ptr,
+    # sizes
+    token_stride,
+    slot_stride,
+    table_stride,
+    pool_vocab,
+    # constants
+    COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One request: its last tokens, and the counts of what it emitted."""
+    grid_dependency_synchronize(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    num = tl.load(count_ptr + request)
+    row_ptr = token_ptr + request * token_stride
+    slot_row = table_ptr + slot * table_stride
+
+    places = tl.arange(0, LENGTH)
+    source = places + num
+    kept = tl.load(slot_row + RECENT + source, mask=source < LENGTH, other=0)
+    new = tl.load(row_ptr + source - LENGTH, mask=source >= LENGTH, other=0)
+    # all are read before one is written
+    tl.debug_barrier()
+    tl.store(slot_row + RECENT + places, tl.where(source < LENGTH, kept, new))
+
+    count_row = tl.load(slot_row + COUNT_ROW).to(tl.int64)
+    if count_row >= 0:
+        columns = tl.arange(0, COLUMNS)
+        tokens = tl.load(row_ptr + columns, mask=columns < num, other=-1)
+        counts = (tokens >= 0) & (tokens < pool_vocab)
+        same = (tokens[:, None] == tokens[None, :]) & counts[None, :]
+        times = tl.sum(same.to(tl.int32), axis=1)
+        earlier = same & (columns[None, :] < columns[:, None])
+        first = counts & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+        entry = pool_ptr + count_row * pool_vocab + tokens
+        old = tl.load(entry, mask=first, other=0).to(tl.int32) & MOST
+        tl.store(entry, tl.minimum(old + times, MOST).to(tl.int16), mask=first)
+        words = (pool_vocab + 31) // 32
+        # several of them may stand in one word
+        tl.atomic_or(seen_ptr + count_row * words + (tokens >> 5), 1 << (tokens & 31), mask=first)

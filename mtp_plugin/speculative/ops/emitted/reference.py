@@ -1,0 +1,43 @@
+"""What follows from emitted tokens, in torch: the CPU path and the oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from mtp_plugin.speculative.step import Accepted, SlotRows
+
+_WORD_BITS = 32
+_MOST = 65535
+
+
+def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
+    """As at the door."""
+    requests = slice(0, accepted.num_accepted.shape[0])
+    _shift_recent(accepted, slots, requests)
+    pools = slots.pools
+    if pools is None:
+        return
+    row = slots.read("count_row", requests).to(torch.int64)
+    for column in range(accepted.tokens.shape[1]):
+        token = accepted.tokens[:, column].to(torch.int64)
+        counts = (column < accepted.num_accepted) & (row >= 0) & (token >= 0)
+        # who does not count adds nothing, at any place
+        place, at = torch.where(counts, row, 0), torch.where(counts, token, 0)
+        old = pools.counts[place, at].to(torch.int32) & _MOST
+        more = (counts & (old < _MOST)).to(torch.int16)
+        pools.counts.index_put_((place, at), more, accumulate=True)
+        bit = torch.ones_like(at) << at % _WORD_BITS
+        bit = torch.where(bit >= 2**31, bit - 2**32, bit).to(torch.int32)
+        word = at // _WORD_BITS
+        new = torch.where(counts, bit & ~pools.seen[place, word], 0)
+        pools.seen.index_put_((place, word), new, accumulate=True)
+
+
+def _shift_recent(accepted: Accepted, slots: SlotRows, requests: slice) -> None:
+    first = slots.columns.offset("recent")
+    width = slots.columns["recent"].width
+    recent = slots.read("recent", requests)
+    tokens = torch.cat([recent, accepted.tokens], dim=1)
+    places = torch.arange(width, device=recent.device) + accepted.num_accepted.unsqueeze(1)
+    moved = tokens.gather(1, places.to(torch.int64))
+    slots.table[slots.of(requests), first : first + width] = moved

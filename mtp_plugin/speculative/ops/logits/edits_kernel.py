@@ -1,0 +1,91 @@
+"""Edits of logits on the device, where values are loaded: bias, allowed ids, penalties."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.requests.columns import request_column
+
+BIAS_ROW = tl.constexpr(request_column("bias_row"))
+ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
+COUNT_ROW = tl.constexpr(request_column("count_row"))
+REPETITION = tl.constexpr(request_column("repetition_penalty"))
+PRESENCE = tl.constexpr(request_column("presence_penalty"))
+FREQUENCY = tl.constexpr(request_column("frequency_penalty"))
+MOST = tl.constexpr(65535)
+
+
+class Edits(NamedTuple):
+    """What is done to one row; pointers stand at the request's rows of the pools."""
+
+    bias_row: tl.tensor  # a row below 0: nothing is done
+    allowed_row: tl.tensor
+    count_row: tl.tensor
+    bias_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    count_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    repetition: tl.tensor
+    presence: tl.tensor
+    frequency: tl.tensor
+    draft_ptr: tl.tensor
+    num_before: tl.tensor  # drafts in front of the row
+
+
+@triton.jit
+def edits_of(
+    slot,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
+    pool_vocab,
+    draft_ptr,
+    num_before,
+):
+    """The edits of a row, of its request's slot."""
+    bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
+    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
+    count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
+    words = (pool_vocab + 31) // 32
+    return Edits(
+        bias_row,
+        allowed_row,
+        count_row,
+        bias_ptr + bias_row * pool_vocab,
+        allowed_ptr + allowed_row * (words + 1),
+        count_ptr + count_row * pool_vocab,
+        seen_ptr + count_row * words,
+        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
+        tl.load(slot + PRESENCE).to(tl.float32, bitcast=True),
+        tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True),
+        draft_ptr,
+        num_before,
+    )
+
+
+@triton.jit
+def edited(x, ids, inside, edits):
+    """Values of ids, float32, as the row's edits change them."""
+    if edits.bias_row >= 0:
+        x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
+    if edits.allowed_row >= 0:
+        words = tl.load(edits.allowed_ptr + (ids >> 5), mask=inside, other=0)
+        x = tl.where((words >> (ids & 31)) & 1 != 0, x, float("-inf"))
+    if edits.count_row >= 0:
+        words = tl.load(edits.seen_ptr + (ids >> 5), mask=inside, other=0)
+        seen = (words >> (ids & 31)) & 1
+        # what was never seen was never counted: most of the row is not read
+        counted = inside & (seen != 0)
+        count = tl.load(edits.count_ptr + ids, mask=counted, other=0).to(tl.int32) & MOST
+        for place in range(0, edits.num_before):
+            hit = (ids == tl.load(edits.draft_ptr + place)).to(tl.int32)
+            seen = seen | hit
+            count += hit
+        count = tl.minimum(count, MOST)
+        repeated = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
+        x = tl.where(seen != 0, repeated, x)
+        x = x - tl.where(count > 0, edits.presence, 0.0)
+        x = x - edits.frequency * count.to(tl.float32)
+    return x

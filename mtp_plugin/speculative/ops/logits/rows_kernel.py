@@ -1,0 +1,15 @@
+"""Which request a row of logits belongs to, on the device."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_of(row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride):
+    """The request of a row, the row's number in it, and where the request's slot stands."""
+    behind = tl.maximum(row - num_contexts, 0)
+    is_context = row < num_contexts
+    request = tl.where(is_context, row, num_contexts + behind // width)
+    offset = tl.where(is_context, 0, behind % width)
+    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    return request, offset, table_ptr + slot * table_stride
