@@ -84,7 +84,7 @@ class BasicInferencer(Inferencer):
                 "query_token_ids: expected [B, Q] with at least one token, "
                 f"got {list(query_token_ids.shape)}"
             )
-        logits = self._prompt_logits(query_token_ids, kv_cache)
+        logits = self.language_model.forward(query_token_ids, kv_cache)
         token_ids = sample_strategy.sample(logits[:, -1])
         return PrefillOutput(token_ids.unsqueeze(1), logits)
 
@@ -121,35 +121,8 @@ class BasicInferencer(Inferencer):
             rows.append(logits)
         return DecodeOutput(torch.stack(tokens, dim=1), torch.stack(rows, dim=1))
 
-    def _prompt_logits(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-        return self.language_model.forward(query_token_ids, kv_cache)
-
     def _end_token_ids(self) -> list[int]:
         if self._eos_token_ids is not None:
             return list(self._eos_token_ids)
         several = getattr(self.language_model, "eos_token_ids", None)
         return list(several) if several else [self.language_model.eos_token_id]
-
-
-class ChunkwiseInferencer(BasicInferencer):
-    """An `Inferencer` that feeds the prompt a few tokens at a time, to the same result."""
-
-    def __init__(
-        self,
-        language_model: LanguageModel,
-        chunk_size: int,
-        eos_token_ids: Collection[int] | None = None,
-    ) -> None:
-        """Decode with a model; `chunk_size` is the most prompt tokens fed at once.
-
-        Raises:
-            ConfigError: a chunk of fewer than one token.
-        """
-        if chunk_size < 1:
-            raise ConfigError(f"chunk_size: expected at least 1, got {chunk_size}")
-        super().__init__(language_model, eos_token_ids)
-        self.chunk_size = chunk_size
-
-    def _prompt_logits(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-        chunks = query_token_ids.split(self.chunk_size, dim=1)
-        return torch.cat([self.language_model.forward(c, kv_cache) for c in chunks], dim=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.infer.sampling_rule import SamplingRule
 
 
 class SampleStrategy(Protocol):
@@ -24,29 +26,35 @@ class GreedySampleStrategy:
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids [B] int64 from logits [B, V]."""
-        return _nan_as_impossible(logits).argmax(dim=-1)
+        # nan_to_num also replaces infinities unless told what they stay
+        infinity = float("inf")
+        usable = logits.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)
+        return usable.argmax(dim=-1)
 
 
-@dataclass(frozen=True)
-class MultinomialSampleStrategy:
-    """A draw from the softmax of the logits."""
+class RequestSampleStrategy:
+    """One request's rule, applied to one row after another; it remembers what it chose.
 
-    temperature: float = 1.0
-    generator: torch.Generator | None = None
-    """On the device of the logits; None draws from torch's own generator."""
+    Args:
+        rule: of the request.
+        output: its tokens so far.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature: expected a value above 0, got {self.temperature}")
+    def __init__(self, rule: SamplingRule, output: Sequence[int] = ()) -> None:
+        self.rule = rule
+        self.output = list(output)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Token ids [B] int64 from logits [B, V]."""
-        scaled = _nan_as_impossible(logits).float() / self.temperature
-        probabilities = scaled.softmax(dim=-1)
-        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1)
+        """The id [1] int64 behind the output so far from logits [1, V]; `NO_TOKEN`: there is none.
 
-
-def _nan_as_impossible(logits: torch.Tensor) -> torch.Tensor:
-    # nan_to_num also replaces infinities unless told what they stay
-    infinity = float("inf")
-    return logits.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)
+        Raises:
+            TensorContractError: other than one row.
+        """
+        expect(
+            logits.dim() == 2 and len(logits) == 1,
+            TensorContractError,
+            f"logits: expected [1, V], got {list(logits.shape)}",
+        )
+        token = self.rule.choose(logits[0], self.output)
+        self.output.append(token)
+        return torch.tensor([token], device=logits.device)

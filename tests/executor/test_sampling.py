@@ -8,8 +8,7 @@ import pytest
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.infer import greedy_decode
-from mtp_plugin.infer.seeded_draws import SeededDraws
+from mtp_plugin.infer import decode
 from tests.executor.conftest import assert_drained
 
 NUM_TOKENS = 20
@@ -40,14 +39,9 @@ def generate(llm, prompts, params):
 
 
 def oracle(bed, prompts, params, first_number=0):
-    """One request at a time through the plain decoder, drawn in plain numbers."""
+    """One request at a time through the plain decoder."""
     return [
-        greedy_decode(
-            bed.oracle_model.target,
-            prompt,
-            asked.max_new_tokens,
-            choose=SeededDraws.of(asked, number).choose,
-        )
+        decode(bed.oracle_model.target, prompt, asked, number=number).token_ids
         for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), first_number)
     ]
 

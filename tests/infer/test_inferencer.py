@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,14 +9,12 @@ from transformers import PreTrainedModel
 from mtp_plugin.errors import CheckpointError, ConfigError, TensorContractError
 from mtp_plugin.infer import (
     BasicInferencer,
-    ChunkwiseInferencer,
     DynamicKVCache,
     GreedySampleStrategy,
     Inferencer,
     KVCache,
     KVState,
     LanguageModel,
-    MultinomialSampleStrategy,
     TransformersLanguageModel,
 )
 
@@ -171,17 +168,6 @@ class InferencerContract:
                 torch.ones(shape, dtype=torch.int64), DynamicKVCache(), GREEDY
             )
 
-    def test_sampling_repeats_with_its_seed(self, model: PreTrainedModel) -> None:
-        def text(seed: int) -> list[int]:
-            cache = DynamicKVCache()
-            strategy = MultinomialSampleStrategy(generator=torch.Generator().manual_seed(seed))
-            inferencer = self.make_inferencer(TransformersLanguageModel(model), eos_token_ids=())
-            first = inferencer.prefill(PROMPT, cache, strategy).token_ids
-            return inferencer.decode(first, cache, 6, strategy).token_ids.flatten().tolist()
-
-        assert text(1) == text(1)
-        assert len({tuple(text(seed)) for seed in range(4)}) == 4
-
 
 class TestBasicInferencer(InferencerContract):
     def make_inferencer(self, model: LanguageModel, **kwargs: object) -> Inferencer:
@@ -191,35 +177,3 @@ class TestBasicInferencer(InferencerContract):
         model = CountingModel(1)
         self.make_inferencer(model).prefill(PROMPT % 10, DynamicKVCache(), GREEDY)
         assert len(model.fed) == 1
-
-
-class ChunkwiseContract(InferencerContract):
-    chunk_size = 0
-
-    def make_inferencer(self, model: LanguageModel, **kwargs: object) -> Inferencer:
-        return ChunkwiseInferencer(model, self.chunk_size, **kwargs)  # type: ignore[arg-type]
-
-    def test_the_prompt_is_fed_in_chunks(self) -> None:
-        model = CountingModel(1)
-        self.make_inferencer(model).prefill(PROMPT[1:], DynamicKVCache(), GREEDY)
-        assert all(len(rows[0]) <= self.chunk_size for rows in model.fed)
-        assert list(itertools.chain(*(rows[0] for rows in model.fed))) == [5, 6, 7, 8, 9]
-        assert len(model.fed) == -(-5 // self.chunk_size)
-
-
-class TestChunksOfOne(ChunkwiseContract):
-    chunk_size = 1
-
-
-class TestChunksOfTwo(ChunkwiseContract):
-    chunk_size = 2
-
-
-class TestChunksBeyondThePrompt(ChunkwiseContract):
-    chunk_size = 64
-
-
-def test_bad_chunk_size() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ChunkwiseInferencer(CountingModel(1), 0)
-    assert str(caught.value) == "chunk_size: expected at least 1, got 0"

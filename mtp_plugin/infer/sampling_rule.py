@@ -1,0 +1,240 @@
+"""How the tokens of one request follow from logits, as its options say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from mtp_plugin.errors import RequestError, expect
+from mtp_plugin.infer.logprobs import usable
+from mtp_plugin.infer.noise import Role, gumbel
+from mtp_plugin.infer.thinking import Thinking, forced_token
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
+
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy."""
+NO_TOKEN = -1
+"""Chosen of a row without any usable value."""
+
+_NEITHER_SERVED_NOR_IDLE = frozenset(
+    {
+        "n",
+        "best_of",
+        "use_beam_search",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "top_p_decay",
+        "top_p_min",
+        "top_p_reset_ids",
+        "logits_processor",
+        "guided_decoding",
+    }
+)
+"""Options that would change tokens and are not applied here."""
+
+
+class SamplingRule:
+    """The tokens of one request, each a function of a row of logits and of what stands before it.
+
+    In this order: bias, allowed ids and bad words, ``min_tokens``, penalties, temperature, top-k,
+    top-p of what that leaves, min-p, a seeded draw. A row that must go on with the end of thinking
+    allows nothing else.
+
+    Args:
+        params: the options; those of speculation change nothing here.
+        prompt_ids: of the request.
+        number: of the request; decides its seed where it gives none.
+        end_ids: of the model.
+        thinking: its ids; asked for by a budget.
+
+    Raises:
+        RequestError: options that are not given here, or a budget without ``thinking``.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        number: int = 0,
+        end_ids: Iterable[int] = (),
+        thinking: Thinking | None = None,
+        engine_seed: int = ENGINE_SEED,
+    ) -> None:
+        _expect_served(params, thinking)
+        self.params = params
+        self.prompt = tuple(prompt_ids)
+        self.seed = seed_words(params.seed, number, engine_seed)
+        self.temperature = _temperature(params)
+        self.thinking = thinking
+        ends = () if params.ignore_eos else tuple(end_ids)
+        self._end_ids = {*ends, *params.stop_token_ids}
+        self._banned: list[tuple[int, ...]] = [(token,) for token in params.bad_token_ids]
+        self._banned += [word for word in params.bad_words if not isinstance(word, str)]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the first choice is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    def choose(self, logits: torch.Tensor, output: Sequence[int], role: Role = Role.TARGET) -> int:
+        """The token behind ``output``, of the row [V] that predicts it; `NO_TOKEN`: there is none.
+
+        Args:
+            role: of the noise; drafts of the target's own draws have the target's.
+        """
+        scores = self.scores(logits, output)
+        if scores.max() == -torch.inf:
+            return NO_TOKEN
+        if self.is_greedy:
+            return int(scores.argmax())
+        index = len(self.prompt) + len(output)
+        return int((scores + gumbel(self.seed, index, len(scores), role)).argmax())
+
+    def probabilities(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        """[V] float64: how likely each id is drawn behind ``output``."""
+        return self.scores(logits, output).double().softmax(dim=0)
+
+    def scores(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        """[V] float32: (x - maximum) / temperature of edited logits, -inf outside the cuts; greedy:
+        of temperature 1 and without cuts. A row with +inf has the lowest such id alone."""
+        values = self.edited(logits, output)
+        highest = values.max()
+        if highest == torch.inf:
+            return _alone(int(values.argmax()), len(values))
+        if highest == -torch.inf:
+            return values
+        if self.is_greedy:
+            return values - highest
+        return self._cut((values - highest) / _single(self.temperature))
+
+    def edited(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        """Logits [V] float32 behind ``output`` with everything done to them that comes before
+        temperature."""
+        forced = self.forced(output)
+        if forced is not None:
+            return _alone(forced, len(logits))
+        values = self._biased(usable(logits))
+        values[self._excluded(output, len(values))] = -torch.inf
+        values = self._without_ends(values, output)
+        return self._penalised(values, output)
+
+    def forced(self, output: Sequence[int]) -> int | None:
+        """The id that has to follow, since the budget of thinking is spent; None: any may."""
+        budget = self.params.thinking_token_budget
+        if budget is None or self.thinking is None:
+            return None
+        return forced_token(self.thinking, budget, self.prompt, output)
+
+    def _biased(self, values: torch.Tensor) -> torch.Tensor:
+        bias = self.params.logit_bias
+        if not bias:
+            return values
+        _expect_in_vocabulary("logit_bias", bias, len(values))
+        added = torch.tensor(list(bias.values()), dtype=torch.float32)
+        return values.index_add(0, torch.tensor(list(bias)), added)
+
+    def _excluded(self, output: Sequence[int], vocab_size: int) -> torch.Tensor:
+        """[V] bool: ids that are not allowed, or would complete a bad word."""
+        allowed, excluded = self.params.allowed_token_ids, torch.zeros(vocab_size, dtype=torch.bool)
+        if allowed is not None:
+            _expect_in_vocabulary("allowed_token_ids", allowed, vocab_size)
+            excluded[:] = True
+            excluded[list(allowed)] = False
+        tokens = (*self.prompt, *output)
+        for word in self._banned:
+            _expect_in_vocabulary("bad_words and bad_token_ids", word, vocab_size)
+            beginning, last = word[:-1], word[-1]
+            if tokens[max(0, len(tokens) - len(beginning)) :] == beginning:
+                excluded[last] = True
+        return excluded
+
+    def _without_ends(self, values: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        """Values without ids that would end the text too early, where others are left."""
+        if len(output) >= self.params.min_tokens:
+            return values
+        others = values.clone()
+        others[[token for token in self._end_ids if token < len(values)]] = -torch.inf
+        return values if others.max() == -torch.inf else others
+
+    def _penalised(self, values: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        params, vocab_size = self.params, len(values)
+        if params.repetition_penalty != 1:
+            is_seen = _counts((*self.prompt, *output), vocab_size) > 0
+            penalty = _single(params.repetition_penalty)
+            smaller = torch.where(values > 0, values / penalty, values * penalty)
+            values = torch.where(is_seen, smaller, values)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = _counts((*self.prompt[params.prompt_ignore_length :], *output), vocab_size)
+            penalised = values - _single(params.presence_penalty)
+            penalised = penalised - _single(params.frequency_penalty) * counts
+            values = torch.where(counts > 0, penalised, values)
+        return values
+
+    def _cut(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [V], -inf where top-k, then top-p of the rest, then min-p leave an id out; of
+        equals at a cut the lowest ids stay."""
+        params = self.params
+        ordered, order = scores.sort(descending=True, stable=True)
+        if params.top_k:
+            ordered[params.top_k :] = -torch.inf
+        weights = ordered.double().exp()
+        if params.top_p is not None and params.top_p < 1:
+            ahead = weights.cumsum(0) - weights
+            is_behind = ahead >= _single(params.top_p) * weights.sum()
+            is_behind[0] = False
+            ordered[is_behind] = -torch.inf
+        if params.min_p:
+            ordered[weights < _single(params.min_p)] = -torch.inf
+        return torch.empty_like(scores).scatter(0, order, ordered)
+
+
+def _temperature(params: SamplingParams) -> float:
+    if params.is_greedy:
+        return 0.0
+    return 1.0 if params.temperature is None else params.temperature
+
+
+def _alone(token: int, vocab_size: int) -> torch.Tensor:
+    values = torch.full((vocab_size,), -torch.inf)
+    values[token] = 0.0
+    return values
+
+
+def _single(value: float) -> torch.Tensor:
+    """Rounded to float32, as a device holds it."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
+    """[V] float32: how often each id stands in the tokens."""
+    counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
+    return counts[:vocab_size].to(torch.float32)
+
+
+def _expect_served(params: SamplingParams, thinking: Thinking | None) -> None:
+    problems = [
+        f"{name}={value!r}"
+        for name, value in params.asked().items()
+        if name in _NEITHER_SERVED_NOR_IDLE
+    ]
+    problems += [
+        f"bad_words={word!r} (expected its token ids)"
+        for word in params.bad_words
+        if isinstance(word, str)
+    ]
+    if params.thinking_token_budget is not None and thinking is None:
+        budget = params.thinking_token_budget
+        problems.append(f"thinking_token_budget={budget} (expected the ids around thinking)")
+    expect(not problems, RequestError, f"target-only decoding: not supported: {problems}")
+
+
+def _expect_in_vocabulary(option: str, ids: Collection[int], vocab_size: int) -> None:
+    highest = max(ids, default=0)
+    expect(
+        highest < vocab_size,
+        RequestError,
+        f"{option}: {highest} is outside the vocabulary of {vocab_size}",
+    )
