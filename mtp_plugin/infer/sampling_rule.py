@@ -228,7 +228,9 @@ def _expect_served(params: SamplingParams, thinking: Thinking | None) -> None:
     if params.thinking_token_budget is not None and thinking is None:
         budget = params.thinking_token_budget
         problems.append(f"thinking_token_budget={budget} (expected the ids around thinking)")
-    expect(not problems, RequestError, f"target-only decoding: not supported: {problems}")
+    expect(
+        not problems, RequestError, f"target-only decoding: not supported: {', '.join(problems)}"
+    )
 
 
 def _expect_in_vocabulary(option: str, ids: Collection[int], vocab_size: int) -> None:
