@@ -1,0 +1,91 @@
+"""Text under bias, allowed ids, bad words and penalties is the target's own, drawn or greedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import decode
+from tests.executor.conftest import assert_drained
+
+NUM_TOKENS = 24
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+
+
+def options_of(place: int, vocab: int, prompt: list[int]) -> dict:
+    """Different ones for every place; half of them draw."""
+    several = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"repetition_penalty": 0.7, "prompt_ignore_length": 3, "frequency_penalty": -0.2},
+        {"logit_bias": {token: (-1) ** token * 1.5 for token in range(0, vocab, 3)}},
+        {"allowed_token_ids": tuple(range(1, vocab, 4))},
+        {"bad_words": tuple((a, b) for a in prompt[-1:] for b in range(0, vocab, 2))[:60]},
+        {"bad_token_ids": tuple(range(0, 64)), "repetition_penalty": 1.1},
+        {},
+    ]
+    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 2 else {}
+    return several[place % len(several)] | drawn
+
+
+def batch_of(prompts, vocab):
+    return [
+        SamplingParams(
+            max_new_tokens=NUM_TOKENS, ignore_eos=True, **options_of(place, vocab, prompt)
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def expected(bed, prompts, params):
+    return [
+        decode(bed.oracle_model.target, prompt, asked, number=number).token_ids
+        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+def generate(llm, prompts, params):
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_text_of_edited_logits(bed, prompts, no_overlap, vanilla, k):
+    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
+    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    if k:
+        assert llm.executor.acceptance.acceptance_length > 1.1
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_chunks_and_preemption_keep_counts(bed, prompts, vanilla):
+    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
+    llm = bed.llm(
+        vanilla=vanilla,
+        max_num_tokens=36,
+        kv_cache_config={"max_tokens": 96},
+        kv_fill=float("nan"),
+    )
+    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    assert llm.executor.num_preemptions > 0
+
+
+def test_rows_are_used_again(bed, prompts):
+    """More requests than rows, one after the other: none sees what another left."""
+    llm = bed.llm(max_batch_size=2)
+    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
+    told = expected(bed, prompts, params)
+    assert generate(llm, prompts, params) == told
+
+
+def test_a_penalty_changes_the_text(bed, prompts):
+    llm = bed.llm()
+    plain = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
+    asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.5)
+    changed = llm.generate(prompts, asked)
+    assert [o.token_ids for o in plain] != [o.token_ids for o in changed]
