@@ -16,6 +16,7 @@ from mtp_plugin.tools.bench.bookkeeping_cases import (
 )
 from mtp_plugin.tools.bench.case import BenchmarkError, Case
 from mtp_plugin.tools.bench.op_cases import MIXTURE, TINY_MIXTURE, mixed_case, op_cases
+from mtp_plugin.tools.bench.sampling_cases import sampling_cases
 from mtp_plugin.tools.bench.shapes import (
     BATCHES,
     DTYPES,
@@ -127,6 +128,7 @@ def _op_suite(shapes: list[Shape], options: Options, device: torch.device) -> li
     mixture, state = (TINY_MIXTURE, TINY_STATE) if options.tiny else (MIXTURE, STATE)
     mixed = replace(shapes[0], batch=mixture.num_contexts + 1 if options.tiny else MIXED_BATCH)
     cases = [case for shape in shapes for case in op_cases(shape, device)]
+    cases += [case for shape in shapes for case in sampling_cases(shape, device)]
     cases.append(mixed_case(mixed, device, mixture))
     cases += [case for shape in shapes for case in bookkeeping_cases(shape, device)]
     cases += [state_copy_case(shape, device, state) for shape in shapes]

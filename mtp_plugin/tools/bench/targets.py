@@ -36,6 +36,16 @@ VANILLA_STEP = {1: 25, 8: 30, 64: 80, 256: 250}
 EAGLE_STEP = {1: 22, 8: 26, 64: 75, 256: 240}
 ACCEPT_STRICT = {1: 6, 8: 8, 64: 40, 256: 135}
 ACCEPT_RELAXED = {1: 12, 8: 15, 64: 60, 256: 200}
+DRAWS = {
+    "top-k-top-p": {1: 12, 8: 17, 64: 50, 256: 175},
+    "top-k-top-p-peaked": {1: 9, 8: 13, 64: 44, 256: 155},
+    "top-p-peaked": {1: 10, 8: 15, 64: 47, 256: 155},
+    "top-p": {1: 121, 8: 173, 64: 408, 256: 1275},
+    "temperature": {1: 7, 8: 12, 64: 46, 256: 170},
+    "top-k-penalties": {64: 65, 256: 235},
+    "top-k-allowed": {64: 60, 256: 215},
+}
+"""By kind of request; acceptance behind them is in it."""
 VANILLA_FIRST_PASS = {1: 4, 8: 5, 64: 8, 256: 20}
 MIXED_FIRST_PASS = Target(graph_us=90)
 BOOKKEEPING = {256: Target(graph_us=3, eager_us=30)}
