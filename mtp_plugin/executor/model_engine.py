@@ -117,10 +117,10 @@ class ModelEngine:
             for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True)
         }
         shapes = [
-            StepShape((), size, draft_len, edits_logits)
+            StepShape((), size, draft_len, edits_logits, only_draws)
             for size in ordered
             for draft_len in reversed(self.pieces.draft_lens(served[size]))
-            for edits_logits in (False, True)
+            for edits_logits, only_draws in ((False, False), (True, True), (True, False))
         ]
         for number, shape in enumerate(shapes, 1):
             report(f"capturing CUDA graphs {number}/{len(shapes)}")
@@ -163,6 +163,8 @@ class ModelEngine:
             num_generations=len(batch.generation_requests) + padding,
             draft_len=self._draft_len(batch),
             edits_logits=any(r.edits_logits for r in batch.all_requests()),
+            only_draws=any(r.edits_logits for r in batch.all_requests())
+            and all(r.only_draws for r in batch.all_requests()),
         )
         if self.captured is not None:
             outputs = self.captured.replay(shape, rows)
@@ -230,6 +232,7 @@ class ModelEngine:
         spec.request_ids = host.request_ids
         spec.num_tokens = int(input_ids.shape[0])
         spec.edits_logits = shape.edits_logits
+        spec.only_draws = shape.only_draws
         if spec_metadata is None:
             spec.prepare()
         else:

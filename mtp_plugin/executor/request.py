@@ -60,6 +60,7 @@ class LlmRequest:
             stats=self.py_acceptance,
         )
         self.edits_logits = self.facts.edits_logits
+        self.only_draws = self.facts.only_draws
         self.max_length = self.facts.stop.max_length
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
         self.context_length = len(self.tokens)

@@ -68,7 +68,8 @@ class StepShape:
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
-    edits_logits: bool = False  # a request asks for logits to be changed, as its slot says
+    edits_logits: bool = False  # a request asks for more than first choices, as its slot says
+    only_draws: bool = False  # and none for more than draws
 
     @property
     def num_contexts(self) -> int:

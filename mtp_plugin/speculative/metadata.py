@@ -53,6 +53,7 @@ class MTPSpecMetadata:
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
     edits_logits: bool = False  # a request asks for it; what, stands in its slot
+    only_draws: bool = False  # no request asks for more than draws
     max_position: int | None = None  # highest legal position id; None: unbounded
     draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
     device: torch.device | None = None

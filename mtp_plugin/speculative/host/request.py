@@ -68,6 +68,12 @@ class RequestFacts:
         return any(OPTIONS[name].changes_choice for name in self.options)
 
     @property
+    def only_draws(self) -> bool:
+        """Whether it asks for nothing but draws, if for anything that changes tokens."""
+        asked = (OPTIONS[name] for name in self.options)
+        return all(option.draws for option in asked if option.changes_choice)
+
+    @property
     def number(self) -> int:
         """Tells it from other requests: 31 bits, in the order of handing in."""
         return self.request_id & 0x7FFFFFFF

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class HostStep:
     """What is kept of the step's requests; None: there is no manager."""
     edits_logits: bool = False
     """A request asks for more than the first choice of the logits; what, stands in its slot."""
+    only_draws: bool = False
+    """No request asks for more than draws: no logit is changed, nothing is counted."""
     max_position: int | None = None  # None: unbounded
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
@@ -96,6 +98,7 @@ class HostStep:
             slot_ids=slot_ids,
             slots=None if rows_of is None or slot_ids is None else rows_of(slot_ids),
             edits_logits=bool(getattr(spec_metadata, "edits_logits", False)),
+            only_draws=bool(getattr(spec_metadata, "only_draws", False)),
             max_position=getattr(spec_metadata, "max_position", None),
             kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
@@ -119,6 +122,15 @@ class HostStep:
                 f"{type(self.manager).__name__} without slot_rows()"
             )
         return self.slots
+
+    def drawn_slots(self) -> SlotRows:
+        """As :meth:`expect_slots`, without pools where nobody has a row of one.
+
+        Raises:
+            MetadataError: the host gave no manager, or no slots.
+        """
+        slots = self.expect_slots()
+        return replace(slots, pools=None) if self.only_draws else slots
 
     def expect_manager(self) -> tuple[Any, torch.Tensor]:
         """The host's MTP manager, and the requests' rows in its pools [R] int64.

@@ -47,7 +47,7 @@ class CoupledDrafts:
             propose(logits, place, backend=backend)
             return
         rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column, place.drafts)
-        drafts = draw(logits, rows, step.expect_slots(), vocab_ids=place.vocab_ids, backend=backend)
+        drafts = draw(logits, rows, step.drawn_slots(), vocab_ids=place.vocab_ids, backend=backend)
         place_drafts(drafts, place, backend=backend)
 
 

@@ -63,8 +63,11 @@ class Verifier:
         """
         if not inputs.step.edits_logits:
             return self._judge(inputs, STRICT, last_tokens, backend)
-        step, slots = inputs.step, inputs.step.expect_slots()
+        step, slots = inputs.step, inputs.step.drawn_slots()
         rows = DrawnRows.of_target(step.layout, step.draft_tokens)
+        if step.only_draws:
+            rules = AcceptanceRules(choices=draw(inputs.logits, rows, slots, backend=backend))
+            return self._judge(inputs, rules, last_tokens, backend)
         with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
             if logits is not inputs.logits:
                 inputs = replace(inputs, logits=logits)

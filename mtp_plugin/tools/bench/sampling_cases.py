@@ -32,6 +32,13 @@ class Kind:
     options: Mapping[str, float]
     is_peaked: bool = False
     """As models give them: some dozens of likely ids over a bulk; else drawn from one normal."""
+    in_edited_step: bool = False
+    """Other requests of the step have their logits edited, these have not."""
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether the step's kernels know of edits."""
+        return self.in_edited_step or any(name.endswith("_row") for name in self.options)
 
 
 KINDS = {
@@ -41,6 +48,9 @@ KINDS = {
     "top-p-peaked": Kind({"temperature": 0.8, "top_p": 0.95}, is_peaked=True),
     "top-p": Kind({"temperature": 0.8, "top_p": 0.95}),
     "temperature": Kind({"temperature": 0.8}),
+    "top-k-top-p-beside-edits": Kind(
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, in_edited_step=True
+    ),
     "top-k-penalties": Kind(
         {
             "temperature": 0.8,
@@ -89,7 +99,7 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
         torch.tensor(table, dtype=torch.int32, device=device),
         dice.permutation(batch + 2)[:batch],
         columns,
-        _pools(shape, dice),
+        _pools(shape, dice) if kind.has_pools else None,
     )
     rows = DrawnRows.of_target(layout, drafts)
 
