@@ -22,7 +22,7 @@ CHUNKS = 32
 """Of a piece."""
 LOAD_BYTES = 16
 """What a thread reads at once."""
-SOME_ROWS = 64
+SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 
 REGISTERS = 128
