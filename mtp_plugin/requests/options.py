@@ -349,7 +349,13 @@ class SamplingParams:
     n: int = _option(1, _integer(1), "samples of the prompt", "config.num_return_sequences")
     best_of: int | None = _option(None, _ANYTHING, "samples of which the best are told", neutral=1)
     use_beam_search: bool = _option(False, _ANYTHING, "beams")
-    length_penalty: float = _option(1.0, _ANYTHING, "of beams", "config.length_penalty")
+    length_penalty: float | None = _option(
+        1.0,
+        _ANYTHING,
+        "of beams",
+        "config.length_penalty",
+        host_neutral=lambda penalty: penalty == 0,
+    )
     no_repeat_ngram_size: int | None = _option(
         None,
         _ANYTHING,
@@ -362,7 +368,7 @@ class SamplingParams:
         None, _ANYTHING, "top_p falls by it", "config.top_p_decay", draws=True, neutral=1
     )
     top_p_min: float | None = _option(
-        None, _ANYTHING, "top_p falls no further", "config.top_p_min", draws=True
+        None, _ANYTHING, "top_p falls no further", "config.top_p_min", draws=True, neutral=1e-6
     )
     top_p_reset_ids: int | None = _option(
         None, _ANYTHING, "top_p begins anew", "config.top_p_reset_ids", draws=True, neutral=-1
@@ -404,7 +410,10 @@ class SamplingParams:
         if self.top_k == -1:
             self._set("top_k", 0)
         if isinstance(self.logit_bias, dict):
-            self._set("logit_bias", dict(self.logit_bias))
+            self._set("logit_bias", dict(self.logit_bias) or None)
+        for name in _UNRANGED:
+            if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
+                self._set(name, _DEFAULTS[name])
         problems = self._problems()
         if problems:
             raise RequestError("sampling parameters: " + "; ".join(problems))
@@ -423,10 +432,11 @@ class SamplingParams:
                 value = vars(self)[other]
                 if value is None:
                     continue
-                if vars(self)[name] != _DEFAULTS[name] and vars(self)[name] != value:
+                ours = vars(self)[name]
+                if ours not in (None, _DEFAULTS[name]) and ours != value:
                     raise RequestError(
                         f"sampling parameters: {other}={value!r} is {name} under another name, and "
-                        f"{name}={vars(self)[name]!r} stands beside it"
+                        f"{name}={ours!r} stands beside it"
                     )
                 self._set(name, value)
                 self._set(other, None)
@@ -515,6 +525,7 @@ OPTIONS: Mapping[str, Option] = {
 """The table, by name, in the order of its fields."""
 
 _DEFAULTS = {row.name: row.default for row in fields(SamplingParams)}
+_UNRANGED = tuple(name for name, option in OPTIONS.items() if option.values is _ANYTHING)
 _SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
 
 

@@ -181,13 +181,15 @@ def test_a_row_has_every_number_at_its_place(behind: list[SlotColumn], data: st.
 
 def test_what_every_table_has() -> None:
     """Every option that kernels read, and nothing twice."""
-    draws = ["temperature", "top_k", "top_p", "min_p", "seed"]
-    assert ["number", "prompt_len", "min_tokens", *draws, "stop_ids"] == NAMES
     kept = [name for name, option in OPTIONS.items() if option.column is not None]
-    assert set(kept) <= set(NAMES)
+    assert NAMES[: len(kept) + 2] == ["number", "prompt_len", *kept]
+    assert {"seed", "stop_ids"} <= set(NAMES)
     columns = TableColumns(REQUEST_COLUMNS)
-    one = struct.unpack("i", struct.pack("f", 1.0))[0]  # top_p
-    assert columns.row({}) == [0, 0, 0, 0, 0, one, 0, 0, 0] + [NO_STOP] * MAX_STOP_IDS
+    one = struct.unpack("i", struct.pack("f", 1.0))[0]
+    empty = {"top_p": one, "repetition_penalty": one, "logprobs": -1, "thinking_token_budget": -1}
+    assert columns.row({})[: len(kept) + 2] == [0, 0, *[empty.get(name, 0) for name in kept]]
+    first = request_column("stop_ids")
+    assert columns.row({})[first : first + MAX_STOP_IDS] == [NO_STOP] * MAX_STOP_IDS
     assert columns.row({"stop_ids": (5, 6)})[request_column("stop_ids") :][:3] == [5, 6, NO_STOP]
 
 

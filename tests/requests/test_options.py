@@ -14,19 +14,38 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import MTPPluginError, RequestError
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
-from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option, SamplingParams, is_greedy
+from mtp_plugin.requests.options import (
+    DRAFTS_OF_VERIFICATION,
+    HOST_OPTIONS,
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS_IDS,
+    MAX_LOGPROBS,
+    OPTIONS,
+    Option,
+    SamplingParams,
+    is_greedy,
+)
 from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 
-SERVED = OWN_OPTIONS | EDITED_OPTIONS
-"""What the embedded executor gives."""
+SERVED = frozenset(
+    {"max_new_tokens", "min_tokens", "stop_token_ids", "stop", "ignore_eos", "speculate"}
+    | {"relaxed_acceptance", "include_stop_str_in_output", "max_draft_len"}
+)
+"""Some that may be given."""
 
 # --- the table ---
 
 
 def test_every_field_is_a_row_of_the_table() -> None:
-    assert list(OPTIONS) == [field.name for field in dataclasses.fields(SamplingParams)]
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    others = [other for option in OPTIONS.values() for other in option.elsewhere]
+    assert len({*OPTIONS, *others}) == len(OPTIONS) + len(others)
+    assert {*fields} == {*OPTIONS, *others}
+    assert list(OPTIONS) == fields[: len(OPTIONS)]
     for name, option in OPTIONS.items():
         assert option.name == name
         assert option.values.words
@@ -59,7 +78,9 @@ def test_columns_hold_numbers() -> None:
     """What a slot holds of a request that does not ask changes nothing."""
     held = {column.name: column for column in REQUEST_COLUMNS}
     asked = {name: option for name, option in OPTIONS.items() if option.column is not None}
-    assert set(asked) == {"min_tokens", "temperature", "top_k", "top_p", "min_p"}
+    penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    draws = {"temperature", "top_k", "top_p", "min_p"}
+    assert set(asked) == draws | penalties | {"min_tokens", "logprobs", "thinking_token_budget"}
     for name, option in asked.items():
         assert option.column in (int, float)
         assert not isinstance(option.empty, bool)
@@ -69,20 +90,14 @@ def test_columns_hold_numbers() -> None:
 
 
 def test_every_option_is_served_or_refused() -> None:
-    """A new option has to be put on one of the two sides."""
-    used = {
-        "max_new_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "stop",
-        "ignore_eos",
-        "speculate",
-        "relaxed_acceptance",
-    }
-    assert used == SERVED
-    draws = {"temperature", "top_k", "top_p", "min_p", "seed"}
-    assert {name for name, option in OPTIONS.items() if option.draws} == draws
-    assert set(OPTIONS) == used | draws | set(UNSUPPORTED)
+    """Nobody serves a name that is no option, and none of those that stay refused."""
+    own = SERVED - {"min_tokens"}
+    assert own <= OWN_OPTIONS
+    assert set(OPTIONS) >= (OWN_OPTIONS | EDITED_OPTIONS | DRAWN_OPTIONS)
+    assert {name for name, option in OPTIONS.items() if option.edits_logits} >= EDITED_OPTIONS
+    assert {name for name, option in OPTIONS.items() if option.draws} >= DRAWN_OPTIONS
+    last = list(OPTIONS).index("n")
+    assert not (OWN_OPTIONS | EDITED_OPTIONS | DRAWN_OPTIONS) & {*list(OPTIONS)[last:]}
 
 
 # --- ranges ---
@@ -93,45 +108,127 @@ class Refused(NamedTuple):
     message: str
 
 
+SEQUENCE_OF_IDS = "a sequence of token ids >= 0"
+SEQUENCE_OF_STRINGS = "a sequence of strings that are not empty"
+WORDS = "a sequence of strings, or of sequences of token ids, none empty"
+BIAS = "a mapping of token ids >= 0 to finite numbers"
+SEEDS = "an integer from -2**63 to 2**64 - 1"
+SHARE = "a number from 0 to 1"
+TOP = "an integer from 0 to 20"
+INF, NAN = float("inf"), float("nan")
+
+
+def out_of_range(name: str, value: Any, words: str, told: str | None = None) -> Refused:
+    return Refused({name: value}, f"{name} must be {words}, got {told or repr(value)}")
+
+
 REFUSED = [
-    Refused({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
-    Refused({"max_new_tokens": -3}, "max_new_tokens must be an integer >= 1, got -3"),
-    Refused({"max_new_tokens": 2.0}, "max_new_tokens must be an integer >= 1, got 2.0"),
-    Refused({"max_new_tokens": True}, "max_new_tokens must be an integer >= 1, got True"),
-    Refused({"max_new_tokens": None}, "max_new_tokens must be an integer >= 1, got None"),
-    Refused({"min_tokens": -1}, "min_tokens must be an integer >= 0, got -1"),
-    Refused({"min_tokens": "2"}, "min_tokens must be an integer >= 0, got '2'"),
+    out_of_range("max_new_tokens", 0, "an integer >= 1"),
+    out_of_range("max_new_tokens", -3, "an integer >= 1"),
+    out_of_range("max_new_tokens", 2.0, "an integer >= 1"),
+    out_of_range("max_new_tokens", True, "an integer >= 1"),
+    out_of_range("max_new_tokens", None, "an integer >= 1"),
+    Refused({"max_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
+    out_of_range("min_tokens", -1, "an integer >= 0"),
+    out_of_range("min_tokens", "2", "an integer >= 0"),
     Refused({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is above max_new_tokens 8"),
-    Refused({"stop": "END"}, "stop must be a sequence of strings that are not empty, got 'END'"),
-    Refused({"stop": [""]}, "stop must be a sequence of strings that are not empty, got ('',)"),
-    Refused({"stop": [3]}, "stop must be a sequence of strings that are not empty, got (3,)"),
-    Refused({"stop": b"x"}, "stop must be a sequence of strings that are not empty, got b'x'"),
-    Refused({"stop_token_ids": 5}, "stop_token_ids must be a sequence of token ids >= 0, got 5"),
+    out_of_range("stop", [""], SEQUENCE_OF_STRINGS, "('',)"),
+    out_of_range("stop", "", SEQUENCE_OF_STRINGS, "('',)"),
+    out_of_range("stop", [3], SEQUENCE_OF_STRINGS, "(3,)"),
+    out_of_range("stop", b"x", SEQUENCE_OF_STRINGS),
+    out_of_range("stop_token_ids", 5, SEQUENCE_OF_IDS),
+    out_of_range("stop_token_ids", [-1], SEQUENCE_OF_IDS, "(-1,)"),
+    out_of_range("stop_token_ids", "12", SEQUENCE_OF_IDS, "('12',)"),
+    out_of_range("stop_token_ids", [True], SEQUENCE_OF_IDS, "(True,)"),
+    out_of_range("include_stop_str_in_output", 1, "True or False"),
+    out_of_range("ignore_eos", "yes", "True or False"),
+    out_of_range("speculate", 1, "True or False"),
+    out_of_range("max_draft_len", -1, "an integer >= 0"),
+    out_of_range("max_draft_len", 1.5, "an integer >= 0"),
+    out_of_range("verification", "strict", "one of coupled, rejection, block"),
+    out_of_range("draft_sampling", "beam", "one of coupled, plain, greedy"),
     Refused(
-        {"stop_token_ids": [-1]}, "stop_token_ids must be a sequence of token ids >= 0, got (-1,)"
+        {"temperature": 1, "verification": "block", "draft_sampling": "coupled"},
+        "draft_sampling='coupled' cannot be verified by 'block', expected one of plain, greedy",
     ),
     Refused(
-        {"stop_token_ids": "12"}, "stop_token_ids must be a sequence of token ids >= 0, got '12'"
+        {"temperature": 1, "verification": "coupled", "draft_sampling": "plain"},
+        "draft_sampling='plain' cannot be verified by 'coupled', expected one of coupled, greedy",
     ),
-    Refused({"temperature": -0.1}, "temperature must be a number >= 0, got -0.1"),
-    Refused({"temperature": float("nan")}, "temperature must be a number >= 0, got nan"),
-    Refused({"temperature": float("inf")}, "temperature must be a number >= 0, got inf"),
-    Refused({"temperature": "hot"}, "temperature must be a number >= 0, got 'hot'"),
-    Refused({"top_k": -1}, "top_k must be an integer >= 0, got -1"),
-    Refused({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
-    Refused({"top_p": 1.1}, "top_p must be a number from 0 to 1, got 1.1"),
-    Refused({"top_p": -0.5}, "top_p must be a number from 0 to 1, got -0.5"),
-    Refused({"min_p": 2}, "min_p must be a number from 0 to 1, got 2"),
-    Refused({"seed": -1}, "seed must be an integer from 0 to 2**64 - 1, got -1"),
-    Refused({"seed": 2**64}, f"seed must be an integer from 0 to 2**64 - 1, got {2**64}"),
-    Refused({"n": 0}, "n must be an integer >= 1, got 0"),
-    Refused({"ignore_eos": "yes"}, "ignore_eos must be True or False, got 'yes'"),
-    Refused({"speculate": 1}, "speculate must be True or False, got 1"),
-    Refused({"relaxed_acceptance": None}, "relaxed_acceptance must be True or False, got None"),
+    out_of_range("relaxed_acceptance", None, "True or False"),
+    out_of_range("relaxed_topk", 0, "an integer >= 1"),
+    out_of_range("relaxed_delta", 1.5, SHARE),
+    Refused(
+        {"relaxed_topk": 3, "temperature": 0.5},
+        "relaxed_topk=3 needs greedy decoding, and this draws",
+    ),
+    Refused(
+        {"relaxed_delta": 0.1, "relaxed_topk": 2, "top_p": 0.5},
+        "relaxed_topk=2 needs greedy decoding, and this draws; relaxed_delta=0.1 needs greedy "
+        "decoding, and this draws",
+    ),
+    out_of_range("thinking_token_budget", -1, "an integer >= 0"),
+    out_of_range("temperature", -0.1, "a number >= 0"),
+    out_of_range("temperature", NAN, "a number >= 0"),
+    out_of_range("temperature", INF, "a number >= 0"),
+    out_of_range("temperature", "hot", "a number >= 0"),
+    out_of_range("top_k", -2, "an integer >= -1"),
+    out_of_range("top_k", 1.5, "an integer >= -1"),
+    out_of_range("top_p", 1.1, SHARE),
+    out_of_range("top_p", -0.5, SHARE),
+    out_of_range("min_p", 2, SHARE),
+    out_of_range("seed", -(2**63) - 1, SEEDS),
+    out_of_range("seed", 2**64, SEEDS),
+    Refused({"random_seed": 0.5}, f"seed must be {SEEDS}, got 0.5"),
+    Refused(
+        {"seed": 3, "random_seed": 4},
+        "random_seed=4 is seed under another name, and seed=3 stands beside it",
+    ),
+    Refused(
+        {"max_new_tokens": 3, "max_tokens": 4},
+        "max_tokens=4 is max_new_tokens under another name, and max_new_tokens=3 stands beside it",
+    ),
+    out_of_range("repetition_penalty", 0, "a finite number > 0"),
+    out_of_range("repetition_penalty", INF, "a finite number > 0"),
+    out_of_range("presence_penalty", NAN, "a finite number"),
+    out_of_range("frequency_penalty", "much", "a finite number"),
+    out_of_range("prompt_ignore_length", -1, "an integer >= 0"),
+    out_of_range("logit_bias", {-1: 2.0}, BIAS),
+    out_of_range("logit_bias", {3: INF}, BIAS),
+    out_of_range("logit_bias", {"3": 1.0}, BIAS),
+    out_of_range("logit_bias", [0.5], BIAS),
+    Refused(
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        "logit_bias: at most 1024 are served, got 1025",
+    ),
+    out_of_range("allowed_token_ids", [-1], SEQUENCE_OF_IDS, "(-1,)"),
+    Refused(
+        {"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_words": [[4]]},
+        "allowed_token_ids: none is left beside bad_words and bad_token_ids",
+    ),
+    Refused(
+        {"allowed_token_ids": []},
+        "allowed_token_ids: none is left beside bad_words and bad_token_ids",
+    ),
+    out_of_range("bad_words", [""], WORDS, "('',)"),
+    out_of_range("bad_words", [[]], WORDS, "((),)"),
+    out_of_range("bad_words", [3], WORDS, "(3,)"),
+    Refused({"bad": [[-3]]}, f"bad_words must be {WORDS}, got ((-3,),)"),
+    Refused(
+        {"bad_words": [[1]] * 60, "bad_token_ids": [2] * 5},
+        "bad_words and bad_token_ids: at most 64 are served, got 65",
+    ),
+    Refused({"bad_words": [[1] * 17]}, "bad_words: at most 16 tokens of a word are served, got 17"),
+    out_of_range("bad_token_ids", [0.5], SEQUENCE_OF_IDS, "(0.5,)"),
+    out_of_range("logprobs", -1, TOP),
+    out_of_range("logprobs", 21, TOP),
+    out_of_range("logprobs", True, TOP),
+    out_of_range("prompt_logprobs", 21, TOP),
+    out_of_range("n", 0, "an integer >= 1"),
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case.options))
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: str(case.options)[:60])
 def test_wrong_values_are_refused(case: Refused) -> None:
     message = f"^sampling parameters: {re.escape(case.message)}$"
     with pytest.raises(RequestError, match=message) as caught:
@@ -142,18 +239,18 @@ def test_wrong_values_are_refused(case: Refused) -> None:
 
 def test_all_wrong_values_are_named_at_once() -> None:
     with pytest.raises(RequestError) as caught:
-        SamplingParams(max_new_tokens=0, stop="x", temperature=-1, n=0)
+        SamplingParams(max_new_tokens=0, stop=("x", 3), temperature=-1, n=0)  # type: ignore[arg-type]
     assert str(caught.value).split("; ") == [
         "sampling parameters: max_new_tokens must be an integer >= 1, got 0",
-        "stop must be a sequence of strings that are not empty, got 'x'",
+        "stop must be a sequence of strings that are not empty, got ('x', 3)",
         "temperature must be a number >= 0, got -1",
         "n must be an integer >= 1, got 0",
     ]
 
 
 def test_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="no_repeat_ngram_size"):
-        SamplingParams(no_repeat_ngram_size=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no_repeat_ngrams"):
+        SamplingParams(no_repeat_ngrams=2)  # type: ignore[call-arg]
 
 
 def test_lists_and_none_are_as_good_as_tuples() -> None:
@@ -161,6 +258,9 @@ def test_lists_and_none_are_as_good_as_tuples() -> None:
     assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (3,), ())
     assert params.unsupported(SERVED) == []
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    words = SamplingParams(bad_words=["a b", [3, 4]]).bad_words  # type: ignore[arg-type]
+    assert words == ("a b", (3, 4))
 
 
 def test_frozen() -> None:
@@ -186,16 +286,25 @@ def test_what_counts_as_greedy() -> None:
 
 
 UNSUPPORTED = {
-    "n": 2,
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
+    "prompt_ignore_length": 4,
     "logit_bias": {3: -1.0},
+    "allowed_token_ids": (5, 6),
     "bad_words": ("a",),
+    "bad_token_ids": (7,),
     "logprobs": 0,
     "prompt_logprobs": 1,
+    "n": 2,
+    "best_of": 2,
+    "use_beam_search": True,
+    "length_penalty": 2.0,
+    "no_repeat_ngram_size": 2,
+    "logits_processor": ["f"],
     "guided_decoding": {"json": {}},
 }
+"""Beside what is `SERVED`; some of it others serve."""
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -209,19 +318,39 @@ def test_every_unsupported_option_is_named() -> None:
     assert [option.split("=")[0] for option in options] == ["temperature", "top_p", *UNSUPPORTED]
 
 
+IDS = st.lists(st.integers(0), min_size=1, max_size=3).map(tuple)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
 ALLOWED: dict[str, st.SearchStrategy[Any]] = {
     "max_new_tokens": st.integers(1),
     "min_tokens": st.integers(0, SamplingParams().max_new_tokens),
-    "stop_token_ids": st.tuples(st.integers(0)),
+    "stop_token_ids": IDS,
     "stop": st.tuples(st.text(min_size=1)),
+    "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
     "speculate": st.booleans(),
+    "max_draft_len": st.integers(0),
+    "verification": st.sampled_from(sorted(DRAFTS_OF_VERIFICATION)),
+    "draft_sampling": st.sampled_from(["coupled", "plain", "greedy"]),
     "relaxed_acceptance": st.booleans(),
+    "relaxed_topk": st.integers(1),
+    "relaxed_delta": st.floats(0, 1),
+    "thinking_token_budget": st.integers(0),
     "temperature": st.floats(0, allow_infinity=False),
     "top_k": st.integers(0),
     "top_p": st.floats(0, 1),
     "min_p": st.floats(0, 1),
-    "seed": st.integers(0, 2**64 - 1),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "repetition_penalty": st.floats(0, exclude_min=True, allow_infinity=False),
+    "presence_penalty": FINITE,
+    "frequency_penalty": FINITE,
+    "prompt_ignore_length": st.integers(0),
+    "logit_bias": st.dictionaries(st.integers(0), FINITE, min_size=1, max_size=3),
+    "allowed_token_ids": IDS,
+    "bad_words": st.lists(st.one_of(st.text(min_size=1), IDS), max_size=3).map(tuple),
+    "bad_token_ids": IDS,
+    "logprobs": st.integers(0, MAX_LOGPROBS),
+    "prompt_logprobs": st.integers(0, MAX_LOGPROBS),
     "n": st.integers(1),
 }
 """Values in the range of every option that has one; None too where None is the default."""
@@ -241,14 +370,24 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         st.tuples(st.one_of(st.integers(-2, 2), st.booleans(), st.text(max_size=1), st.none())),
         st.dictionaries(st.integers(), st.integers(), max_size=1),
     )
-    taken_as_empty = name in ("stop_token_ids", "stop")
-    return anything.filter(
-        lambda value: not (option.values.allows(value) or (value is None and taken_as_empty))
-    )
+    if name in SEQUENCES:
+        return anything.filter(
+            lambda value: value is not None and not option.values.allows(taken(value))
+        )
+    return anything.filter(lambda value: not (option.values.allows(value) or value == {}))
+
+
+SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
+
+
+def taken(value: Any) -> Any:
+    """A sequence option's value as `SamplingParams` takes it."""
+    return (value,) if isinstance(value, str) else value
 
 
 def test_every_option_with_a_range_is_drawn() -> None:
     unranged = {name for name, option in OPTIONS.items() if option.values.words == "anything"}
+    assert unranged == {*list(OPTIONS)[list(OPTIONS).index("n") + 1 :]}
     assert set(ALLOWED) == set(OPTIONS) - unranged
 
 
@@ -265,20 +404,122 @@ def test_a_range_takes_what_is_in_it(name: str, data: Any) -> None:
 @given(data=st.data())
 def test_a_range_refuses_what_lies_outside(name: str, data: Any) -> None:
     value = data.draw(outside(name))
-    told = re.escape(f"{name} must be {OPTIONS[name].values.words}, got {value!r}")
+    told = taken(value) if name in SEQUENCES else value
+    told = re.escape(f"{name} must be {OPTIONS[name].values.words}, got {told!r}")
     with pytest.raises(RequestError, match=told):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-@pytest.mark.parametrize("value", [True, False, math.nan, math.inf, -1, -0.5])
+@pytest.mark.parametrize("value", [True, False, math.nan, math.inf, -math.inf, -1, -0.5])
 def test_no_range_holds_these(name: str, value: float) -> None:
-    """But a flag's holds bools."""
+    """But a flag's holds bools, a finite number may be below 0, and so may a seed."""
     if isinstance(value, bool) and isinstance(OPTIONS[name].neutral, bool):
+        assert OPTIONS[name].values.allows(value)
+        return
+    below = {"presence_penalty": (-1, -0.5), "frequency_penalty": (-1, -0.5)}
+    if value in {"seed": (-1,), "top_k": (-1,), **below}.get(name, ()):
         assert OPTIONS[name].values.allows(value)
         return
     with pytest.raises(RequestError, match=f"{name} must be"):
         SamplingParams(**{name: value})
+
+
+@given(words=st.lists(IDS, max_size=MAX_BAD_WORDS + 2), ids=st.lists(st.integers(0), max_size=4))
+def test_as_many_words_as_there_is_room_for(words: list[Any], ids: list[int]) -> None:
+    count = len(words) + len(ids)
+    if count <= MAX_BAD_WORDS:
+        params = SamplingParams(bad_words=tuple(words), bad_token_ids=tuple(ids))
+        assert (params.bad_words, params.bad_token_ids) == (tuple(words), tuple(ids))
+        return
+    with pytest.raises(RequestError, match=f"at most {MAX_BAD_WORDS} are served, got {count}$"):
+        SamplingParams(bad_words=tuple(words), bad_token_ids=tuple(ids))
+
+
+def test_the_most_that_there_is_room_for() -> None:
+    word, bias = (1,) * MAX_BAD_WORD_LEN, dict.fromkeys(range(MAX_BIAS_IDS), 1.0)
+    params = SamplingParams(bad_words=(word,) * MAX_BAD_WORDS, logit_bias=bias)
+    assert (params.bad_words, params.logit_bias) == ((word,) * MAX_BAD_WORDS, bias)
+
+
+# --- other names ---
+
+OTHERS = [(name, other) for name, option in OPTIONS.items() for other in option.elsewhere]
+
+
+@pytest.mark.parametrize(("name", "other"), OTHERS)
+def test_the_names_of_other_engines(name: str, other: str) -> None:
+    """They are the option: given beside it with the same value, it stands once."""
+    value = {"logit_bias": {3: 1.0}, "bad_words": ["a"]}.get(name, 7)
+    as_ours = SamplingParams(**{name: value})
+    assert SamplingParams(**{other: value}) == as_ours
+    assert vars(SamplingParams(**{other: value}))[other] is None
+    assert dataclasses.replace(SamplingParams(**{other: value}), top_p=0.5).asked() == {
+        **as_ours.asked(),
+        **SamplingParams(top_p=0.5, **{name: value}).asked(),
+    }
+
+
+def test_a_name_given_twice() -> None:
+    assert SamplingParams(seed=3, random_seed=3).seed == 3
+    assert SamplingParams(max_new_tokens=9, max_tokens=9).max_new_tokens == 9
+
+
+# --- what changes nothing ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 1},
+        {"best_of": 1},
+        {"best_of": None},
+        {"use_beam_search": False},
+        {"length_penalty": 1},
+        {"length_penalty": 1.0},
+        {"length_penalty": None},
+        {"no_repeat_ngram_size": 0},
+        {"top_p_decay": 1.0, "top_p_min": 1e-6, "top_p_reset_ids": -1, "temperature": 1.0},
+        {"logits_processors": []},
+        {"logits_processor": None},
+        {"structured_outputs": None},
+        {"guided_decoding": {}},
+        {"repetition_penalty": 1},
+        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"prompt_ignore_length": 0},
+        {"logit_bias": {}},
+        {"embedding_bias": {}},
+        {"allowed_token_ids": None},
+        {"bad_words": []},
+        {"bad_words": None, "bad_token_ids": None, "bad": []},
+        {"logprobs": None, "prompt_logprobs": None},
+        {"min_tokens": 0},
+        {"stop": None, "stop_token_ids": []},
+        {"stop": []},
+        {"ignore_eos": False, "include_stop_str_in_output": False},
+        {"speculate": True, "max_draft_len": None},
+        {"relaxed_acceptance": True, "relaxed_topk": None, "relaxed_delta": None},
+        {"thinking_token_budget": None, "verification": None, "draft_sampling": None},
+        {"seed": None, "random_seed": None, "max_tokens": None},
+        {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0},
+        {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": 7},
+        {"temperature": 0, "verification": "block", "draft_sampling": "plain"},
+    ],
+    ids=str,
+)
+def test_neutral_values_are_what_they_are_in_the_field(options: dict[str, Any]) -> None:
+    draws = {name: value for name, value in options.items() if name == "temperature" and value}
+    asked = SamplingParams(**options).asked()
+    assert asked == {"max_new_tokens": 128, **draws}
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_all_ids_are_drawn_from(top_k: int) -> None:
+    """Beside a temperature; and both mean the same."""
+    params = SamplingParams(temperature=0.5, top_k=top_k, top_p=1, min_p=0)
+    assert params.top_k == 0
+    assert params.unsupported({"max_new_tokens", "temperature", "top_k", "top_p", "min_p"}) == []
+    assert params == SamplingParams(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0)
 
 
 # --- what is asked for ---
@@ -291,8 +532,10 @@ def test_what_is_asked_for_is_what_changes_something() -> None:
         "min_tokens": 2,
         "stop_token_ids": (3,),
         "stop": ("a",),
+        "include_stop_str_in_output": True,
         "ignore_eos": True,
         "speculate": False,
+        "max_draft_len": 1,
         "relaxed_acceptance": False,
         **UNSUPPORTED,
     }
@@ -324,7 +567,8 @@ def test_edits_of_the_logits() -> None:
     assert not edits()
     assert edits(min_tokens=1)
     assert not edits(stop_token_ids=(3,), stop=("a",), ignore_eos=True)
-    assert {name for name, option in OPTIONS.items() if option.edits_logits} == EDITED_OPTIONS
+    assert edits(logit_bias={3: 1.0})
+    assert not edits(logit_bias={}, bad_words=[], repetition_penalty=1)
 
 
 def test_greedy_by_the_name_of_the_options_alone() -> None:
