@@ -91,7 +91,12 @@ class Admission:
         self._check_options(params, request_id)
         text = None
         if self._detokenizer is not None:
-            text = RequestText(self._detokenizer, params.stop, params.min_tokens)
+            text = RequestText(
+                self._detokenizer,
+                params.stop,
+                params.min_tokens,
+                include_stop=params.include_stop_str_in_output,
+            )
         return LlmRequest(
             request_id,
             ids,

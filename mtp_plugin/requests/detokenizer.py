@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from mtp_plugin.errors import ExecutorError, expect
 
 INCOMPLETE = "\ufffd"
 """Stands in decoded text for bytes that are no character, or not yet one."""
@@ -34,8 +37,8 @@ class RequestText:
 
     The bytes of an unfinished character wait for those that complete it. A stop string ends the
     text with the token that completes it; where one token completes several, the one that starts
-    first counts. The text is cut at its start. What might be the start of a stop string is not
-    shown until it turned out to be none.
+    first counts, of those that start together the shortest. The text is cut at its start. What
+    might be the start of a stop string is not shown until it turned out to be none.
 
     Decoding is asked for by :meth:`push` alone, and for a window of the last ids: its work does not
     grow with the text, whatever the tokens are.
@@ -44,14 +47,21 @@ class RequestText:
         tokenizer: decodes ids.
         stop: stop strings.
         min_tokens: a stop string that is complete within these first tokens does not end the text.
+        include_stop: cut the text at the end of the stop string, which is shown like other text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._ids: list[int] = []  # the window: ids that the decoding of later ones depends on
         self._decoded = ""  # their text
         self._read = 0  # ids before it are there as context
@@ -73,7 +83,7 @@ class RequestText:
 
     @property
     def full_text(self) -> str:
-        """The text so far, cut before a stop string; an incomplete last character included."""
+        """The text so far, cut at a stop string; an incomplete last character included."""
         if self._stop_at is not None:
             return self._text[: self._stop_at]
         return self._text + self._pending()
@@ -94,6 +104,31 @@ class RequestText:
         if self._stop and not self.stopped:
             self._search()
         return self.stopped
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Take back every token behind ``tokens``, which are the first of those pushed.
+
+        Raises:
+            ExecutorError: more tokens than were pushed, or text of the others was shown.
+        """
+        expect(
+            len(tokens) <= self._num_tokens,
+            ExecutorError,
+            f"text: expected at most {self._num_tokens} tokens to keep, got {len(tokens)}",
+        )
+        text = RequestText(
+            self._tokenizer, self._stop, self._min_tokens, include_stop=self._include_stop
+        )
+        for token, (_, from_draft) in zip(tokens, self._ends, strict=False):
+            text.push(token, from_draft=from_draft)
+        expect(
+            self._shown <= len(text._text),
+            ExecutorError,
+            f"text: {len(tokens)} tokens have {len(text._text)} characters, {self._shown} were "
+            f"shown",
+        )
+        text._shown, text._next_end = self._shown, self._next_end
+        vars(self).update(vars(text))
 
     def drain(self, *, final: bool) -> list[Segment]:
         """The text that may be shown now and was not shown before.
@@ -183,7 +218,8 @@ class RequestText:
         found = [(at, s) for s in self._stop if (at := self._find_past(s, start)) >= 0]
         self._searched = len(self._text)
         if found:
-            self._stop_at = min(found)[0]
+            at, stop = min(found)
+            self._stop_at = at + len(stop) if self._include_stop else at
 
     def _find_past(self, stop: str, start: int) -> int:
         """The first occurrence of ``stop`` that ends behind what was searched before, or -1."""
@@ -193,7 +229,9 @@ class RequestText:
         return at
 
     def _held_back(self) -> int:
-        """Length of the longest tail that could be the start of a stop string."""
+        """Length of the longest tail that could be the start of a stop string, and be cut off."""
+        if self._include_stop:
+            return 0
         for length in range(max((len(s) for s in self._stop), default=1) - 1, 0, -1):
             tail = self._text[-length:]
             if len(tail) == length and any(s.startswith(tail) for s in self._stop):

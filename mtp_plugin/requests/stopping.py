@@ -12,8 +12,10 @@ from mtp_plugin.errors import RequestError
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 
-SERVED_OPTIONS = frozenset({"max_new_tokens", "stop_token_ids", "stop", "ignore_eos"})
-"""Options that the rule gives; ``min_tokens`` also needs masked logits."""
+SERVED_OPTIONS = frozenset(
+    {"max_new_tokens", "stop_token_ids", "stop", "include_stop_str_in_output", "ignore_eos"}
+)
+"""Options that the rule and the request's text give; ``min_tokens`` also needs masked logits."""
 
 MAX_STOP_IDS = 32
 """P: ids that end a request for which a slot has room; a warp's lanes. A request with more is never

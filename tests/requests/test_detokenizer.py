@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests import detokenizer as text_module
 from mtp_plugin.requests.detokenizer import RequestText, Segment
 from mtp_plugin.requests.tokenizer import detokenizer_of, encode
@@ -524,3 +525,75 @@ def byte_characters() -> dict[int, str]:
 BYTE_CHARACTERS = byte_characters()
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
+
+
+# --- the stop string in the text ---
+
+
+@pytest.mark.parametrize("run", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text"),
+    [
+        (["ab", "cd", "ef"], ("cd",), "abcd"),
+        (["ab", "cd", "ef"], ("bc",), "abc"),
+        (["ab", "cd", "ef"], ("d",), "abcd"),
+        (["a", "b", "cdef", "g"], ("bcd", "de"), "abcd"),
+        (["a", "xyz", "g"], ("xy", "x"), "ax"),
+        (["a", "b", "c"], ("z",), "abc"),
+        (["a", b"\xe2\x82", b"\xac!", "c"], ("\u20ac",), "a\u20ac"),
+    ],
+)
+def test_a_stop_string_is_left_in_on_request(
+    pieces: list[bytes | str], stop: tuple[str, ...], text: str, run: int
+) -> None:
+    """And nothing waits for it: what is shown as it comes is the full text."""
+    written = RequestText(Pieces(pieces), stop, include_stop=True)
+    shown = ""
+    for first in range(0, len(pieces), run):
+        for token in range(first, min(first + run, len(pieces))):
+            if not written.stopped:
+                written.push(token, from_draft=False)
+        shown += "".join(segment.text for segment in written.drain(final=False))
+        assert shown == written.full_text.rstrip(BAD)
+    shown += "".join(segment.text for segment in written.drain(final=True))
+    assert shown == written.full_text == text
+    without = read(pieces, stop)
+    assert text.startswith(without[0])
+    assert without[3] == written.stopped
+
+
+# --- tokens that are taken back ---
+
+
+@given(
+    pieces=st.lists(st.binary(min_size=0, max_size=3), min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_text_without_what_was_taken_back(pieces: list[bytes], data: st.DataObject) -> None:
+    """As if it had never been there, whatever was shown before."""
+    stop = data.draw(st.sampled_from([(), ("ab",), ("a", "bb")]))
+    shown = data.draw(st.integers(0, len(pieces)))
+    kept = data.draw(st.integers(shown, len(pieces)))
+    cut, never = (RequestText(Pieces(pieces), stop) for _ in range(2))
+    for text, count in ((cut, len(pieces)), (never, kept)):
+        for token in range(shown):
+            text.push(token, from_draft=token % 2 == 0)
+        text.drain(final=False)
+        for token in range(shown, count):
+            text.push(token, from_draft=token % 2 == 0)
+    cut.keep(range(kept))
+    assert (cut.full_text, cut.stopped) == (never.full_text, never.stopped)
+    assert cut.drain(final=True) == never.drain(final=True)
+
+
+def test_what_cannot_be_taken_back() -> None:
+    text = RequestText(Pieces(["ab", "cd", "ef"]))
+    for token in range(3):
+        text.push(token, from_draft=False)
+    with pytest.raises(ExecutorError, match="expected at most 3 tokens to keep, got 4"):
+        text.keep([0, 1, 2, 2])
+    text.drain(final=False)
+    with pytest.raises(ExecutorError, match="text: 2 tokens have 4 characters, 6 were shown"):
+        text.keep([0, 1])
+    text.keep([0, 1, 2])
+    assert text.full_text == "abcdef"
