@@ -162,8 +162,13 @@ class StopRule:
 
 
 def stop_words(listed: Any) -> list[list[int]]:
-    """The words of ``py_stop_words_list``: TensorRT-LLM's pair of flat tokens and their running
-    ends, equally long (-1 behind the last end), or a plain list of words."""
+    """The words of ``py_stop_words_list`` or ``bad_words_list``: TensorRT-LLM's pair of flat tokens
+    and their running ends, equally long (-1 behind the last end), or a plain list of words; as
+    lists, or the pair as a tensor [2, N] or [1, 2, N]."""
+    if hasattr(listed, "tolist"):
+        listed = listed.tolist()
+        if len(listed) == 1 and listed[0] and isinstance(listed[0][0], list):
+            (listed,) = listed
     if not listed:
         return []
     if len(listed) == 2 and len(listed[0]) == len(listed[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.requests.admission import host_options, unsupported_options
+from mtp_plugin.requests.admission import host_options, host_values, unsupported_options
 from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option
 
 
@@ -35,6 +36,9 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"min_p": [0.0]},
         {"beam_width_array": [1]},
         {"repetition_penalty": [Fraction(1)], "num_return_sequences": Fraction(1)},
+        {"length_penalty": [0.0], "prompt_ignore_length": [0]},
+        {"length_penalty": 1.0, "no_repeat_ngram_size": 0, "beam_width_array": None},
+        {"top_k": [1], "top_p_decay": [1.0], "top_p_min": [1e-6], "top_p_reset_ids": [-1]},
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
@@ -112,6 +116,68 @@ def test_what_is_served_is_not_refused() -> None:
     assert unsupported_options(request, served={"temperature"}) == told[:2]
 
 
+@pytest.mark.parametrize(
+    ("fields", "sampling", "told"),
+    [
+        ({}, {"repetition_penalty": [0.0]}, "repetition_penalty: expected a finite number > 0"),
+        ({}, {"presence_penalty": [math.inf]}, "presence_penalty: expected a finite number"),
+        ({}, {"frequency_penalty": math.nan}, "frequency_penalty: expected a finite number"),
+        ({}, {"prompt_ignore_length": [-2]}, "prompt_ignore_length: expected an integer >= 0"),
+        ({}, {"min_length": [8.5]}, "min_length: expected an integer >= 0"),
+        ({}, {"temperature": [-1.0]}, "temperature: expected a number >= 0"),
+        ({}, {"top_k": [2.5]}, "top_k: expected an integer >= -1"),
+        ({}, {"top_p": [1.5]}, "top_p: expected a number from 0 to 1"),
+        ({}, {"temperature": 1.0, "random_seed": 2**64}, "random_seed: expected an integer from"),
+        ({"bad_words_list": [[5, -1]]}, {}, "bad_words_list: expected lists of token ids >= 0"),
+        ({"bad_words_list": [[5], []]}, {}, "bad_words_list: expected lists of token ids >= 0"),
+        ({"bad_words_list": 7}, {}, "bad_words_list: expected lists of token ids >= 0"),
+        (
+            {"py_bad_words_list": [[n] for n in range(65)]},
+            {},
+            "py_bad_words_list: expected at most 64 words, got 65",
+        ),
+        (
+            {"py_bad_words_list": [[1] * 17]},
+            {},
+            "py_bad_words_list: expected at most 16 tokens of a word, got 17",
+        ),
+        (
+            {"embedding_bias": torch.zeros(2, 3)},
+            {},
+            "embedding_bias: expected a tensor [V], got [2, 3]",
+        ),
+        (
+            {"embedding_bias": torch.tensor(1.0)},
+            {},
+            "embedding_bias: expected a tensor [V], got []",
+        ),
+        ({"py_embedding_bias": "x"}, {}, "py_embedding_bias: expected a tensor [V], got str"),
+        (
+            {"embedding_bias": {3: math.inf}},
+            {},
+            "embedding_bias: expected a mapping of token ids >= 0 to finite numbers",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_of_a_host_that_cannot_be(
+    fields: dict[str, Any], sampling: dict[str, Any], told: str
+) -> None:
+    """Each is told beside what else is refused, and never read."""
+    config = SimpleNamespace(**sampling, no_repeat_ngram_size=[3])
+    request = SimpleNamespace(**fields, sampling_config=config)
+    (problem, other) = unsupported_options(request, served=SERVED)
+    assert problem.startswith(told)
+    assert other == "no_repeat_ngram_size=3"
+    sound = {"temperature"} if "random_seed" in sampling else set()
+    assert host_values(request).keys() == {"no_repeat_ngram_size", *sound}
+
+
+def test_a_draw_that_cannot_be_is_told_where_there_are_draws() -> None:
+    config = SimpleNamespace(temperature=[0.0], top_p=[1.5])
+    assert unsupported_options(SimpleNamespace(sampling_config=config), served=SERVED) == []
+
+
 def test_options_are_found_under_our_names() -> None:
     sampling = SimpleNamespace(min_length=[8], num_return_sequences=2, beam_width=3)
     request = SimpleNamespace(sampling_config=sampling, py_return_log_probs=True)
@@ -124,6 +190,7 @@ def test_options_are_found_under_our_names() -> None:
     }
 
 
+SERVED = set(OPTIONS) - {"no_repeat_ngram_size"}
 READ = [row for row in (*OPTIONS.values(), *HOST_OPTIONS) if row.host]
 
 

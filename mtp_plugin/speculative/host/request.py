@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from mtp_plugin.requests.admission import host_options
+from mtp_plugin.requests.admission import host_values
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import seed_words
@@ -130,7 +130,6 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
         prompt_len = len(request.get_tokens(0))
     new_tokens = getattr(request, "py_max_new_tokens", None)
     longest = max_seq_len if new_tokens is None else min(max_seq_len, prompt_len + new_tokens)
-    asked = {one.option.name: one.value for one in host_options(request)}
     listed: list[Any] = [getattr(request, "py_end_id", None), getattr(request, "end_id", None)]
     listed += getattr(request, "py_stop_ids", None) or ()
     ends = [int(token) for token in listed if token is not None and token >= 0]
@@ -144,7 +143,7 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
             words=tuple(map(tuple, words)),
         ),
         full_length=getattr(request, "max_length", max_seq_len),
-        options={name: value for name, value in asked.items() if name in OPTIONS},
+        options=host_values(request),
         stats=getattr(request, "py_acceptance", None),
         is_dummy=any(
             getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy")
