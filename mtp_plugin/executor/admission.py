@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mtp_plugin.errors import RequestError
@@ -11,7 +12,7 @@ from mtp_plugin.executor.models import ModelFacts
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.detokenizer import RequestText
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.tokenizer import detokenizer_of, encode
@@ -44,6 +45,8 @@ class Admission:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_of(tokenizer)
         self._max_seq_len = max_seq_len
+        self._all_ids = frozenset(range(min(facts.vocab_size, MAX_BAD_WORDS + 1)))
+        """Those of the vocabulary, or more than a request can ban."""
         self._ids = itertools.count()  # its next() is one step for any number of threads
 
     def make_batch(
@@ -88,7 +91,7 @@ class Admission:
 
     def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         ids = self._prompt_ids(prompt, request_id)
-        self._check_options(params, request_id)
+        params = self._admitted(params, request_id)
         text = None
         if self._detokenizer is not None:
             text = RequestText(
@@ -137,7 +140,12 @@ class Admission:
             )
         return ids
 
-    def _check_options(self, params: SamplingParams, request_id: int) -> None:
+    def _admitted(self, params: SamplingParams, request_id: int) -> SamplingParams:
+        """The options, with bad words as ids.
+
+        Raises:
+            RequestError: naming every reason why they cannot be served.
+        """
         unsupported = params.unsupported(self._pieces.served_options)
         if params.stop and self._tokenizer is None:
             unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
@@ -147,12 +155,10 @@ class Admission:
                 for word in params.stop
                 if not self._is_text(word)
             ]
-        vocab = self._facts.vocab_size
-        unsupported += [
-            f"stop_token_ids: {t} is outside the vocabulary of {vocab}"
-            for t in params.stop_token_ids
-            if t >= vocab
-        ]
+        words, problems = self._bad_words(params)
+        unsupported += problems
+        unsupported += self._outside_vocabulary(params, words)
+        unsupported += self._nothing_left(params, words)
         try:
             # whatever the prompt is, the ids that end the request are these
             StopRule.of(
@@ -165,6 +171,77 @@ class Admission:
             unsupported.append(str(error))
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
+        return params if words == params.bad_words else replace(params, bad_words=words)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+        """The bad words as ids, and what is wrong with them.
+
+        Of a text also the ids behind a space, where they begin with another id and are as many.
+        """
+        words: dict[tuple[int, ...], None] = {}
+        problems: list[str] = []
+        for word in params.bad_words:
+            if isinstance(word, tuple):
+                words[word] = None
+                continue
+            if self._tokenizer is None:
+                problems.append(f"bad_words={word!r} (the checkpoint has no tokenizer)")
+                continue
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                problems.append(f"bad_words={word!r} (it is no valid Unicode text)")
+                continue
+            plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
+            if not plain:
+                problems.append(f"bad_words={word!r} (it has no tokens)")
+                continue
+            if len(plain) > MAX_BAD_WORD_LEN:
+                problems.append(
+                    f"bad_words={word!r} (at most {MAX_BAD_WORD_LEN} tokens of a word are served, "
+                    f"got {len(plain)})"
+                )
+                continue
+            words[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                words[spaced] = None
+        count = len(words) + len(params.bad_token_ids)
+        if count > MAX_BAD_WORDS:
+            problems.append(
+                f"bad_words and bad_token_ids: at most {MAX_BAD_WORDS} are served, got {count}"
+            )
+        return tuple(words), problems
+
+    def _ids_of(self, text: str) -> tuple[int, ...]:
+        return tuple(encode(self._tokenizer, text, add_special_tokens=False))
+
+    def _outside_vocabulary(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
+    ) -> Iterator[str]:
+        vocab = self._facts.vocab_size
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", [token for word in bad_words for token in word]),
+            ("bad_token_ids", params.bad_token_ids),
+        ):
+            for token in dict.fromkeys(ids):
+                if token >= vocab:
+                    yield f"{name}: {token} is outside the vocabulary of {vocab}"
+
+    def _nothing_left(
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
+    ) -> Iterator[str]:
+        banned = {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
+        allowed = params.allowed_token_ids
+        if allowed is not None and banned.issuperset(allowed):
+            yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+        elif allowed is None and banned and banned.issuperset(self._all_ids):
+            yield (
+                f"bad_words and bad_token_ids: no id of the vocabulary of "
+                f"{self._facts.vocab_size} is left"
+            )
 
     def _is_text(self, word: str) -> bool:
         """Whether a model could write the word in tokens that are all decoded."""

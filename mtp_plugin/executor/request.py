@@ -46,9 +46,10 @@ class LlmRequest:
         self.py_rewind_len = 0
         self.py_num_accepted_draft_tokens = 0
         self.py_decoding_iter = 0
-        self.py_disable_speculative_decoding = not params.speculate
+        most = max_draft_len if params.max_draft_len is None else params.max_draft_len
+        self.py_disable_speculative_decoding = not params.speculate or most == 0
         self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
-        self.py_draft_state = DraftState.fresh(max_draft_len)
+        self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
         self.facts = RequestFacts.of(
             request_id,

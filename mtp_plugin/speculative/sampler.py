@@ -38,7 +38,7 @@ from mtp_plugin.speculative.result_store import (
 from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
 
 BEAM = 0
-OWN_OPTIONS = SERVED_OPTIONS | {"speculate", "relaxed_acceptance"}
+OWN_OPTIONS = SERVED_OPTIONS | {"speculate", "max_draft_len", "relaxed_acceptance"}
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 
 _logger = logging.getLogger("mtp_plugin")

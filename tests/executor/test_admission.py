@@ -131,8 +131,8 @@ REQUESTS = [
     Case(
         "every reason at once (R31)",
         [[1]],
-        "request 0: not supported: n=2, repetition_penalty=1.2, "
-        "bad_words=('x',), logprobs=1, guided_decoding='json', "
+        "request 0: not supported: n=2, best_of=3, length_penalty=2.0, no_repeat_ngram_size=2, "
+        "guided_decoding='json', "
         "stop=('END',) (the checkpoint has no tokenizer), "
         "stop_token_ids: 128 is outside the vocabulary of 128, "
         "stop_token_ids: 999 is outside the vocabulary of 128",
@@ -140,9 +140,9 @@ REQUESTS = [
             temperature=0.7,
             min_p=0.1,
             n=2,
-            repetition_penalty=1.2,
-            bad_words=("x",),
-            logprobs=1,
+            best_of=3,
+            length_penalty=2.0,
+            no_repeat_ngram_size=2,
             guided_decoding="json",
             stop=("END",),
             stop_token_ids=(128, 3, 999),

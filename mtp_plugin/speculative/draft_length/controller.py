@@ -154,7 +154,7 @@ class DraftLengthController:
     def _needed(self, requests: Sequence[Any], length: int) -> int:
         """``length``, or what is left of it where no request can use it and less was captured."""
         usable = max(
-            request.py_draft_state.warm if may_speculate(request) else 0 for request in requests
+            request.py_draft_state.usable if may_speculate(request) else 0 for request in requests
         )
         less = usable < length and usable in self.draft_lens((len(requests),))
         return usable if less else length
