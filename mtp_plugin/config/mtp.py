@@ -11,7 +11,13 @@ from typing_extensions import override
 
 from mtp_plugin.config.messages import expected, got
 from mtp_plugin.config.schema import ConfigModel, Problem
-from mtp_plugin.config.values import MAX_DRAFT_LEN, MAX_SEED, DraftVocab, SyntheticAcceptance
+from mtp_plugin.config.values import (
+    MAX_DRAFT_LEN,
+    MAX_ENGINE_SEED,
+    MAX_SEED,
+    DraftVocab,
+    SyntheticAcceptance,
+)
 from mtp_plugin.errors import ConfigError
 
 
@@ -32,6 +38,12 @@ class MTPPluginOptions(ConfigModel):
     )
     draft_sampling: Literal["coupled", "plain", "greedy"] = Field(
         default="coupled", description="how drafts are drawn for sampled requests"
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_ENGINE_SEED,
+        description="of the draws of requests without a seed, with their numbers",
     )
     draft_window: Literal["exact", "trtllm"] = Field(
         default="exact",

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
+MAX_ENGINE_SEED = 2**64 - 1
 
 _DIGITS = re.compile(r"[0-9]+\Z")
 

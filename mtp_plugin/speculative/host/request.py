@@ -12,7 +12,7 @@ from typing_extensions import Self
 from mtp_plugin.requests.admission import host_values
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
-from mtp_plugin.requests.seeds import seed_words
+from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
 
 UNBOUNDED = sys.maxsize
@@ -78,15 +78,21 @@ class RequestFacts:
         """Tells it from other requests: 31 bits, in the order of handing in."""
         return self.request_id & 0x7FFFFFFF
 
-    def columns(self) -> dict[str, Number | Sequence[Number]]:
-        """What `REQUEST_COLUMNS` have of it."""
+    def columns(self, engine_seed: int = ENGINE_SEED) -> dict[str, Number | Sequence[Number]]:
+        """What `REQUEST_COLUMNS` have of it.
+
+        Args:
+            engine_seed: that requests without a seed draw with.
+        """
         values: dict[str, Number | Sequence[Number]] = {
             name: value for name, value in self.options.items() if OPTIONS[name].column is not None
         }
         values["number"] = self.number
         if not is_greedy(self.options):
             values.setdefault("temperature", 1.0)
-            values["seed"] = seed_words(self.options.get("seed"), self.number)
+            values["seed"] = seed_words(
+                self.options.get("seed"), self.number, engine_seed=engine_seed
+            )
         values["prompt_len"] = self.stop.prompt_len
         values["stop_ids"] = self.stop.slot_ids or ()
         return values

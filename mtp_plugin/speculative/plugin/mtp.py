@@ -140,6 +140,7 @@ class MTPPlugin:
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
         )
+            engine_seed=options.mtp.seed,
 
     @staticmethod
     def _thinking(config: MTPDecodingConfig, host: HostFacts) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from mtp_plugin.errors import ConfigError, MetadataError, expect
 from mtp_plugin.requests.columns import NO_TOKEN
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
+from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host import (
@@ -47,6 +48,7 @@ class SlotStateManager:
             under overlap a finishing request and its replacement both hold one.
         vocab_size: of the logits; None: no request may ask for what needs a pool as wide, as
             ``logit_bias`` or a penalty.
+        engine_seed: that requests without a seed draw with, the same on every rank.
 
     Raises:
         ConfigError: a size below 1.
@@ -60,11 +62,13 @@ class SlotStateManager:
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
         vocab_size: int | None = None,
+        engine_seed: int = ENGINE_SEED,
     ) -> None:
         self._expect_size("max_num_requests", max_num_requests)
         self.max_num_requests = max_num_requests
         self.device = _device(device)
         self.modes = tuple(modes)
+        self.engine_seed = engine_seed
         sequences = num_seq_slots if num_seq_slots is not None else 2 * max_num_requests
         self.slot_manager = SlotManager(
             max(sequences, max_num_requests) + ATTENTION_DP_DUMMIES + max_num_requests
@@ -164,7 +168,7 @@ class SlotStateManager:
         return 4 * self.table.columns.width
 
     def _values_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
-        values = facts.columns()
+        values = facts.columns(self.engine_seed)
         for mode in self.modes:
             if mode.columns:  # a host copies the tokens of a prompt for who asks
                 values.update(mode.slot_values(facts, request.get_tokens(0)))
@@ -252,6 +256,7 @@ class MTPHiddenStatesManager(SlotStateManager):
             device=device,
             num_seq_slots=num_seq_slots,
             vocab_size=vocab_size,
+            engine_seed=options.mtp.seed,
         )
         self.dtype = dtype
         self.hidden_size = hidden_size

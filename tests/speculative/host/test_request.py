@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtp_plugin.executor import LlmRequest, SamplingParams
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
+from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import RequestState
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import (
@@ -142,6 +145,20 @@ def test_dummies(name: str) -> None:
         ({"min_length": []}, {}),
         ({"temperature": [0.7], "top_k": [0]}, {"temperature": 0.7, "top_k": 0}),
         ({"random_seed": [5]}, {"seed": 5}),
+        ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        ({"random_seed": [-5]}, {"seed": -5}),
+        ({"top_k": [-1], "top_p": [1.0]}, {"top_k": 0, "top_p": 1.0}),
+        (
+            {"repetition_penalty": [1.5], "presence_penalty": [-1.0], "frequency_penalty": 0.5},
+            {"repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.5},
+        ),
+        ({"repetition_penalty": [1.0], "presence_penalty": [0.0], "frequency_penalty": 0}, {}),
+        ({"prompt_ignore_length": [4]}, {"prompt_ignore_length": 4}),
+        ({"prompt_ignore_length": [0]}, {}),
+        ({"num_return_sequences": 1, "length_penalty": [0.0], "no_repeat_ngram_size": [0]}, {}),
+        ({"top_p_decay": [1.0], "top_p_min": [1e-6], "top_p_reset_ids": [-1]}, {}),
+        # what cannot be is left out here, and told when the request is refused
+        ({"repetition_penalty": [0.0], "presence_penalty": [math.nan]}, {}),
         ({"beam_width": 2}, {}),  # of no name among ours
     ],
     ids=str,
@@ -157,6 +174,48 @@ def test_what_a_request_asks_for(told: bool | None, options: dict[str, Any]) -> 
     assert read_request(request(py_relaxed_acceptance=told)).options == options
 
 
+WORDS = ((5,), (6, 7), (8,))
+
+
+@pytest.mark.parametrize("name", ["bad_words_list", "py_bad_words_list"])
+@pytest.mark.parametrize(
+    "listed",
+    [
+        [[5], [6, 7], [8]],
+        ((5,), (6, 7), (8,)),
+        [[5, 6, 7, 8], [1, 3, 4, -1]],
+        torch.tensor([[5, 6, 7, 8], [1, 3, 4, -1]]),
+        torch.tensor([[[5, 6, 7, 8], [1, 3, 4, -1]]], dtype=torch.int32),
+    ],
+    ids=["plain", "tuples", "flat", "tensor", "tensor of one request"],
+)
+def test_every_form_of_bad_words(name: str, listed: Any) -> None:
+    assert read_request(request(**{name: listed})).options == {"bad_words": WORDS}
+
+
+@pytest.mark.parametrize("name", ["embedding_bias", "py_embedding_bias"])
+def test_a_dense_bias(name: str) -> None:
+    bias = torch.tensor([0.0, -2.5, 3.0])
+    for given in (bias, bias.unsqueeze(0)):
+        facts = read_request(request(**{name: given}))
+        assert list(facts.options) == ["logit_bias"]
+        assert torch.equal(facts.options["logit_bias"], bias)
+        assert facts.edits_logits
+    assert read_request(request(**{name: None})).options == {}
+    assert read_request(request(**{name: {3: 1.5}})).options == {"logit_bias": {3: 1.5}}
+
+
+def test_the_engines_seed() -> None:
+    """Of requests without one; the columns of the others stay."""
+    asks, has_none = sampling(temperature=[0.5], random_seed=[7]), sampling(temperature=[0.5])
+    for engine_seed in (0, 1, 2**32, 2**64 - 1):
+        columns = read_request(has_none).columns(engine_seed)
+        assert columns["seed"] == seed_words(None, 7, engine_seed=engine_seed)
+        assert read_request(asks).columns(engine_seed)["seed"] == (7, 0)
+    assert read_request(has_none).columns() == read_request(has_none).columns(0)
+    assert len({read_request(has_none).columns(n)["seed"] for n in (0, 1, 2**32)}) == 3
+
+
 # --- columns ---
 
 
@@ -164,10 +223,13 @@ def test_every_column_of_a_request_is_given_or_empty() -> None:
     names = [column.name for column in REQUEST_COLUMNS]
     assert list(read_request(request()).columns()) == ["number", "prompt_len", "stop_ids"]
     draws = {"temperature": [0.7], "top_k": [5], "top_p": [0.9], "min_p": [0.1]}
-    asked = read_request(sampling(min_length=[8], **draws)).columns()
-    assert {name: asked[name] for name in draws} == {n: v[0] for n, v in draws.items()}
+    edits = {"repetition_penalty": [1.5], "presence_penalty": [-1], "frequency_penalty": [0.5]}
+    given = {**draws, **edits}
+    asked = read_request(sampling(min_length=[8], **given)).columns()
+    assert {name: asked[name] for name in given} == {n: v[0] for n, v in given.items()}
     assert asked["min_tokens"] == 8
-    assert set(asked) == set(names)
+    others = {"number", "prompt_len", "seed", "stop_ids", "min_tokens"}
+    assert set(asked) == others | set(given) <= set(names)
 
 
 def test_columns_of_a_request() -> None:
