@@ -21,6 +21,8 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt
+from mtp_plugin.requests.stop_callback import StopCallback
+from mtp_plugin.speculative.plugin import SpeculativePieces
 
 
 class LLM:
@@ -33,10 +35,14 @@ class LLM:
         on_progress: called with a line of text as loading goes on.
         chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
         kv_fill: initial value of the KV pools (tests fill them with NaN).
+        stop_callback: a rule of stopping of your own, as `MTPSampler` takes it: called once a step
+            with ids of requests, whose tokens :meth:`find_request` has. Where it answers with ids
+            alone, the text depends on how many drafts were accepted, hence on K; a mapping of ids
+            to the tokens of the output to keep is exact.
 
     Raises:
         ConfigError: an option that cannot be, or not on this checkpoint or device; of a YAML file
-            with its path in front.
+            with its path in front. A ``stop_callback`` that the plugin does not ask.
         CheckpointError, PluginError: before any weight is loaded.
         MTPPluginError: a tokenizer that does not load.
     """
@@ -50,6 +56,7 @@ class LLM:
         on_progress: Progress | None = None,
         chunk_policy: ChunkPolicy = whole_budget,
         kv_fill: float = 0.0,
+        stop_callback: StopCallback | None = None,
     ) -> None:
         parsed = _as_config(config)
         try:
@@ -65,6 +72,8 @@ class LLM:
             if isinstance(config, (str, Path)):
                 raise ConfigError(f"{config}: {error}") from error
             raise
+        if stop_callback is not None:
+            _set_stop_callback(built.pieces, stop_callback)
         self.executor = built.executor
         self.config = built.config
         self.device = built.device
@@ -175,6 +184,10 @@ class LLM:
         """
         return self._admission.make_request(prompt, params)
 
+    def find_request(self, request_id: int) -> LlmRequest | None:
+        """The request of that id while it runs or waits; None: there is none, or it has ended."""
+        return self.executor.find(request_id)
+
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[LlmRequest]:
@@ -196,6 +209,14 @@ class LLM:
                     self._dispatcher.advance()
         finally:
             self._dispatcher.abort(requests)
+
+
+def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -> None:
+    if pieces.set_stop_callback is None:
+        raise ConfigError(
+            f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} asks none"
+        )
+    pieces.set_stop_callback(stop_callback)
 
 
 def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:

@@ -102,6 +102,10 @@ class PyExecutor:
         self._requests[request.request_id] = request
         self.scheduler.waiting.append(request)
 
+    def find(self, request_id: int) -> LlmRequest | None:
+        """The request of that id; None: there is none, or it has given everything back."""
+        return self._requests.get(request_id)
+
     def cancel(self, request_id: int) -> bool:
         """End a request now; its event comes with the next step. False for an unknown id."""
         request = self._requests.get(request_id)

@@ -93,6 +93,23 @@ class LlmRequest:
             raise ExecutorError(f"request {self.request_id} has finished; token {token} came late")
         self.tokens.append(token)
 
+    def take_back_tokens(self, count: int) -> None:
+        """Drop the last emitted tokens, whose text was not shown, and their text.
+
+        Raises:
+            ExecutorError: more tokens than were emitted, or the request has finished.
+        """
+        num_emitted = len(self.tokens) - self.py_orig_prompt_len
+        if self.is_finished or not 0 <= count <= num_emitted:
+            state = "finished" if self.is_finished else "running"
+            raise ExecutorError(
+                f"request {self.request_id}: expected 0 to {num_emitted} tokens of a running "
+                f"request to take back, got {count} of a {state} one"
+            )
+        del self.tokens[len(self.tokens) - count :]
+        if self.text is not None:
+            self.text.keep(self.output_token_ids)
+
     # ---- life -------------------------------------------------------------------------------
 
     @property

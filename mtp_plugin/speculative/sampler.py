@@ -14,6 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
 from mtp_plugin.requests.stopping import SERVED_OPTIONS, Ending
 from mtp_plugin.speculative.host import (
     RequestFacts,
@@ -28,6 +29,7 @@ from mtp_plugin.speculative.host import (
     phase_of,
     read_reasons,
     refuse_unserved,
+    take_back_tokens,
 )
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.result_store import (
@@ -89,7 +91,15 @@ class MTPSampler:
             ERROR among them a request that fails ends as CANCELLED. Why stands in its
             ``py_error``, and in the log.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
-            whose result counts, after its tokens were appended, in the batch's order.
+            whose result counts, after the step's tokens were appended, in the batch's order.
+        stop_callback: a rule of stopping of the host's own, called once a step, after its tokens
+            were appended, with the ids of those of its requests that go on. It answers with ids to
+            end, by STOP_WORDS, behind the last token there is; which that is depends on how many
+            drafts were accepted, and so does the text. Or with a mapping of ids to the tokens of
+            the output to keep: those of the step behind them are taken back, which the host's
+            requests must be able to (``take_back_tokens``), and the text depends on the rule
+            alone. ``min_tokens`` does not hold it back. A wrong answer for a request ends that
+            request with an error; an id that was not asked about is told in the log.
 
     Raises:
         ConfigError: sizes that cannot be, kernels that cannot run, or an argument of a host that
@@ -110,6 +120,7 @@ class MTPSampler:
         served_options: Collection[str] = (),
         finish_reasons: Any = FinishReason,
         on_step: Callable[[Any, int, int], None] | None = None,
+        stop_callback: StopCallback | None = None,
         **others: Any,
     ) -> None:
         refuse_unserved("MTPSampler", others)
@@ -123,6 +134,7 @@ class MTPSampler:
         self.always_greedy = always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
         self.on_step = on_step
+        self.stop_callback = stop_callback
         self.max_seq_len = sizes.max_seq_len
         self.max_num_sequences = sizes.max_num_sequences
         self._reasons = read_reasons(finish_reasons)
@@ -141,6 +153,10 @@ class MTPSampler:
     def device_tensors(self) -> SampleStateTensorsMTP:
         """The store as the next step reads it; the tensors keep their addresses."""
         return self.store.following()
+
+    def set_stop_callback(self, stop_callback: StopCallback) -> None:
+        """Have steps from now on ask ``stop_callback``."""
+        self.stop_callback = stop_callback
 
     # ---- what executors call ----------------------------------------------------------------
 
@@ -224,11 +240,16 @@ class MTPSampler:
         if store is None or not store.is_shown_by(host):
             store = ResultStore.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        results = store.at(_slots_of(rows), draft_len)
-        return [
+        given = store.at(_slots_of(rows), draft_len)
+        results = [
             self._apply(row, emitted, drafts, status, draft_len)
-            for row, (emitted, drafts, status) in zip(rows, results, strict=True)
+            for row, (emitted, drafts, status) in zip(rows, given, strict=True)
         ]
+        if self.stop_callback is not None:
+            results = self._stopped(self.stop_callback, rows, results)
+        for row, result in zip(rows, results, strict=True):
+            self._count(row, result)
+        return results
 
     # ---- one request ------------------------------------------------------------------------
 
@@ -283,16 +304,58 @@ class MTPSampler:
         if not (is_context or facts.is_dummy):
             # drafts behind the request's full length were absent
             num_drafted = min(row.num_drafted, max(facts.full_length - length, 0))
-            self._count(request, facts, len(emitted), num_drafted)
         return StepResult(request.request_id, emitted, num_drafted, len(run), ending.reason)
 
-    def _count(
-        self, request: SpecRequest, facts: RequestFacts, num_emitted: int, num_drafted: int
-    ) -> None:
+    def _stopped(
+        self, callback: StopCallback, rows: list[PendingRow], results: list[StepResult]
+    ) -> list[StepResult]:
+        """A step's results, as a host's own rule of stopping leaves them."""
+        asked: dict[int, tuple[int, int]] = {}
+        for row, result in zip(rows, results, strict=True):
+            if result.finish_reason is None and not row.facts.is_dummy:
+                now = row.request.get_num_tokens(BEAM) - row.facts.stop.prompt_len
+                asked[result.request_id] = (now - len(result.token_ids), now)
+        if not asked:
+            return results
+        wishes = ask(callback, asked)
+        for why in wishes.unknown:
+            _logger.error(why)
+        return [
+            self._ended(row, result, wishes) if result.request_id in asked else result
+            for row, result in zip(rows, results, strict=True)
+        ]
+
+    def _ended(self, row: PendingRow, result: StepResult, wishes: StopWishes) -> StepResult:
+        """What is left of the result of a request that a callback was asked about."""
+        request, request_id = row.request, result.request_id
+        why = wishes.wrong.get(request_id)
+        kept = wishes.keep.get(request_id)
+        if why is None and kept is None:
+            return result
+        emitted = result.token_ids
+        surplus = 0
+        if kept is not None:
+            surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
+        if surplus > 0 and not take_back_tokens(request, surplus):
+            why = (
+                f"stop_callback: {surplus} tokens are to be taken back, and the host's requests "
+                f"have no take_back_tokens"
+            )
+        elif surplus > 0:
+            emitted = emitted[: len(emitted) - surplus]
+        reason = FinishReason.STOP_WORDS if why is None else FinishReason.ERROR
+        self._end(request, reason, why)
+        return result._replace(token_ids=emitted, finish_reason=reason)
+
+    def _count(self, row: PendingRow, result: StepResult) -> None:
+        facts = row.facts
+        if row.is_context or facts.is_dummy or row.refused is not None:
+            return
+        num_emitted, num_drafted = len(result.token_ids), result.num_drafted
         if facts.stats is not None:
             facts.stats.record(num_emitted, num_drafted)
         if self.on_step is not None:
-            self.on_step(request, num_emitted, num_drafted)
+            self.on_step(row.request, num_emitted, num_drafted)
 
     def _end(
         self,

@@ -43,7 +43,9 @@ class Bed:
     def llm(self, *, k: int = 3, vanilla: bool = False, mtp=None, tokenizer=None, **options) -> LLM:
         """An executor; ``k=0`` decodes without speculation."""
         llm_options = {
-            name: options.pop(name) for name in ("chunk_policy", "kv_fill") if name in options
+            name: options.pop(name)
+            for name in ("chunk_policy", "kv_fill", "stop_callback")
+            if name in options
         }
         speculative = None
         if k > 0:

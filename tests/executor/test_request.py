@@ -42,6 +42,51 @@ def emit(request: LlmRequest, tokens: list[int]) -> Ending:
     return ending
 
 
+def test_tokens_are_taken_back_with_their_text() -> None:
+    request = make(text=RequestText(Letters(), stop=("df",)), max_new_tokens=10)
+    emit(request, [3, 4])
+    assert request.text is not None
+    assert request.text.drain(final=False) == [Segment("d", True), Segment("e", False)]
+    emit(request, [6, 3, 7])
+    request.take_back_tokens(2)
+    assert (request.output_token_ids, request.text.full_text) == ([3, 4, 6], "deg")
+    request.take_back_tokens(0)
+    # the text goes on as if they had never been there
+    assert emit(request, [3, 5]) == Ending(2, FinishReason.STOP_WORDS)
+    assert request.text.drain(final=True) == [Segment("g", True)]
+    assert request.text.full_text == "deg"
+
+
+def test_what_cannot_be_taken_back() -> None:
+    request = make()
+    emit(request, [3, 4])
+    for count in (3, -1):
+        told = f"expected 0 to 2 tokens of a running request to take back, got {count}"
+        with pytest.raises(ExecutorError, match=told):
+            request.take_back_tokens(count)
+    request.finish_by(FinishReason.LENGTH)
+    with pytest.raises(ExecutorError, match=r"got 1 of a finished one$"):
+        request.take_back_tokens(1)
+    assert request.output_token_ids == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "speculates"), [(None, 3, True), (0, 0, False), (2, 2, True), (9, 3, True)]
+)
+def test_the_drafts_it_asks_for(asked: int | None, limit: int, speculates: bool) -> None:
+    request = make(max_draft_len=asked)
+    state = request.py_draft_state
+    assert state.limit == state.usable == limit
+    assert request.py_disable_speculative_decoding is not speculates
+    state.restart(3)
+    state.launch(3, 3)
+    assert state.limit == 0  # nothing is proposed behind a prompt
+    for length in (3, 1, 2):
+        state.launch(length, 3)
+        proposed = {3: 3, 1: 3, 2: 1}[length]
+        assert state.limit == min(length, proposed, limit)
+
+
 def test_a_fresh_request() -> None:
     request = make(max_new_tokens=10, stop_token_ids=(2, 9, 9))
     assert request.get_tokens() == [0, 1, 2, 3, 4]

@@ -1006,3 +1006,122 @@ def test_draws_that_facts_ask_for() -> None:
     sampler = MTPSampler(args, nextn=K, device="cpu", always_greedy=True)
     with pytest.raises(ConfigError, match=r"MTP: n=2$"):
         sampler.validate_request(request)
+
+
+# --- a rule of stopping of the host's own ---
+
+
+class Cutting(Request):
+    """A host's request that can take tokens back."""
+
+    def take_back_tokens(self, count: int) -> None:
+        assert self.finish_reason is None, "tokens taken back after the end"
+        assert 0 < count <= len(self.output)
+        del self.tokens[len(self.tokens) - count :]
+
+
+class Rule:
+    """Answers as it was told, and keeps what it was asked, with the outputs of that time."""
+
+    def __init__(self, *requests: Request) -> None:
+        self.requests = {request.request_id: request for request in requests}
+        self.answers: list[Any] = []
+        self.asked: list[dict[int, list[int]]] = []
+
+    def __call__(self, ids: Any) -> Any:
+        self.asked.append({n: list(self.requests[n].output) for n in ids})
+        return self.answers.pop(0)
+
+
+def asking(*requests: Request, **options: Any) -> tuple[MTPSampler, Rule]:
+    rule = Rule(*requests)
+    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    return MTPSampler(arguments, nextn=K, device="cpu", stop_callback=rule, **options), rule
+
+
+def test_a_rule_is_asked_behind_the_tokens_of_those_that_go_on() -> None:
+    ended, goes_on, prompt = Request(0, py_end_id=6), Request(1), Request(2)
+    sampler, rule = asking(ended, goes_on, prompt)
+    rule.answers = [None, {}, [101]]
+    runs = [[9], [5, 6, 7], [4, 5]]
+    state = sampler.sample_async(batch([prompt], [ended, goes_on]), outputs(*runs))
+    first = sampler.update_requests(state)
+    assert rule.asked == [{102: [9], 101: [4, 5]}]
+    assert [result.finish_reason for result in first] == [None, FinishReason.END_ID, None]
+    assert step(sampler, goes_on, [7])[0].finish_reason is None
+    (last,) = step(sampler, goes_on, [8, 9])
+    assert rule.asked[1:] == [{101: [4, 5, 7]}, {101: [4, 5, 7, 8, 9]}]
+    assert (last.token_ids, last.finish_reason) == ([8, 9], FinishReason.STOP_WORDS)
+    assert goes_on.finish_reason is FinishReason.STOP_WORDS
+    assert prompt.finish_reason is None
+    # nobody goes on: nobody is asked
+    assert step(sampler, Request(0, py_end_id=6), [6])[0].finish_reason is FinishReason.END_ID
+    assert len(rule.asked) == 3
+
+
+@pytest.mark.parametrize("kept", [2, 3, 4, 5])
+def test_a_rule_cuts_inside_the_run(kept: int) -> None:
+    """Statistics count the cut, the rewind the whole run."""
+    request = Cutting(0, tokens=[1, 2, 3, 7, 8])
+    sampler, rule = asking(request)
+    rule.answers = [{100: kept}]
+    counted: list[tuple[int, int]] = []
+    sampler.on_step = lambda _, emitted, drafted: counted.append((emitted, drafted))
+    request.py_draft_tokens = [4, 5, 6]
+    (result,) = step(sampler, request, [4, 5, 6])
+    assert rule.asked == [{100: [7, 8, 4, 5, 6]}]
+    assert request.output == [7, 8, 4, 5, 6][:kept]
+    assert result == StepResult(100, [4, 5, 6][: kept - 2], 3, 3, FinishReason.STOP_WORDS)
+    assert request.finish_reason is FinishReason.STOP_WORDS
+    assert request.py_acceptance.histogram[kept - 2] == request.py_acceptance.steps == 1
+    assert request.py_acceptance.num_drafted == 3
+    assert counted == [(kept - 2, 3)]
+    assert (request.py_rewind_len, request.py_num_accepted_draft_tokens) == (1, 2)
+    # what was in flight comes too late
+    assert step(sampler, request, [9]) == []
+    assert request.output == [7, 8, 4, 5, 6][:kept]
+
+
+@pytest.mark.parametrize("kept", [1, 6, "3", None])
+def test_a_wrong_answer_ends_its_request_alone(kept: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wrong, right = Cutting(0, tokens=[1, 2, 3, 7, 8]), Cutting(1)
+    sampler, rule = asking(wrong, right)
+    rule.answers = [{100: kept, 77: 1}, [], None]
+    results = sampler.update_requests(
+        sampler.sample_async(batch([], [wrong, right]), outputs([4, 5, 6], [4, 5]))
+    )
+    why = f"stop_callback: expected 2 to 5 tokens of the output to keep, got {kept!r}"
+    assert wrong.py_error == why
+    assert [result.finish_reason for result in results] == [FinishReason.ERROR, None]
+    assert (wrong.output, right.output) == ([7, 8, 4, 5, 6], [4, 5])
+    unknown = "stop_callback: expected ids among 100, 101, got 77"
+    assert [record.getMessage() for record in caplog.records] == [unknown, f"request 100: {why}"]
+    assert step(sampler, right, [6])[0].finish_reason is None
+
+
+def test_a_rule_that_fails_ends_those_that_it_was_asked_about() -> None:
+    first, ended, dummy = Request(0), Request(1, py_end_id=5), Request(2, is_dummy=True)
+    sampler, _ = asking()
+    results = sampler.update_requests(
+        sampler.sample_async(batch([], [first, ended, dummy]), outputs([4], [4, 5], [6]))
+    )
+    reasons = [result.finish_reason for result in results]
+    assert reasons == [FinishReason.ERROR, FinishReason.END_ID, None]
+    assert first.py_error == "stop_callback: KeyError: 100"
+    assert first.output == [4]
+
+
+def test_hosts_whose_requests_take_nothing_back() -> None:
+    whole, cut = Request(0), Request(1)
+    sampler, rule = asking(whole, cut)
+    rule.answers = [{100: 2, 101: 1}]
+    sampler.update_requests(
+        sampler.sample_async(batch([], [whole, cut]), outputs([4, 5], [4, 5, 6]))
+    )
+    assert whole.finish_reason is FinishReason.STOP_WORDS
+    assert cut.finish_reason is FinishReason.ERROR
+    assert cut.py_error == (
+        "stop_callback: 2 tokens are to be taken back, and the host's requests have no "
+        "take_back_tokens"
+    )
+    assert cut.output == [4, 5, 6]

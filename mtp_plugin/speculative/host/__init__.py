@@ -32,6 +32,7 @@ from mtp_plugin.speculative.host.request import (
     own_facts,
     phase_of,
     read_request,
+    take_back_tokens,
 )
 from mtp_plugin.speculative.host.step import (
     HostStep,
@@ -77,5 +78,6 @@ __all__ = [
     "read_request",
     "read_step_draft_len",
     "refuse_unserved",
+    "take_back_tokens",
     "takes_output_rows",
 ]

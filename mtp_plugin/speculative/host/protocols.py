@@ -23,9 +23,10 @@ class SpecRequest(Protocol):
     Optional attributes: ``facts`` (`RequestFacts`; without them they are read of the host's fields,
     see `read_request`, and kept in ``py_mtp_facts``), ``py_epoch`` (int, grows with every
     preemption), ``py_num_drafted`` (drafts of the step at hand), ``is_last_context_chunk`` (bool),
-    ``py_disable_speculative_decoding`` (bool), ``is_finished`` (bool) and, where the host lets the
-    plugin choose draft lengths, ``py_draft_state`` (a ``DraftState``, one per request). The sampler
-    writes ``py_error`` (str) into a request that it ends with an error.
+    ``py_disable_speculative_decoding`` (bool), ``is_finished`` (bool), ``take_back_tokens(count)``
+    (drops the last tokens, for a ``stop_callback`` that cuts inside a run) and, where the host lets
+    the plugin choose draft lengths, ``py_draft_state`` (a ``DraftState``, one per request). The
+    sampler writes ``py_error`` (str) into a request that it ends with an error.
     """
 
     request_id: int

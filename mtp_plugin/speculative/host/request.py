@@ -187,3 +187,12 @@ def has_finished(request: Any) -> bool:
 def may_speculate(request: Any) -> bool:
     """Whether a request's drafts count at all."""
     return not getattr(request, "py_disable_speculative_decoding", False)
+
+
+def take_back_tokens(request: Any, count: int) -> bool:
+    """Take the last tokens of a request back; False: the host's requests cannot."""
+    take_back = getattr(request, "take_back_tokens", None)
+    if take_back is None:
+        return False
+    take_back(count)
+    return True

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.host import ResourceManager, Sampler
 from mtp_plugin.speculative.metrics.acceptance import Label
@@ -131,6 +132,8 @@ class SpeculativePieces:
     so that no step can be captured."""
     make_graph_metadata: Callable[[Any, int], Any] | None = None
     """Metadata, rows of a batch -> metadata of a step that is captured; None: none can be."""
+    set_stop_callback: Callable[[StopCallback], None] | None = None
+    """Has the sampler ask a user's own rule of stopping; None: it asks none."""
     memory_report: Callable[[], str] | None = None
     """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
 

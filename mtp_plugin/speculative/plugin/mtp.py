@@ -117,6 +117,7 @@ class MTPPlugin:
             replay_checks=deferred_checks,
             device_store=sampler.device_tensors,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
+            set_stop_callback=sampler.set_stop_callback,
             memory_report=manager.memory_report,
         )
 
@@ -139,8 +140,8 @@ class MTPPlugin:
             device=host.device,
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
-        )
             engine_seed=options.mtp.seed,
+        )
 
     @staticmethod
     def _thinking(config: MTPDecodingConfig, host: HostFacts) -> tuple[int, int] | None:

@@ -80,5 +80,6 @@ class NoSpeculationPlugin:
             backend=worker.backend,
             device_store=sampler.device_tensors,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
+            set_stop_callback=sampler.set_stop_callback,
             memory_report=partial(manager.memory_report, "request state"),
         )

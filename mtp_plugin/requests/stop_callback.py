@@ -1,0 +1,85 @@
+"""What users' own rule of stopping says of a step's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+StopAnswer = Collection[int] | Mapping[int, int] | None
+"""Ids of requests to end behind their last token, or by id how many tokens of the output to keep;
+None: nothing ends."""
+
+StopCallback = Callable[[Sequence[int]], StopAnswer]
+"""Called with the ids of a step's requests that go on, in the batch's order."""
+
+
+@dataclass(frozen=True)
+class StopWishes:
+    """An answer, read."""
+
+    keep: Mapping[int, int] = field(default_factory=dict)
+    """Requests to end, and how many tokens of their output stay."""
+    wrong: Mapping[int, str] = field(default_factory=dict)
+    """Requests of which the answer is wrong, and why."""
+    unknown: tuple[str, ...] = ()
+    """What else is wrong with the answer."""
+
+
+def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopWishes:
+    """Ask a callback, and read its answer.
+
+    A callback that raises, or answers neither with ids nor with counts, has failed for every
+    request that it was asked about.
+
+    Args:
+        outputs: of the requests to ask about, by id: tokens of the output before the step, and
+            now.
+    """
+    try:
+        answer = callback(list(outputs))
+    except Exception as error:
+        return _failed(outputs, f"{type(error).__name__}: {error}")
+    if answer is None:
+        return StopWishes()
+    if isinstance(answer, (str, bytes)) or not isinstance(answer, Collection):
+        return _failed(
+            outputs, f"expected ids, or a mapping of ids to counts, got {type(answer).__name__}"
+        )
+    keep: dict[int, int] = {}
+    wrong: dict[int, str] = {}
+    unknown: list[str] = []
+    for request_id, count in _wishes(answer):
+        if not _is_integer(request_id) or request_id not in outputs:
+            told = ", ".join(map(str, outputs))
+            unknown.append(f"stop_callback: expected ids among {told}, got {request_id!r}")
+            continue
+        before, now = outputs[request_id]
+        count = now if count is _ALL else count
+        if _is_integer(count) and before <= count <= now:
+            keep[int(request_id)] = int(count)
+        else:
+            wrong[int(request_id)] = (
+                f"stop_callback: expected {before} to {now} tokens of the output to keep, got "
+                f"{count!r}"
+            )
+    return StopWishes(keep, wrong, tuple(unknown))
+
+
+_ALL = object()
+
+
+def _wishes(answer: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+    if isinstance(answer, Mapping):
+        yield from answer.items()
+    else:
+        yield from ((request_id, _ALL) for request_id in answer)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _failed(outputs: Mapping[int, tuple[int, int]], why: str) -> StopWishes:
+    return StopWishes(wrong=dict.fromkeys(outputs, f"stop_callback: {why}"))

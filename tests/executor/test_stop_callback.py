@@ -1,0 +1,166 @@
+"""A user's own rule of stopping, through the embedded executor: tokens, text, events, the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.sampler import MTPSampler
+from tests.executor.conftest import assert_drained
+from tests.executor.test_llm_api import LOOPS, WORKERS, Pieces
+
+COUNT = 24
+
+
+def greedy(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": COUNT, "ignore_eos": True, **options})
+
+
+class Ids:
+    """Ends a request with one of its ids, behind it or behind its whole run."""
+
+    def __init__(self, *, cuts: bool, ends: dict[int, int]) -> None:
+        self.cuts, self.ends = cuts, ends
+        self.llm: LLM | None = None
+        self.asked: list[int] = []
+
+    def __call__(self, ids: Sequence[int]) -> Any:
+        self.asked += ids
+        kept = {}
+        for request_id in ids:
+            request = self.llm.find_request(request_id)
+            output = request.output_token_ids
+            end = self.ends.get(request_id)
+            if end in output:
+                kept[request_id] = output.index(end) + 1 if self.cuts else len(output)
+        return kept if self.cuts else list(kept)
+
+
+def make(bed, rule: Any, **options: Any) -> LLM:
+    # the callback is of the LLM, and asks it for requests
+    llm = bed.llm(**options, stop_callback=rule)
+    rule.llm = llm
+    return llm
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla) -> None:
+    """Whatever K: text, events and statistics end where the rule says; the others go on."""
+    free = [target.greedy(prompt, COUNT) for prompt in prompts]
+    ends = {i: tokens[5 + i] for i, tokens in enumerate(free) if i != 2}
+    want = [
+        tokens[: tokens.index(ends[i]) + 1] if i in ends else tokens
+        for i, tokens in enumerate(free)
+    ]
+    tokenizer = Pieces()
+    lengths = []
+    for k in (0, 1, 3):
+        rule = Ids(cuts=True, ends=ends)
+        options = {"tokenizer": tokenizer, "disable_overlap_scheduler": no_overlap}
+        llm = make(bed, rule, k=k, vanilla=vanilla and k > 0, **options)
+        ids: dict[int, list[int]] = {}
+        text: dict[int, str] = {}
+        reasons = {}
+        requests = llm.make_requests(prompts, [greedy()] * len(prompts))
+        for events in llm._run(requests):
+            for event in events:
+                ids.setdefault(event.request_id, []).extend(event.token_ids)
+                text[event.request_id] = text.get(event.request_id, "") + event.text
+                reasons[event.request_id] = event.finish_reason
+        assert [ids[i] for i in range(len(prompts))] == want
+        assert [request.output_token_ids for request in requests] == want
+        decoded = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in want]
+        assert [text[i] for i in range(len(prompts))] == decoded
+        assert [request.text.full_text for request in requests] == decoded
+        assert reasons == {
+            i: FinishReason.STOP_WORDS if i in ends else FinishReason.LENGTH for i in ids
+        }
+        # the first token is the prompt's step's
+        for request in requests:
+            assert request.py_acceptance.emitted == len(request.output_token_ids) - 1
+        lengths.append(llm.executor.acceptance.acceptance_length)
+        assert_drained(llm)
+    assert lengths[0] == 1 < lengths[2]
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_rule_that_ends_behind_the_run(bed, target, prompts, no_overlap) -> None:
+    """The run stays whole, so that the text depends on K; a step in flight is dropped."""
+    free = [target.greedy(prompt, COUNT) for prompt in prompts]
+    ends = {i: tokens[6] for i, tokens in enumerate(free)}
+    rule = Ids(cuts=False, ends=ends)
+    llm = make(bed, rule, disable_overlap_scheduler=no_overlap)
+    outputs = llm.generate(prompts, greedy())
+    surplus = []
+    for output, tokens in zip(outputs, free, strict=True):
+        first = tokens.index(ends[output.request_id]) + 1
+        assert output.token_ids == tokens[: len(output.token_ids)]
+        assert output.finish_reason is FinishReason.STOP_WORDS
+        surplus.append(len(output.token_ids) - first)
+    assert min(surplus) >= 0 < max(surplus) <= 3
+    assert_drained(llm)
+    assert all(llm.find_request(i) is None for i in range(len(prompts)))
+
+
+def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
+    """Who ends by itself is not asked about."""
+    free = [target.greedy(prompt, COUNT) for prompt in prompts[:2]]
+    rule = Ids(cuts=True, ends={0: free[0][0]})
+    llm = make(bed, rule)
+    params = [greedy(stop_token_ids=[free[0][0]]), greedy(max_new_tokens=1)]
+    outputs = llm.generate(prompts[:2], params)
+    assert [output.token_ids for output in outputs] == [free[0][:1], free[1][:1]]
+    assert [o.finish_reason for o in outputs] == [FinishReason.END_ID, FinishReason.LENGTH]
+    assert rule.asked == []
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_wrong_answer_ends_one_request_alone(
+    bed, target, prompts, no_overlap, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rule(ids: Sequence[int]) -> dict[int, int]:
+        return {1: 99} if 1 in ids else {12345: 3}
+
+    llm = bed.llm(disable_overlap_scheduler=no_overlap, stop_callback=rule)
+    with caplog.at_level(logging.ERROR, "mtp_plugin"):
+        outputs = llm.generate(prompts[:4], greedy())
+    assert outputs[1].finish_reason is FinishReason.ERROR
+    assert outputs[1].error == (
+        "stop_callback: expected 0 to 1 tokens of the output to keep, got 99"
+    )
+    for i in (0, 2, 3):
+        assert outputs[i].token_ids == target.greedy(prompts[i], COUNT)
+        assert outputs[i].finish_reason is FinishReason.LENGTH
+    assert "expected ids among 0, 2, 3, got 12345" in caplog.text
+    assert_drained(llm)
+
+
+def test_a_rule_that_fails_is_told_to_all_that_it_was_asked_about(bed, target, prompts) -> None:
+    failing = True
+
+    def rule(ids: Sequence[int]) -> None:
+        if failing:
+            raise LookupError(f"no rule for {len(ids)} requests")
+
+    llm = bed.llm(stop_callback=rule)
+    outputs = llm.generate(prompts[:2], greedy())
+    assert {o.error for o in outputs} == {"stop_callback: LookupError: no rule for 2 requests"}
+    failing = False
+    (output,) = llm.generate([prompts[2]], greedy())
+    assert output.token_ids == target.greedy(prompts[2], COUNT)
+    assert_drained(llm)
+
+
+def test_pieces_that_ask_no_rule(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MTPSampler, "set_stop_callback", None)
+    with pytest.raises(
+        ConfigError, match=r"^stop_callback: expected None, the plugin's MTPSampler"
+    ):
+        bed.llm(stop_callback=list)
