@@ -215,7 +215,7 @@ def test_stream_gives_every_token_once(bed, target, prompts, no_overlap) -> None
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap, vanilla) -> None:
+def test_r26_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap, vanilla) -> None:
     """R26: the same text and tokens as decoding without drafts; the stream is the full text."""
     dice = random.Random(3)
     tokenizer = Pieces()
@@ -241,7 +241,7 @@ def test_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap, va
         assert not any(stop in output.text for stop in param.stop)
 
 
-def test_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> None:
+def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> None:
     """R24: whichever comes first in the run names the reason."""
     tokenizer = Pieces()
     (output,) = bed.llm(tokenizer=tokenizer).generate([[7, 8, 9]], greedy(16))

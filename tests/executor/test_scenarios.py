@@ -7,12 +7,14 @@ import random
 import pytest
 import torch
 
+from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
+from tests.executor.test_llm_api import Pieces
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
@@ -357,6 +359,69 @@ def test_r25_min_tokens(bed, prompts, no_overlap, vanilla):
         assert len(want) > min_tokens
     # the last sweep really masked: the free run would have stopped earlier
     assert free.index(stop) < 6
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("include", [False, True])
+def test_r26_a_stop_string_over_two_accepted_runs(bed, target, prompts, no_overlap, include):
+    """R26: found by the text, whatever runs its tokens come in; the stream is the full text."""
+    prompt, tokenizer = prompts[4], Pieces()
+    truth = target.greedy(prompt, 24)
+    text = tokenizer.decode(truth, skip_special_tokens=True)
+    # behind the prompt's token runs of four: the string begins in one and ends in the next
+    ends = [len(tokenizer.decode(truth[:n], skip_special_tokens=True)) for n in range(24)]
+    first = next(
+        n for n in (3, 7, 11) if text.index(text[ends[n] : ends[n + 3]]) == ends[n] < ends[n + 2]
+    )
+    stop = text[ends[first] : ends[first + 3]]
+    llm = bed.llm(k=3, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    script(llm, {0: prompt + truth}, lambda *_: 3)
+    params = greedy(max_new_tokens=24, stop=(stop,), include_stop_str_in_output=include)
+    (request,) = llm.make_requests([prompt], [params])
+    events = [event for step in llm._run([request]) for event in step]
+    assert max(len(event.token_ids) for event in events) == 4
+    assert [token for event in events for token in event.token_ids] == truth[: first + 3]
+    assert request.finish_reason is FinishReason.STOP_WORDS
+    want = text[: ends[first + 3]] if include else text[: ends[first]]
+    assert "".join(event.text for event in events) == request.text.full_text == want
+    assert_drained(llm)
+
+
+def test_r31_refused_before_the_stream_with_every_reason(bed, target, prompts):
+    """R31: what nobody gives is told at the call, all of it, and nothing was started."""
+    llm = bed.llm()
+    params = greedy(
+        n=2,
+        use_beam_search=True,
+        no_repeat_ngram_size=3,
+        logits_processor=[print],
+        guided_decoding={"json": {}},
+        stop=("x",),
+        stop_token_ids=(VOCAB,),
+    )
+    told = (
+        "not supported: n=2, use_beam_search=True, no_repeat_ngram_size=3, "
+        f"logits_processor={[print]!r}, guided_decoding={{'json': {{}}}}, "
+        "stop=('x',) (the checkpoint has no tokenizer), "
+        f"stop_token_ids: {VOCAB} is outside the vocabulary of {VOCAB}"
+    )
+    calls = [
+        lambda: llm.generate(prompts[0], params),
+        lambda: llm.stream(prompts[0], params),
+        lambda: llm.stream_async(prompts[0], params),
+        lambda: llm.make_request(prompts[0], params),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(RequestError) as caught:
+            call()
+        assert str(caught.value) == f"request {number}: {told}"
+        assert not llm.executor.has_work
+    with pytest.raises(RequestError) as caught:
+        llm.stream(prompts[:3], [greedy(), params, greedy()])
+    assert str(caught.value) == f"prompt 2 of 3: {told}"
+    assert llm.executor.num_steps == 0
+    assert_drained(llm)
+    assert llm.generate([prompts[3]], greedy())[0].token_ids == target.greedy(prompts[3], 16)
 
 
 THINKING = {
