@@ -1,27 +1,124 @@
-"""The README's table of options is the one that admission goes by."""
+"""The README's table of options is the one that admission goes by.
+
+``python -m tests.test_readme_options`` writes it anew.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from mtp_plugin.requests.options import OPTIONS, Option
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
+import pytest
+import torch
+
+from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION, OPTIONS, Option, SamplingParams
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
+from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 
 README = Path(__file__).parent.parent / "README.md"
+HEAD = [
+    "| option | what it does | values | other names | in TensorRT-LLM's request | given | note |",
+    "|---|---|---|---|---|---|---|",
+]
+RELAXED = "relaxed"
 
 
-def row(option: Option, served: frozenset[str]) -> str:
-    host = ", ".join(f"`{name.removeprefix('config.')}`" for name in option.host)
-    given = "yes" if option.name in served else "refused"
-    return f"| `{option.name}` | {option.about} | {option.values.words} | {host} | {given} |"
+def decoding_options() -> dict[str, DecodingOptions]:
+    """A config for each way to verify that there is."""
+    options = {
+        name: DecodingOptions(
+            max_draft_len=1,
+            mtp=MTPPluginOptions(verification=name, draft_sampling=drafts[0]),  # type: ignore[arg-type]
+        )
+        for name, drafts in DRAFTS_OF_VERIFICATION.items()
+        if name in BUILT
+    }
+    options[RELAXED] = DecodingOptions(
+        max_draft_len=1, use_relaxed_acceptance_for_thinking=True, thinking_tokens=(1, 2)
+    )
+    return options
+
+
+def served() -> dict[str, frozenset[str]]:
+    """The options that are given, by what drafts are verified with."""
+    cpu = torch.device("cpu")
+    return {
+        name: OWN_OPTIONS | Verifier(make_modes(options, cpu)).served_options
+        for name, options in decoding_options().items()
+    }
+
+
+def given(option: Option, by_name: Mapping[str, frozenset[str]]) -> str:
+    names = [name for name, options in by_name.items() if option.name in options]
+    if len(names) == len(by_name):
+        return "always"
+    return ", ".join(names) or "refused"
+
+
+def row(option: Option, by_name: Mapping[str, frozenset[str]]) -> str:
+    cells = (
+        f"`{option.name}`",
+        option.about,
+        option.values.words,
+        ", ".join(f"`{name}`" for name in option.elsewhere),
+        ", ".join(f"`{name.removeprefix('config.')}`" for name in option.host),
+        given(option, by_name),
+        option.differs,
+    )
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def table() -> list[str]:
+    by_name = served()
+    return HEAD + [row(option, by_name) for option in OPTIONS.values()]
+
+
+def told() -> tuple[list[str], slice]:
+    """The README's lines, and where its table is."""
+    lines = README.read_text(encoding="utf-8").split("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("| option |"))
+    behind = next(i for i, line in enumerate(lines) if i > first and not line.startswith("|"))
+    return lines, slice(first, behind)
 
 
 def test_options_of_the_readme() -> None:
-    served = OWN_OPTIONS | EDITED_OPTIONS | DRAWN_OPTIONS
-    told = [
-        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
-    ]
-    rows = [row(option, served) for option in OPTIONS.values()]
-    assert [line for line in told if line in rows] == rows
+    lines, place = told()
+    for line, wanted in zip(lines[place], table(), strict=True):
+        assert line == wanted
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_the_table_says_is_what_admission_does(name: str) -> None:
+    """Of every option, by every way to verify: given or refused by its name."""
+    values = {
+        "stop_token_ids": (3,),
+        "stop": ("a",),
+        "verification": "coupled",
+        "draft_sampling": "greedy",
+        "top_p": 0.5,
+        "min_p": 0.5,
+        "relaxed_delta": 0.5,
+        "logit_bias": {3: 1.0},
+        "allowed_token_ids": (3,),
+        "bad_words": ("a",),
+        "bad_token_ids": (3,),
+    }
+    flag = not OPTIONS[name].neutral if isinstance(OPTIONS[name].neutral, bool) else 2
+    options = {name: values.get(name, flag)}
+    if OPTIONS[name].draws:
+        options["temperature"] = 0.5
+    params = SamplingParams(**options)
+    lines, place = told()
+    line = next(line for line in lines[place] if line.startswith(f"| `{name}` |"))
+    cell = line.split("|")[HEAD[0].split("|").index(" given ")].strip()
+    for mode, names in served().items():
+        refused = any(one.startswith(f"{name}=") for one in params.unsupported(names))
+        assert refused == (cell != "always" and mode not in cell.split(", "))
+
+
+if __name__ == "__main__":
+    all_lines, at = told()
+    all_lines[at] = table()
+    README.write_text("\n".join(all_lines), encoding="utf-8")
