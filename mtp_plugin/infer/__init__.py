@@ -12,12 +12,24 @@ from mtp_plugin.infer.inferencer import (
 from mtp_plugin.infer.kv_cache import DynamicKVCache, KVCache, KVState
 from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
 from mtp_plugin.infer.logprobs import Logprobs
+from mtp_plugin.infer.noise import Role
 from mtp_plugin.infer.sample_strategy import (
     GreedySampleStrategy,
     RequestSampleStrategy,
     SampleStrategy,
 )
 from mtp_plugin.infer.sampling_rule import SamplingRule
+from mtp_plugin.infer.speculation import (
+    Draft,
+    Drafter,
+    LanguageModelDrafter,
+    NgramDrafter,
+    Scorer,
+    Speculated,
+    coupled,
+    rejection,
+    speculative_decode,
+)
 from mtp_plugin.infer.thinking import Thinking
 
 __all__ = [
@@ -25,19 +37,29 @@ __all__ = [
     "Continuation",
     "DecodeOutput",
     "Decoded",
+    "Draft",
+    "Drafter",
     "DynamicKVCache",
     "GreedySampleStrategy",
     "Inferencer",
     "KVCache",
     "KVState",
     "LanguageModel",
+    "LanguageModelDrafter",
     "Logprobs",
+    "NgramDrafter",
     "PrefillOutput",
     "RequestSampleStrategy",
+    "Role",
     "SampleStrategy",
     "SamplingRule",
+    "Scorer",
+    "Speculated",
     "Thinking",
     "TransformersLanguageModel",
+    "coupled",
     "decode",
     "greedy_decode",
+    "rejection",
+    "speculative_decode",
 ]
