@@ -53,6 +53,8 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 )
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import DrawnRows, banned_masked
+from mtp_plugin.speculative.ops.logits import early_stops_masked
+from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
@@ -144,6 +146,25 @@ def compile_draws() -> None:
             slot_rows(requests),
             role=Role.TARGET if width > 1 else Role.PLAIN_DRAFT,
             vocab_ids=ids,
+            backend=Backend.TRITON,
+        )
+
+
+def compile_logprobs() -> None:
+    for contexts, generations, k, vocab, dtype, asked in (
+        (0, 8, 3, VOCAB, F32, None),
+        (2, 8, 3, VOCAB, BF16, None),
+        (0, 1, 0, 202048, F16, None),
+        (0, 256, 0, VOCAB, BF16, 20),
+    ):
+        layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
+        requests = layout.num_requests
+        logprobs(
+            layout,
+            floats(layout.num_logit_rows, vocab, dtype=dtype),
+            ints(requests, k + 1, dtype=I32 if asked is None else I64),
+            ints(requests),
+            slot_rows(requests) if asked is None else asked,
             backend=Backend.TRITON,
         )
 

@@ -1,0 +1,35 @@
+"""Log-probabilities told over lists of numbers, exact to double precision."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Told(NamedTuple):
+    """Of one token: its rank and log-probability, and the most likely ids with theirs."""
+
+    token: int
+    rank: int
+    value: float
+    top: list[tuple[int, float]]
+
+
+def tell(row: list[float], token: int, number: int) -> Told:
+    """What is told of a token that a row of logits gave."""
+    scores = [-math.inf if math.isnan(value) else value for value in row]
+    if math.inf in scores:
+        first = scores.index(math.inf)
+        scores = [0.0 if column == first else -math.inf for column in range(len(scores))]
+    order = sorted(range(len(scores)), key=lambda column: (-scores[column], column))
+    highest = max(scores)
+    norm = math.nan
+    if highest > -math.inf:
+        norm = math.log(math.fsum(math.exp(score - highest) for score in scores))
+
+    def logprob(column: int) -> float:
+        score = scores[column]
+        return -math.inf if score == -math.inf else score - highest - norm
+
+    top = [(column, logprob(column)) for column in order[:number]]
+    return Told(token, order.index(token) + 1, logprob(token), top)

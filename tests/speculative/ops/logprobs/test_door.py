@@ -1,0 +1,102 @@
+"""What the door of log-probabilities refuses, tensors that lie apart in memory, and no rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.logprobs import launch, logprobs
+from mtp_plugin.speculative.step import SlotRows
+from tests.doors import check_strided_arguments
+from tests.speculative.ops.logprobs.cases import Case, layout_of
+from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
+from tests.speculative.ops.slots import slot_rows
+
+
+def arguments() -> dict[str, Any]:
+    """One prompt and two turns of three rows; all of them are told something."""
+    dice = torch.Generator().manual_seed(3)
+    return {
+        "layout": layout_of(1, 2, 2),
+        "logits": (torch.randn(7, 70, generator=dice) * 2).to(DEVICE),
+        "tokens": torch.tensor([[4, 0, 0], [9, 11, 60], [7, 7, 7]], device=DEVICE),
+        "counts": vector([1, 3, 2]),
+        "asked": slot_rows([{"logprobs": 2}, {"logprobs": 0}, {"logprobs": 20}]),
+    }
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    given = arguments()
+    layout, slots = given.pop("layout"), given.pop("asked")
+
+    def told(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        asked = SlotRows(table, slot_ids, slots.columns)
+        return logprobs(layout, asked=asked, **others).entries
+
+    given |= {"table": slots.table, "slot_ids": slots.slot_ids}
+    refused = {"logits": "contiguous rows", "table": "rows without gaps"}
+    check_strided_arguments(told, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("left_out", ["logits", "tokens", "counts", "asked"])
+def test_the_strided_calls_use_every_argument(backend: Backend, left_out: str) -> None:
+    """Else a wrong stride would go unseen."""
+    given = arguments()
+    before = logprobs(**given, backend=backend).entries
+    slots = given["asked"]
+    change: dict[str, Any] = {
+        "logits": {"logits": given["logits"].flip(0)},
+        "tokens": {"tokens": given["tokens"].flip(0)},
+        "counts": {"counts": given["counts"].flip(0)},
+        "asked": {"asked": replace(slots, slot_ids=slots.slot_ids[:3].flip(0))},
+    }[left_out]
+    assert not torch.equal(logprobs(**(given | change), backend=backend).entries, before)
+
+
+META = torch.zeros(3, dtype=torch.int32, device="meta")
+SLOTS = arguments()["asked"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(7)}, r"logits: expected floating \[7, V\]"),
+        ({"logits": torch.zeros(7, 70).int()}, "logits: expected floating .*torch.int32"),
+        ({"logits": torch.zeros(7, 0)}, r"logits: expected .* V >= 1, .* \[7, 0\]"),
+        ({"logits": torch.zeros(6, 70)}, r"logits: expected floating \[7, V\].* \[6, 70\]"),
+        ({"logits": torch.zeros(70, 7).t()}, "logits: expected contiguous rows"),
+        ({"tokens": torch.zeros(3, 2).int()}, r"tokens: expected integers \[3, 3\]"),
+        ({"tokens": torch.zeros(3, 3)}, "tokens: expected integers .* got torch.float32"),
+        ({"counts": vector([1, 1])}, r"counts: expected integers \[3\]"),
+        ({"counts": META}, "counts: .* on meta"),
+        ({"asked": replace(SLOTS, table=SLOTS.table.float())}, "slot table: expected torch.int32"),
+        ({"asked": replace(SLOTS, slot_ids=vector([0, 1]))}, r"slot_ids: expected .*\[>= 3\]"),
+        ({"asked": 21}, "asked: expected -1 to 20, got 21"),
+        ({"asked": -2}, "asked: expected -1 to 20, got -2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+@pytest.mark.parametrize("backend", Backend)
+def test_what_does_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
+    moved = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
+        for name, value in change.items()
+    }
+    with pytest.raises(TensorContractError, match=message):
+        logprobs(**(arguments() | moved), backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_no_requests(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    case = Case.of(0, 70, contexts=0, generations=0, k=3)
+    got = case.run(backend)
+    assert got.values.shape == (0, 4)
+    assert got.top_ids.shape == (0, 4, 20)

@@ -1,0 +1,131 @@
+"""Log-probabilities: the story equals torch equals Triton, for rows and shapes of every kind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH
+from mtp_plugin.speculative.ops.logprobs import logprobs
+from tests.kernels.top_k.launches import captured
+from tests.kernels.top_k.rows import DTYPES
+from tests.speculative.ops.logprobs.cases import Case, check_same, check_story, layout_of
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
+
+cases = {
+    "seed": st.integers(0, 2**31),
+    "contexts": st.integers(0, 3),
+    "generations": st.integers(0, 2),
+    "k": st.integers(0, 3),
+    "dtype": st.sampled_from(DTYPES),
+    "token_dtype": st.sampled_from(INDEX_DTYPES),
+    "behind": st.integers(0, 2),
+}
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_the_story_of_log_probabilities(backend: Backend) -> None:
+    @settings(max_examples=60 if backend is Backend.TORCH else 25)
+    @given(vocab=st.integers(1, 40) | st.sampled_from((127, 129, 700)), **cases)
+    def agree(vocab: int, **shape: object) -> None:
+        case = Case.of(vocab=vocab, **shape)
+        check_story(case, case.run(backend))
+
+    agree()
+
+
+@settings(max_examples=15)
+@given(vocab=st.sampled_from((4095, 4097, 9001)), **cases)
+def test_torch_and_triton_agree_over_many_pieces(vocab: int, **shape: object) -> None:
+    case = Case.of(vocab=vocab, **shape)
+    check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
+
+
+def told(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
+    count = len(rows)
+    return logprobs(
+        layout_of(0, count, 0),
+        torch.tensor(rows, device=DEVICE),
+        vector(tokens).unsqueeze(1),
+        vector([1] * count),
+        number,
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_ties_zeros_and_what_is_no_number(backend: Backend) -> None:
+    inf, nan = math.inf, math.nan
+    rows = [[-0.0, 0.0, nan, 0.0], [1.0, inf, nan, inf], [nan, -inf, nan, -inf]]
+    got = told(backend, rows, [3, 3, 1], 3)
+    assert got.top_ids[:, 0, :3].tolist() == [[0, 1, 3], [1, 0, 2], [0, 1, 2]]
+    assert got.ranks.flatten().tolist() == [3, 4, 2]
+    third = -math.log(3)
+    assert got.values[0].tolist() == pytest.approx([third])
+    assert got.values[1:].flatten().tolist() == [-inf, -inf]
+    assert got.top_values[0, 0, :3].tolist() == pytest.approx([third] * 3)
+    assert got.top_values[1:, 0, :3].tolist() == [[0.0, -inf, -inf], [-inf] * 3]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_of_one_log_probability_keep_their_order(backend: Backend) -> None:
+    """Beside a value of 4000 these two round to one."""
+    rows = [[0.125, 0.125 + 2**-20, 4000.0]]
+    got = told(backend, rows, [0], 3)
+    assert got.top_ids[0, 0, :3].tolist() == [2, 1, 0]
+    assert got.ranks.tolist() == [[3]]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_one_number_for_all(backend: Backend) -> None:
+    rows = [[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]]
+    nothing = told(backend, rows, [1, 2], -1)
+    assert nothing.tokens.tolist() == [[-1], [-1]]
+    assert nothing.entries.shape == (2, 1, ENTRY_WIDTH)
+    alone = told(backend, rows, [1, 2], 0)
+    assert alone.ranks.tolist() == [[1], [2]]
+    assert bool((alone.top_ids == -1).all())
+    assert alone.values.flatten().tolist() == pytest.approx(
+        torch.tensor(rows).log_softmax(1)[[0, 1], [1, 2]].tolist(), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_request_is_told_the_same_alone(backend: Backend) -> None:
+    case = Case.of(5, 700, contexts=2, generations=3, k=2)
+    together = case.run(backend)
+    for request in range(2, 5):
+        first = case.row_of(request, 0)
+        alone = case.replaced(
+            layout=layout_of(0, 1, 2),
+            logits=case.logits[first : first + 3],
+            tokens=case.tokens[request : request + 1],
+            counts=case.counts[request : request + 1],
+            slots=case.slots.__class__(
+                case.slots.table, case.slots.slot_ids[request:], case.slots.columns
+            ),
+        ).run(backend)
+        assert torch.equal(alone.entries[0], together.entries[request])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_captured_step_follows_its_inputs(dtype: torch.dtype) -> None:
+    def fresh(seed: int) -> Case:
+        return Case.of(seed, 129280, contexts=0, generations=8, k=3, dtype=dtype)
+
+    case = fresh(8)
+    graph, got = captured(lambda: case.run(Backend.TRITON))
+    for seed in range(3):
+        other = fresh(seed)
+        for name in ("logits", "tokens", "counts"):
+            getattr(case, name).copy_(getattr(other, name))
+        case.slots.table.copy_(other.slots.table)
+        case.slots.slot_ids.copy_(other.slots.slot_ids)
+        graph.replay()
+        check_same(other.run(Backend.TORCH), got)
