@@ -52,6 +52,10 @@ class LogprobEntries:
     def __len__(self) -> int:
         return int(self._entries.shape[0])
 
+    def first(self, count: int) -> LogprobEntries:
+        """What is told of the first ``count`` tokens."""
+        return LogprobEntries(self._entries[:count], self._num_top, self._ready)
+
     @cached_property
     def told(self) -> list[TokenLogprobs]:
         """A mapping per token."""

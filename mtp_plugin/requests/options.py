@@ -60,6 +60,8 @@ class Option:
     """Says how a token is drawn: changes nothing where decoding is greedy."""
     edits_logits: bool = False
     """Asks for logits to be changed before tokens are taken from them."""
+    reads_logits: bool = False
+    """Asks for more of the logits than a token."""
     column: type[int] | type[float] | None = None
     """Numbers of this kind stand in the slot table, under the option's name; None: no kernel reads
     it."""
@@ -71,9 +73,9 @@ class Option:
     """For people: where another engine means or presumes something else."""
 
     @property
-    def changes_choice(self) -> bool:
-        """A token may be another than the first choice of the logits: steps must be told."""
-        return self.edits_logits or self.draws
+    def beyond_first_choice(self) -> bool:
+        """Steps must be told: the first choice of the logits is not all that is asked for."""
+        return self.edits_logits or self.reads_logits or self.draws
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value changes nothing."""
@@ -339,6 +341,7 @@ class SamplingParams:
         "log-probabilities of emitted tokens, and of so many most likely ones",
         "py_return_log_probs",
         host_neutral=lambda flag: not flag,
+        reads_logits=True,
         column=int,
         empty=-1,
     )

@@ -23,6 +23,8 @@ class SampleStateTensorsMTP:
     next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
     status: torch.Tensor | None = None  # [S] int32
     log_probs: torch.Tensor | None = None
+    """[R, k+1, ENTRY_WIDTH] int32, see `requests.logprobs`: of the batch's requests in their order,
+    on the host; None: nobody asks."""
 
     def values(self) -> ValuesView[torch.Tensor | None]:
         """Every field, as older executors walk them."""
@@ -99,11 +101,7 @@ class ResultStore:
 
     def to_host(self) -> ResultStore:
         """A copy on the host, which may still be on its way; see `recorded_event`."""
-        if self.rows.device.type != "cuda":
-            return ResultStore(self.rows.clone(), self.draft_len)  # the next step writes here
-        host = torch.empty(self.rows.shape, dtype=self.rows.dtype, pin_memory=True)
-        host.copy_(self.rows, non_blocking=True)
-        return ResultStore(host, self.draft_len)
+        return ResultStore(host_copy(self.rows), self.draft_len)
 
     def at(self, slots: Sequence[int], draft_len: int) -> list[tuple[list[int], list[int], int]]:
         """Of these slots the emitted tokens, the next drafts and the status, read on the host.
@@ -116,6 +114,15 @@ class ResultStore:
         index = torch.tensor(slots, dtype=torch.int64)
         rows: list[list[int]] = self.rows.index_select(0, index).tolist()
         return [(row[: min(row[-2], width)], row[first:last], row[-1]) for row in rows]
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which may still be on its way; see `recorded_event`."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()  # the next step may write there
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
 
 
 class _HostEvent:

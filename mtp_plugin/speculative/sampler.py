@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
+from mtp_plugin.requests.logprobs import LogprobEntries, Logprobs
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
@@ -30,18 +31,26 @@ from mtp_plugin.speculative.host import (
     read_reasons,
     refuse_unserved,
     take_back_tokens,
+    tell_logprobs,
 )
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.result_store import (
     ResultStore,
     SampleStateTensorsMTP,
+    host_copy,
     recorded_event,
 )
 from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
 
 BEAM = 0
-OWN_OPTIONS = SERVED_OPTIONS | {"speculate", "max_draft_len", "relaxed_acceptance"}
+OWN_OPTIONS = SERVED_OPTIONS | {
+    "speculate",
+    "max_draft_len",
+    "relaxed_acceptance",
+    "prompt_logprobs",
+}
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
+NO_LOGPROBS = "logprobs: the step told no log-probabilities"
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -85,8 +94,8 @@ class MTPSampler:
         always_greedy: take requests that ask for a temperature and the like, and decode them
             greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
             into every request. False: refuse them.
-        served_options: names of options of a request that verification gives; the sampler knows
-            its own, and those of drafts, which change nothing for it.
+        served_options: names of options of a request that the worker gives; the sampler knows its
+            own, and those of prompts and drafts, which change nothing for it.
         finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
             ERROR among them a request that fails ends as CANCELLED. Why stands in its
             ``py_error``, and in the log.
@@ -215,7 +224,7 @@ class MTPSampler:
         return SampleStateMTP(
             scheduled_requests=scheduled_requests,
             device=self.device_tensors(),
-            host=copy.emitted(),
+            host=replace(copy.emitted(), log_probs=self._logprobs_of(rows, model_outputs)),
             sampler_event=recorded_event(self.device),
             requests=requests,
             rows=rows,
@@ -235,19 +244,24 @@ class MTPSampler:
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
         # who ended or started over since may have no slot any more
-        rows = [row for row in state.rows or self._rows_of(state) if not self._is_late(row)]
+        all_rows = enumerate(state.rows or self._rows_of(state))
+        kept = [(place, row) for place, row in all_rows if not self._is_late(row)]
         store = state.results
         if store is None or not store.is_shown_by(host):
             store = ResultStore.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        given = store.at(_slots_of(rows), draft_len)
+        given = store.at(_slots_of([row for _, row in kept]), draft_len)
+        told = host.log_probs
         results = [
-            self._apply(row, emitted, drafts, status, draft_len)
-            for row, (emitted, drafts, status) in zip(rows, given, strict=True)
+            self._apply(row, *result, draft_len, None if told is None else told[place])
+            for (place, row), result in zip(kept, given, strict=True)
         ]
+        rows = [row for _, row in kept]
         if self.stop_callback is not None:
             results = self._stopped(self.stop_callback, rows, results)
         for row, result in zip(rows, results, strict=True):
+            if result.logprobs is not None:
+                tell_logprobs(row.request, result.logprobs)
             self._count(row, result)
         return results
 
@@ -258,7 +272,7 @@ class MTPSampler:
         own, served = own_facts(request), self.served_options
         if own is None:
             # who has no facts cannot tell a step that first choices are not enough
-            served = frozenset(name for name in served if not OPTIONS[name].changes_choice)
+            served = frozenset(name for name in served if not OPTIONS[name].beyond_first_choice)
             unsupported = unsupported_options(
                 request, always_greedy=self.always_greedy, served=served
             )
@@ -276,7 +290,13 @@ class MTPSampler:
         return row._replace(refused=self._refusal(row.request)) if ends_prompt else row
 
     def _apply(
-        self, row: PendingRow, run: list[int], drafts: list[int], status: int, draft_len: int
+        self,
+        row: PendingRow,
+        run: list[int],
+        drafts: list[int],
+        status: int,
+        draft_len: int,
+        entries: torch.Tensor | None,
     ) -> StepResult:
         request, facts, is_context = row.request, row.facts, row.is_context
         # the rewind counts the uncut run, the statistics what was emitted
@@ -285,9 +305,12 @@ class MTPSampler:
         request.py_num_accepted_draft_tokens = num_matches
         request.py_rewind_len = 0 if is_context else draft_len - num_matches
         request.py_decoding_iter += 1
-        if row.refused is not None:
+        refused = row.refused
+        if refused is None and facts.num_logprobs is not None and entries is None:
+            refused = NO_LOGPROBS
+        if refused is not None:
             request.py_draft_tokens = []
-            self._end(request, FinishReason.ERROR, row.refused)
+            self._end(request, FinishReason.ERROR, refused)
             return StepResult(request.request_id, [], 0, len(run), FinishReason.ERROR)
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
         length, stop = request.get_num_tokens(BEAM), facts.stop
@@ -298,13 +321,16 @@ class MTPSampler:
         emitted = run[: ending.length]
         for token in emitted:
             request.add_new_token(token, BEAM)
+        logprobs = _logprobs_told(facts, entries, len(emitted))
         if ending.reason is not None:
             self._end(request, ending.reason, ending.error, ending.cause)
         num_drafted = 0
         if not (is_context or facts.is_dummy):
             # drafts behind the request's full length were absent
             num_drafted = min(row.num_drafted, max(facts.full_length - length, 0))
-        return StepResult(request.request_id, emitted, num_drafted, len(run), ending.reason)
+        return StepResult(
+            request.request_id, emitted, num_drafted, len(run), ending.reason, logprobs
+        )
 
     def _stopped(
         self, callback: StopCallback, rows: list[PendingRow], results: list[StepResult]
@@ -332,7 +358,7 @@ class MTPSampler:
         kept = wishes.keep.get(request_id)
         if why is None and kept is None:
             return result
-        emitted = result.token_ids
+        emitted, logprobs = result.token_ids, result.logprobs
         surplus = 0
         if kept is not None:
             surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
@@ -343,9 +369,10 @@ class MTPSampler:
             )
         elif surplus > 0:
             emitted = emitted[: len(emitted) - surplus]
+            logprobs = None if logprobs is None else logprobs.first(len(emitted))
         reason = FinishReason.STOP_WORDS if why is None else FinishReason.ERROR
         self._end(request, reason, why)
-        return result._replace(token_ids=emitted, finish_reason=reason)
+        return result._replace(token_ids=emitted, finish_reason=reason, logprobs=logprobs)
 
     def _count(self, row: PendingRow, result: StepResult) -> None:
         facts = row.facts
@@ -428,6 +455,14 @@ class MTPSampler:
             backend=self.backend,
         )
 
+    @staticmethod
+    def _logprobs_of(rows: list[PendingRow], outputs: dict[str, Any]) -> torch.Tensor | None:
+        """A step's log-probabilities on their way to the host, where one of its requests asks."""
+        entries: torch.Tensor | None = outputs.get("logprob_entries")
+        if entries is None or all(row.facts.num_logprobs is None for row in rows):
+            return None
+        return host_copy(entries[: len(rows)])
+
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
         """[R] int64; most steps have the slots of the step before, which are there already."""
         if slots != self._slots:
@@ -441,6 +476,16 @@ class MTPSampler:
             self._device_slots = to_device(slots, torch.int64, self.device)
             self._slots = slots
         return self._device_slots
+
+
+def _logprobs_told(
+    facts: RequestFacts, entries: torch.Tensor | None, num_emitted: int
+) -> Logprobs | None:
+    """What a request is told of its tokens; None: it does not ask."""
+    if facts.num_logprobs is None or entries is None:
+        return None
+    # the request keeps them, not the whole step's
+    return Logprobs([LogprobEntries(entries[:num_emitted].clone(), facts.num_logprobs)])
 
 
 def _slots_of(rows: Sequence[PendingRow]) -> list[int]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.requests.columns import TableColumns
+from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
 from mtp_plugin.requests.states import FinishReason
 
 PAD_TOKEN = -1
@@ -296,10 +297,17 @@ class StepOutput:
     next_draft_tokens: torch.Tensor  # [R, K] int32
     next_new_tokens: torch.Tensor  # [R, K+1] int32: last accepted token, then the drafts
     status: torch.Tensor  # [R] int32
+    logprob_entries: torch.Tensor | None = None
+    """[R, K+1, ENTRY_WIDTH] int32, see `requests.logprobs`; None: no request may ask."""
 
     def as_dict(self) -> dict[str, torch.Tensor]:
-        """The result under TensorRT-LLM's keys, and ``status``."""
-        return {
+        """The result under TensorRT-LLM's keys, ``status``, and with log-probabilities
+        ``log_probs`` [R, K+1] float32 and ``logprob_entries``."""
+        told: dict[str, torch.Tensor] = {}
+        if self.logprob_entries is not None:
+            values = self.logprob_entries[..., VALUE_PLACE].view(torch.float32)
+            told = {"log_probs": values, "logprob_entries": self.logprob_entries}
+        return told | {
             "logits": self.logits,
             "new_tokens": self.new_tokens,
             "new_tokens_lens": self.new_tokens_lens,
@@ -317,4 +325,4 @@ class StepResult(NamedTuple):
     num_drafted: int  # drafts that were verified
     num_accepted: int  # tokens that the target emitted, those behind a stop too
     finish_reason: FinishReason | None  # None: it goes on
-    logprobs: Any = None  # of the tokens, where they were asked for
+    logprobs: Logprobs | None = None  # of the tokens, where they were asked for

@@ -53,7 +53,6 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 )
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import DrawnRows, banned_masked
-from mtp_plugin.speculative.ops.logits import early_stops_masked
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import Role, draw

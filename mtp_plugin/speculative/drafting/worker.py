@@ -20,6 +20,7 @@ from mtp_plugin.speculative.host import (
     read_step_draft_len,
     refuse_unserved,
 )
+from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
 from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
@@ -159,7 +160,27 @@ class SpecWorker(nn.Module, ABC):
             next_draft_tokens=drafts,
             next_new_tokens=next_tokens,
             status=accepted.status,
+            logprob_entries=self._logprobs(step, accepted),
         ).as_dict()
+
+    @property
+    def served_options(self) -> frozenset[str]:
+        """Options of a request that steps give."""
+        return self.verifier.served_options | LOGPROB_OPTIONS
+
+    def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
+        """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that
+        gives first choices alone."""
+        if not step.host.edits_logits:
+            return None
+        return logprobs(
+            step.layout,
+            step.logits,
+            accepted.tokens,
+            accepted.num_accepted,
+            step.host.expect_slots(),
+            backend=self.backend,
+        ).entries
 
     @abstractmethod
     def _draft(

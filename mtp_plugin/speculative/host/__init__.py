@@ -33,6 +33,7 @@ from mtp_plugin.speculative.host.request import (
     phase_of,
     read_request,
     take_back_tokens,
+    tell_logprobs,
 )
 from mtp_plugin.speculative.host.step import (
     HostStep,
@@ -80,4 +81,5 @@ __all__ = [
     "refuse_unserved",
     "take_back_tokens",
     "takes_output_rows",
+    "tell_logprobs",
 ]

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from mtp_plugin.requests.admission import host_values
 from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
@@ -65,7 +66,13 @@ class RequestFacts:
     @property
     def edits_logits(self) -> bool:
         """Whether steps with this request must say ``edits_logits`` in their metadata."""
-        return any(OPTIONS[name].changes_choice for name in self.options)
+        return any(OPTIONS[name].beyond_first_choice for name in self.options)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to tell beside each that is emitted; None: nothing is told."""
+        asked = self.options.get("logprobs")
+        return None if asked is None else int(asked)
 
     @property
     def only_draws(self) -> bool:
@@ -177,6 +184,15 @@ def num_drafted_of(request: Any) -> int:
     """Drafts that the step at hand verifies for a request."""
     told = getattr(request, "py_num_drafted", None)
     return len(request.py_draft_tokens or ()) if told is None else int(told)
+
+
+def tell_logprobs(request: Any, logprobs: Iterable[TokenLogprobs]) -> None:
+    """Append what is told of emitted tokens to TensorRT-LLM's ``py_result``, where a request has
+    one that takes it."""
+    append = getattr(getattr(request, "py_result", None), "append_log_probs", None)
+    if append is not None:
+        for told in logprobs:
+            append([[told]])
 
 
 def has_finished(request: Any) -> bool:

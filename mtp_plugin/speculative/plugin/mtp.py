@@ -95,7 +95,7 @@ class MTPPlugin:
             nextn=k,
             device=host.device,
             kernels=config.mtp.kernels,
-            served_options=worker.verifier.served_options,
+            served_options=worker.served_options,
             on_step=on_step,
         )
 

@@ -67,7 +67,7 @@ class NoSpeculationPlugin:
             host.sampler_args,
             nextn=0,
             device=host.device,
-            served_options=worker.verifier.served_options,
+            served_options=worker.served_options,
         )
         return SpeculativePieces(
             manager,

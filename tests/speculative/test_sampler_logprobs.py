@@ -1,0 +1,139 @@
+"""Log-probabilities on their way through the sampler: who asks, what counts, what is missing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.requests.logprobs import (
+    ENTRY_WIDTH,
+    RANK_PLACE,
+    TOKEN_PLACE,
+    TOP_IDS_PLACE,
+    TOP_VALUES_PLACE,
+    VALUE_PLACE,
+    Logprob,
+)
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP
+from tests.speculative.test_sampler import K, Request, S, batch, outputs
+
+VALUES = {7: -0.5, 8: -1.5, 9: -2.5}
+
+
+def asking(slot: int, number: int | None, **params: Any) -> Request:
+    request = Request(slot)
+    request.facts = RequestFacts.of(
+        request.request_id,
+        SamplingParams(max_new_tokens=50, logprobs=number, **params),
+        prompt_len=3,
+        max_seq_len=64,
+    )
+    return request
+
+
+def make(**options: Any) -> MTPSampler:
+    sizes = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
+    return MTPSampler(sizes, nextn=K, device="cpu", **{"served_options": {"logprobs"}, **options})
+
+
+def told(*runs: list[int]) -> dict[str, Any]:
+    """What a worker returns: tokens 7 to 9, of which 7 is the most likely."""
+    entries = torch.zeros(len(runs), K + 1, ENTRY_WIDTH, dtype=torch.int32)
+    entries[..., TOP_IDS_PLACE:TOP_VALUES_PLACE] = -1
+    entries[..., TOKEN_PLACE] = -1
+    values = entries.view(torch.float32)
+    for row, run in enumerate(runs):
+        for place, token in enumerate(run):
+            entries[row, place, TOKEN_PLACE] = token
+            entries[row, place, RANK_PLACE] = token - 6
+            values[row, place, VALUE_PLACE] = VALUES[token]
+            for number, (other, value) in enumerate(VALUES.items()):
+                entries[row, place, TOP_IDS_PLACE + number] = other
+                values[row, place, TOP_VALUES_PLACE + number] = value
+    return outputs(*runs) | {"logprob_entries": entries}
+
+
+def test_tokens_and_the_most_likely_ones() -> None:
+    requests = [asking(0, 2), asking(1, 0), asking(2, None)]
+    piece = make()
+    given = told([9, 7], [8], [7, 7, 7])
+    state = piece.sample_async(batch([], requests), given)
+    given["logprob_entries"].fill_(-777)  # the next step writes there
+    results = piece.update_requests(state)
+    first, second = Logprob(-0.5, 1), Logprob(-1.5, 2)
+    assert results[0].logprobs == [
+        {9: Logprob(-2.5, 3), 7: first, 8: second},
+        {7: first, 8: second},
+    ]
+    assert results[1].logprobs == [{8: second}]
+    assert results[2].logprobs is None
+
+
+def test_a_stop_drops_what_stands_behind_it() -> None:
+    request = asking(0, 1, stop_token_ids=(8,))
+    piece = make()
+    (result,) = piece.update_requests(piece.sample_async(batch([], [request]), told([7, 8, 9, 9])))
+    assert result.token_ids == [7, 8]
+    assert [list(one) for one in result.logprobs] == [[7], [8, 7]]
+
+
+def test_each_request_has_its_own_whoever_has_ended() -> None:
+    requests = [asking(0, 0), asking(1, 0), asking(2, 0)]
+    piece = make()
+    state = piece.sample_async(batch([], requests), told([7], [8], [9]))
+    requests[0].finish_by(FinishReason.CANCELLED, 0)
+    results = piece.update_requests(state)
+    assert [list(result.logprobs[0]) for result in results] == [[8], [9]]
+
+
+def test_a_host_that_made_the_state_itself() -> None:
+    request = asking(0, 0)
+    piece = make()
+    state = piece.sample_async(batch([], [request]), told([7, 9]))
+    own = SampleStateMTP(scheduled_requests=batch([], [request]), host=state.host)
+    (result,) = piece.update_requests(own)
+    assert [list(one) for one in result.logprobs] == [[7], [9]]
+
+
+def test_where_a_host_keeps_them() -> None:
+    class Result:
+        def __init__(self) -> None:
+            self.told: list[Any] = []
+
+        def append_log_probs(self, log_probs: list[Any]) -> None:
+            self.told.append(log_probs)
+
+    request = asking(0, 0)
+    request.py_result = Result()
+    piece = make()
+    piece.update_requests(piece.sample_async(batch([], [request]), told([7, 8])))
+    assert request.py_result.told == [[[{7: Logprob(-0.5, 1)}]], [[{8: Logprob(-1.5, 2)}]]]
+
+
+def test_nothing_travels_where_nobody_asks() -> None:
+    piece = make()
+    state = piece.sample_async(batch([], [asking(0, None)]), told([7]))
+    assert state.host.log_probs is None
+
+
+def test_a_step_that_tells_nothing_ends_who_asks_alone() -> None:
+    requests = [asking(0, 1), asking(1, None)]
+    piece = make()
+    results = piece.update_requests(piece.sample_async(batch([], requests), outputs([7], [8])))
+    assert [result.token_ids for result in results] == [[], [8]]
+    assert requests[0].finish_reason is FinishReason.ERROR
+    assert "logprobs" in requests[0].py_error
+
+
+def test_who_is_not_given_them_is_told_so() -> None:
+    """A plugin whose worker gives none; of the prompt the host gives them."""
+    piece = make(served_options=())
+    with pytest.raises(ConfigError, match="request 100: not supported with MTP: logprobs=2"):
+        piece.validate_request(asking(0, 2, prompt_logprobs=1))
