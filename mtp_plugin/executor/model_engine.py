@@ -16,6 +16,7 @@ from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetada
 from mtp_plugin.executor.cuda_graphs import CapturedSteps
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
@@ -34,6 +35,7 @@ class ContextInputs:
     next_prompt: torch.Tensor  # [C] int32: the token behind the chunk, -1 at a prompt's end
     last_rows: torch.Tensor  # [C] int64: the chunk's last row
     lens: torch.Tensor  # [C] int32
+    scored: ScoredPrompts | None = None  # prompt tokens whose log-probabilities are asked for
 
 
 class ModelEngine:
@@ -241,6 +243,8 @@ class ModelEngine:
         hidden_states = self.model.forward_target(
             input_ids, position_ids.unsqueeze(0), attn_metadata
         )
+        if contexts is not None and contexts.scored is not None:
+            contexts.scored.tell(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         asked = hidden_states if logit_rows is None else hidden_states[logit_rows]
         outputs: dict[str, torch.Tensor] = self.pieces.worker(
             input_ids=input_ids,
@@ -334,6 +338,7 @@ class ModelEngine:
             next_prompt=split[2],
             last_rows=split[3].to(torch.int64),
             lens=split[4],
+            scored=ScoredPrompts.of(contexts, self.device),
         )
 
     # ---- metadata -----------------------------------------------------------------------------

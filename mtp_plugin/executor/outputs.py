@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
@@ -24,6 +25,10 @@ class RequestOutput:
     acceptance: AcceptanceStats
     error: str | None = None
     """What went wrong, where ``finish_reason`` is ERROR."""
+    logprobs: Logprobs | None = None
+    """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The same for each of ``prompt_token_ids``, None for the first."""
 
     @classmethod
     def of(cls, request: LlmRequest) -> Self:
@@ -42,6 +47,8 @@ class RequestOutput:
             finish_reason=request.finish_reason,
             acceptance=request.py_acceptance,
             error=request.error,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     @property

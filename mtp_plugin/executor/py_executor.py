@@ -12,6 +12,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
 from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler
 from mtp_plugin.requests.detokenizer import Segment
+from mtp_plugin.requests.logprobs import Logprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import Sampler
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
@@ -27,6 +28,8 @@ class StepEvent(NamedTuple):
     finish_reason: FinishReason | None
     label: Label | None = None
     """What must be said of the text; None: it is the target's own."""
+    logprobs: Logprobs | None = None
+    """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
 
     @property
     def text(self) -> str:
@@ -214,7 +217,7 @@ class PyExecutor:
     def _responses(self, results: Sequence[StepResult]) -> list[StepEvent]:
         """Events of what a step gave; finished requests give everything back."""
         return [
-            self._report(request, result.token_ids)
+            self._report(request, result.token_ids, result.logprobs)
             for result in results
             if (request := self._requests.get(result.request_id)) is not None
             and (result.token_ids or result.finish_reason is not None)
@@ -224,7 +227,12 @@ class PyExecutor:
         """Events of requests that ended outside a step."""
         return [self._report(r, []) for r in list(self._requests.values()) if r.is_finished]
 
-    def _report(self, request: LlmRequest, token_ids: list[int]) -> StepEvent:
+    def _report(
+        self, request: LlmRequest, token_ids: list[int], logprobs: Logprobs | None = None
+    ) -> StepEvent:
+        if request.logprobs is not None:
+            logprobs = Logprobs() if logprobs is None else logprobs
+            request.logprobs.extend(logprobs)
         text = request.text
         segments = text.drain(final=request.is_finished) if text is not None else []
         if request.is_finished:
@@ -235,6 +243,7 @@ class PyExecutor:
             segments,
             request.finish_reason,
             request.py_acceptance.label,
+            logprobs,
         )
 
     def _terminate(self, request: LlmRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests.detokenizer import RequestText
+from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
@@ -51,6 +52,10 @@ class LlmRequest:
         self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
         self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
+        self.logprobs = None if params.logprobs is None else Logprobs()
+        """Of the tokens emitted so far; None: nobody asks."""
+        self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
+        """Of the prompt's tokens as far as it was scored; None: nobody asks."""
         self.facts = RequestFacts.of(
             request_id,
             params,

@@ -89,6 +89,14 @@ class Logprobs(Sequence[TokenLogprobs]):
         """Tell of the tokens of another text, which follow."""
         self._parts += others._parts
 
+    def first(self, count: int) -> Logprobs:
+        """What is told of the first ``count`` tokens."""
+        parts = []
+        for part in self._parts:
+            parts.append(part.first(count))
+            count = max(count - len(part), 0)
+        return Logprobs(parts)
+
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 

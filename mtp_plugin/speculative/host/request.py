@@ -78,7 +78,7 @@ class RequestFacts:
     def only_draws(self) -> bool:
         """Whether it asks for nothing but draws, if for anything that changes tokens."""
         asked = (OPTIONS[name] for name in self.options)
-        return all(option.draws for option in asked if option.changes_choice)
+        return all(option.draws for option in asked if option.beyond_first_choice)
 
     @property
     def number(self) -> int:

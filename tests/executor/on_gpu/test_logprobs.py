@@ -1,0 +1,1 @@
+from tests.executor.test_logprobs import *  # noqa: F403

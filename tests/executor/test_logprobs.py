@@ -1,0 +1,293 @@
+"""Log-probabilities are the target's own: whatever K, worker, loop, chunks, pressure or stops."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtp_plugin.executor import SamplingParams, prompt_logprobs
+from mtp_plugin.requests.logprobs import Logprob
+from mtp_plugin.speculative.drafting import worker as worker_module
+from tests.executor.conftest import VOCAB, assert_drained, pads_batches
+from tests.executor.replays import WatchedGraphs
+from tests.executor.test_llm_api import Pieces
+from tests.executor.test_sampling import OPTIONS
+
+NUM_TOKENS = 16
+TOLERANCE = 1e-4
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+ASKED = (5, None, 0, 20, 1)
+TIGHT = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
+"""Prompts come in chunks, and requests give way to each other."""
+
+
+def params_of(place: int, **more) -> SamplingParams:
+    """Every second request draws, one in five asks for nothing."""
+    options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": ASKED[place % 5]}
+    drawn = {**OPTIONS[place], "seed": place} if place % 2 else {}
+    return SamplingParams(**{**options, **drawn, **more})
+
+
+@torch.inference_mode()
+def distribution(target, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities behind every token of a text [len(tokens), V], by the target alone."""
+    logits = target.model.lm_head(target.states(tuple(tokens)))
+    return torch.log_softmax(logits.float(), dim=-1).cpu()
+
+
+def check_told(told, row: torch.Tensor, token: int, number: int) -> None:
+    """One token's mapping, against the distribution that it came from."""
+    order = row.argsort(descending=True, stable=True).tolist()
+    assert list(told) == [token, *(other for other in order[:number] if other != token)]
+    for other, (value, rank, text) in told.items():
+        assert value == pytest.approx(float(row[other]), abs=TOLERANCE)
+        assert rank == order.index(other) + 1
+        assert text is None
+
+
+def check(target, output, asked: SamplingParams) -> None:
+    """All that an output tells."""
+    prompt, text = output.prompt_token_ids, output.token_ids
+    rows = distribution(target, [*prompt, *text])
+    if asked.logprobs is None:
+        assert output.logprobs is None
+    else:
+        assert len(output.logprobs) == len(text)
+        for place, (told, token) in enumerate(zip(output.logprobs, text, strict=True)):
+            check_told(told, rows[len(prompt) - 1 + place], token, asked.logprobs)
+    if asked.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+    else:
+        assert len(output.prompt_logprobs) == len(prompt)
+        assert output.prompt_logprobs[0] is None
+        for place, told in enumerate(output.prompt_logprobs):
+            if place:
+                check_told(told, rows[place - 1], prompt[place], asked.prompt_logprobs)
+
+
+def check_all(llm, target, prompts, params) -> list[list[int]]:
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    for output, asked in zip(outputs, params, strict=True):
+        check(target, output, asked)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_log_probabilities_of_the_text(bed, target, prompts, no_overlap, vanilla, k):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    check_all(llm, target, prompts, params)
+    if k:
+        assert llm.executor.acceptance.acceptance_length > 1.15
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_chunks_and_preemption(bed, target, prompts, no_overlap, vanilla):
+    params = [params_of(i, prompt_logprobs=(3, None, 0, 20)[i % 4]) for i in range(len(prompts))]
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, **TIGHT)
+    check_all(llm, target, prompts, params)
+    assert llm.executor.num_preemptions > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_prompts_in_chunks(bed, target, prompts, chunk):
+    """The last row of a chunk scores the first token of the next."""
+    llm = bed.llm(chunk_policy=lambda _, most: min(chunk, most))
+    params = [params_of(i, prompt_logprobs=2, max_new_tokens=3) for i in range(len(prompts))]
+    check_all(llm, target, prompts, params)
+
+
+def test_prompts_are_scored_once_and_a_tile_at_a_time(bed, target, prompts, monkeypatch):
+    """What was told before a preemption is not computed again."""
+    monkeypatch.setattr(prompt_logprobs, "TILE_ROWS", 7)
+    rows: list[int] = []
+    honest = prompt_logprobs._entries
+
+    def entries(logits, tokens, *args):
+        assert logits.shape[0] == tokens.shape[0]
+        rows.append(logits.shape[0])
+        return honest(logits, tokens, *args)
+
+    monkeypatch.setattr(prompt_logprobs, "_entries", entries)
+    llm = bed.llm(**TIGHT)
+    params = [params_of(i, prompt_logprobs=1) for i in range(len(prompts))]
+    check_all(llm, target, prompts, params)
+    assert llm.executor.num_preemptions > 0
+    assert max(rows) == 7
+    assert sum(rows) == sum(len(prompt) - 1 for prompt in prompts)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_that_gives_way_half_read(bed, target, prompts, overlap):
+    """Its told tokens stay, the others are scored when it starts over."""
+    llm = bed.llm(disable_overlap_scheduler=not overlap, chunk_policy=lambda _, most: min(5, most))
+    (request,) = llm.make_requests([prompts[6]], [params_of(0, prompt_logprobs=4)])
+    executor = llm.executor
+    executor.enqueue(request)
+    for _ in range(3):
+        executor.step()
+    before = len(request.prompt_logprobs)
+    assert 1 < before < 33
+    assert not request.is_generating
+    scheduler = executor.scheduler
+    scheduler.active.remove(request)
+    scheduler.blocks.free_resources(request)
+    request.pause()
+    executor.resources.free_resources(request)
+    scheduler.waiting.appendleft(request)
+    told = list(request.prompt_logprobs)
+    while executor.has_work:
+        executor.step()
+    assert request.prompt_logprobs[:before] == told
+    output = SimpleNamespace(
+        prompt_token_ids=prompts[6],
+        token_ids=request.output_token_ids,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    check(target, output, request.params)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_stops_inside_runs(bed, target, prompts, no_overlap):
+    """Nothing is told of what a stop cuts off."""
+    dice = random.Random(3)
+    free = [target.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    params = [
+        SamplingParams(
+            max_new_tokens=NUM_TOKENS,
+            logprobs=3,
+            stop_token_ids=[dice.choice(text[2:])],
+            min_tokens=4 * (place % 2),
+            ignore_eos=True,
+        )
+        for place, text in enumerate(free)
+    ]
+    for k in (0, 3):
+        llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+        for _ in range(2):
+            texts = check_all(llm, target, prompts, params)
+        assert any(len(text) < NUM_TOKENS for text in texts)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_stop_strings_inside_runs(bed, target, prompts, vanilla):
+    tokenizer = Pieces()
+    llm = bed.llm(vanilla=vanilla, tokenizer=tokenizer)
+    free = [o.text for o in llm.generate(prompts, params_of(0))]
+    params = [params_of(0, stop=(text[len(text) // 2 :][:3],)) for text in free]
+    texts = check_all(llm, target, prompts, params)
+    assert any(len(text) < NUM_TOKENS for text in texts)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("k", [0, 3])
+def test_events_tell_the_same(bed, prompts, no_overlap, k):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+    requests = llm.make_requests(prompts, params)
+    for request in requests:
+        llm.executor.enqueue(request)
+    events = []
+    while llm.executor.has_work:
+        events += llm.executor.step()
+    for request in requests:
+        mine = [event for event in events if event.request_id == request.request_id]
+        if request.logprobs is None:
+            assert {event.logprobs for event in mine} == {None}
+            continue
+        for event in mine:
+            assert [next(iter(told)) for told in event.logprobs] == event.token_ids
+        assert [told for event in mine for told in event.logprobs] == request.logprobs
+        assert len(request.logprobs) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_steps_in_padded_graphs(bed, target, prompts, monkeypatch, vanilla, no_overlap):
+    pads_batches(bed)
+    graphs = {"batch_sizes": [1, 4, 8], "enable_padding": True}
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, cuda_graph_config=graphs)
+    watched = WatchedGraphs(llm, monkeypatch)
+    few = prompts[:6]
+    params = [params_of(i, max_new_tokens=6 + 2 * i, prompt_logprobs=2) for i in range(len(few))]
+    check_all(llm, target, few, params)
+    assert not watched.eager_generations
+    assert {shape.edits_logits for shape in watched.replayed} == {True}
+
+
+def test_who_does_not_ask_costs_nothing(bed, target, prompts, monkeypatch):
+    """Greedy batches run no op more, nor does anything travel where nobody asks."""
+
+    def never(*_, **__):
+        raise AssertionError("nobody asked")
+
+    asks_nothing = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    llm = bed.llm()
+    sample_async, told = llm.executor.sampler.sample_async, []
+
+    def watched(*args, **options):
+        state = sample_async(*args, **options)
+        told.append(state.host.log_probs)
+        return state
+
+    llm.executor.sampler.sample_async = watched
+    llm.generate(prompts, [params_of(1, logprobs=None)] * len(prompts))
+    assert told
+    assert all(one is None for one in told)
+    llm.executor.engine.captured = None
+    monkeypatch.setattr(worker_module, "logprobs", never)
+    monkeypatch.setattr(prompt_logprobs, "logprobs", never)
+    check_all(llm, target, prompts, [asks_nothing] * len(prompts))
+
+
+def test_accepted_drafts_that_are_no_first_choice(bed, target, prompts):
+    """Relaxed acceptance emits them, with the probability that the target gave them."""
+    relaxed = {
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 9,
+        "relaxed_delta": 0.9,
+        "begin_thinking_phase_token": 5,
+        "end_thinking_phase_token": 6,
+    }
+    llm = bed.llm(speculative=relaxed)
+    asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=4)
+    outputs = llm.generate([[5, *prompt] for prompt in prompts], asked)
+    for output in outputs:
+        check(target, output, asked)
+    ranks = [told[t].rank for o in outputs for told, t in zip(o.logprobs, o.token_ids, strict=True)]
+    assert max(ranks) > 1
+
+
+def test_a_cancelled_request_has_what_it_was_told(bed, prompts):
+    llm = bed.llm()
+    (request,) = llm.make_requests([prompts[5]], [params_of(0, prompt_logprobs=0)])
+    executor = llm.executor
+    executor.enqueue(request)
+    for _ in range(4):
+        executor.step()
+    executor.cancel(request.request_id)
+    (event,) = [event for event in executor.step() if event.finish_reason is not None]
+    assert len(event.logprobs) == len(event.token_ids) == 0
+    assert 0 < len(request.logprobs) == len(request.output_token_ids) < NUM_TOKENS
+    assert len(request.prompt_logprobs) == len(prompts[5])
+
+
+def test_a_prompt_of_one_token_and_the_widest_list(bed, target):
+    asked = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+    (output,) = bed.llm().generate([[VOCAB - 1]], asked)
+    assert output.prompt_logprobs == [None]
+    ((token, told),) = [
+        (t, told) for t, told in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    assert isinstance(told[token], Logprob)
+    assert len(told) == 20
+    check(target, output, asked)
