@@ -53,7 +53,7 @@ def edited(
         if (allowed is not None and token not in allowed) or token in params.bad_token_ids:
             values[token] = -math.inf
     for word in params.bad_words:
-        if (text + [word[-1]])[-len(word) :] == list(word):
+        if [*text, word[-1]][-len(word) :] == list(word):
             values[word[-1]] = -math.inf
     if len(output) < params.min_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else end_ids)}

@@ -52,7 +52,7 @@ TOKENS = st.lists(IDS, max_size=6)
 THINKING = Thinking(1, (2, 3))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     row=st.lists(VALUES, min_size=VOCAB, max_size=VOCAB),
     options=OPTIONS,
@@ -69,9 +69,12 @@ def test_choices_are_those_of_the_story(row, options, prompt, output, end_ids, s
     rule = SamplingRule(params, prompt, end_ids=end_ids, thinking=THINKING)
     expected = story.choose(row, params, prompt, output, end_ids=end_ids, thinking=THINKING)
     assert rule.choose(torch.tensor(row), output) == expected
+    if rule.forced(output) is None:
+        values = rule.edited(torch.tensor(row), output).tolist()
+        assert values == story.edited(row, params, prompt, output, end_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     output=st.lists(st.integers(0, 4), max_size=12),
