@@ -309,6 +309,7 @@ class SamplingParams:
         _integer(0),
         "tokens of the prompt that presence and frequency do not count",
         "config.prompt_ignore_length",
+        edits_logits=True,
     )
     logit_bias: dict[int, float] | None = _option(
         None,
