@@ -38,7 +38,8 @@ class LLM:
         stop_callback: a rule of stopping of your own, as `MTPSampler` takes it: called once a step
             with ids of requests, whose tokens :meth:`find_request` has. Where it answers with ids
             alone, the text depends on how many drafts were accepted, hence on K; a mapping of ids
-            to the tokens of the output to keep is exact.
+            to the tokens of the output to keep is exact. It runs within the step, and may ask this
+            object for nothing else.
 
     Raises:
         ConfigError: an option that cannot be, or not on this checkpoint or device; of a YAML file

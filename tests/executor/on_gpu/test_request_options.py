@@ -1,0 +1,1 @@
+from tests.executor.test_request_options import *  # noqa: F403

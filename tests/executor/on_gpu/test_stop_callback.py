@@ -1,0 +1,1 @@
+from tests.executor.test_stop_callback import *  # noqa: F403
