@@ -72,7 +72,8 @@ def test_memory_beside_the_weights_is_reported(bed):
         assert slots == 3 * 2 + 3
         assert line == (
             f"memory: KV cache {llm.pools.num_bytes() / 2**20:.1f} MiB (1024 blocks of 4 tokens), "
-            f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+            f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
+            f"logit edits {manager.edit_rows.num_bytes / 2**20:.1f} MiB"
         )
     assert told[-1] == "ready"
 

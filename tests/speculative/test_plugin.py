@@ -404,8 +404,11 @@ def test_pieces_answer_for_themselves() -> None:
     assert pieces.backend is pieces.worker.backend is Backend.TORCH
     assert pieces.checks_metadata
     slots, size = pieces.manager.sentinel_slot + 1, pieces.manager.bytes_per_slot()
-    told = f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
-    assert pieces.memory_report() == told
+    edits = pieces.manager.edit_rows.num_bytes
+    assert pieces.memory_report() == (
+        f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
+        f"logit edits {edits / 2**20:.1f} MiB"
+    )
     with pieces.replay_checks() as checks:
         assert list(checks) == []
     assert not target_only().checks_metadata
@@ -484,14 +487,14 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 41 numbers that every slot has: nine, and 32 stop ids
-        (target_only, 4 * 41),
-        (eagle, 4 * 41),
+        # 68 numbers that every slot has: 20, the 16 last tokens, and 32 stop ids
+        (target_only, 4 * 68),
+        (eagle, 4 * 68),
         # two pairs of eight numbers of two bytes and a token
-        (vanilla, 4 * 41 + 2 * (8 * 2 + 4)),
+        (vanilla, 4 * 68 + 2 * (8 * 2 + 4)),
         (
             lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
-            4 * 45,
+            4 * 72,
         ),
     ],
     ids=["none", "eagle", "vanilla", "relaxed"],
@@ -501,7 +504,8 @@ def test_memory_reports(make: Any, size: int) -> None:
     pieces = make()
     assert (pieces.manager.num_rows, pieces.manager.bytes_per_slot()) == (15, size)
     name = "MTP state" if pieces.plan.max_draft_len else "request state"
-    assert pieces.memory_report() == f"{name} 0.0 MiB (15 slots of {size} bytes)"
+    told = f"{name} 0.0 MiB (15 slots of {size} bytes), logit edits 0.0 MiB"
+    assert pieces.memory_report() == told
 
 
 @PLUGINS
