@@ -42,8 +42,15 @@ class TextPool(SlotStateManager):
         *,
         device: torch.device,
         num_seq_slots: int,
+        vocab_size: int,
     ) -> None:
-        super().__init__(modes, max_num_requests, device=device, num_seq_slots=num_seq_slots)
+        super().__init__(
+            modes,
+            max_num_requests,
+            device=device,
+            num_seq_slots=num_seq_slots,
+            vocab_size=vocab_size,
+        )
         # the column behind the longest text takes what nobody reads
         shape = (self.num_rows, max_seq_len + 1)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -157,6 +164,7 @@ class NgramPlugin:
             host.max_seq_len,
             device=host.device,
             num_seq_slots=host.max_num_sequences,
+            vocab_size=host.vocab_size,
         )
 
         def make_metadata() -> MTPSpecMetadata:

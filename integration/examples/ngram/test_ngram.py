@@ -15,7 +15,7 @@ from integration.examples.ngram.plugin import NgramPlugin, TextPool, look_up
 from mtp_plugin.errors import ConfigError, PluginError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
-from mtp_plugin.infer import greedy_decode
+from mtp_plugin.infer import decode, greedy_decode
 from mtp_plugin.plugin import register_plugin, unregister_plugin
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.host import ResourceManager
@@ -118,6 +118,21 @@ def test_any_text_is_that_of_target_only_decoding(
     for prompt, output in zip(asked, outputs, strict=True):
         assert output.token_ids == wandering.greedy(prompt, 20)
     assert any(output.acceptance.num_drafted for output in outputs)
+
+
+@LOOPS
+def test_penalties_and_draws_of_a_plugin_beside_the_package(wandering: Bed, overlap: bool) -> None:
+    asked = prompts(2, 25, 7, 12)
+    params = [
+        SamplingParams(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.8, seed=3),
+        SamplingParams(max_new_tokens=20, ignore_eos=True, logit_bias={4: 2.0, 9: -3.0}),
+        SamplingParams(max_new_tokens=20, ignore_eos=True),
+    ]
+    with wandering.llm(disable_overlap_scheduler=not overlap) as llm:
+        outputs = llm.generate(asked, params)
+    for prompt, one, output in zip(asked, params, outputs, strict=True):
+        assert output.token_ids == decode(wandering.plain, prompt, one).token_ids
 
 
 def test_preemption_happens(wandering: Bed) -> None:
