@@ -233,7 +233,7 @@ def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
         assert not hasattr(manager, "mtp_past_tokens_pool")
         size = 4 * (68 + 97)  # what every slot has, and the text
         assert pieces.memory_report().startswith("texts ")
-        assert pieces.memory_report().endswith(f"({manager.num_rows} slots of {size} bytes)")
+        assert f"({manager.num_rows} slots of {size} bytes)" in pieces.memory_report()
         params = SamplingParams(stop_token_ids=(9,), ignore_eos=True)
         request = llm.make_request([1, 2, 3], params)
         manager.prepare_resources(SimpleNamespace(context_requests=[request]))
