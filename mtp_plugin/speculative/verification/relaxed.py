@@ -15,8 +15,7 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
+from mtp_plugin.speculative.ops.acceptance import RUN_COLUMN, AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 _logger = logging.getLogger("mtp_plugin")
@@ -27,28 +26,33 @@ DELTA_POOL = "mtp_relaxed_delta_pool"
 class RelaxedVerification(VerificationMode):
     """Takes drafts among the ``relaxed_topk`` best, within ``relaxed_delta`` of the best one.
 
-    It claims the rows of thinking requests, which are greedy: where it is enabled no request draws.
-    Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking phase; a
-    host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
-    ``relaxed_limit`` (the request's own). Ids that end a request are accepted only as first choice;
-    a request with more of them than a slot has room for is never relaxed, which is logged.
+    It claims the rows of thinking requests that are greedy; what is drawn or forced is never
+    relaxed. Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking
+    phase; a host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
+    ``relaxed_limit`` (the request's own, or the config's) and, with a run limit, ``relaxed_run``.
+    Ids that end a request are accepted only as first choice; a request with more of them than a
+    slot has room for is never relaxed, which is logged.
     """
 
     name = "relaxed"
-    refused_options = DRAWN_OPTIONS
+    served_options = frozenset({"relaxed_topk", "relaxed_delta"})
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self.topk, self.delta = options.relaxed_topk, options.relaxed_delta
+        self.run_limit = options.mtp.relaxed_run_limit
+        self.entropy_scale = options.mtp.relaxed_entropy_scale
         expect_thinking_tokens(*options.thinking_tokens)
         self.thinking_tokens = options.thinking_tokens
         """(begin, end) ids."""
-        self.columns = (
+        self.columns = [
             SlotColumn(DELTA_POOL, float, 0.0, is_pool=True),
             SlotColumn("thinking", int),
             SlotColumn("relaxed_topk", int, self.topk),
             SlotColumn("relaxed_limit", float, self.delta),
-        )
+        ]
+        if self.run_limit is not None:
+            self.columns.append(SlotColumn(RUN_COLUMN, int))
         self._told_of_stop_ids = False
 
     @classmethod
@@ -59,9 +63,14 @@ class RelaxedVerification(VerificationMode):
     @classmethod
     @override
     def label(cls, options: DecodingOptions) -> Label | None:
+        settings = f"top {options.relaxed_topk}, delta {options.relaxed_delta:g}"
+        if options.mtp.relaxed_entropy_scale is not None:
+            settings += f" up to an entropy of {options.mtp.relaxed_entropy_scale:g}"
+        if options.mtp.relaxed_run_limit is not None:
+            settings += f", {options.mtp.relaxed_run_limit} in a row"
         return Label(
             name=cls.name,
-            settings=f"top {options.relaxed_topk}, delta {options.relaxed_delta:g}",
+            settings=settings,
             note="while a request thinks, drafts near the first choice stand too; texts may differ",
         )
 
@@ -76,6 +85,8 @@ class RelaxedVerification(VerificationMode):
             delta_in_force=inputs.step.manager.mtp_relaxed_delta_pool,
             begin_token=begin,
             end_token=end,
+            run_limit=self.run_limit,
+            entropy_scale=self.entropy_scale,
         )
         tells_nothing = inputs.step.next_prompt_tokens is None
         if tells_nothing and inputs.input_ids is not None and inputs.layout.num_contexts:
@@ -108,7 +119,10 @@ class RelaxedVerification(VerificationMode):
         if facts.stop.slot_ids is None:
             is_relaxed = False
             self._tell_of_stop_ids(facts)
-        topk, limit = (self.topk, self.delta) if is_relaxed else (1, 0.0)
+        topk, limit = 1, 0.0
+        if is_relaxed:
+            topk = facts.options.get("relaxed_topk", self.topk)
+            limit = facts.options.get("relaxed_delta", self.delta)
         # a preempted request starts over with its emitted tokens as part of the prompt
         thinking = thinking_after(tokens, *self.thinking_tokens)
         return {

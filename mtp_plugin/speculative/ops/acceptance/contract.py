@@ -8,6 +8,11 @@ import torch
 
 from mtp_plugin.speculative.step import SlotRows
 
+RUN_COLUMN = "relaxed_run"
+"""Read and written with a run limit."""
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy."""
+
 
 @dataclass(frozen=True)
 class RelaxedRule:
@@ -19,11 +24,17 @@ class RelaxedRule:
 
     slots: SlotRows
     """With ``thinking``, ``relaxed_topk`` (>= 1), ``relaxed_limit`` (>= 0, the distance to the
-    highest probability that the request allows) and ``stop_ids`` (accepted only as top-1)."""
+    highest probability that the request allows), ``stop_ids`` (accepted only as top-1) and, for a
+    run limit, ``relaxed_run``."""
     delta_in_force: torch.Tensor
     """[S] float32, any stride: the delta that counts, whoever wrote it; 0 where nobody thinks."""
     begin_token: int  # -1 where the vocabulary has none
     end_token: int
+    run_limit: int | None = None
+    """So many accepted tokens that were not top-1 follow each other at most: the column
+    ``relaxed_run`` counts them. None: any number."""
+    entropy_scale: float | None = None
+    """h > 0: a row of entropy H nats allows the delta times min(1, H / h). None: all of it."""
 
     def phase(self, requests: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of some requests think [N] bool, and the delta that each has or would have [N]
@@ -48,7 +59,15 @@ class AcceptanceRules:
     relaxed: RelaxedRule | None = None  # decides where a request thinks
     choices: torch.Tensor | None = None
     """[rows] int32: the token that the target chose in every row, -1 where it has none; None: the
-    row's argmax. Strict and forced rows go by it, and every bonus."""
+    row's argmax. Strict and forced rows go by it, and every bonus. Requests with a temperature are
+    never relaxed where it is given."""
+    forced_ids: torch.Tensor | None = None
+    """[rows] int32: the only token that a row allows, which is its choice, -1: any. A draft stands
+    there if it is that token, by whatever rule."""
+    edited_by: SlotRows | None = None
+    """The requests whose slots and pools say how logits are edited, beside choices that were; their
+    relaxed rows are judged by edited values, and no rule takes an id that is not allowed. None:
+    logits stand as they are."""
     forced_matches: torch.Tensor | None = None
     """[G] integer: so many leading drafts stand, and no other rule decides; negative: the target
     decides."""

@@ -15,6 +15,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.speculative.ops.acceptance import reference
 from mtp_plugin.speculative.ops.acceptance.contract import (
+    RUN_COLUMN,
     STRICT,
     AcceptanceRules,
     RelaxedRule,
@@ -46,7 +47,9 @@ def accept(
     does). Stop ids and the two thinking tokens are accepted only as top-1. The phase follows every
     emitted token, so later rows of the same run already obey the new one; without it the request is
     strict. The phase behind the run goes to the request's slot: ``thinking``, and the delta in
-    force, 0 where it thinks no more.
+    force, 0 where it thinks no more. With an entropy scale h a row of H nats has the delta times
+    min(1, H / h); with a run limit the request is strict behind so many accepted tokens that were
+    not top-1, until one is, as every bonus.
 
     **Forced**: so many leading drafts stand, whatever the argmax is, up to the first that is
     absent, outside the vocabulary or masked (-inf or NaN) in its row. A generation with a negative
@@ -56,7 +59,8 @@ def accept(
     whatever the rules.
 
     **Choices**: where the target's tokens were drawn already, they stand for the argmax of every
-    row: a draft stands while it is what the target drew there.
+    row: a draft stands while it is what the target drew there, and a request with a temperature
+    is never relaxed. Nor is a row with a **forced id**, where no other draft stands.
 
     Args:
         logits: [C + G*(K+1), V] floating, contiguous rows with any stride between them.
@@ -78,8 +82,14 @@ def accept(
     ):
         if tensor is not None:
             _check_vector(name, tensor, size, dtype, logits.device)
-    if rules.choices is not None:
-        _check_vector("choices", rules.choices, layout.num_logit_rows, torch.int32, logits.device)
+    for name, rows in (("choices", rules.choices), ("forced_ids", rules.forced_ids)):
+        if rows is not None:
+            _check_vector(name, rows, layout.num_logit_rows, torch.int32, logits.device)
+    for name, part in (("forced_ids", rules.forced_ids), ("edited_by", rules.edited_by)):
+        if part is not None and rules.choices is None:
+            raise TensorContractError(f"{name}: expected choices beside it, got None")
+    if rules.edited_by is not None:
+        check_slots(rules.edited_by, requests, logits.device)
     if rules.relaxed is not None:
         _check_relaxed(rules.relaxed, requests, logits.device)
     return _side(backend).accept(
@@ -146,7 +156,8 @@ def _check_rows(layout: StepLayout, logits: torch.Tensor, draft_tokens: torch.Te
 
 
 def _check_relaxed(rule: RelaxedRule, requests: int, device: torch.device) -> None:
-    check_slots(rule.slots, requests, device, RELAXED_COLUMNS)
+    needed = RELAXED_COLUMNS if rule.run_limit is None else (*RELAXED_COLUMNS, RUN_COLUMN)
+    check_slots(rule.slots, requests, device, needed)
     pool = rule.delta_in_force
     if pool.dim() != 1 or pool.dtype != torch.float32 or pool.device != device:
         raise TensorContractError(

@@ -5,8 +5,12 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.ops.acceptance import contract
+from mtp_plugin.speculative.ops.logits.edits_kernel import ALLOWED_ROW, edited, edits_of
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
+TEMPERATURE = tl.constexpr(request_column("temperature"))
+GREEDY_BELOW = tl.constexpr(contract.GREEDY_BELOW)
 
 
 @triton.jit
@@ -28,6 +32,12 @@ def _phase_of(slot_row, in_force_ptr, thinking_column, limit_column):
 
 
 @triton.jit
+def _draws(slot_row):
+    """Whether a request has a temperature: its tokens are drawn."""
+    return tl.load(slot_row + TEMPERATURE).to(tl.float32, bitcast=True) >= GREEDY_BELOW
+
+
+@triton.jit
 def relaxed_kernel(
     # inputs
     logits_ptr,
@@ -35,14 +45,21 @@ def relaxed_kernel(
     slot_ptr,
     table_ptr,
     delta_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
     # outputs
     value_ptr,
     id_ptr,
     weight_ptr,
     ahead_ptr,
+    surprise_ptr,
+    near_ptr,
     # sizes
     row_stride,
     vocab,
+    pool_vocab,
     piece,
     num_pieces,
     num_contexts,
@@ -56,12 +73,18 @@ def relaxed_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_CHOICES: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """As top1_kernel; for drafted rows of requests that think also the sum of weights and a rank.
 
     ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
     the row's draft in order of falling value, then rising id; of a masked draft anything.
+    ``surprise``: sum of exp(value - piece maximum) * (value - piece maximum). Where the target's
+    tokens are chosen, rows that need none of these are not read, and have -inf. With edits all
+    of this is of edited values, and ``near`` the draft's.
     """
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -93,25 +116,49 @@ def relaxed_kernel(
     thinking, _ = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
     # a phase that begins within the run needs its later rows judged too
     begins = tl.max((in_run & (drafts == begin_token)).to(tl.int32), axis=0) == 1
+    judged = drafted & (thinking | begins)
+    if HAS_CHOICES:
+        judged = judged & ~_draws(slot_row)
 
     # lanes know nothing of each other until the piece is read; each asks for its next value before
     # it works on the one that it has
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + lanes
-    if drafted & (thinking | begins):
+    if judged:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
+        if HAS_EDITS:
+            edits = edits_of(
+                slot_row,
+                bias_ptr,
+                allowed_ptr,
+                count_ptr,
+                seen_ptr,
+                pool_vocab,
+                run_ptr,
+                column.to(tl.int32),
+            )
+            draft_value = edited(draft_value, draft, known, edits)
+            tl.store(near_ptr + row, draft_value, mask=part == 0)
         before_draft = tl.minimum(draft, end)
         weight = tl.zeros([BLOCK], tl.float32)
         ahead = tl.zeros([BLOCK], tl.int32)
+        surprise = tl.zeros([BLOCK], tl.float32)
         for start in range(first, end, BLOCK):
             ids, mine = start + lanes, value.to(tl.float32)
             following = ids + BLOCK
             value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
+            if HAS_EDITS:
+                mine = tl.where(mine == mine, mine, float("-inf"))
+                mine = edited(mine, ids, ids < end, edits)
             # a comparison with NaN is false, so NaN neither wins nor weighs
             better = mine > best
             # one exponential per value; equal values differ by zero also where both are infinite
             apart = tl.where(mine == best, 1.0, tl.exp(-tl.abs(mine - best)))
             apart = tl.where(mine > float("-inf"), apart, 0.0)
+            if HAS_ENTROPY:
+                gap = tl.where((apart > 0) & (mine != best), -tl.abs(mine - best), 0.0)
+                moved = surprise * apart + weight * (apart * gap)
+                surprise = tl.where(better, moved, surprise + apart * gap)
             weight = tl.where(better, weight * apart + 1.0, weight + apart)
             best = tl.where(better, mine, best)
             best_id = tl.where(better, ids, best_id)
@@ -121,17 +168,23 @@ def relaxed_kernel(
         scale = tl.where(best == top, 1.0, tl.exp(best - top))
         tl.store(weight_ptr + out, tl.sum(weight * scale, axis=0))
         tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
+        if HAS_ENTROPY:
+            gap = tl.where((scale > 0) & (best != top), best - top, 0.0)
+            tl.store(surprise_ptr + out, tl.sum(scale * (surprise + weight * gap), axis=0))
     else:
-        for start in range(first, end, BLOCK):
-            ids, mine = start + lanes, value.to(tl.float32)
-            following = ids + BLOCK
-            value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
-            better = mine > best
-            best = tl.where(better, mine, best)
-            best_id = tl.where(better, ids, best_id)
+        if not HAS_CHOICES:
+            for start in range(first, end, BLOCK):
+                ids, mine = start + lanes, value.to(tl.float32)
+                following = ids + BLOCK
+                value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
+                better = mine > best
+                best = tl.where(better, mine, best)
+                best_id = tl.where(better, ids, best_id)
         top = tl.max(best, axis=0)
         tl.store(weight_ptr + out, 1.0)
         tl.store(ahead_ptr + out, 0)
+        if HAS_ENTROPY:
+            tl.store(surprise_ptr + out, 0.0)
     tl.store(value_ptr + out, top)
     tl.store(id_ptr + out, tl.min(tl.where(best == top, best_id, 2147483647), axis=0))
 
@@ -149,6 +202,7 @@ def emit_kernel(
     id_ptr,
     weight_ptr,
     ahead_ptr,
+    surprise_ptr,
     logits_ptr,
     draft_ptr,
     draft_len_ptr,
@@ -156,6 +210,9 @@ def emit_kernel(
     slot_ptr,
     forced_ptr,
     choice_ptr,
+    only_ptr,
+    near_ptr,
+    allowed_ptr,
     # outputs
     token_ptr,
     count_ptr,
@@ -169,6 +226,7 @@ def emit_kernel(
     num_pieces,
     row_stride,
     vocab,
+    pool_vocab,
     last_stride,
     slot_stride,
     table_stride,
@@ -176,8 +234,11 @@ def emit_kernel(
     thinking_column,
     topk_column,
     limit_column,
+    run_column,
     begin_token,
     end_token,
+    run_limit,
+    entropy_scale,
     # constants
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -189,6 +250,10 @@ def emit_kernel(
     HAS_LAST: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
+    HAS_FORCED_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    HAS_RUN_LIMIT: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One request: its run of accepted drafts, its bonus token, count, status and phase."""
@@ -201,7 +266,7 @@ def emit_kernel(
 
     # what waits for nothing is asked for first, then what waits for a slot or a draft: that is how
     # often the program waits for memory
-    if RELAXED:
+    if RELAXED or HAS_EDITS:
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)
@@ -212,8 +277,12 @@ def emit_kernel(
     if RELAXED:
         weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
         ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
+        if HAS_ENTROPY:
+            surprise = tl.load(surprise_ptr + offset, mask=inside, other=0.0)
     if HAS_CHOICES:
         choices = tl.load(choice_ptr + first_row + columns, mask=columns < num_rows, other=-1)
+    if HAS_FORCED_IDS:
+        only = tl.load(only_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     drafted = (columns < K) & (request >= num_contexts)
     drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
     if HAS_DRAFT_LENS:
@@ -234,16 +303,32 @@ def emit_kernel(
         thinking, delta = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
         topk = tl.load(slot_row + topk_column)
         stops = tl.load(slot_row + STOP_IDS + tl.arange(0, STOPS))
+        if HAS_CHOICES:
+            # among none
+            topk = tl.where(_draws(slot_row), 0, topk)
+        run = tl.load(slot_row + run_column) if HAS_RUN_LIMIT else 0
     if RELAXED or HAS_FORCED:
         known = present & (drafts >= 0)
         entry = (first_row + columns) * row_stride + drafts
         draft_value = tl.load(logits_ptr + entry, mask=known, other=float("-inf")).to(tl.float32)
+        if HAS_EDITS:
+            allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
+            words_ptr = allowed_ptr + allowed_row * ((pool_vocab + 31) // 32 + 1)
+            asks = known & (allowed_row >= 0)
+            words = tl.load(words_ptr + (drafts >> 5), mask=asks, other=-1)
+            draft_value = tl.where((words >> (drafts & 31)) & 1 != 0, draft_value, float("-inf"))
         # a comparison with NaN is false: neither NaN nor a masked token stands
         possible = known & (draft_value > float("-inf"))
+        if RELAXED and HAS_EDITS:
+            draft_value = tl.load(near_ptr + first_row + columns, mask=known, other=float("-inf"))
     if RELAXED:
         # here rather than where it decides, which would be one more wait for its loads
         barred = ~possible[:, None] | (drafts[:, None] == stops[None, :])
         barred = tl.max(barred.to(tl.int32), axis=1) == 1
+        if HAS_FORCED_IDS:
+            barred = barred | (only >= 0)
+    if HAS_FORCED and HAS_FORCED_IDS:
+        possible = tl.where(only >= 0, present & (drafts == only), possible)
 
     top = tl.max(values, axis=1)
     top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
@@ -251,7 +336,8 @@ def emit_kernel(
     if HAS_CHOICES:
         top1 = tl.maximum(choices, 0)
         alive = choices >= 0
-    matches = present & alive & (drafts == top1)
+    is_top1 = alive & (drafts == top1)
+    matches = present & is_top1
     if HAS_FORCED:
         matches = tl.where(forced >= 0, possible & (columns < forced), matches)
 
@@ -263,12 +349,20 @@ def emit_kernel(
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
             rank = tl.sum(ahead, axis=1)
             relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
-            distance = relative / total - (1.0 / total - delta)
-            eligible = (rank < topk) & ~barred
+            allowed = tl.zeros_like(total) + delta
+            if HAS_ENTROPY:
+                gap = tl.where((scale > 0) & (values != top[:, None]), values - top[:, None], 0.0)
+                surprise = tl.where(weights > 0, scale * (surprise + weights * gap), 0.0)
+                entropy = tl.log(total) - tl.sum(surprise, axis=1) / total
+                share = tl.minimum(tl.maximum(entropy / entropy_scale, 0.0), 1.0)
+                allowed = delta * share
+            distance = relative / total - (1.0 / total - allowed)
+            eligible = (rank < topk) & ~barred & (draft_value > float("-inf"))
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
             if HAS_FORCED:
                 eligible = eligible & (forced < 0)
             strict = matches.to(tl.int32)
+            first_choices = is_top1.to(tl.int32)
             by_distance = (eligible & ~matches).to(tl.int32)
             near = (distance >= 0).to(tl.int32)
             # the phase before a column depends on the drafts accepted before it
@@ -277,17 +371,26 @@ def emit_kernel(
             accepted = 0
             for column in tl.static_range(K):
                 decided = running & phase & _at(by_distance, columns, column)
+                if HAS_RUN_LIMIT:
+                    decided = decided & (run < run_limit).to(tl.int32)
                 accepts = _at(strict, columns, column) | (decided & _at(near, columns, column))
                 running = running & accepts
                 accepted += running
                 draft = _at(drafts, columns, column)
                 phase = tl.where((running == 1) & (draft == begin_token), 1, phase)
                 phase = tl.where((running == 1) & (draft == end_token), 0, phase)
+                if HAS_RUN_LIMIT:
+                    behind = tl.where(_at(first_choices, columns, column) == 1, 0, run + 1)
+                    run = tl.where(running == 1, behind, run)
             num_matches = accepted
             thinking_after = phase
         else:
             num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
             thinking_after = tl.where(thinking, 1, 0)
+            if HAS_RUN_LIMIT:
+                stands = columns < num_matches
+                last = tl.max(tl.where(stands & is_top1, columns, -1), axis=0)
+                run = num_matches - 1 - last + tl.where(last < 0, run, 0)
     else:
         num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
         thinking_after = 0
@@ -314,4 +417,6 @@ def emit_kernel(
         after = tl.where(emitted_bonus & (bonus == begin_token), 1, thinking_after)
         after = tl.where(emitted_bonus & (bonus == end_token), 0, after)
         tl.store(slot_row + thinking_column, after)
+        if HAS_RUN_LIMIT:
+            tl.store(slot_row + run_column, tl.where(emitted_bonus, 0, run))
         tl.store(in_force_ptr, tl.where(after == 1, delta, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -12,27 +12,41 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.acceptance.contract import (
+    RUN_COLUMN,
+    AcceptanceRules,
+    RelaxedRule,
+)
 from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel, relaxed_kernel
-from mtp_plugin.speculative.step import Accepted, StepLayout
+from mtp_plugin.speculative.step import Accepted, EditPools, StepLayout
 
 
 @dataclass(frozen=True)
 class RelaxedPartials(Top1Partials):
-    """And, for drafted rows of requests that think, the draft's rank and the softmax weights."""
+    """And, for drafted rows of requests that may be relaxed, the draft's rank and what softmax and
+    entropy need."""
 
     weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
     ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of a draft that is not masked
+    surprise: torch.Tensor | None = None
+    """[rows, pieces] float32: the weights times (value - piece maximum), summed; None: nobody asks
+    for entropies."""
+    near: torch.Tensor | None = None  # [rows] float32: the draft's edited value; None: no edits
 
     @classmethod
     @override
-    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
+    def unwritten(
+        cls, rows: int, vocab: int, device: torch.device | str, *, entropy: bool = False
+    ) -> RelaxedPartials:
         _, pieces, _ = split(rows, vocab, heavy=True)
         return cls(
             values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
             ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
             weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
             ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+            surprise=torch.empty(rows, pieces, dtype=torch.float32, device=device)
+            if entropy
+            else None,
         )
 
 
@@ -55,7 +69,10 @@ def accept(
         # of a step whose tokens were chosen no row is read again, but where drafts are forced
         partials = top1_partials(logits) if rules.choices is None else no_partials(logits)
     else:
-        partials = relaxed_partials(layout, logits, drafts, rule)
+        has_choices = rules.choices is not None
+        partials = relaxed_partials(
+            layout, logits, drafts, rule, has_choices=has_choices, pools=_pools(rules)
+        )
     if layout.num_requests:
         _emit(
             layout,
@@ -72,16 +89,28 @@ def accept(
 
 
 def relaxed_partials(
-    layout: StepLayout, logits: torch.Tensor, drafts: torch.Tensor, rule: RelaxedRule
+    layout: StepLayout,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    rule: RelaxedRule,
+    *,
+    has_choices: bool = False,
+    pools: EditPools | None = None,
 ) -> RelaxedPartials:
     """As `top1_partials`, and what relaxed acceptance needs of drafted rows, in the same pass.
 
     Args:
         drafts: [G*K] contiguous.
+        has_choices: the target's tokens are known: rows that cannot be relaxed are not read.
+        pools: values are edited by them, and by the rule's slots; None: they stand as they are.
     """
     rows, vocab = logits.shape
     piece, pieces, block = split(rows, vocab, heavy=True)
-    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
+    has_entropy = rule.entropy_scale is not None
+    partials = RelaxedPartials.unwritten(rows, vocab, logits.device, entropy=has_entropy)
+    if pools is not None:
+        near = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        partials = replace(partials, near=near)
     if rows == 0:
         return partials
     slots, columns = rule.slots, rule.slots.columns
@@ -92,14 +121,22 @@ def relaxed_partials(
         slots.slot_ids,
         slots.table,
         rule.delta_in_force,
+        *(
+            (partials.ids,) * 4  # what is not there is never read
+            if pools is None
+            else (pools.bias, pools.allowed, pools.counts, pools.seen)
+        ),
         # outputs
         partials.values,
         partials.ids,
         partials.weights,
         partials.ahead,
+        partials.weights if partials.surprise is None else partials.surprise,
+        partials.weights if partials.near is None else partials.near,
         # sizes
         logits.stride(0),
         vocab,
+        0 if pools is None else pools.vocab_size,
         piece,
         pieces,
         layout.num_contexts,
@@ -113,10 +150,18 @@ def relaxed_partials(
         WIDTH=layout.step_rows,
         COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
         BLOCK=block,
+        HAS_ENTROPY=has_entropy,
+        HAS_CHOICES=has_choices,
+        HAS_EDITS=pools is not None,
         num_warps=4,
         **pdl_options(logits.device),
     )
     return partials
+
+
+def _pools(rules: AcceptanceRules) -> EditPools | None:
+    """What values are edited by."""
+    return None if rules.edited_by is None else rules.edited_by.pools
 
 
 def _emit(
@@ -133,42 +178,55 @@ def _emit(
     """Fill ``accepted``, and move the phases on."""
     k, rule, forced = layout.draft_len, rules.relaxed, rules.forced_matches
     columns = None if rule is None else rule.slots.columns
+    run_limit = None if rule is None else rule.run_limit
+    entropy_scale = None if rule is None else rule.entropy_scale
+    relaxed = partials if isinstance(partials, RelaxedPartials) else None
+    pools = _pools(rules)
+    slots = rules.edited_by if rule is None else rule.slots
     unused = accepted.num_accepted  # a pointer that the kernel never reads
     emit_kernel[(layout.num_requests,)](
         # inputs
         partials.values,
         partials.ids,
-        partials.weights if isinstance(partials, RelaxedPartials) else unused,
-        partials.ahead if isinstance(partials, RelaxedPartials) else unused,
+        unused if relaxed is None else relaxed.weights,
+        unused if relaxed is None else relaxed.ahead,
+        unused if relaxed is None or relaxed.surprise is None else relaxed.surprise,
         logits,
         drafts if drafts.numel() else unused,
         draft_lens.contiguous() if draft_lens is not None else unused,
         final_context.contiguous() if final_context is not None else unused,
-        rule.slots.slot_ids if rule is not None else unused,
+        slots.slot_ids if slots is not None else unused,
         forced.contiguous() if forced is not None else unused,
         rules.choices.contiguous() if rules.choices is not None else unused,
+        rules.forced_ids.contiguous() if rules.forced_ids is not None else unused,
+        unused if relaxed is None or relaxed.near is None else relaxed.near,
+        unused if pools is None else pools.allowed,
         # outputs
         accepted.tokens,
         accepted.num_accepted,
         accepted.status,
         last_tokens if last_tokens is not None else unused,
         # read, and moved on
-        rule.slots.table if rule is not None else unused,
+        slots.table if slots is not None else unused,
         rule.delta_in_force if rule is not None else unused,
         # sizes
         layout.num_contexts,
         partials.num_pieces,
         logits.stride(0),
         logits.shape[1],
+        0 if pools is None else pools.vocab_size,
         0 if last_tokens is None else last_tokens.stride(0),
-        rule.slots.slot_ids.stride(0) if rule is not None else 0,
-        rule.slots.table.stride(0) if rule is not None else 0,
+        slots.slot_ids.stride(0) if slots is not None else 0,
+        slots.table.stride(0) if slots is not None else 0,
         rule.delta_in_force.stride(0) if rule is not None else 0,
         columns.offset("thinking") if columns is not None else 0,
         columns.offset("relaxed_topk") if columns is not None else 0,
         columns.offset("relaxed_limit") if columns is not None else 0,
+        0 if columns is None or run_limit is None else columns.offset(RUN_COLUMN),
         rule.begin_token if rule is not None else -1,
         rule.end_token if rule is not None else -1,
+        0 if run_limit is None else run_limit,
+        0.0 if entropy_scale is None else entropy_scale,
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
@@ -180,6 +238,10 @@ def _emit(
         HAS_LAST=last_tokens is not None,
         HAS_FORCED=forced is not None,
         HAS_CHOICES=rules.choices is not None,
+        HAS_FORCED_IDS=rules.forced_ids is not None,
+        HAS_EDITS=pools is not None and (rule is not None or forced is not None),
+        HAS_RUN_LIMIT=run_limit is not None,
+        HAS_ENTROPY=entropy_scale is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),
     )

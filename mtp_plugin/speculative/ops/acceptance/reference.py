@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.acceptance.contract import (
+    GREEDY_BELOW,
+    RUN_COLUMN,
+    AcceptanceRules,
+    RelaxedRule,
+)
+from mtp_plugin.speculative.ops.logits import DrawnRows, edited
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,
     STATUS_OK,
     Accepted,
+    SlotRows,
     StepLayout,
 )
 
@@ -26,14 +33,21 @@ def accept(
 ) -> Accepted:
     """As at the door."""
     top1, alive = _top1(logits) if rules.choices is None else _chosen(rules.choices)
+    if rules.edited_by is not None and (
+        rules.relaxed is not None or rules.forced_matches is not None
+    ):
+        logits = _edited(layout, logits, draft_tokens, rules.edited_by)
     drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len).to(torch.int64)
     present = _present(drafts, draft_lens)
     # a row without any value has no top-1
     is_top1 = (drafts == _draft_rows(top1, layout)) & _draft_rows(alive, layout)
     matches = present & is_top1
     forced = rules.forced_matches
+    only = None if rules.forced_ids is None else _draft_rows(rules.forced_ids, layout)
     if forced is not None:
         possible = _possible(_draft_rows(logits, layout), drafts)
+        if only is not None:
+            possible = torch.where(only >= 0, drafts == only, possible)
         stands = present & _present(drafts, forced) & possible
         matches = torch.where((forced >= 0).unsqueeze(1), stands, matches)
     rule = rules.relaxed
@@ -43,7 +57,14 @@ def accept(
         near &= present & ~is_top1
         if forced is not None:
             near &= (forced < 0).unsqueeze(1)
-        matches, thinking = _follow_phase(matches, near, drafts, thinking, rule, layout)
+        if rules.choices is not None:
+            near &= ~_draws(rule, layout).unsqueeze(1)
+        if only is not None:
+            near &= only < 0
+        runs = _Runs.of(rule, layout)
+        matches, thinking = _follow_phase(
+            matches, near, is_top1, drafts, thinking, runs, rule, layout
+        )
     accepted = _emit(top1, alive, drafts, matches, layout.num_contexts, final_context)
     if last_tokens is not None:
         last_tokens.copy_(accepted.last_tokens())
@@ -51,6 +72,7 @@ def accept(
         emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
         thinking = _next_phase(thinking, accepted.last_tokens(), emitted_bonus, rule)
         rule.set_phase(slice(0, layout.num_requests), thinking, delta)
+        runs.keep(emitted_bonus, rule, layout)
     return accepted
 
 
@@ -65,6 +87,18 @@ def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _chosen(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`_top1`, of the target's choices [rows]."""
     return choices.to(torch.int64).clamp_min(0), choices >= 0
+
+
+def _edited(
+    layout: StepLayout, logits: torch.Tensor, draft_tokens: torch.Tensor, slots: SlotRows
+) -> torch.Tensor:
+    """Logits [rows, V] as their requests change them; what is edited depends on no position."""
+    drafts = None
+    if layout.draft_len > 0:
+        drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len)
+    nowhere = torch.zeros_like(slots.of(slice(0, layout.num_requests)))
+    rows = DrawnRows(layout.num_contexts, layout.step_rows, nowhere, drafts=drafts)
+    return edited(logits, rows, slots)
 
 
 def _draft_rows(rows: torch.Tensor, layout: StepLayout) -> torch.Tensor:
@@ -123,11 +157,49 @@ def _emit(
     return Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
 
 
+class _Runs:
+    """Accepted tokens of every request that were not top-1 since its last one that was [R]."""
+
+    def __init__(self, counts: torch.Tensor, limit: int | None) -> None:
+        self.counts = counts
+        self.limit = limit
+
+    @classmethod
+    def of(cls, rule: RelaxedRule, layout: StepLayout) -> _Runs:
+        """As the slots have them; without a limit nobody counts."""
+        requests = slice(0, layout.num_requests)
+        if rule.run_limit is None:
+            return cls(torch.zeros_like(rule.slots.of(requests)), None)
+        return cls(rule.slots.read(RUN_COLUMN, requests), rule.run_limit)
+
+    def allow(self, generations: slice) -> torch.Tensor:
+        """Whether one more may follow [N] bool."""
+        if self.limit is None:
+            return torch.ones_like(self.counts[generations], dtype=torch.bool)
+        return self.counts[generations] < self.limit
+
+    def count(self, generations: slice, accepted: torch.Tensor, is_top1: torch.Tensor) -> None:
+        """Go on by a draft of each where it was ``accepted`` [N] bool."""
+        before = self.counts[generations]
+        behind = torch.where(is_top1, 0, before + 1)
+        self.counts[generations] = torch.where(accepted, behind, before)
+
+    def keep(self, emitted_bonus: torch.Tensor, rule: RelaxedRule, layout: StepLayout) -> None:
+        """Write the counts behind the step to the slots; a bonus ends a run [R] bool."""
+        if self.limit is None:
+            return
+        slots = rule.slots.of(slice(0, layout.num_requests))
+        counts = torch.where(emitted_bonus, 0, self.counts)
+        rule.slots.table[slots, rule.slots.columns.offset(RUN_COLUMN)] = counts
+
+
 def _follow_phase(
     matches: torch.Tensor,
     near: torch.Tensor,
+    is_top1: torch.Tensor,
     drafts: torch.Tensor,
     before: torch.Tensor,
+    runs: _Runs,
     rule: RelaxedRule,
     layout: StepLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +208,21 @@ def _follow_phase(
     thinking = before[layout.num_contexts :]
     running = torch.ones_like(thinking)
     stands = torch.zeros_like(matches)
-    # the phase before row i depends on the drafts accepted before it
+    generations = slice(layout.num_contexts, layout.num_requests)
+    # the phase before row i, and the length of its run, depend on the drafts accepted before it
     for i in range(layout.draft_len):
-        running = running & (matches[:, i] | (thinking & near[:, i]))
+        may_be_near = thinking & runs.allow(generations)
+        running = running & (matches[:, i] | (may_be_near & near[:, i]))
         stands[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
+        runs.count(generations, running, is_top1[:, i])
     return stands, torch.cat([before[: layout.num_contexts], thinking])
+
+
+def _draws(rule: RelaxedRule, layout: StepLayout) -> torch.Tensor:
+    """Whether each generation has a temperature [G] bool."""
+    generations = slice(layout.num_contexts, layout.num_requests)
+    return rule.slots.read("temperature", generations) >= GREEDY_BELOW
 
 
 def _near(
@@ -155,14 +236,18 @@ def _near(
     ``delta`` [R]."""
     generations = slice(layout.num_contexts, layout.num_requests)
     topk = rule.slots.read("relaxed_topk", generations)
-    eligible, distance = _distances(rows, drafts, topk, delta[generations])
+    eligible, distance = _distances(rows, drafts, topk, delta[generations], rule.entropy_scale)
     return eligible & ~_protected(drafts, rule, generations) & (distance >= 0)
 
 
 def _distances(
-    rows: torch.Tensor, drafts: torch.Tensor, topk: torch.Tensor, delta: torch.Tensor
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    topk: torch.Tensor,
+    delta: torch.Tensor,
+    entropy_scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each draft has a value among its row's top-k, and p(draft) - (p_max - delta).
+    """Whether each draft has a value among its row's top-k, and p(draft) - (p_max - delta of row).
 
     rows [G, K, V], drafts [G, K], topk [G], delta [G] -> bool [G, K], float32 [G, K].
     """
@@ -179,9 +264,15 @@ def _distances(
     # the maximum itself may be +inf: its distance to itself is zero, not NaN
     below = torch.where(values == highest, torch.zeros_like(values), values - highest)
     weights = below.exp()
-    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    total = weights.sum(dim=-1, keepdim=True)
+    probabilities = weights / total
     p_draft = probabilities.gather(-1, ids).squeeze(-1)
-    threshold = probabilities.amax(dim=-1) - delta.to(torch.float32).unsqueeze(1)
+    allowed = delta.to(torch.float32).unsqueeze(1)
+    if entropy_scale is not None:
+        surprise = torch.where(weights > 0, weights * below, 0.0).sum(dim=-1)
+        entropy = total.squeeze(-1).log() - surprise / total.squeeze(-1)
+        allowed = allowed * (entropy / entropy_scale).clamp(0, 1)
+    threshold = probabilities.amax(dim=-1) - allowed
     masked = value.squeeze(-1) == -torch.inf
     return in_vocab & in_topk & ~masked, p_draft - threshold
 

@@ -30,8 +30,9 @@ from tests.speculative.ops.on_device import DEVICE, POISON, poisoned
 from tests.speculative.ops.slots import POISON as SLOT_POISON
 from tests.speculative.ops.slots import column, held, on_copy, slot_rows
 
-KINDS = ("strict", "relaxed", "forced", "mixed")
-"""Which rules a step has; `forced` and `mixed` leave some rows to the others."""
+KINDS = ("strict", "relaxed", "forced", "mixed", "chosen")
+"""Which rules a step has; `forced`, `mixed` and `chosen` leave some rows to the others. `chosen`:
+all rules, of tokens that the target chose: by draw here and there, as the only one elsewhere."""
 
 
 def layout_of(num_contexts: int, num_generations: int, k: int) -> StepLayout:
@@ -47,6 +48,7 @@ PHASE_COLUMNS = (
     SlotColumn("thinking", int),
     SlotColumn("relaxed_topk", int),
     SlotColumn("relaxed_limit", float),
+    SlotColumn("relaxed_run", int),
 )
 POOLS = ("column", "own", "own, smaller")
 """Where the delta in force stands: in the table, or in a tensor that a host put in its place, of
@@ -62,6 +64,8 @@ class Thinker(NamedTuple):
     stop_ids: Sequence[int] = ()
     written: float | None = None
     """The delta in force, where a host wrote it; None: as a step leaves it."""
+    run: int = 0
+    temperature: float = 0.0
 
     @property
     def in_force(self) -> float:
@@ -78,6 +82,8 @@ def relaxed_rule(
     seed: int = 0,
     order: int | None = None,
     pool: str = "column",
+    run_limit: int | None = None,
+    entropy_scale: float | None = None,
     **layout: Any,
 ) -> RelaxedRule:
     """A rule whose requests have random slots, in a table whose columns are in a random order.
@@ -91,6 +97,8 @@ def relaxed_rule(
             "relaxed_topk": thinker.topk,
             "relaxed_limit": thinker.limit,
             "stop_ids": thinker.stop_ids,
+            "relaxed_run": thinker.run,
+            "temperature": thinker.temperature,
         }
         for thinker in thinkers
     ]
@@ -106,7 +114,14 @@ def relaxed_rule(
         size = highest + 1 if pool == "own, smaller" else slots.table.shape[0] + 5
         delta = torch.full((size, 3), float(SLOT_POISON), device=DEVICE)[:, 1]
     delta[mine] = torch.tensor([thinker.in_force for thinker in thinkers], device=DEVICE)
-    return RelaxedRule(slots=slots, delta_in_force=delta, begin_token=begin, end_token=end)
+    return RelaxedRule(
+        slots=slots,
+        delta_in_force=delta,
+        begin_token=begin,
+        end_token=end,
+        run_limit=run_limit,
+        entropy_scale=entropy_scale,
+    )
 
 
 def copied(rule: RelaxedRule) -> RelaxedRule:
@@ -126,7 +141,9 @@ def slot_of(rule: RelaxedRule, request: int) -> story.Slot:
     return story.Slot(noted, float(rule.delta_in_force[slot]), limit)
 
 
-def told_rule(rule: RelaxedRule | None, request: int) -> story.Rule | None:
+def told_rule(
+    rule: RelaxedRule | None, request: int, *, is_chosen: bool = False
+) -> story.Rule | None:
     if rule is None:
         return None
     slot = slot_of(rule, request)
@@ -137,6 +154,10 @@ def told_rule(rule: RelaxedRule | None, request: int) -> story.Rule | None:
         [stop for stop in held(rule.slots, request, "stop_ids") if stop >= 0],
         rule.begin_token,
         rule.end_token,
+        held(rule.slots, request, "relaxed_run"),
+        rule.run_limit,
+        rule.entropy_scale,
+        is_chosen and held(rule.slots, request, "temperature") >= 1e-5,
     )
 
 
@@ -145,7 +166,8 @@ def assert_nothing_else_written(
 ) -> None:
     """But for the phases of some requests, table and pool hold what they held, gaps too."""
     expected, mine = copied(before), after.slots.slot_ids[list(requests)].long()
-    column(expected.slots, "thinking")[mine] = column(after.slots, "thinking")[mine]
+    for name in ("thinking",) if before.run_limit is None else ("thinking", "relaxed_run"):
+        column(expected.slots, name)[mine] = column(after.slots, name)[mine]
     expected.delta_in_force[mine] = after.delta_in_force[mine]
     assert same_bits(storage(expected.slots.table), storage(after.slots.table))
     assert same_bits(storage(expected.delta_in_force), storage(after.delta_in_force))
@@ -161,6 +183,7 @@ class Judged(NamedTuple):
     following: torch.Tensor  # the next inputs, of which only the first column may be written
     noted: torch.Tensor | None  # [R] int32, the phase in each request's slot; without a rule None
     in_force: torch.Tensor | None  # [R] float32, and its delta
+    runs: torch.Tensor | None = None  # [R] int32, where a rule counts them
 
 
 @dataclass(frozen=True)
@@ -173,11 +196,15 @@ class Case:
     relaxed: RelaxedRule
     forced: torch.Tensor  # [G], some negative
     options: dict[str, Any] = field(default_factory=dict)
+    choices: torch.Tensor | None = None  # [rows]
+    forced_ids: torch.Tensor | None = None  # [rows]
 
     def rules(self, kind: str) -> AcceptanceRules:
         return AcceptanceRules(
-            relaxed=self.relaxed if kind in ("relaxed", "mixed") else None,
-            forced_matches=self.forced if kind in ("forced", "mixed") else None,
+            relaxed=self.relaxed if kind in ("relaxed", "mixed", "chosen") else None,
+            forced_matches=self.forced if kind in ("forced", "mixed", "chosen") else None,
+            choices=self.choices if kind == "chosen" else None,
+            forced_ids=self.forced_ids if kind == "chosen" else None,
         )
 
     def judge(self, rules: AcceptanceRules | str, backend: Backend) -> Judged:
@@ -198,7 +225,8 @@ class Case:
         assert_nothing_else_written(before, after, range(requests))
         mine = after.slots.of(slice(0, requests))
         phase = column(after.slots, "thinking")[mine], after.delta_in_force[mine]
-        return Judged(accepted, following, *phase)
+        runs = None if before.run_limit is None else column(after.slots, "relaxed_run")[mine]
+        return Judged(accepted, following, *phase, runs)
 
     def margins(self, rules: AcceptanceRules) -> torch.Tensor:
         lens = self.options.get("draft_lens")
@@ -208,10 +236,12 @@ class Case:
         """The runs of all requests; the phase of prompts too."""
         rows, contexts = self.logits.double().tolist(), self.layout.num_contexts
         finals, lens = self.options.get("final_context"), self.options.get("draft_lens")
+        given = [None if ids is None else ids.tolist() for ids in (rules.choices, rules.forced_ids)]
+        rows, chosen = story.rows_of(rows, *given), rules.choices is not None
         runs = []
         for c in range(contexts):
-            run = story.prompt(rows[c], finals is None or bool(finals[c]))
-            rule = told_rule(rules.relaxed, c)
+            rule = told_rule(rules.relaxed, c, is_chosen=chosen)
+            run = story.prompt(rows[c], finals is None or bool(finals[c]), rule)
             if rule is not None:
                 run = run._replace(thinking=story.phase_behind(run.tokens, rule))
             runs.append(run)
@@ -219,7 +249,7 @@ class Case:
             first = contexts + g * self.layout.step_rows
             present = drafts if lens is None else drafts[: int(lens[g])]
             count = -1 if rules.forced_matches is None else int(rules.forced_matches[g])
-            rule = told_rule(rules.relaxed, contexts + g)
+            rule = told_rule(rules.relaxed, contexts + g, is_chosen=chosen)
             mine = rows[first : first + self.layout.step_rows]
             runs.append(story.judged(mine, present, rule, count))
         return runs
@@ -236,7 +266,7 @@ def assert_same(mine: Judged, theirs: Judged, rows: Any = slice(None)) -> None:
         assert torch.equal(one[rows], other[rows]), name
     assert torch.equal(mine.following[rows], theirs.following[rows])
     assert (mine.noted is None) == (theirs.noted is None)
-    for name in ("noted", "in_force"):
+    for name in ("noted", "in_force", "runs"):
         one, other = getattr(mine, name), getattr(theirs, name)
         assert one is None or same_bits(one[rows], other[rows]), name
 
@@ -277,6 +307,8 @@ def assert_told(case: Case, rules: AcceptanceRules, judged: Judged) -> None:
         assert following[request, 0] == (run.tokens[-1] if run.tokens else 0)
         if rules.relaxed is not None:
             assert_phase(rules.relaxed, judged, request, run.thinking)
+        if judged.runs is not None:
+            assert int(judged.runs[request]) == run.run
         if request >= case.layout.num_contexts:
             told = [run.margins.get(i, math.inf) for i in range(case.layout.draft_len)]
             found = margin[request - case.layout.num_contexts].tolist()
@@ -294,7 +326,48 @@ def int32(items: list[Any]) -> torch.Tensor:
 def some_thinker(r: random.Random, **what: Any) -> Thinker:
     """A fifth of the phases is another than the last step left: a host wrote the delta."""
     written = r.choice([0.0, 0.0317, 0.4]) if r.random() < 0.2 else None
-    return Thinker(thinking=r.random() < 0.6, written=written, **what)
+    return Thinker(
+        thinking=r.random() < 0.6,
+        written=written,
+        run=r.choice([0, 0, 1, 5]),
+        temperature=r.choice([0.0, 0.0, 1e-6, 0.7]),
+        **what,
+    )
+
+
+def some_extras(r: random.Random) -> dict[str, Any]:
+    """A limit of runs, a scale of entropies, both, or none."""
+    return {
+        "run_limit": r.choice([None, None, 1, 2, 6]),
+        "entropy_scale": r.choice([None, None, 0.37, 1.7]),
+    }
+
+
+def some_choices(
+    r: random.Random, layout: StepLayout, logits: torch.Tensor, drafts: list[list[int]], draws: Any
+) -> dict[str, torch.Tensor]:
+    """The first choice of most rows; of requests that draw another token at times; and one that
+    nothing else may stand beside here and there, often the draft."""
+    choices, forced = [], []
+    usable, vocab = without_nan(logits), logits.shape[1]
+    first = best_ids(logits).tolist()
+    for row in range(layout.num_logit_rows):
+        behind = row - layout.num_contexts
+        g, i = divmod(max(behind, 0), layout.step_rows)
+        draws_here = draws[row] if behind < 0 else draws[layout.num_contexts + g]
+        choice = first[row]
+        if bool((usable[row] == -math.inf).all()):
+            choice = -1
+        elif draws_here and r.random() < 0.4:
+            choice = r.randrange(vocab)
+        only = -1
+        if r.random() < 0.15 and choice >= 0:
+            drafted = behind >= 0 and i < layout.draft_len and 0 <= drafts[g][i] < vocab
+            only = drafts[g][i] if drafted and r.random() < 0.7 else r.randrange(vocab)
+            choice = only
+        choices.append(choice)
+        forced.append(only)
+    return {"choices": int32(choices), "forced_ids": int32(forced)}
 
 
 def make_case(
@@ -349,7 +422,7 @@ def make_case(
         )
         for run in runs
     ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **some_extras(r), **slots)
     ends_prompt = [r.random() < 0.5 for _ in range(num_contexts)]
     options = {
         "draft_lens": int32([r.randint(0, k) for _ in drafts]) if lens else None,
@@ -359,7 +432,9 @@ def make_case(
     forced = [r.choice([-(2**31), -1, r.randint(0, k + 1), k, k]) for _ in drafts]
     table = torch.tensor(drafts, dtype=id_dtype).reshape(num_generations, k).to(DEVICE)
     layout = layout_of(num_contexts, num_generations, k)
-    return Case(layout, strided(values, behind), table, rule, int32(forced), options)
+    draws = [thinker.temperature > 0 for thinker in thinkers]
+    chosen = some_choices(r, layout, values, drafts, draws)
+    return Case(layout, strided(values, behind), table, rule, int32(forced), options, **chosen)
 
 
 INDEX = st.sampled_from([torch.int32, torch.int64])
@@ -428,7 +503,7 @@ def make_small_case(
         )
         for _ in range(requests)
     ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **some_extras(dice), **slots)
     options: dict[str, Any] = {}
     if lens:
         options["draft_lens"] = int32([dice.randint(0, k) for _ in drafts])
@@ -438,7 +513,9 @@ def make_small_case(
     forced = int32([dice.randint(-2, k + 1) for _ in drafts])
     table = int32(drafts).reshape(num_generations, k)
     layout = layout_of(num_contexts, num_generations, k)
-    return Case(layout, strided(logits, 3), table, rule, forced, options)
+    draws = [thinker.temperature > 0 for thinker in thinkers]
+    chosen = some_choices(dice, layout, logits, drafts, draws)
+    return Case(layout, strided(logits, 3), table, rule, forced, options, **chosen)
 
 
 small_cases = st.builds(
@@ -458,8 +535,25 @@ small_cases = st.builds(
 )
 
 
+def chosen_rows(case: Case, seed: int) -> Case:
+    """Its first choices as choices, and some drafts that alone may stand."""
+    dice = torch.Generator().manual_seed(seed)
+    first = best_ids(case.logits).int()
+    dead = (without_nan(case.logits) == -torch.inf).all(dim=1)
+    first = torch.where(dead, -1, first)
+    drafts = torch.nn.functional.pad(case.drafts.int(), (0, 1), value=-1).reshape(-1)
+    only = torch.where(torch.rand(first.shape, generator=dice).to(DEVICE) < 0.1, drafts, -1)
+    only = torch.where((only < case.logits.shape[1]) & ~dead, only, -1)
+    return replace(case, choices=torch.where(only >= 0, only, first), forced_ids=only)
+
+
 def smooth_case(
-    requests: int, k: int, vocab: int, seed: int, dtype: torch.dtype = torch.float32
+    requests: int,
+    k: int,
+    vocab: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    **extras: Any,
 ) -> Case:
     """Random rows, drafts among their best four, a threshold that decides about many of them."""
     dice = torch.Generator().manual_seed(seed)
@@ -468,8 +562,12 @@ def smooth_case(
     rank = torch.randint(0, 4, (requests, k, 1), generator=dice).to(DEVICE)
     thinking = (torch.rand(requests, generator=dice) < 0.8).tolist()
     limit = 0.2 if vocab < 100 else 2e-4
-    thinkers = [Thinker(flag, topk=3, limit=limit) for flag in thinking]
-    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0)
+    thinkers = [
+        Thinker(flag, topk=3, limit=limit, temperature=0.7 * (place % 5 == 4))
+        for place, flag in enumerate(thinking)
+    ]
+    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0, **extras)
     forced = torch.randint(-k - 2, k + 2, (requests,), generator=dice, dtype=torch.int32)
     drafts = first.gather(2, rank).squeeze(2).int()
-    return Case(layout_of(0, requests, k), logits, drafts, rule, forced.to(DEVICE))
+    case = Case(layout_of(0, requests, k), logits, drafts, rule, forced.to(DEVICE))
+    return chosen_rows(case, seed)

@@ -21,25 +21,36 @@ def margins(
 ) -> torch.Tensor:
     """|p(draft) - (p_max - delta)| [G, K] where it decided about a draft, inf elsewhere."""
     margin = torch.full(drafts.shape, torch.inf, device=logits.device)
-    rule, forced = rules.relaxed, rules.forced_matches
+    rule, forced, only = rules.relaxed, rules.forced_matches, rules.forced_ids
     if rule is None or drafts.numel() == 0:
         return margin
     drafts = drafts.long()
     behind = logits[layout.num_contexts :]
     shape = (layout.num_generations, layout.step_rows)
     rows = without_nan(behind).float().unflatten(0, shape)[:, :-1]
-    is_top1 = drafts == best_ids(behind).view(shape)[:, :-1]
+    choices = best_ids(behind) if rules.choices is None else rules.choices[layout.num_contexts :]
+    is_top1 = drafts == choices.view(shape)[:, :-1]
     is_top1 &= rows.amax(dim=-1) > -torch.inf
     generations = slice(layout.num_contexts, layout.num_requests)
     thinking, delta = rule.phase(generations)
     eligible, distance = _distances(rows, drafts, rule, delta, generations)
+    if rules.choices is not None:
+        eligible &= (rule.slots.read("temperature", generations) < 1e-5).unsqueeze(1)
+    if only is not None:
+        eligible &= only[layout.num_contexts :].view(shape)[:, :-1] < 0
     running = torch.ones_like(thinking)
+    run = torch.zeros_like(thinking, dtype=torch.int32)
+    if rule.run_limit is not None:
+        run = rule.slots.read("relaxed_run", generations)
     for i in range(layout.draft_len):
         if draft_lens is not None:
             running = running & (i < draft_lens)
         decided = running & thinking & eligible[:, i] & ~is_top1[:, i]
+        if rule.run_limit is not None:
+            decided &= run < rule.run_limit
         margin[:, i] = torch.where(decided, distance[:, i].abs(), margin[:, i])
         running = running & (is_top1[:, i] | (decided & (distance[:, i] >= 0)))
+        run = torch.where(is_top1[:, i], 0, run + 1)
         thinking = thinking | (running & (drafts[:, i] == rule.begin_token))
         thinking = thinking & ~(running & (drafts[:, i] == rule.end_token))
     if forced is None:
@@ -82,5 +93,9 @@ def _distances(
     highest = rows.amax(dim=-1, keepdim=True)
     weights = torch.where(rows == highest, 0.0, rows - highest).exp()
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
-    threshold = probabilities.amax(dim=-1) - delta.unsqueeze(1)
+    allowed = delta.unsqueeze(1).expand(drafts.shape)
+    if rule.entropy_scale is not None:
+        entropy = torch.special.entr(probabilities).sum(dim=-1)
+        allowed = allowed * (entropy / rule.entropy_scale).clamp(0, 1)
+    threshold = probabilities.amax(dim=-1) - allowed
     return eligible, probabilities.gather(-1, ids).squeeze(-1) - threshold

@@ -18,6 +18,10 @@ class Rule(NamedTuple):
     stop_ids: list[int]
     begin: int
     end: int
+    run: int = 0  # accepted tokens that were not the first choice since one was
+    run_limit: int | None = None
+    entropy_scale: float | None = None
+    draws: bool = False  # has a temperature
 
 
 class Slot(NamedTuple):
@@ -50,6 +54,7 @@ class Run(NamedTuple):
     tokens: list[int]
     fine: bool = True
     thinking: bool = False
+    run: int = 0
     margins: dict[int, float] = {}  # noqa: RUF012 - draft index -> distance that decided it
 
 
@@ -63,65 +68,101 @@ def first_choice(row: list[float]) -> int | None:
     return best
 
 
-def prompt(row: list[float], ends_prompt: bool) -> Run:
-    """A prompt emits the target's first choice, a piece of a prompt nothing."""
+class Row(NamedTuple):
+    """What judges one draft."""
+
+    values: list[float]
+    choice: int | None  # what the target says there; None: nothing
+    only: int | None = None  # the only token that may stand there
+
+
+def rows_of(
+    values: list[list[float]], choices: list[int] | None = None, only: list[int] | None = None
+) -> list[Row]:
+    """Rows whose choice is the first one, or the one given; -1: none."""
+    rows = []
+    for i, row in enumerate(values):
+        choice = first_choice(row) if choices is None else choices[i]
+        rows.append(
+            Row(
+                row,
+                None if choice is None or choice < 0 else choice,
+                None if only is None or only[i] < 0 else only[i],
+            )
+        )
+    return rows
+
+
+def prompt(row: Row, ends_prompt: bool, rule: Rule | None) -> Run:
+    """A prompt emits the target's choice, a piece of a prompt nothing."""
     if not ends_prompt:
-        return Run([])
-    token = first_choice(row)
-    return Run([], fine=False) if token is None else Run([token])
+        return Run([])._replace(run=0 if rule is None else rule.run)
+    return _with_bonus([], row, 0 if rule is None else rule.run)
 
 
-def strict(rows: list[list[float]], drafts: list[int]) -> Run:
+def _with_bonus(emitted: list[int], row: Row, run: int) -> Run:
+    """The target speaks once behind the drafts, and that ends a run of near-best ones."""
+    if row.choice is None:
+        return Run(emitted, fine=False, run=run)
+    return Run([*emitted, row.choice])
+
+
+def strict(rows: list[Row], drafts: list[int]) -> Run:
     """Drafts stand while they are what the target would have said; then the target speaks once."""
-    emitted = []
+    emitted: list[int] = []
     for row, draft in zip(rows, drafts, strict=False):
-        if draft != first_choice(row):
+        if draft != row.choice:
             break
         emitted.append(draft)
-    bonus = first_choice(rows[len(emitted)])
-    return Run(emitted, fine=False) if bonus is None else Run([*emitted, bonus])
+    return _with_bonus(emitted, rows[len(emitted)], 0)
 
 
-def forced(rows: list[list[float]], drafts: list[int], count: int) -> Run:
+def forced(rows: list[Row], drafts: list[int], count: int, run: int) -> Run:
     """So many drafts stand, up to one that is no token or that its row rules out."""
     emitted: list[int] = []
     for row, draft in zip(rows, drafts[:count], strict=False):
-        if not 0 <= draft < len(row) or _value(row, draft) == -math.inf:
+        if row.only is not None:
+            if draft != row.only:
+                break
+        elif not 0 <= draft < len(row.values) or _value(row.values, draft) == -math.inf:
             break
         emitted.append(draft)
-    bonus = first_choice(rows[len(emitted)])
-    return Run(emitted, fine=False) if bonus is None else Run([*emitted, bonus])
+        run = 0 if draft == row.choice else run + 1
+    return _with_bonus(emitted, rows[len(emitted)], run)
 
 
-def relaxed(rows: list[list[float]], drafts: list[int], rule: Rule) -> Run:
+def relaxed(rows: list[Row], drafts: list[int], rule: Rule) -> Run:
     """As `strict`; a request that thinks also lets near-best drafts stand."""
     emitted: list[int] = []
     margins: dict[int, float] = {}
-    thinking = rule.thinking
+    thinking, run = rule.thinking, rule.run
     for i, (row, draft) in enumerate(zip(rows, drafts, strict=False)):
-        best = first_choice(row)
-        if best is None:
-            break
-        if draft != best:
-            if not (thinking and _may_be_near(row, draft, rule)):
+        if draft == row.choice:
+            run = 0
+        else:
+            spent = rule.run_limit is not None and run >= rule.run_limit
+            if not thinking or spent or not _may_be_near(row, draft, rule):
                 break
-            distance = _probability(row, draft) - (_probability(row, best) - rule.delta)
+            best = first_choice(row.values)
+            allowed = rule.delta * _share(row.values, rule)
+            distance = _probability(row.values, draft) - (_probability(row.values, best) - allowed)
             margins[i] = abs(distance)
             if distance < 0:
                 break
+            run += 1
         emitted.append(draft)
         thinking = phase_after(thinking, draft, rule)
-    bonus = first_choice(rows[len(emitted)])
-    if bonus is None:
-        return Run(emitted, False, thinking, margins)
-    return Run([*emitted, bonus], True, phase_after(thinking, bonus, rule), margins)
+    ended = _with_bonus(emitted, rows[len(emitted)], run)
+    if ended.fine:
+        thinking = phase_after(thinking, ended.tokens[-1], rule)
+    return ended._replace(thinking=thinking, margins=margins)
 
 
-def judged(rows: list[list[float]], drafts: list[int], rule: Rule | None, count: int) -> Run:
+def judged(rows: list[Row], drafts: list[int], rule: Rule | None, count: int) -> Run:
     """A count of 0 and more decides alone, then the rule, if there is one; the phase goes on."""
     if count < 0:
         return strict(rows, drafts) if rule is None else relaxed(rows, drafts, rule)
-    run = forced(rows, drafts, count)
+    run = forced(rows, drafts, count, 0 if rule is None else rule.run)
     return run if rule is None else run._replace(thinking=phase_behind(run.tokens, rule))
 
 
@@ -140,8 +181,20 @@ def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
     return thinking or token == rule.begin
 
 
-def _may_be_near(row: list[float], draft: int, rule: Rule) -> bool:
+def _share(row: list[float], rule: Rule) -> float:
+    """How much of the distance a row's entropy allows."""
+    if rule.entropy_scale is None:
+        return 1.0
+    shares = [_probability(row, token) for token in range(len(row))]
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    return min(1.0, entropy / rule.entropy_scale)
+
+
+def _may_be_near(judge: Row, draft: int, rule: Rule) -> bool:
     """A draft that could stand if only it is probable enough."""
+    row = judge.values
+    if judge.choice is None or judge.only is not None or rule.draws:
+        return False
     if draft in (rule.begin, rule.end, *rule.stop_ids) or not 0 <= draft < len(row):
         return False
     ranking = sorted((-_value(row, token), token) for token in range(len(row)))

@@ -69,14 +69,51 @@ def test_choices_are_as_good_as_rows_that_hold_nothing_else(
 def test_strided_choices(backend: Backend) -> None:
     layout = layout_of(1, 2, 2)
 
-    def emitted(choices: torch.Tensor) -> list[torch.Tensor]:
-        rules = AcceptanceRules(choices=choices)
+    def emitted(choices: torch.Tensor, forced_ids: torch.Tensor) -> list[torch.Tensor]:
+        matches = vector([2, -1], torch.int32)  # one generation needs what is forced, one does not
+        rules = AcceptanceRules(choices=choices, forced_ids=forced_ids, forced_matches=matches)
         drafts = vector([1, 2, 3, 4], torch.int32)
         logits = torch.zeros(7, VOCAB, device=DEVICE)
         accepted = accept(layout, logits, drafts, rules, backend=backend)
         return [accepted.tokens, accepted.num_accepted]
 
-    check_strided_arguments(emitted, {"choices": vector([5, 1, 2, 6, 3, 0, -1], torch.int32)})
+    given = {
+        "choices": vector([5, 1, 6, 6, 3, 4, -1], torch.int32),
+        "forced_ids": vector([-1, 1, 6, -1, -1, 4, -1], torch.int32),
+    }
+    check_strided_arguments(emitted, given)
+    assert [each.tolist() for each in emitted(**given)] == [
+        [[5, -1, -1], [1, 6, -1], [3, 4, -1]],
+        [1, 2, 2],
+    ]
+
+
+@both
+def test_forced_ids_stand_alone_whatever_rule_judges(backend: Backend) -> None:
+    """A draft that is forced stands where its row rules it out, any other does not stand."""
+    layout = layout_of(0, 3, 1)
+    only = vector([4, -1] * 3, torch.int32)
+    rules = AcceptanceRules(
+        choices=only.clamp_min(0), forced_ids=only, forced_matches=vector([1, 1, -1], torch.int32)
+    )
+    logits = torch.zeros(6, VOCAB, device=DEVICE)
+    logits[::2, 4] = -torch.inf
+    drafts = vector([4, 0, 4], torch.int32)
+    accepted = accept(layout, logits, drafts, rules, backend=backend)
+    assert accepted.tokens.tolist() == [[4, 0], [4, -1], [4, 0]]
+
+
+@both
+def test_forced_ids_without_choices(backend: Backend) -> None:
+    rules = AcceptanceRules(forced_ids=vector([1], torch.int32))
+    with pytest.raises(TensorContractError, match="forced_ids: expected choices beside them"):
+        accept(
+            layout_of(1, 0, 1),
+            torch.zeros(1, VOCAB, device=DEVICE),
+            vector([], torch.int32),
+            rules,
+            backend=backend,
+        )
 
 
 @both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.speculative.ops.acceptance.cases import (
     assert_nothing_else_written,
     assert_same,
     assert_sides_agree,
+    chosen_rows,
     copied,
     relaxed_rule,
     smooth_case,
@@ -38,9 +40,15 @@ REAL = [
 ]
 
 
-def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> Case:
+EXTRAS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"run_limit": 1, "entropy_scale": 20.0}, id="extras"),
+]
+
+
+def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype, **extras: Any) -> Case:
     """Smooth rows, some odd ones among them, ragged drafts."""
-    case = smooth_case(batch, k, vocab, seed, dtype)
+    case = smooth_case(batch, k, vocab, seed, dtype, **extras)
     dice = torch.Generator().manual_seed(seed + 1)
     case.logits[1::37] = torch.nan
     case.logits[2::11, ::3] = -torch.inf
@@ -51,14 +59,17 @@ def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> 
     drafts = torch.where(lucky & (right < vocab), right, case.drafts)
     drafts.masked_fill_(torch.rand(right.shape, generator=dice).to(DEVICE) < 0.03, -1)
     lens = torch.randint(0, k + 1, (batch,), generator=dice, dtype=torch.int32).to(DEVICE)
-    return replace(case, drafts=drafts, options={"draft_lens": lens})
+    return chosen_rows(replace(case, drafts=drafts, options={"draft_lens": lens}), seed)
 
 
 @pytest.mark.parametrize(("batch", "k", "vocab"), REAL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_shapes(kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype) -> None:
-    case = real_case(batch, k, vocab, 8, dtype)
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_real_shapes(
+    extras: dict[str, Any], kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype
+) -> None:
+    case = real_case(batch, k, vocab, 8, dtype, **extras)
     close, decided = assert_sides_agree(case, kind)
     if kind == "relaxed" and batch * k > 500:
         assert decided > 10
@@ -86,10 +97,11 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize(("batch", "k", "vocab"), [(1, 3, 129280), (256, 3, 151935)])
-def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
+def test_in_a_cuda_graph(batch: int, k: int, vocab: int, extras: dict[str, Any], kind: str) -> None:
     """Captured once, replayed with other logits, drafts, lengths, phases and counts."""
-    mine = real_case(batch, k, vocab, 1, torch.bfloat16)
+    mine = real_case(batch, k, vocab, 1, torch.bfloat16, **extras)
     last = poisoned(batch, 2, dtype=torch.int32)
     rules = mine.rules(kind)
     if rules.relaxed is not None:
@@ -108,11 +120,13 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
 
     graph, outputs = captured(step)
     for seed in (20, 30):
-        other = real_case(batch, k, vocab, seed, torch.bfloat16)
+        other = real_case(batch, k, vocab, seed, torch.bfloat16, **extras)
         mine.logits.copy_(other.logits)
         mine.drafts.copy_(other.drafts)
         mine.options["draft_lens"].copy_(other.options["draft_lens"])
         mine.forced.copy_(other.forced)
+        mine.choices.copy_(other.choices)
+        mine.forced_ids.copy_(other.forced_ids)
         asked = other.rules(kind)
         sure = ~undecided(other.margins(asked), asked, other.layout)
         expected = other.judge(kind, Backend.TORCH)
