@@ -15,8 +15,10 @@ from mtp_plugin.config.values import (
     MAX_DRAFT_LEN,
     MAX_ENGINE_SEED,
     MAX_SEED,
+    MAX_THINKING_END,
     DraftVocab,
     SyntheticAcceptance,
+    TokenIds,
 )
 from mtp_plugin.errors import ConfigError
 
@@ -89,6 +91,22 @@ class MTPPluginOptions(ConfigModel):
     end_thinking_phase: str | None = Field(
         default=None, min_length=1, description="text of the token that ends the thinking phase"
     )
+    thinking_end: TokenIds | None = Field(
+        default=None,
+        description="ids that end the thinking of a request whose budget is spent; null: those of "
+        "end_thinking_phase",
+    )
+    relaxed_run_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="relaxed: so many near-best drafts in a row at most; null: any number",
+    )
+    relaxed_entropy_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="relaxed: rows of less entropy (nats) allow a smaller share of relaxed_delta; "
+        "null: all of it",
+    )
 
     @override
     def _problems(self) -> Iterator[Problem]:
@@ -104,6 +122,11 @@ class MTPPluginOptions(ConfigModel):
             yield (
                 "end_thinking_phase",
                 f"must differ from begin_thinking_phase, both are {self.end_thinking_phase!r}",
+            )
+        if self.thinking_end is not None and not 1 <= len(self.thinking_end) <= MAX_THINKING_END:
+            yield (
+                "thinking_end",
+                f"expected 1 to {MAX_THINKING_END} ids, got {len(self.thinking_end)}",
             )
         if self.gate_max_probe_interval < self.gate_probe_interval:
             yield (

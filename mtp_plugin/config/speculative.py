@@ -312,10 +312,8 @@ class MTPDecodingConfig(ConfigModel):
         relaxed: list[tuple[ConfigModel, str, str]] = [
             (self, "", "relaxed_topk"),
             (self, "", "relaxed_delta"),
-            (self, "", "begin_thinking_phase_token"),
-            (self, "", "end_thinking_phase_token"),
-            (self.mtp, "mtp.", "begin_thinking_phase"),
-            (self.mtp, "mtp.", "end_thinking_phase"),
+            (self.mtp, "mtp.", "relaxed_run_limit"),
+            (self.mtp, "mtp.", "relaxed_entropy_scale"),
         ]
         for model, path, name in relaxed:
             value = getattr(model, name)

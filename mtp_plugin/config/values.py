@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
+MAX_THINKING_END = 16
+"""Ids that end thinking at most."""
 MAX_ENGINE_SEED = 2**64 - 1
 
 _DIGITS = re.compile(r"[0-9]+\Z")
@@ -73,6 +75,7 @@ DraftVocab = Annotated[
     Annotated[PositiveInt, Tag("<count>")] | Annotated[Text, Tag("<path>")],
     Discriminator(_ids_tag),
 ]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_tuple_from_list)]
 BatchSizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_from_list)]
 DraftLenSchedule = Annotated[
     dict[PositiveInt, Annotated[int, Field(ge=0, le=MAX_DRAFT_LEN)]], BeforeValidator(_int_keys)

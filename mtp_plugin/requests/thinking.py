@@ -3,13 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mtp_plugin.config.values import MAX_THINKING_END
 from mtp_plugin.errors import ConfigError, expect
 
 DEFAULT_BEGIN = "<think>"
 DEFAULT_END = "</think>"
 NO_TOKEN = -1
+Encode = Callable[[str], list[int]]
+"""Text -> token ids without special additions."""
+
+
+@dataclass(frozen=True)
+class ThinkingEnd:
+    """What budgets of thinking go by: the id that begins it, the ids that end it.
+
+    Raises:
+        ConfigError: no end or too long a one, an id below 0, or an end token that begins thinking.
+    """
+
+    begin: int
+    end: tuple[int, ...]
+    """Written one after the other where a budget is spent."""
+    end_token: int = NO_TOKEN
+    """Ends thinking by itself, but within an ``end`` that is forced."""
+
+    def __post_init__(self) -> None:
+        expect(
+            1 <= len(self.end) <= MAX_THINKING_END and min(self.begin, *self.end) >= 0,
+            ConfigError,
+            f"thinking_end: expected 1 to {MAX_THINKING_END} ids >= 0 behind a begin id >= 0, got "
+            f"{list(self.end)} behind {self.begin}",
+        )
+        _expect_two(self.begin, self.end_token)
+
+    def next_places(self) -> list[list[int]]:
+        """[place][j]: behind ``place`` ids of the end and its j-th id, so many of it stand last."""
+        return [[self._place_behind(place, token) for token in self.end] for place in self._places]
+
+    def behind(
+        self, tokens: Sequence[int], prompt_len: int, budget: int, thought: int = -1, place: int = 0
+    ) -> tuple[int, int]:
+        """Emitted tokens since thinking began (-1: it does not think), and ids of the end that
+        stand last, behind ``tokens`` of which the first ``prompt_len`` are the prompt.
+
+        Args:
+            thought, place: in front of the tokens.
+        """
+        for index, token in enumerate(tokens):
+            is_forced = thought >= budget and index >= prompt_len
+            if thought < 0:
+                thought, place = (0 if token == self.begin else -1), 0
+                continue
+            place = self._place_behind(place, token)
+            if place == len(self.end) or (token == self.end_token != NO_TOKEN and not is_forced):
+                thought, place = -1, 0
+            else:
+                thought += index >= prompt_len
+        return thought, place
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.end))
+
+    def _place_behind(self, place: int, token: int) -> int:
+        seen = (*self.end[:place], token)
+        return next(n for n in range(len(seen), -1, -1) if seen[len(seen) - n :] == self.end[:n])
 
 
 def read_thinking_token(config: Any, edge: str) -> int:
@@ -43,9 +104,7 @@ def expect_thinking_tokens(begin: int, end: int) -> None:
     _expect_two(begin, end)
 
 
-def resolve_thinking_tokens(
-    config: Any, encode: Callable[[str], list[int]] | None
-) -> tuple[int, int]:
+def resolve_thinking_tokens(config: Any, encode: Encode | None) -> tuple[int, int]:
     """(begin, end) ids: from the config, else from its strings, else ``<think>`` and ``</think>``.
 
     Args:
@@ -68,6 +127,50 @@ def resolve_thinking_tokens(
     return begin, end
 
 
+def names_thinking_tokens(config: Any) -> bool:
+    """Whether a config says anything of thinking tokens."""
+    options = getattr(config, "mtp", None)
+    texts = ("begin_thinking_phase", "end_thinking_phase", "thinking_end")
+    return any(getattr(options, name, None) is not None for name in texts) or any(
+        read_thinking_token(config, edge) != NO_TOKEN for edge in ("begin", "end")
+    )
+
+
+def resolve_thinking_end(config: Any, encode: Encode | None) -> ThinkingEnd | None:
+    """What budgets go by: ids of the config, else its strings, else ``<think>`` and ``</think>``.
+
+    Args:
+        config: as :func:`resolve_thinking_tokens`; ``mtp.thinking_end`` are the ids of the end.
+        encode: None where no tokenizer is loaded.
+
+    Returns:
+        None where the begin is not one token, or nothing says what the end is.
+
+    Raises:
+        ConfigError: a ``thinking_end`` without a begin, or begin equal to the end token.
+    """
+    options = getattr(config, "mtp", None)
+    edges = []
+    for edge, default in (("begin", DEFAULT_BEGIN), ("end", DEFAULT_END)):
+        token = read_thinking_token(config, edge)
+        ids = [token] if token != NO_TOKEN else []
+        if not ids and encode is not None:
+            ids = list(encode(getattr(options, f"{edge}_thinking_phase", None) or default))
+        edges.append(ids)
+    begin, end = edges
+    given = getattr(options, "thinking_end", None)
+    if len(begin) != 1 or not (given or 1 <= len(end) <= MAX_THINKING_END):
+        expect(
+            given is None,
+            ConfigError,
+            f"thinking_end: {given} is forced behind the token that begins thinking, and the "
+            f"config and the tokenizer give {begin} for it; expected one id",
+        )
+        return None
+    end_token = end[0] if len(end) == 1 else NO_TOKEN
+    return ThinkingEnd(begin[0], tuple(given or end), end_token)
+
+
 def _expect_two(begin: int, end: int) -> None:
     expect(
         begin != end,
@@ -76,7 +179,7 @@ def _expect_two(begin: int, end: int) -> None:
     )
 
 
-def _single_token(edge: str, tag: str, encode: Callable[[str], list[int]] | None) -> int:
+def _single_token(edge: str, tag: str, encode: Encode | None) -> int:
     if encode is None:
         raise ConfigError(
             f"{edge}_thinking_phase_token: no id is set and no tokenizer is loaded to look "

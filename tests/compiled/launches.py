@@ -35,6 +35,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify import (
 )
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -58,6 +59,7 @@ from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
+from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.step import Accepted, DraftColumn, EditPools, SlotRows, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -76,6 +78,7 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
 def slot_rows(requests: int) -> SlotRows:
     """Of a table that has the columns of relaxed acceptance too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
+    kinds["relaxed_run"] = int
     columns = TableColumns([*REQUEST_COLUMNS, *(SlotColumn(*column) for column in kinds.items())])
     words = -(-VOCAB // 32)
     pools = EditPools(
@@ -104,13 +107,22 @@ def compile_acceptance() -> None:
         }
         slots = slot_rows(requests)
         # a column of the table, or what a host put in its place
-        pool = slots.table[:, -4].view(F32) if contexts else floats(64, dtype=F32)
+        pool = slots.table[:, -5].view(F32) if contexts else floats(64, dtype=F32)
         rule = RelaxedRule(slots, pool, begin_token=128798, end_token=128799)
         forced = ints(generations)
+        extras = dataclasses.replace(rule, run_limit=2, entropy_scale=1.5)
+        ids = ints(layout.num_logit_rows)
+        chosen = [
+            AcceptanceRules(
+                some, choices=ids, forced_ids=ids, edited_by=slots, forced_matches=forced
+            )
+            for some in (None, rule, extras)
+        ]
         for rules in (
             AcceptanceRules(forced_matches=forced),
             AcceptanceRules(relaxed=rule),
             AcceptanceRules(rule, forced_matches=forced),
+            *chosen,
         ):
             accept(layout, logits, drafts, rules, **given, backend=Backend.TRITON)
 
@@ -147,6 +159,17 @@ def compile_draws() -> None:
             vocab_ids=ids,
             backend=Backend.TRITON,
         )
+
+
+def compile_thinking() -> None:
+    for k, contexts, end in ((3, 2, (5, 6)), (0, 0, (7,)), (8, 0, (1, 2, 3))):
+        layout = StepLayout((5,) * contexts, 4, k, ints(contexts))
+        rule = ThinkingRule.of(ThinkingEnd(128798, end), "cpu")
+        slots, requests = slot_rows(layout.num_requests), layout.num_requests
+        where = layout, ints(4 * k, dtype=I64 if k == 8 else I32), slots, rule
+        force_ends(*where, ints(layout.num_logit_rows), backend=Backend.TRITON)
+        accepted = Accepted.unwritten(requests, k, "cpu")
+        note_thought(accepted, slots, rule, backend=Backend.TRITON)
 
 
 def compile_logprobs() -> None:

@@ -525,10 +525,37 @@ COMBINATION_CASES = [
         "use_relaxed_acceptance_for_thinking: true beside it",
     ),
     Case(
-        "thinking tag while strict",
-        mtp("mtp: {begin_thinking_phase: <think>}"),
-        "speculative_config.mtp.begin_thinking_phase: '<think>' would be ignored; expected "
+        "run limit while strict",
+        mtp("mtp: {relaxed_run_limit: 2}"),
+        "speculative_config.mtp.relaxed_run_limit: 2 would be ignored; expected "
         "use_relaxed_acceptance_for_thinking: true beside it",
+    ),
+    Case(
+        "entropy scale while strict",
+        mtp("mtp: {relaxed_entropy_scale: 0.5}"),
+        "speculative_config.mtp.relaxed_entropy_scale: 0.5 would be ignored; expected "
+        "use_relaxed_acceptance_for_thinking: true beside it",
+    ),
+    Case(
+        "entropy scale of nothing",
+        mtp("mtp: {relaxed_entropy_scale: 0}"),
+        "speculative_config.mtp.relaxed_entropy_scale: expected a number above 0 or null, got 0",
+    ),
+    Case(
+        "run limit of nothing",
+        mtp("mtp: {relaxed_run_limit: 0}"),
+        "speculative_config.mtp.relaxed_run_limit: expected an integer of at least 1 or null, "
+        "got 0",
+    ),
+    Case(
+        "end of thinking without an id",
+        mtp("mtp: {thinking_end: []}"),
+        "speculative_config.mtp.thinking_end: expected 1 to 16 ids, got 0",
+    ),
+    Case(
+        "end of thinking of no id",
+        mtp("mtp: {thinking_end: [3, -1]}"),
+        "speculative_config.mtp.thinking_end.1: expected an integer of at least 0, got -1",
     ),
     Case(
         "one id for both thinking tokens",

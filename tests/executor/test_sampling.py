@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
 from tests.executor.conftest import assert_drained
@@ -124,14 +123,24 @@ def test_a_cut_draft_vocabulary_changes_nothing(bed, prompts):
     assert llm.executor.acceptance.acceptance_length > 1.05
 
 
-def test_where_acceptance_is_relaxed_nobody_draws(bed):
-    relaxed = {
-        "use_relaxed_acceptance_for_thinking": True,
-        "relaxed_topk": 5,
-        "relaxed_delta": 0.3,
-        "begin_thinking_phase_token": 5,
-        "end_thinking_phase_token": 6,
-    }
-    llm = bed.llm(speculative=relaxed)
-    with pytest.raises(RequestError, match=r"not supported: temperature=0\.7, seed=3"):
-        llm.generate([[1, 2]], SamplingParams(temperature=0.7, seed=3))
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 8,
+    "relaxed_delta": 0.9,
+    "begin_thinking_phase_token": 5,
+    "end_thinking_phase_token": 6,
+}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_where_acceptance_is_relaxed_draws_are_coupled(bed, prompts, vanilla):
+    """Of thinking requests in one batch those with a temperature keep their text; greedy ones are
+    relaxed, and written by no other drafts than alone."""
+    thinking = [[5, *(t for t in prompt if t not in (5, 6))] for prompt in prompts]
+    greedy = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    params = [params_of(place) if place % 2 else greedy for place in range(len(prompts))]
+    mixed = generate(bed.llm(vanilla=vanilla, speculative=RELAXED), thinking, params)
+    assert mixed[1::2] == oracle(bed, thinking, params)[1::2]
+    alone = generate(bed.llm(vanilla=vanilla, speculative=RELAXED), thinking[::2], greedy)
+    assert mixed[::2] == alone
+    assert mixed[::2] != generate(bed.llm(vanilla=vanilla), thinking[::2], greedy)

@@ -21,6 +21,7 @@ from mtp_plugin.speculative.host import (
     refuse_unserved,
 )
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
+from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
@@ -91,7 +92,11 @@ class SpecWorker(nn.Module, ABC):
         """Set by a host that does not read a step's ``hidden_states`` after :meth:`forward`: prompt
         rows then need no copy beside generations."""
         self.backend = Backend.of(options.mtp.kernels, device)
-        self.verifier = Verifier(make_modes(options, device))
+        thinking = options.thinking_end
+        self.verifier = Verifier(
+            make_modes(options, device),
+            None if thinking is None else ThinkingRule.of(thinking, device),
+        )
         # captured graphs read the ids where they lie
         ids = place_draft_vocab(options.mtp.draft_vocab, draft_vocab_ids, device)
         self.register_buffer("draft_vocab_ids", ids, persistent=False)
@@ -224,8 +229,7 @@ class SpecWorker(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``nn.Module.to``, for the tensors of modes too."""
-        for mode in self.verifier.modes:
-            mode.move(fn)
+        self.verifier.move(fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _propose(

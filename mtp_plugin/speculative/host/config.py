@@ -12,7 +12,12 @@ from typing_extensions import Self
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.requests.thinking import NO_TOKEN, read_thinking_token
+from mtp_plugin.requests.thinking import (
+    NO_TOKEN,
+    ThinkingEnd,
+    read_thinking_token,
+    resolve_thinking_end,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class DecodingOptions:
     relaxed_delta: float = 0.0
     thinking_tokens: tuple[int, int] = (NO_TOKEN, NO_TOKEN)
     """(begin, end) ids."""
+    thinking_end: ThinkingEnd | None = None
+    """What budgets of thinking go by; None: no request may have one."""
 
     @classmethod
     def read(
@@ -53,6 +60,7 @@ class DecodingOptions:
             if thinking_tokens is None:
                 return config
             return replace(config, thinking_tokens=thinking_tokens)
+        thinking_end = resolve_thinking_end(config, None)
         tokens = thinking_tokens or (
             read_thinking_token(config, "begin"),
             read_thinking_token(config, "end"),
@@ -66,6 +74,7 @@ class DecodingOptions:
             relaxed_topk=int(_given(config, "relaxed_topk", 1)),
             relaxed_delta=float(_given(config, "relaxed_delta", 0.0)),
             thinking_tokens=tokens,
+            thinking_end=thinking_end,
         )
 
 

@@ -15,8 +15,14 @@ from typing import Any, Protocol
 
 import torch
 
+from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stop_callback import StopCallback
+from mtp_plugin.requests.thinking import (
+    ThinkingEnd,
+    names_thinking_tokens,
+    resolve_thinking_end,
+)
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.host import ResourceManager, Sampler
 from mtp_plugin.speculative.metrics.acceptance import Label
@@ -44,6 +50,25 @@ class HostFacts:
         return SimpleNamespace(
             max_num_sequences=self.max_num_sequences, max_seq_len=self.max_seq_len, max_beam_width=1
         )
+
+
+def thinking_end_of(config: Any, host: HostFacts) -> ThinkingEnd | None:
+    """What budgets of thinking go by, of a config and a host's tokenizer; None: nothing says it.
+
+    Raises:
+        ConfigError: an id outside the vocabulary, or as `resolve_thinking_end`.
+    """
+    end = resolve_thinking_end(config, host.encode)
+    wrong = [] if end is None else [t for t in (end.begin, *end.end) if t >= host.vocab_size]
+    if not wrong:
+        return end
+    expect(
+        not names_thinking_tokens(config),
+        ConfigError,
+        f"thinking tokens: expected ids below {host.vocab_size}, the size of the vocabulary, got "
+        f"{wrong}",
+    )
+    return None  # the tokenizer knows more words than the model
 
 
 @dataclass(frozen=True)

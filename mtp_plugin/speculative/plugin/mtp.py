@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
     HostFacts,
     SpeculativePieces,
+    thinking_end_of,
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
@@ -50,6 +52,7 @@ class MTPPlugin:
         if config.max_draft_len is None:
             config = config.model_copy(update={"max_draft_len": k})
         options = DecodingOptions.read(config, thinking_tokens=self._thinking(config, host))
+        options = replace(options, thinking_end=thinking_end_of(config, host))
         vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
         draft_vocab_ids = None
         if vocab is not None:
@@ -140,6 +143,7 @@ class MTPPlugin:
             device=host.device,
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
+            thinking_end=options.thinking_end,
             engine_seed=options.mtp.seed,
         )
 

@@ -14,6 +14,7 @@ from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
     HostFacts,
     SpeculativePieces,
+    thinking_end_of,
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import SlotStateManager
@@ -54,7 +55,8 @@ class NoSpeculationPlugin:
                 device=host.device,
             )
 
-        options = DecodingOptions(max_draft_len=0)
+        thinking_end = thinking_end_of(None, host)
+        options = DecodingOptions(max_draft_len=0, thinking_end=thinking_end)
         worker = NoDraftsWorker(options, device=host.device)
         manager = SlotStateManager(
             worker.verifier.modes,
@@ -62,6 +64,7 @@ class NoSpeculationPlugin:
             device=host.device,
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
+            thinking_end=thinking_end,
         )
         sampler = MTPSampler(
             host.sampler_args,

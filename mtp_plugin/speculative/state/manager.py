@@ -14,6 +14,7 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import is_graph_dummy_id
+from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import (
     DecodingOptions,
     RequestFacts,
@@ -28,6 +29,7 @@ from mtp_plugin.speculative.step import SlotRows
 from mtp_plugin.speculative.verification import VerificationMode, make_modes
 
 ATTENTION_DP_DUMMIES = 2
+BUDGET = "thinking_token_budget"
 
 
 class SlotStateManager:
@@ -48,6 +50,7 @@ class SlotStateManager:
             under overlap a finishing request and its replacement both hold one.
         vocab_size: of the logits; None: no request may ask for what needs a pool as wide, as
             ``logit_bias`` or a penalty.
+        thinking_end: what budgets of thinking go by; None: no request may have one.
         engine_seed: that requests without a seed draw with, the same on every rank.
 
     Raises:
@@ -62,9 +65,11 @@ class SlotStateManager:
         device: torch.device | str | None = None,
         num_seq_slots: int | None = None,
         vocab_size: int | None = None,
+        thinking_end: ThinkingEnd | None = None,
         engine_seed: int = ENGINE_SEED,
     ) -> None:
         self._expect_size("max_num_requests", max_num_requests)
+        self.thinking_end = thinking_end
         self.max_num_requests = max_num_requests
         self.device = _device(device)
         self.modes = tuple(modes)
@@ -172,7 +177,25 @@ class SlotStateManager:
         for mode in self.modes:
             if mode.columns:  # a host copies the tokens of a prompt for who asks
                 values.update(mode.slot_values(facts, request.get_tokens(0)))
+        if BUDGET in facts.options:
+            values.update(self._thought_of(request, facts))
         return values
+
+    def _thought_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
+        """How much of its budget a request has spent, and how much of the end it has begun.
+
+        Raises:
+            MetadataError: there is no end.
+        """
+        budget = facts.options[BUDGET]
+        if self.thinking_end is None:
+            raise MetadataError(
+                f"request {request.request_id}: {BUDGET}={budget} needs a manager that was told "
+                "thinking_end"
+            )
+        tokens = request.get_tokens(0)
+        thought, place = self.thinking_end.behind(tokens, facts.stop.prompt_len, budget)
+        return {"thought": thought, "end_place": place}
 
     def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         """The request's rows in the pools of logit edits, and its last tokens for bad words.
@@ -256,6 +279,7 @@ class MTPHiddenStatesManager(SlotStateManager):
             device=device,
             num_seq_slots=num_seq_slots,
             vocab_size=vocab_size,
+            thinking_end=options.thinking_end,
             engine_seed=options.mtp.seed,
         )
         self.dtype = dtype

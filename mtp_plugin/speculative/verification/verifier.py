@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accep
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, draw
+from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
@@ -23,13 +24,19 @@ class Verifier:
 
     Each mode decides its own rows; one reduction of the logits serves them all.
 
+    Args:
+        thinking: what budgets of thinking go by; None: no request has one.
+
     Raises:
         ConfigError: modes that want their drafts drawn in different ways, or none at all.
     """
 
-    def __init__(self, modes: Sequence[VerificationMode]) -> None:
+    def __init__(
+        self, modes: Sequence[VerificationMode], thinking: ThinkingRule | None = None
+    ) -> None:
         expect(len(modes) > 0, ConfigError, "verification: expected at least one mode, got none")
         self.modes = tuple(modes)
+        self.thinking = thinking
         self.draft_rule: DraftRule = modes[0].draft_rule
         others = [mode.name for mode in modes if mode.draft_rule is not self.draft_rule]
         expect(
@@ -44,7 +51,16 @@ class Verifier:
         """Options of a request that draws, edits of the logits or some mode give, and no mode
         refuses."""
         served = (EDITED_OPTIONS | DRAWN_OPTIONS).union(*(m.served_options for m in self.modes))
+        if self.thinking is not None:
+            served |= {"thinking_token_budget"}
         return served.difference(*(mode.refused_options for mode in self.modes))
+
+    def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the tensors of modes and budgets, as ``nn.Module.to`` does those of a module."""
+        for mode in self.modes:
+            mode.move(to)
+        if self.thinking is not None:
+            self.thinking = self.thinking.moved(to)
 
     def verify(
         self,
@@ -72,9 +88,15 @@ class Verifier:
             if logits is not inputs.logits:
                 inputs = replace(inputs, logits=logits)
             choices = draw(logits, rows, slots, backend=backend)
-            rules = AcceptanceRules(choices=choices)
+            forced = None
+            if self.thinking is not None:
+                where = step.layout, step.draft_tokens, slots
+                forced = force_ends(*where, self.thinking, choices, backend=backend)
+            rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
             accepted = self._judge(inputs, rules, last_tokens, backend)
         note_emitted(accepted, slots, backend=backend)
+        if self.thinking is not None:
+            note_thought(accepted, slots, self.thinking, backend=backend)
         return accepted
 
     def _judge(

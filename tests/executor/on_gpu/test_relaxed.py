@@ -1,0 +1,1 @@
+from tests.executor.test_relaxed import *  # noqa: F403

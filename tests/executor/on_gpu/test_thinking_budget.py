@@ -1,0 +1,1 @@
+from tests.executor.test_thinking_budget import *  # noqa: F403

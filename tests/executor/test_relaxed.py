@@ -1,0 +1,139 @@
+"""Relaxed acceptance end to end: what requests ask of it, its limits, edits beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.executor import SamplingParams
+from tests.executor.conftest import assert_drained
+
+BEGIN, END = 5, 6
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 8,
+    "relaxed_delta": 0.9,
+    "begin_thinking_phase_token": BEGIN,
+    "end_thinking_phase_token": END,
+}
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+NUM_TOKENS = 32
+
+
+def asked(**options) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **options)
+
+
+@pytest.fixture
+def thinking(prompts):
+    return [[BEGIN, *(t for t in prompt if t not in (BEGIN, END))] for prompt in prompts]
+
+
+def generate(llm, prompts, params):
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+def relaxed(bed, *, mtp=None, **options):
+    return bed.llm(
+        speculative={**RELAXED, "mtp": {"check_metadata": True, **(mtp or {})}}, **options
+    )
+
+
+def strict_part(text):
+    """Up to where a text begins to think by itself."""
+    return text[: text.index(BEGIN) + 1] if BEGIN in text else text
+
+
+def test_requests_have_thresholds_of_their_own(bed, target, thinking):
+    """In one batch; R35: top-1 and no distance is the strict text."""
+    params = [
+        asked(relaxed_topk=1, relaxed_delta=0.0) if place % 2 else asked(relaxed_delta=1.0)
+        for place in range(len(thinking))
+    ]
+    texts = generate(relaxed(bed), thinking, params)
+    told = [target.greedy(prompt, NUM_TOKENS) for prompt in thinking]
+    assert texts[1::2] == told[1::2]
+    assert texts[::2] != told[::2]
+    # what a request asks is what a config would have said
+    config = {**RELAXED, "relaxed_topk": 3, "relaxed_delta": 0.4}
+    own = generate(relaxed(bed), thinking, asked(relaxed_topk=3, relaxed_delta=0.4))
+    assert own == generate(bed.llm(speculative=config), thinking, asked())
+
+
+@pytest.mark.parametrize("option", ["relaxed_topk", "relaxed_delta"])
+def test_thresholds_without_relaxed_acceptance(bed, option):
+    with pytest.raises(RequestError, match=f"not supported: {option}=1"):
+        bed.llm().generate([[1, 2]], asked(**{option: 1}))
+
+
+def lengths_of(bed, thinking, **mtp):
+    llm = relaxed(bed, mtp=mtp)
+    generate(llm, thinking, asked(relaxed_delta=1.0))
+    return llm.executor.acceptance.acceptance_length
+
+
+def test_limits_lie_between_relaxed_and_strict(bed, thinking):
+    strict = bed.llm()
+    generate(strict, thinking, asked())
+    least = strict.executor.acceptance.acceptance_length
+    most = lengths_of(bed, thinking)
+    assert least < lengths_of(bed, thinking, relaxed_run_limit=1) < most
+    assert least < lengths_of(bed, thinking, relaxed_entropy_scale=2000.0) < most
+    assert lengths_of(bed, thinking, relaxed_run_limit=3) == most
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
+    """R35: however near: ids that are not allowed, bad words, early stops, penalised ones."""
+    allowed = tuple(range(1, 128, 3))
+    params = [
+        asked(relaxed_topk=128, relaxed_delta=1.0, **more)
+        for more in (
+            {"allowed_token_ids": allowed},
+            {"bad_token_ids": tuple(range(64))},
+            {"allowed_token_ids": allowed, "bad_words": tuple((a, 4) for a in allowed)},
+            {"stop_token_ids": tuple(range(100, 128)), "min_tokens": NUM_TOKENS - 1},
+        )
+    ]
+    first, second, third, fourth = generate(relaxed(bed, vanilla=vanilla), thinking[3:7], params)
+    assert set(first) <= set(allowed)
+    assert not set(second) & set(range(64))
+    assert 4 not in third[1:]
+    assert not set(fourth[: NUM_TOKENS - 1]) & set(range(100, 128))
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r35_edits_decide_what_is_strict(bed, thinking, vanilla):
+    """R35: top-1 and no distance is the strict text of the same edits."""
+    edits = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.3,
+        "logit_bias": {token: (-1) ** token for token in range(0, 128, 5)},
+    }
+    strict = generate(bed.llm(vanilla=vanilla), thinking, asked(**edits))
+    as_strict = {"relaxed_topk": 1, "relaxed_delta": 0.0}
+    llm = relaxed(bed, vanilla=vanilla)
+    assert generate(llm, thinking, asked(**as_strict, **edits)) == strict
+    near = generate(relaxed(bed, vanilla=vanilla), thinking, asked(relaxed_delta=1.0, **edits))
+    assert near != strict
+
+
+def test_r34_strict_behind_the_end_within_a_run(bed, target, prompts):
+    """R34: outside the phase the text is strict whatever requests ask for."""
+    ended = [[BEGIN, END, *(t for t in prompt if t not in (BEGIN, END))] for prompt in prompts]
+    llm = relaxed(bed, mtp={"relaxed_run_limit": 2, "relaxed_entropy_scale": 0.5})
+    texts = generate(llm, ended, asked(relaxed_delta=1.0, relaxed_topk=128))
+    for text, prompt in zip(texts, ended, strict=True):
+        told = strict_part(target.greedy(prompt, NUM_TOKENS))
+        assert text[: len(told)] == told
+
+
+def test_extras_survive_chunks_and_preemption(bed, thinking):
+    mtp = {"relaxed_run_limit": 1, "relaxed_entropy_scale": 2.0}
+    tight = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
+    llm = relaxed(bed, mtp=mtp, **tight)
+    texts = generate(llm, thinking, asked())
+    assert llm.executor.num_preemptions > 0
+    assert [len(text) for text in texts] == [NUM_TOKENS] * len(thinking)
