@@ -1,0 +1,226 @@
+"""Random requests with any options: every way to run gives each the target's own text.
+
+Each of 300 requests runs in two of sixteen ways (K = 0 to 3, worker, loop), a quarter of the ways
+with a cache so small that requests are paused. Text, finish reason and log-probabilities are those
+of plain decoding, request by request, seed by seed.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import Continuation, Decoded, Thinking, decode
+from mtp_plugin.infer.noise import Role, gumbel
+from tests.executor.conftest import VOCAB, assert_drained
+
+NUM_REQUESTS = 300
+EOS = (1,)
+BEGIN, END = 5, 6
+MARGIN = 1e-5
+"""Of noisy scores: a nearer choice may fall either way."""
+MOST_TIES = 2
+WAYS = [(k, vanilla, overlap) for k in range(4) for vanilla in (0, 1) for overlap in (0, 1)]
+TEMPERATURES = (None, None, 0, 1e-3, 0.6, 0.7, 1.0, 1.3)
+
+
+def prompt_of(dice: random.Random) -> list[int]:
+    prompt = [dice.randrange(2, VOCAB) for _ in range(dice.choice((1, 2, 4, 7, 12, 25)))]
+    if dice.random() < 0.3:
+        prompt.insert(dice.randrange(len(prompt) + 1), BEGIN)
+    return prompt
+
+
+def ids_of(dice: random.Random, most: int) -> list[int]:
+    return dice.sample(range(2, VOCAB), dice.randint(1, most))
+
+
+def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
+    """Each option of most kinds for a fifth of the requests."""
+
+    def some(share: float = 0.2) -> bool:
+        return dice.random() < share
+
+    asked: dict = {
+        "max_new_tokens": dice.choice((1, 2, 5, 12, 20)),
+        "temperature": dice.choice(TEMPERATURES),
+        "ignore_eos": some(0.5),
+    }
+    if some(0.3):
+        asked["top_k"] = dice.choice((0, 1, 2, 5, 50))
+    if some(0.3):
+        asked["top_p"] = dice.choice((1.0, 0.95, 0.9, 0.5))
+    if some():
+        asked["min_p"] = dice.choice((0.0, 0.05, 0.3))
+    if some(0.7):
+        asked["seed"] = dice.choice((dice.getrandbits(64), -dice.getrandbits(60), 0))
+    if some():
+        asked["repetition_penalty"] = dice.choice((0.8, 1.1, 1.5))
+    if some():
+        asked["presence_penalty"] = dice.choice((-0.5, 0.4, 1.0))
+    if some():
+        asked["frequency_penalty"] = dice.choice((-0.1, 0.3, 0.9))
+        asked["prompt_ignore_length"] = dice.choice((0, 2, 100))
+    if some():
+        asked["logit_bias"] = {token: dice.uniform(-3, 3) for token in ids_of(dice, 20)}
+    if some(0.15):
+        asked["allowed_token_ids"] = [*ids_of(dice, 60), 1, BEGIN, END]
+    if some():
+        asked["bad_words"] = [
+            dice.choices(prompt + ids_of(dice, 3), k=dice.choice((1, 2, 3))) for _ in range(8)
+        ]
+    if some():
+        asked["bad_token_ids"] = ids_of(dice, 9)
+    if some():
+        asked["min_tokens"] = dice.randint(1, asked["max_new_tokens"])
+    if some(0.4):
+        asked["stop_token_ids"] = ids_of(dice, 25)
+    if some():
+        asked["logprobs"] = dice.choice((0, 1, 5))
+    if some(0.1):
+        asked["prompt_logprobs"] = dice.choice((0, 2))
+    if some():
+        asked["thinking_token_budget"] = dice.choice((0, 1, 4))
+    if some():
+        asked["max_draft_len"] = dice.choice((0, 1, 2))
+    if some(0.1):
+        asked["speculate"] = False
+    return SamplingParams(**asked)
+
+
+@lru_cache(maxsize=1)
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    dice = random.Random(20)
+    made = []
+    for _ in range(NUM_REQUESTS):
+        prompt = prompt_of(dice)
+        made.append((prompt, params_of(dice, prompt)))
+    return made
+
+
+def ways() -> dict[int, list[int]]:
+    """Of every way the requests that run so."""
+    dice = random.Random(21)
+    taken: dict[int, list[int]] = {way: [] for way in range(len(WAYS))}
+    for number in range(NUM_REQUESTS):
+        for way in dice.sample(range(len(WAYS)), 2):
+            taken[way].append(number)
+    return taken
+
+
+THINKING = Thinking(BEGIN, (END,), END)
+
+
+class Plain:
+    """What plain decoding says of each request; those without a seed by their number."""
+
+    def __init__(self, bed) -> None:
+        self.model = bed.oracle_model.target
+        self.told = lru_cache(maxsize=None)(self._told)
+
+    def _told(self, number: int, place: int) -> Decoded:
+        prompt, params = requests()[number]
+        return decode(self.model, prompt, params, number=place, end_ids=EOS, thinking=THINKING)
+
+    def of(self, number: int, place: int) -> Decoded:
+        """Of a request that its engine got as the ``place``-th."""
+        has_seed = requests()[number][1].seed is not None
+        return self.told(number, 0 if has_seed else place)
+
+
+@pytest.fixture(scope="module")
+def plain_of():
+    made: dict[str, Plain] = {}
+    return lambda bed: made.setdefault(bed.path, Plain(bed))
+
+
+TIES: list[str] = []
+
+
+@pytest.mark.parametrize(
+    "way", range(len(WAYS)), ids=[f"k{k}-vanilla{v}-overlap{o}" for k, v, o in WAYS]
+)
+def test_random_requests(bed, plain_of, way):
+    k, vanilla, overlap = WAYS[way]
+    numbers = ways()[way]
+    prompts = [requests()[number][0] for number in numbers]
+    params = [requests()[number][1] for number in numbers]
+    is_tight = way % 4 == 1
+    options: dict = {"kv_cache_config": {"max_tokens": 128}} if is_tight else {}
+    if k:
+        options["speculative"] = {
+            "begin_thinking_phase_token": BEGIN,
+            "end_thinking_phase_token": END,
+        }
+    else:
+        options["tokenizer"] = Tags()
+    llm = bed.llm(
+        k=k,
+        vanilla=bool(vanilla),
+        disable_overlap_scheduler=not overlap,
+        max_num_tokens=40,
+        kv_fill=float("nan"),
+        **options,
+    )
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    if is_tight:
+        assert llm.executor.num_preemptions > 0
+    for place, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
+        told = plain_of(bed).of(number, place)
+        if output.token_ids != told.token_ids:
+            TIES.append(tie_of(bed, number, place, told, output.token_ids))
+            continue
+        assert output.finish_reason is told.finish_reason, number
+        same_logprobs(told.token_ids, output.logprobs, told.logprobs)
+        same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
+    assert len(TIES) <= MOST_TIES, TIES
+
+
+class Tags:
+    """A tokenizer that knows the two tags, for where no config can name them."""
+
+    def encode(self, text, add_special_tokens=True):  # noqa: ARG002
+        return {"<think>": [BEGIN], "</think>": [END]}.get(text, [2, 3])
+
+    def decode(self, ids, skip_special_tokens=True):  # noqa: ARG002
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+def tie_of(bed, number: int, place: int, told: Decoded, token_ids: list[int]) -> str:
+    """The first difference, which must be one of rounding."""
+    prompt, params = requests()[number]
+    pairs = zip(told.token_ids, token_ids, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    assert first is not None, (number, told, token_ids)
+    text = Continuation(prompt, params, number=place, end_ids=EOS, thinking=THINKING)
+    before = told.token_ids[:first]
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *before]])
+        logits = bed.oracle_model.target(input_ids=ids).logits[0, -1]
+    scores = text.rule.scores(logits, before)
+    if not text.rule.is_greedy:
+        index = len(prompt) + first
+        scores = scores + gumbel(text.rule.seed, index, len(scores), Role.TARGET)
+    gap = float(scores.max() - scores[token_ids[first]])
+    assert gap < MARGIN, (number, params, told.token_ids, token_ids, gap)
+    return f"request {number}: {gap:.1e}"
+
+
+def same_logprobs(token_ids, actual, expected) -> None:
+    """As many entries, of the same ids, within 1e-4."""
+    if expected is None:
+        assert actual is None
+        return
+    assert len(actual) == len(expected) == len(token_ids)
+    for token, one, other in zip(token_ids, actual, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        told = {token: other.logprob, **other.top}
+        assert {id_: one[id_].logprob for id_ in told} == pytest.approx(told, abs=1e-4)
+        assert set(one) == set(told)
