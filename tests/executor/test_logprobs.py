@@ -83,7 +83,10 @@ def check_all(llm, target, prompts, params) -> list[list[int]]:
 def test_log_probabilities_of_the_text(bed, target, prompts, no_overlap, vanilla, k):
     params = [params_of(place) for place in range(len(prompts))]
     llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-    check_all(llm, target, prompts, params)
+    texts = check_all(llm, target, prompts, params)
+    for prompt, text, asked in list(zip(prompts, texts, params, strict=True))[::2]:
+        assert asked.is_greedy
+        assert text == target.greedy(prompt, NUM_TOKENS)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.15
 

@@ -113,10 +113,14 @@ def scan_kernel(
     # constants
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (row, piece): what is kept of its chunks; nothing, where nobody asks for the row."""
+    """One (row, piece): what is kept of its chunks; nothing, where nobody asks for the row.
+
+    A piece is read in STEPS parts.
+    """
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_pieces).to(tl.int64)
     piece = tl.program_id(0) % num_pieces
@@ -130,16 +134,17 @@ def scan_kernel(
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride)
         row_ptr = logits_ptr + row * row_stride
         own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
-        chunks = piece * CHUNKS + tl.arange(0, CHUNKS)
-        columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        x = loaded(row_ptr + columns, columns < vocab)
-        top = tl.max(x, axis=1)
-        weights = tl.exp2((x - finite_or_zero(top)[:, None]) * LOG2_E)
-        ahead = (x > own) | ((x == own) & (columns < token))
-        out = row * (num_pieces * CHUNKS) + chunks
-        tl.store(top_ptr + out, top)
-        tl.store(mass_ptr + out, tl.sum(weights, axis=1))
-        tl.store(ahead_ptr + out, tl.sum(ahead.to(tl.int32), axis=1))
+        for step in range(STEPS):
+            chunks = (piece * STEPS + step) * CHUNKS + tl.arange(0, CHUNKS)
+            columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            x = loaded(row_ptr + columns, columns < vocab)
+            top = tl.max(x, axis=1)
+            weights = tl.exp2((x - finite_or_zero(top)[:, None]) * LOG2_E)
+            ahead = (x > own) | ((x == own) & (columns < token))
+            out = row * (num_pieces * STEPS * CHUNKS) + chunks
+            tl.store(top_ptr + out, top)
+            tl.store(mass_ptr + out, tl.sum(weights, axis=1))
+            tl.store(ahead_ptr + out, tl.sum(ahead.to(tl.int32), axis=1))
 
 
 @triton.jit
@@ -196,6 +201,7 @@ def finish_kernel(
     # constants
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -217,7 +223,7 @@ def finish_kernel(
     if (asked >= 0) & (place < count) & ((place == 0) | (request >= num_contexts)):
         number = tl.minimum(asked, TOP)
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
-        num_chunks = num_pieces * CHUNKS
+        num_chunks = num_pieces * STEPS * CHUNKS
         chunks = tl.arange(0, ALL_CHUNKS)
         kept = row * num_chunks + chunks
         tops = tl.load(top_ptr + kept, mask=chunks < num_chunks, other=float("-inf"))

@@ -13,12 +13,16 @@ from mtp_plugin.speculative.ops.logprobs.contract import LogProbs
 from mtp_plugin.speculative.ops.logprobs.kernel import finish_kernel, scan_kernel
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 
-CHUNK = 128
+CHUNK = 64
 """Ids of a chunk."""
-CHUNKS = 32
-"""Chunks that a program of the scan reads."""
-SCAN_WARPS = 8
-FINISH_WARPS = 4
+CHUNKS = 64
+"""Chunks that a program of the scan reads at once."""
+STEPS = 4
+"""So many times, where there are many rows: programs that find nothing to do take time too."""
+SOME_ROWS = 64
+"""So many rows or fewer leave the device room for a program per piece."""
+SCAN_WARPS = 4
+FINISH_WARPS = 8
 
 
 def logprobs(
@@ -35,8 +39,9 @@ def logprobs(
     result = LogProbs.unwritten(layout.num_requests, layout.step_rows, device)
     if num_rows == 0:
         return result
-    num_pieces = -(-vocab // (CHUNK * CHUNKS))
-    num_chunks = num_pieces * CHUNKS
+    steps = 1 if num_rows <= SOME_ROWS else STEPS
+    num_pieces = -(-vocab // (CHUNK * CHUNKS * steps))
+    num_chunks = num_pieces * steps * CHUNKS
     tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
     ahead = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     slots = asked if isinstance(asked, SlotRows) else None
@@ -62,6 +67,7 @@ def logprobs(
     constants: dict[str, Any] = {
         "CHUNK": CHUNK,
         "CHUNKS": CHUNKS,
+        "STEPS": steps,
         "HAS_SLOTS": slots is not None,
         **pdl_options(device),
     }

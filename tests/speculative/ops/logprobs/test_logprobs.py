@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
-from mtp_plugin.speculative.ops.logprobs import logprobs
+from mtp_plugin.speculative.ops.logprobs import launch, logprobs
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.logprobs.cases import Case, check_same, check_story, layout_of
@@ -40,10 +40,17 @@ def test_the_story_of_log_probabilities(backend: Backend) -> None:
 
 
 @settings(max_examples=15)
-@given(vocab=st.sampled_from((4095, 4097, 9001)), **cases)
-def test_torch_and_triton_agree_over_many_pieces(vocab: int, **shape: object) -> None:
+@given(
+    vocab=st.sampled_from((4095, 4097, 9001, 17001)), some_rows=st.sampled_from((0, 64)), **cases
+)
+def test_torch_and_triton_agree_over_many_pieces(
+    vocab: int, some_rows: int, **shape: object
+) -> None:
+    """Programs that read one part, and such as read several."""
     case = Case.of(vocab=vocab, **shape)
-    check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "SOME_ROWS", some_rows)
+        check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
 
 
 def told(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
