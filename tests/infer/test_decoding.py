@@ -1,0 +1,146 @@
+"""Plain decoding of one prompt: where it ends, what is told beside it, and how it goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.infer import Continuation, Decoded, Logprobs, Thinking, decode
+from mtp_plugin.infer.logprobs import logprobs_of
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import FinishReason
+from tests.infer.models import TableModel
+
+MODEL = TableModel(seed=1)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Letters:
+    """A tokenizer of one letter per id."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:  # noqa: ARG002
+        return "".join("abcdefghijkl"[token] for token in token_ids)
+
+
+def decoded(options: dict[str, Any], **more: Any) -> Decoded:
+    return decode(MODEL, PROMPT, SamplingParams(**{"max_new_tokens": 10, **options}), **more)
+
+
+def test_a_length_ends_the_text() -> None:
+    text = decoded({})
+    assert len(text.token_ids) == 10
+    assert text.finish_reason is FinishReason.LENGTH
+    assert text == Decoded(text.token_ids, FinishReason.LENGTH)
+    assert decoded({}, max_seq_len=8).token_ids == text.token_ids[:3]
+    assert decoded({}, max_seq_len=5) == Decoded([], FinishReason.LENGTH)
+
+
+def test_ids_end_the_text() -> None:
+    free = decoded({}).token_ids
+    end = free[3]
+    cut = free[: free.index(end) + 1]
+    ended = Decoded(cut, FinishReason.END_ID)
+    assert decoded({}, end_ids=[end]) == ended
+    assert decoded({"stop_token_ids": [end]}) == ended
+    assert decoded({"ignore_eos": True}, end_ids=[end]).token_ids == free
+
+
+def test_strings_end_the_text() -> None:
+    free = decoded({}, tokenizer=Letters())
+    assert free.text == Letters().decode(free.token_ids, skip_special_tokens=True)
+    stop = free.text[3:5]
+    first = free.text.index(stop)
+    cut = decoded({"stop": [stop]}, tokenizer=Letters())
+    expected = Decoded(free.token_ids[: first + 2], FinishReason.STOP_WORDS, free.text[:first])
+    assert cut == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.3, "seed": 4, "frequency_penalty": 0.7, "prompt_ignore_length": 2},
+        {"min_tokens": 8, "stop_token_ids": [9, 0]},
+        {"temperature": 0.9, "bad_words": [(0, 8), (1, 5, 9)], "repetition_penalty": 1.3},
+        {"thinking_token_budget": 2, "logit_bias": {4: 2.0}},
+        {"stop": ["ak"]},
+    ],
+)
+def test_a_text_goes_on_from_any_of_its_tokens(options: dict[str, Any]) -> None:
+    more = {"tokenizer": Letters(), "thinking": Thinking(4, (6, 3)), "end_ids": [2], "number": 5}
+    whole = decoded({**options, "max_new_tokens": 16}, **more)
+    for count in range(len(whole.token_ids) + 1):
+        emitted = whole.token_ids[:count]
+        assert decoded({**options, "max_new_tokens": 16}, **more, emitted=emitted) == whole
+
+
+def test_log_probabilities_are_the_model_s_own() -> None:
+    options = {"temperature": 1.5, "seed": 1, "logit_bias": {3: 4.0}, "logprobs": 3}
+    text = decoded({**options, "prompt_logprobs": 2})
+    whole = [*PROMPT, *text.token_ids]
+    rows = [MODEL.rows[a, b].log_softmax(0) for a, b in zip([0, *whole], whole, strict=False)]
+    assert text.prompt_logprobs is not None
+    assert text.logprobs is not None
+    first, *others = text.prompt_logprobs
+    assert first is None
+    assert len(others) == len(PROMPT) - 1
+    assert len(text.logprobs) == len(text.token_ids)
+    for token, row, told in zip(whole[1:], rows, [*others, *text.logprobs], strict=False):
+        assert told is not None
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-6)
+        best = row.topk(len(told.top))
+        assert list(told.top) == best.indices.tolist()
+        assert list(told.top.values()) == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert {len(told.top) for told in text.logprobs} == {3}
+
+
+def test_log_probabilities_of_none_but_the_token() -> None:
+    text = decoded({"logprobs": 0})
+    assert text.prompt_logprobs is None
+    assert text.logprobs is not None
+    assert [told.top for told in text.logprobs] == [{}] * 10
+
+
+def test_the_prompt_is_told_of_even_where_nothing_follows() -> None:
+    text = decoded({"prompt_logprobs": 0, "logprobs": 0}, max_seq_len=5)
+    assert text.token_ids == text.logprobs == []
+    assert text.prompt_logprobs is not None
+    assert len(text.prompt_logprobs) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "token", "expected"),
+    [
+        ([1.0, 2.0, 2.0, 2.0], 3, (-1.2143, [1, 2])),
+        ([0.0, math.nan, 0.0], 0, (-math.log(2), [0, 2])),
+        ([0.0, math.nan, 0.0], 1, (-math.inf, [0, 2])),
+        ([5.0, math.inf, math.inf], 1, (0.0, [1, 2])),
+        ([5.0, math.inf, math.inf], 2, (-math.inf, [1, 2])),
+        ([-math.inf, math.nan], 0, (-math.inf, [0, 1])),
+    ],
+)
+def test_log_probabilities_of_odd_rows(row, token, expected) -> None:
+    told = logprobs_of(torch.tensor(row), token, 2)
+    assert told.logprob == pytest.approx(expected[0], abs=1e-4)
+    assert list(told.top) == expected[1]
+    assert told == Logprobs(told.logprob, told.top)
+
+
+def test_a_row_without_values_is_an_error() -> None:
+    model = TableModel(seed=1)
+    model.rows[:] = -math.inf
+    text = decode(model, PROMPT, SamplingParams(logprobs=1))
+    assert text == Decoded([], FinishReason.ERROR, logprobs=[])
+
+
+def test_bad_requests_are_named() -> None:
+    with pytest.raises(RequestError, match="prompt_ids: expected at least one token, got none"):
+        decode(MODEL, [], SamplingParams())
+    with pytest.raises(RequestError, match=r"stop=\('x',\): expected a tokenizer, got none"):
+        decode(MODEL, [1], SamplingParams(stop="x"))
+    with pytest.raises(RequestError, match="the text has not ended behind 0 tokens"):
+        Continuation([1], SamplingParams()).decoded()
