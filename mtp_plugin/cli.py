@@ -74,6 +74,36 @@ ConfigFile = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", help="YAML file; see `mtp-plugin config`.")
 ]
 
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", metavar="T", help="Draw tokens; 0 or unset: greedy."),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", metavar="N", help="Draw among the N most likely ids.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Draw among the most likely ids of this share."),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Draw among ids this likely beside the first."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty", metavar="R", help="Above 1: ids of prompt and text are less likely."
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option("--presence-penalty", metavar="X", help="Off the logits of ids that stand."),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option("--frequency-penalty", metavar="X", help="Off, for every time that they stand."),
+]
+
 
 @app.command()
 def generate(
@@ -103,6 +133,19 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
     ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="N", help="Of the draws. Default: of each prompt by its number."
+        ),
+    ] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     compare: Annotated[
         bool,
         typer.Option(
@@ -141,6 +184,14 @@ def generate(
         min_tokens=min_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
     )
     out = output()
     stream = None if as_json else out
@@ -168,7 +219,11 @@ def _decode(
 ) -> Report:
     """Run the batch as configured and, to compare, without drafts and by target-only decoding."""
     from mtp_plugin.executor import LLM
-    from mtp_plugin.tools.terminal.decoding import compare_with_target_only_decoding, run_batch
+    from mtp_plugin.tools.terminal.decoding import (
+        compare_with_target_only_decoding,
+        engine_seed_of,
+        run_batch,
+    )
     from mtp_plugin.tools.terminal.report import Report
     from mtp_plugin.tools.terminal.stream_view import StreamView
 
@@ -200,7 +255,12 @@ def _decode(
             tell("decoding without the executor, for the text")
             model.set_attn_implementation("sdpa")
             comparison = compare_with_target_only_decoding(
-                model, run.results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
+                model,
+                run.results,
+                params,
+                max_seq_len=max_seq_len,
+                tokenizer=tokenizer,
+                engine_seed=engine_seed_of(settings),
             )
     weight: Any = model.embed_tokens.weight
     return Report(
@@ -248,6 +308,22 @@ def parity(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
     ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Of random prompts, and of the draws. Default: 0, and of each prompt by its "
+            "number.",
+        ),
+    ] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
     worker: Annotated[
         str | None,
         typer.Option(
@@ -281,10 +357,10 @@ def parity(
             "--tie-tolerance",
             metavar="ULPS",
             help="bfloat16 and float16: logits this many units in the last place apart, at the "
-            "higher one's magnitude, are a tie. Default: 4. In float32 nothing is.",
+            "higher one's magnitude, are a tie. Default: 4. In float32 only draws are, as close as "
+            "their noise is rounded; 0: nothing is.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of random prompts.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
@@ -297,7 +373,8 @@ def parity(
     random ids.
 
     In half precision a token may differ where two logits are equal but for rounding: such ties are
-    counted and shown, and target-only decoding goes on from the emitted token.
+    counted and shown, and target-only decoding goes on from the emitted token. Where tokens are
+    drawn, what counts is the gap of scores with their noise, or the distance from a cut.
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
@@ -323,7 +400,18 @@ def parity(
         ks=_numbers(k, "--k"),
         batch_sizes=_numbers(batch_size, "--batch-size"),
     )
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
     try:
         with progress(log) as tell:
             report = room.run_parity(
@@ -331,7 +419,7 @@ def parity(
                 texts,
                 params,
                 num_prompts=num_prompts,
-                seed=seed,
+                seed=0 if seed is None else seed,
                 tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
                 on_progress=tell,
             )

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from mtp_plugin import cli
+from mtp_plugin import cli, infer
 from mtp_plugin.config import json_schema, load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
 from mtp_plugin.executor.models import load_model, write_random_checkpoint
@@ -312,18 +312,76 @@ def test_stops_and_least_lengths_compare_too(
     assert "identical to decoding without MTP: yes" in result.out
 
 
+SAMPLING = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
+PENALTIES = [
+    *("--repetition-penalty", "1.3", "--presence-penalty", "0.4"),
+    *("--frequency-penalty", "0.2"),
+]
+
+
+def test_drawn_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
+    """Every option reaches the request and target-only decoding; the seed decides the draws."""
+    file = config({**EAGLE, "mtp": {"seed": 7}})
+    prompts = ["-p", "def f(x):\n", "-p", "def f(x):\n", "-n", "16", "--ignore-eos", "--json"]
+
+    def texts(*arguments: str) -> list[list[int]]:
+        result = run("generate", "-c", file, *prompts, *arguments)
+        assert result.code == 0
+        told = json.loads(result.out)
+        assert told["comparison"]["identical"] is True
+        assert told["comparison"]["num_equal"] == 32
+        return [one["token_ids"] for one in told["results"]]
+
+    greedy, drawn = texts(), texts(*SAMPLING)
+    # the same prompt, drawn by its number
+    assert greedy[0] == greedy[1]
+    assert drawn[0] != drawn[1]
+    assert texts(*PENALTIES) != greedy
+    seeded = texts(*SAMPLING, *PENALTIES, "--seed", "5")
+    assert seeded[0] == seeded[1]
+    assert texts(*SAMPLING, *PENALTIES, "--seed", "6") != seeded
+    oracle_text = infer.decode(
+        load_model(load_config(file).model).target,
+        list(byte_tokenizer().encode("def f(x):\n")),
+        SamplingParams(
+            **{"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 5},
+            **{"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+            max_new_tokens=16,
+            ignore_eos=True,
+        ),
+    )
+    assert seeded[0] == oracle_text.token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be a number >= 0, got -1.0"),
+        (["--top-k", "-2"], "top_k must be an integer >= -1, got -2"),
+        (["--top-p", "1.5"], "top_p must be a number from 0 to 1, got 1.5"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be a finite number > 0, got 0.0"),
+    ],
+)
+def test_sampling_options_out_of_range(
+    run: Run, config: Callable[..., str], arguments: list[str], message: str
+) -> None:
+    result = run("generate", "-c", config(EAGLE), "-p", "x", *arguments)
+    assert result.code == 2
+    assert result.err.splitlines()[-1] == f"error: sampling parameters: {message}"
+
+
 def test_a_difference_is_told_and_fails(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def altered(model: Any, prompt: list[int], *arguments: Any, **options: Any) -> list[int]:
-        tokens = greedy_decode(model, prompt, *arguments, **options)
+    def altered(model: Any, prompt: list[int], *arguments: Any, **options: Any) -> Any:
+        decoded = infer.decode(model, prompt, *arguments, **options)
         if len(prompt) == 6:
-            tokens[4] = ord("!") - 33  # the byte-level alphabet starts there
-        return tokens
+            decoded.token_ids[4] = ord("!") - 33  # the byte-level alphabet starts there
+        return decoded
 
     file = config(EAGLE)
     (ours,) = LLM(file).generate(["def f("], SamplingParams(max_new_tokens=12))
-    monkeypatch.setattr(oracle, "greedy_decode", altered)
+    monkeypatch.setattr(oracle, "decode", altered)
     result = run("generate", "-c", file, "-p", "x", "-p", "def f(", "-n", "12")
     assert result.code == 1
     token = ours.token_ids[4]
@@ -338,10 +396,12 @@ def test_a_difference_is_told_and_fails(
 def test_a_text_that_ends_too_early_is_a_difference(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def longer(*arguments: Any, **options: Any) -> list[int]:
-        return [*greedy_decode(*arguments, **options), 0]
+    def longer(*arguments: Any, **options: Any) -> Any:
+        decoded = infer.decode(*arguments, **options)
+        decoded.token_ids.append(0)
+        return decoded
 
-    monkeypatch.setattr(oracle, "greedy_decode", longer)
+    monkeypatch.setattr(oracle, "decode", longer)
     result = run("generate", "-c", config(EAGLE), "-p", "x", "-n", "6")
     assert result.code == 1
     assert "  prompt 1, token 7: the end, target-only decoding has 0 '!'" in result.out
@@ -387,7 +447,8 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
 def test_json_of_a_difference(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oracle, "greedy_decode", lambda *_, **__: [])
+    nothing = infer.Decoded([], FinishReason.LENGTH)
+    monkeypatch.setattr(oracle, "decode", lambda *_, **__: nothing)
     result = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "4", "--json")
     assert result.code == 1
     (difference,) = json.loads(result.out)["comparison"]["differences"]

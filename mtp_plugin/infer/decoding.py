@@ -90,7 +90,12 @@ class Continuation:
         self.prompt_len = len(prompt_ids)
         self._text = None
         if tokenizer is not None:
-            self._text = RequestText(tokenizer, params.stop, params.min_tokens)
+            self._text = RequestText(
+                tokenizer,
+                params.stop,
+                params.min_tokens,
+                include_stop=params.include_stop_str_in_output,
+            )
         self._stop = StopRule.of(
             params,
             prompt_len=self.prompt_len,

@@ -90,25 +90,33 @@ class SamplingRule:
             return NO_TOKEN
         if self.is_greedy:
             return int(scores.argmax())
-        index = len(self.prompt) + len(output)
-        return int((scores + gumbel(self.seed, index, len(scores), role)).argmax())
+        return int((scores + self.noise(output, len(scores), role)).argmax())
+
+    def noise(
+        self, output: Sequence[int], vocab_size: int, role: Role = Role.TARGET
+    ) -> torch.Tensor:
+        """[V] float64: what is added to the scores of the token behind ``output``."""
+        return gumbel(self.seed, len(self.prompt) + len(output), vocab_size, role)
 
     def probabilities(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
         """[V] float64: how likely each id is drawn behind ``output``."""
         return self.scores(logits, output).double().softmax(dim=0)
 
     def scores(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """[V] float32: (x - maximum) / temperature of edited logits, -inf outside the cuts; greedy:
-        of temperature 1 and without cuts. A row with +inf has the lowest such id alone."""
+        """[V] float32: `scaled` logits, -inf outside the cuts; greedy: without cuts."""
+        scores = self.scaled(logits, output)
+        return scores if self.is_greedy or scores.max() == -torch.inf else self._cut(scores)
+
+    def scaled(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
+        """[V] float32: (x - maximum) / temperature of edited logits; greedy: of temperature 1. A
+        row with +inf has the lowest such id alone."""
         values = self.edited(logits, output)
         highest = values.max()
         if highest == torch.inf:
             return _alone(int(values.argmax()), len(values))
         if highest == -torch.inf:
             return values
-        if self.is_greedy:
-            return values - highest
-        return self._cut((values - highest) / _single(self.temperature))
+        return (values - highest) / _single(1.0 if self.is_greedy else self.temperature)
 
     def edited(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
         """Logits [V] float32 behind ``output`` with everything done to them that comes before

@@ -9,6 +9,7 @@ from mtp_plugin.tools.parity.compare import (
     compare_with_continuations,
     judge_gap,
 )
+from mtp_plugin.tools.parity.draws import gap_of_draw
 from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
 
@@ -20,6 +21,7 @@ __all__ = [
     "TieRule",
     "compare_forced",
     "compare_with_continuations",
+    "gap_of_draw",
     "judge_gap",
     "transformers_attention",
     "ulp",

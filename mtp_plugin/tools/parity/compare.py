@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mtp_plugin.infer import SamplingRule
+from mtp_plugin.tools.parity.draws import gap_of_draw
 from mtp_plugin.tools.parity.oracle import Oracle
 from mtp_plugin.tools.parity.ties import TieRule
 
@@ -22,8 +24,8 @@ class Divergence:
     expected: int | None
     """What target-only decoding chose; None: it had ended."""
     gap: float | None = None
-    """Logit of the expected token minus that of the emitted one, both given the same prefix; None
-    where there are no two tokens."""
+    """Logit of the expected token minus that of the emitted one, both given the same prefix; where
+    tokens are drawn, as `gap_of_draw`. None where there are no two tokens."""
     tolerance: float = 0.0
     """The largest gap that is a tie."""
 
@@ -76,15 +78,26 @@ def compare_with_continuations(
 
 
 def judge_gap(
-    oracle: Oracle, rule: TieRule, prompt_ids: Sequence[int], emitted: Sequence[int]
+    oracle: Oracle, rule: TieRule, sampling: SamplingRule, emitted: Sequence[int]
 ) -> Callable[[int, int, int], Divergence]:
-    """Measures the gap of two tokens behind the common prefix, teacher forced."""
+    """Measures the gap of two tokens behind the common prefix, teacher forced.
+
+    Args:
+        sampling: of the request, with its prompt.
+        emitted: its tokens.
+    """
 
     def judge(position: int, token: int, expected: int) -> Divergence:
-        row = oracle.logits([*prompt_ids, *emitted[:position]], 1)[0]
-        higher, lower = float(row[expected]), float(row[token])
-        tolerance = rule.tolerance(max(higher, lower))
-        return Divergence(position, token, expected, higher - lower, tolerance)
+        output = emitted[:position]
+        row = oracle.logits([*sampling.prompt, *output], 1)[0]
+        logits = sampling.edited(row, output)
+        higher, lower = float(logits[expected]), float(logits[token])
+        highest = max(higher, lower)
+        if sampling.is_greedy:
+            return Divergence(position, token, expected, higher - lower, rule.tolerance(highest))
+        gap = gap_of_draw(sampling, row, output, token)
+        tolerance = rule.drawn_tolerance(highest, sampling.temperature)
+        return Divergence(position, token, expected, gap, tolerance)
 
     return judge
 

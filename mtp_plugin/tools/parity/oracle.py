@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.infer import greedy_decode
+from mtp_plugin.infer import decode
+from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.seeds import ENGINE_SEED
+
+WITHOUT_END = SamplingParams(max_new_tokens=sys.maxsize, ignore_eos=True)
+"""Greedy, and as long as there is room."""
 
 TRANSFORMERS_ATTENTION = "sdpa"
 """An attention of transformers' own."""
@@ -48,26 +55,32 @@ class Oracle:
         prompt_ids: Sequence[int],
         emitted: Sequence[int],
         limit: int,
+        params: SamplingParams = WITHOUT_END,
         *,
-        end_ids: Collection[int] = (),
-        min_tokens: int = 0,
+        number: int = 0,
+        engine_seed: int = ENGINE_SEED,
+        tokenizer: Tokenizer | None = None,
     ) -> list[int]:
-        """``emitted`` and what target-only greedy decoding adds to it.
+        """``emitted`` and what target-only decoding adds to it.
 
         Args:
-            limit: tokens in all, emitted ones included.
-            end_ids: ids that end the run once ``min_tokens`` tokens stand before them.
+            limit: tokens at most, emitted ones included.
+            params: options of the request; unset: greedy, and nothing but the limit ends it.
+            number: of the request.
+            engine_seed: of requests without a seed.
+            tokenizer: decodes the text that stop strings end.
         """
-        tokens = list(emitted)
-        if tokens and tokens[-1] in end_ids and len(tokens) > min_tokens:
-            return tokens
-        return tokens + greedy_decode(
+        return decode(
             self._model.target,
-            [*prompt_ids, *tokens],
-            max(0, limit - len(tokens)),
-            eos_token_ids=end_ids,
-            min_tokens=max(0, min_tokens - len(tokens)),
-        )
+            prompt_ids,
+            params,
+            number=number,
+            end_ids=self.end_ids,
+            max_seq_len=len(prompt_ids) + limit,
+            tokenizer=tokenizer,
+            engine_seed=engine_seed,
+            emitted=emitted,
+        ).token_ids
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:

@@ -13,6 +13,9 @@ TIE_ULPS = 4.0
 """Each of two logits may come out two units in the last place off in another order of additions:
 half of one by its own rounding, the rest by that of the states it is computed from."""
 
+DRAWN_GAP = 1e-5
+"""Noisy scores so close are a tie in float32 too: logarithms of the noise differ by device."""
+
 
 def ulp(value: float, dtype: torch.dtype) -> float:
     """The distance between neighbouring numbers of a dtype at a magnitude; 0.0 at infinities."""
@@ -28,7 +31,7 @@ class TieRule:
     """How far apart the logits of two tokens may be where either may be chosen.
 
     Args:
-        dtype: of the model; in float32 no difference counts as a tie.
+        dtype: of the model; in float32 no difference of logits counts as a tie.
         ulps: of the dtype at the magnitude of the higher logit.
 
     Raises:
@@ -44,6 +47,12 @@ class TieRule:
             ConfigError,
             f"tie tolerance: expected at least 0 ulps, got {self.ulps}",
         )
+
+    def drawn_tolerance(self, logit: float, temperature: float) -> float:
+        """The largest excusable gap of noisy scores, which are logits over the temperature."""
+        if self.ulps == 0:
+            return 0.0
+        return max(self.tolerance(logit) / temperature, DRAWN_GAP)
 
     def tolerance(self, logit: float) -> float:
         """The largest excusable gap below a logit."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.requests.detokenizer import RequestText, Tokenizer
+from mtp_plugin.infer import SamplingRule
+from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.prompts import Prompt, place_of
+from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import TIE_ULPS, Oracle, TieRule, compare_with_continuations, judge_gap
@@ -33,6 +37,8 @@ class Decoded:
     text: str
     finish_reason: FinishReason
     acceptance: AcceptanceStats
+    number: int = 0
+    """Of the request; decides its draws where it has no seed."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,14 @@ def _decoded(request: LlmRequest, place: str) -> Decoded:
         text="" if request.text is None else request.text.full_text,
         finish_reason=reason,
         acceptance=request.py_acceptance,
+        number=request.facts.number,
     )
+
+
+def engine_seed_of(config: LLMConfig) -> int:
+    """That requests without a seed draw with."""
+    speculative = config.speculative_config
+    return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
 
 
 # --- the comparison with target-only decoding ---
@@ -148,13 +161,19 @@ def compare_with_target_only_decoding(
     *,
     max_seq_len: int,
     tokenizer: Tokenizer | None,
+    engine_seed: int = ENGINE_SEED,
 ) -> Comparison:
     """Decode every prompt with the target alone, through none of the executor, and compare.
 
     The model must run with an attention of transformers' own.
     """
     verdicts = verdicts_of_target_only_decoding(
-        model, results, params, max_seq_len=max_seq_len, tokenizer=tokenizer
+        model,
+        results,
+        params,
+        max_seq_len=max_seq_len,
+        tokenizer=tokenizer,
+        engine_seed=engine_seed,
     )
     found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
     return Comparison(
@@ -177,20 +196,30 @@ def verdicts_of_target_only_decoding(
     max_seq_len: int,
     tokenizer: Tokenizer | None,
     tie_ulps: float = TIE_ULPS,
+    engine_seed: int = ENGINE_SEED,
     known: dict[tuple[int, ...], list[int]] | None = None,
 ) -> list[Verdict]:
     """What target-only decoding says of each result; see :func:`compare_with_target_only_decoding`.
 
     Args:
-        known: target-only decoding of whole prompts, kept between calls with the same params.
+        engine_seed: that requests without a seed drew with.
+        known: target-only decoding of whole prompts, kept between calls with the same params and
+            seed of the engine.
     """
     oracle = Oracle(model)
     rule = TieRule(oracle.dtype, tie_ulps)
     verdicts = []
     for result in results:
         limit = min(params.max_new_tokens, max_seq_len - len(result.prompt_token_ids))
-        plain = _TargetOnlyDecoding(oracle, result, params, limit, tokenizer, known)
-        judge = judge_gap(oracle, rule, result.prompt_token_ids, result.token_ids)
+        sampling = SamplingRule(
+            params,
+            result.prompt_token_ids,
+            number=result.number,
+            end_ids=oracle.end_ids,
+            engine_seed=engine_seed,
+        )
+        plain = _TargetOnlyDecoding(oracle, result, sampling, limit, tokenizer, engine_seed, known)
+        judge = judge_gap(oracle, rule, sampling, result.token_ids)
         verdicts.append(compare_with_continuations(result.token_ids, plain.continue_from, judge))
     return verdicts
 
@@ -202,65 +231,40 @@ class _TargetOnlyDecoding:
         self,
         oracle: Oracle,
         result: Decoded,
-        params: SamplingParams,
+        sampling: SamplingRule,
         limit: int,
         tokenizer: Tokenizer | None,
+        engine_seed: int,
         known: dict[tuple[int, ...], list[int]] | None,
     ) -> None:
-        self._oracle = oracle
         self._result = result
-        self._params = params
         self._limit = limit
-        self._tokenizer = tokenizer
         self._known = known
-        ends = () if params.ignore_eos else oracle.end_ids
-        self._end_ids = (*ends, *params.stop_token_ids)
+        self._continue = partial(
+            oracle.continuation,
+            params=sampling.params,
+            number=result.number,
+            engine_seed=engine_seed,
+            tokenizer=tokenizer,
+        )
 
     def continue_from(self, emitted: list[int]) -> list[int]:
         """``emitted`` and what target-only decoding adds, up to where the text has to end."""
-        key = tuple(self._result.prompt_token_ids)
-        depends = self._result.finish_reason is FinishReason.STOP_WORDS
-        if emitted and not depends:
-            return self._continue_while_equal(emitted)
-        if self._known is None or depends:
-            return self._continue(emitted)
-        if key not in self._known:
-            self._known[key] = self._continue(emitted)
-        return self._known[key]
-
-    def _continue_while_equal(self, emitted: list[int]) -> list[int]:
-        """Piece by piece, since another tie soon makes the rest worthless."""
-        result, tokens = self._result.token_ids, emitted
+        prompt, result = self._result.prompt_token_ids, self._result.token_ids
+        if not emitted:
+            return self._whole()
+        # behind a tie piece by piece, since another one soon makes the rest worthless
+        tokens = emitted
         while True:
             upto = min(len(tokens) + PIECE, self._limit)
-            tokens, stopped = self._decode(tokens, upto)
-            ended = stopped or len(tokens) < upto or upto == self._limit
-            if ended or tokens != result[: len(tokens)]:
+            tokens = self._continue(prompt, tokens, upto)
+            if len(tokens) < upto or upto == self._limit or tokens != result[: len(tokens)]:
                 return tokens
 
-    def _continue(self, emitted: list[int]) -> list[int]:
-        if self._result.finish_reason is FinishReason.STOP_WORDS:
-            # behind a stop string nothing counts: no need to decode on, if it is there
-            tokens, stopped = self._decode(emitted, len(self._result.token_ids))
-            if stopped:
-                return tokens
-        return self._decode(emitted, self._limit)[0]
-
-    def _decode(self, emitted: list[int], limit: int) -> tuple[list[int], bool]:
-        """(Tokens up to the limit or a stop, whether a stop string is there)."""
-        params = self._params
-        tokens = self._oracle.continuation(
-            self._result.prompt_token_ids,
-            emitted,
-            limit,
-            end_ids=self._end_ids,
-            min_tokens=params.min_tokens,
-        )
-        if self._tokenizer is None or not params.stop:
-            return tokens, False
-        text = RequestText(self._tokenizer, params.stop, params.min_tokens)
-        for count, token in enumerate(tokens, 1):
-            text.push(token, from_draft=False)
-            if text.stopped:
-                return tokens[:count], True
-        return tokens, False
+    def _whole(self) -> list[int]:
+        prompt = self._result.prompt_token_ids
+        key = (self._result.number, *prompt)
+        known = {} if self._known is None else self._known
+        if key not in known:
+            known[key] = self._continue(prompt, [], self._limit)
+        return known[key]

@@ -22,7 +22,12 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.verification import label_of
 from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, transformers_attention
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import Decoded, run_batch, verdicts_of_target_only_decoding
+from mtp_plugin.tools.terminal.decoding import (
+    Decoded,
+    engine_seed_of,
+    run_batch,
+    verdicts_of_target_only_decoding,
+)
 from mtp_plugin.tools.terminal.report import spelled, versions
 
 EAGLE, VANILLA, NO_DRAFTS = "eagle", "vanilla", "none"
@@ -96,6 +101,7 @@ class ParityReport:
     """Everything that ``parity`` found out."""
 
     config: LLMConfig
+    params: SamplingParams
     device: str
     dtype: str
     tie_ulps: float
@@ -220,11 +226,12 @@ def run_parity(
     if model is None:
         raise ConfigError("parity: expected at least one variant to run")
     outcomes = []
-    known: dict[tuple[int, ...], list[int]] = {}
+    known: dict[int, dict[tuple[int, ...], list[int]]] = {}
     with transformers_attention(model):
-        for index, (variant, _) in enumerate(variants):
+        for index, (variant, config) in enumerate(variants):
             on_progress(f"{variant.label}: target-only decoding")
             results, max_seq_len = decoded[index]
+            engine_seed = engine_seed_of(config)
             verdicts = verdicts_of_target_only_decoding(
                 model,
                 results,
@@ -232,12 +239,14 @@ def run_parity(
                 max_seq_len=max_seq_len,
                 tokenizer=tokenizer,
                 tie_ulps=tie_ulps,
-                known=known,
+                engine_seed=engine_seed,
+                known=known.setdefault(engine_seed, {}),
             )
             outcomes.append(Outcome(variant, results, verdicts))
     weight = next(model.lm_head.parameters())
     return ParityReport(
         config=variants[0][1],
+        params=params,
         device=str(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
         tie_ulps=tie_ulps,
@@ -321,7 +330,8 @@ def _table(report: ParityReport, *, ascii_box: bool) -> Table:
 def _told(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
     ours = spelled(found.token, report.tokenizer)
     theirs = spelled(found.expected, report.tokenizer)
-    gap = "" if found.gap is None else f", logits {abs(found.gap):.4g} apart"
+    what = "logits" if report.params.is_greedy else "scores"
+    gap = "" if found.gap is None else f", {what} {abs(found.gap):.4g} apart"
     if found.gap is not None and found.tolerance:
         gap += f" where {found.tolerance:.4g} is a tie"
     return (
@@ -343,6 +353,7 @@ def parity_document(report: ParityReport) -> dict[str, Any]:
         "config": report.config.model_dump(mode="json"),
         "device": report.device,
         "dtype": report.dtype,
+        "sampling_params": report.params.asked(),
         "tie_tolerance_ulps": report.tie_ulps,
         "identical": report.exit_code == OK,
         "variants": [_outcome_document(outcome) for outcome in report.outcomes],

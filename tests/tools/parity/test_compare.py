@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
-from mtp_plugin.infer import greedy_decode
+from mtp_plugin.infer import SamplingRule, greedy_decode
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.tools.parity import (
     Comparison,
     Divergence,
@@ -105,7 +106,7 @@ def compared(model: LoadedModel, emitted: list[int], rule: TieRule) -> Compariso
     return compare_with_continuations(
         emitted,
         lambda prefix: oracle.continuation(PROMPT, prefix, len(emitted)),
-        judge_gap(oracle, rule, PROMPT, emitted),
+        judge_gap(oracle, rule, SamplingRule(SamplingParams(), PROMPT), emitted),
     )
 
 
@@ -176,7 +177,9 @@ def test_end_ids_end_a_continuation(model) -> None:
     truth = oracle.continuation(PROMPT, [], 10)
     end = truth[3]
     first = truth.index(end)
-    assert oracle.continuation(PROMPT, [], 10, end_ids=(end,)) == truth[: first + 1]
+    ends = SamplingParams(stop_token_ids=[end])
+    assert oracle.continuation(PROMPT, [], 10, ends) == truth[: first + 1]
     ended = truth[: first + 1]
-    assert oracle.continuation(PROMPT, ended, 10, end_ids=(end,)) == ended
-    assert len(oracle.continuation(PROMPT, ended, 10, end_ids=(end,), min_tokens=8)) > len(ended)
+    assert oracle.continuation(PROMPT, ended, 10, ends) == ended
+    later = SamplingParams(stop_token_ids=[end], min_tokens=8)
+    assert len(oracle.continuation(PROMPT, ended, 10, later)) > len(ended)

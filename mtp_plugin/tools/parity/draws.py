@@ -1,0 +1,69 @@
+"""How far off a row of logits would have to be for another token to be drawn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mtp_plugin.infer import SamplingRule
+
+
+def gap_of_draw(
+    sampling: SamplingRule, logits: torch.Tensor, output: Sequence[int], token: int
+) -> float:
+    """The least gap of scores that must close for ``token`` to be drawn; 0.0 where it is anyway.
+
+    Scores are logits over the temperature. A token with a higher noisy score stands in the way by
+    its lead, or by its distance from the cut that might leave it out; a token outside the cuts has
+    its own distance to go.
+
+    Args:
+        logits: the raw row [V] behind ``output``.
+    """
+    scores = sampling.scaled(logits, output).double()
+    margins = _margins(sampling, scores)
+    is_kept = sampling.scores(logits, output) > -torch.inf
+    noisy = scores + sampling.noise(output, len(scores))
+    lead = noisy - noisy[token]
+    in_the_way = torch.where(is_kept & (lead > 0), torch.minimum(lead, margins.abs()), 0.0)
+    own = 0.0 if is_kept[token] else float(margins[token].abs())
+    return max(float(in_the_way.max()), own)
+
+
+def _margins(sampling: SamplingRule, scores: torch.Tensor) -> torch.Tensor:
+    """[V] float64: how far each id is inside the cuts, below 0 outside."""
+    params, size = sampling.params, len(scores)
+    ordered, order = scores.sort(descending=True, stable=True)
+    ranks = torch.arange(size)
+    margins = torch.full_like(ordered, torch.inf)
+    weights = ordered.exp()
+    if params.top_k and params.top_k < size:
+        last, following = ordered[params.top_k - 1 : params.top_k + 1]
+        is_within = ranks < params.top_k
+        margins = ordered - torch.where(is_within, following, last)
+        weights = torch.where(is_within, weights, 0.0)
+    if params.top_p is not None and params.top_p < 1:
+        ahead = ((weights.cumsum(0) - weights) / weights.sum()).clamp(0, 1)
+        margins = torch.minimum(margins, _margins_of_share(ordered, ahead, params.top_p))
+    if params.min_p:
+        margins = torch.minimum(margins, ordered - torch.tensor(params.min_p).log())
+    margins = torch.where(ordered > -torch.inf, margins, -torch.inf)
+    return torch.empty_like(scores).scatter(0, order, margins)
+
+
+def _margins_of_share(ordered: torch.Tensor, ahead: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[V]: of scores in descending order, and the share of the weight ahead of each.
+
+    A score changes sides when it comes to another rank and that rank changes sides: the odds of
+    what is ahead of it move by as much as scores do, so those gaps compare.
+    """
+    limit = torch.tensor(top_p).double()
+    rest = limit.logit() - ahead.logit()  # of the rank: falling, below 0 outside
+    # the first rank that is farther by its score than by its share
+    rank = torch.searchsorted(-(ordered + rest), -ordered)
+    behind, before = rank.clamp(max=len(ordered) - 1), (rank - 1).clamp(min=0)
+    way = torch.where(rank < len(ordered), ordered - ordered[behind], torch.inf)
+    inside = torch.minimum(way, rest[before])
+    outside = torch.maximum(rest[behind], ordered - ordered[before])
+    return torch.where(ahead < limit, inside, outside)
