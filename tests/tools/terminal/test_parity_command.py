@@ -119,6 +119,74 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
     assert result.out.splitlines()[-1] == last
 
 
+SAMPLING = (
+    *("--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.02"),
+    *("--repetition-penalty", "1.2", "--presence-penalty", "0.3", "--frequency-penalty", "0.2"),
+)
+
+
+@pytest.mark.parametrize("seed", [(), ("--seed", "11")], ids=["numbers", "seed"])
+def test_drawn_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ...]) -> None:
+    result = run(
+        *("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--batch-size", "1,4"),
+        *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos", *SAMPLING, *seed),
+    )
+    assert result.code == 0
+    told = json.loads(result.out)
+    assert told["sampling_params"]["temperature"] == 0.9
+    assert told["sampling_params"].get("seed") == (11 if seed else None)
+    assert len(told["variants"]) == 4
+    for variant in told["variants"]:
+        assert variant["num_tokens"] == variant["num_equal"] == 48
+        assert variant["differences"] == []
+        assert variant["acceptance_length"] > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_draw_is_a_difference(
+    run: Run, checkpoint: str, tampered: Callable[..., None], dtype: str
+) -> None:
+    """The least likely token, whose scores no rounding brings near."""
+
+    def unlikely(tokens: list[int]) -> list[int]:
+        model = load_model(checkpoint)
+        row = Oracle(model).logits([*prompt, *tokens[:-1]], 1)[0]
+        return [*tokens[:-1], int(row.argmin())]
+
+    (prompt,) = parity.make_prompts([], None, VOCAB, 1, 0)
+    tampered(0, 5, unlikely)
+    arguments = ("-m", checkpoint, "--num-prompts", "1", "-n", "8", "--dtype", dtype)
+    result = run(*arguments, *SAMPLING, "--ignore-eos")
+    assert result.code == 1
+    line = next(line for line in result.out.splitlines() if line.startswith("difference: "))
+    assert "prompt 1, token 6: " in line
+    assert ", scores " in line
+    assert " is a tie" in line
+
+
+def test_ties_of_draws_are_excused_and_told(
+    run: Run, checkpoint: str, tampered: Callable[..., None]
+) -> None:
+    tampered(0, 3, other)
+    arguments = ("-m", checkpoint, "--num-prompts", "1", "-n", "4", "--temperature", "1")
+    result = run(*arguments, "--ignore-eos", "--dtype", "bfloat16", "--tie-tolerance", "1e6")
+    assert result.code == 0
+    assert "tie: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    assert result.out.endswith("yes (4 tokens; ties: 1; differences: 0)\n")
+
+
+def test_the_engine_s_seed_decides_draws_without_one(
+    run: Run, checkpoint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "seeded.yaml"
+    speculative = {"decoding_type": "MTP", "mtp": {"seed": 2**63 + 1}}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    result = run("-c", str(file), "--num-prompts", "3", "-n", "8", "--temperature", "1", "--json")
+    assert result.code == 0
+    (variant,) = json.loads(result.out)["variants"]
+    assert variant["num_equal"] == variant["num_tokens"]
+
+
 def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     run: Run, checkpoint: str, tampered: Callable[..., None]
 ) -> None:
@@ -320,6 +388,7 @@ def test_a_text_that_may_differ_by_design_is_refused(
         (("-m", "CHECKPOINT", "--k", "4", "--worker", "vanilla"), "more than the checkpoint's 3"),
         (("-m", "CHECKPOINT", "--dtype", "float8"), "dtype: expected one of"),
         (("-m", "nowhere"), "nowhere"),
+        (("-m", "CHECKPOINT", "--temperature", "-1"), "temperature must be a number >= 0"),
     ],
 )
 def test_wrong_options_are_named(
