@@ -18,6 +18,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.states import FinishReason
 
 PAD_TOKEN = -1
@@ -229,6 +230,42 @@ class EditPools:
     def vocab_size(self) -> int:
         """V."""
         return int(self.bias.shape[1])
+
+    def check(self, device: torch.device, columns: int | None = None) -> None:
+        """Check the pools.
+
+        Args:
+            columns: of the logits that they are for; None: those of a cut vocabulary, or none.
+
+        Raises:
+            TensorContractError: a pool of another shape, type or device, or with gaps, or logits of
+                another vocabulary.
+        """
+        rows, vocab = int(self.bias.shape[0]), self.vocab_size
+        words = -(-vocab // 32)
+        for name, shape, dtype in (
+            ("bias", (rows, vocab), torch.float32),
+            ("allowed", (rows, words + 1), torch.int32),
+            ("counts", (rows, vocab), torch.int16),
+            ("seen", (rows, words), torch.int32),
+            ("words", (rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), torch.int32),
+        ):
+            pool: torch.Tensor = vars(self)[name]
+            if not (
+                pool.shape == shape
+                and pool.dtype == dtype
+                and pool.device == device
+                and pool.is_contiguous()
+            ):
+                raise TensorContractError(
+                    f"pool {name} of logit edits: expected contiguous {dtype} {list(shape)} on "
+                    f"{device}, got {pool.dtype} {list(pool.shape)} with strides "
+                    f"{list(pool.stride())} on {pool.device}"
+                )
+        if columns is not None and columns != vocab:
+            raise TensorContractError(
+                f"logits: expected {vocab} columns, as the pools of logit edits have, got {columns}"
+            )
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,20 @@ class DrawnRows:
 
     @classmethod
     def of_target(cls, layout: StepLayout, draft_tokens: torch.Tensor | None = None) -> Self:
-        """The rows that judge drafts, [G*K] integer.
+        """The rows that judge drafts, [G*K] or [G, K] integer, any strides.
 
         Raises:
-            TensorContractError: a layout without positions.
+            TensorContractError: a layout without positions, or another number of drafts.
         """
         drafts = None
         if draft_tokens is not None and layout.draft_len > 0:
-            drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len)
+            generations, drafted = layout.num_generations, layout.draft_len
+            if draft_tokens.numel() != generations * drafted:
+                raise TensorContractError(
+                    f"draft_tokens: expected G*K = {generations * drafted} integer ids, got "
+                    f"{draft_tokens.numel()}: {list(draft_tokens.shape)}"
+                )
+            drafts = draft_tokens.reshape(-1).contiguous().view(generations, drafted)
         positions = layout.drawn_positions("sampling")
         return cls(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
 
@@ -93,7 +99,7 @@ class DrawnRows:
             and drafts.shape[0] == generations
             and drafts.shape[1] >= least
             and is_integral(drafts)
-            and (drafts.numel() == 0 or drafts.stride(1) == 1)
+            and (drafts.shape[1] < 2 or drafts.numel() == 0 or drafts.stride(1) == 1)
             and drafts.device == device
         ):
             raise TensorContractError(

@@ -47,6 +47,8 @@ def banned_masked(
     if rows.ahead is not None or rows.column:
         raise TensorContractError("drawn rows: expected those of the target, got drafts'")
     check_slots(slots, rows.num_requests, logits.device)
+    if slots.pools is not None:
+        slots.pools.check(logits.device, logits.shape[1])
     if logits.shape[0] == 0:
         return nullcontext(logits)
     return _side(backend).banned_masked(logits, rows, slots)

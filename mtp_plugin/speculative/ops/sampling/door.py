@@ -39,7 +39,8 @@ def draw(
 
     Args:
         logits: [N, V] floating, contiguous rows with any stride between them.
-        slots: of the R requests.
+        slots: of the R requests. Bias, allowed ids and penalties of their pools change the logits
+            before anything else does; what is -inf stays so.
         vocab_ids: [V] int32, ascending: the ids that the columns stand for; they are drawn, and
             counted by. None: each stands for itself.
 
@@ -64,6 +65,8 @@ def draw(
     check_slots(slots, rows.num_requests, logits.device)
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)
+    if slots.pools is not None:
+        slots.pools.check(logits.device, logits.shape[1] if vocab_ids is None else None)
     return _side(backend).draw(logits, rows, slots, role=role, vocab_ids=vocab_ids)
 
 
