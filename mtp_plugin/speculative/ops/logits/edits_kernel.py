@@ -67,9 +67,10 @@ def edits_of(
 
 @triton.jit
 def edited(x, ids, inside, edits):
-    """Values of ids, float32, as the row's edits change them."""
+    """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
     if edits.bias_row >= 0:
         x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
+        x = tl.where(x == x, x, float("-inf"))
     if edits.allowed_row >= 0:
         words = tl.load(edits.allowed_ptr + (ids >> 5), mask=inside, other=0)
         x = tl.where((words >> (ids & 31)) & 1 != 0, x, float("-inf"))
@@ -87,5 +88,7 @@ def edited(x, ids, inside, edits):
         repeated = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
         x = tl.where(seen != 0, repeated, x)
         x = x - tl.where(count > 0, edits.presence, 0.0)
-        x = x - edits.frequency * count.to(tl.float32)
+        # chosen, not subtracted at once: a product that is rounded with the difference differs
+        x = x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
+        x = tl.where(x == x, x, float("-inf"))
     return x

@@ -40,8 +40,7 @@ def edited(
     Args:
         vocab_ids: [V] ids that the columns stand for; None: each for itself.
     """
-    values = logits.to(torch.float32)
-    values = values.masked_fill(torch.isnan(values), -torch.inf)
+    values = _usable(logits.to(torch.float32))
     pools = slots.pools
     if pools is None:
         return values
@@ -52,7 +51,7 @@ def edited(
 
     row = slots.read("bias_row", requests)[owners]
     bias = pools.bias[row.clamp_min(0).to(torch.int64)][:, ids]
-    values = values + torch.where(row.unsqueeze(1) >= 0, bias, 0.0)
+    values = _usable(values + torch.where(row.unsqueeze(1) >= 0, bias, 0.0))
 
     row = slots.read("allowed_row", requests)[owners]
     is_allowed = _bits(pools.allowed, row, ids) | (row < 0).unsqueeze(1)
@@ -88,7 +87,12 @@ def _penalised(
     penalised = torch.where(seen, repeated, values)
     penalised = penalised - torch.where(counts > 0, presence, 0.0)
     penalised = penalised - frequency * counts.clamp_max(_MOST).to(torch.float32)
-    return torch.where((row >= 0).unsqueeze(1), penalised, values)
+    return torch.where((row >= 0).unsqueeze(1), _usable(penalised), values)
+
+
+def _usable(values: torch.Tensor) -> torch.Tensor:
+    """NaN as -inf: what is masked is no number, whatever infinity is added to it."""
+    return values.masked_fill(torch.isnan(values), -torch.inf)
 
 
 def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -158,7 +162,7 @@ def _tokens_before(
     length: int,
 ) -> torch.Tensor:
     """The last ``length`` tokens in front of what each row draws [N, length] int64, -1 where there
-    are none: those of the slot, and drafts behind them."""
+    are none, or nobody told them: those of the slot, and drafts behind them."""
     recent = slots.read("recent", slice(0, rows.num_requests)).to(torch.int64)[owners]
     tokens = recent
     if rows.drafts is not None and rows.drafts.numel():
@@ -166,4 +170,6 @@ def _tokens_before(
         tokens = torch.cat([recent, rows.drafts.to(torch.int64)[generation]], dim=1)
     ends = recent.shape[1] + num_before
     places = ends.unsqueeze(1) + torch.arange(-length, 0, device=ends.device)
+    untold = torch.full_like(tokens[:, :1], -1)
+    tokens = torch.cat([tokens, untold], dim=1)
     return tokens.gather(1, places.clamp_max(tokens.shape[1] - 1))

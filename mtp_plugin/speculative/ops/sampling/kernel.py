@@ -116,7 +116,7 @@ def scan_kernel(
             seen_ptr,
             pool_vocab,
             draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-            offset if HAS_DRAFTS else 0,
+            tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
         )
         of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
         x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
@@ -319,7 +319,7 @@ def finish_kernel(
         seen_ptr,
         pool_vocab,
         draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-        offset if HAS_DRAFTS else 0,
+        tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
     )
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)

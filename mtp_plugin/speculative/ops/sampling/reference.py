@@ -45,9 +45,11 @@ def draw(
 
 
 def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(x - row maximum) / T of float32 without NaN, +inf as it is; of greedy rows with T = 1."""
+    """(x - row maximum) / T of float32 without NaN; of greedy rows with T = 1. In a row that holds
+    +inf that stays, and all else is -inf."""
     highest = values.amax(dim=1, keepdim=True)
     below = values - torch.where(highest.isfinite(), highest, 0.0)
+    below = below.masked_fill((highest == torch.inf) & (values < torch.inf), -torch.inf)
     is_greedy = temperature < GREEDY_BELOW
     return below / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
 
