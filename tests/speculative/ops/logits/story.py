@@ -1,13 +1,97 @@
-"""Stop ids that come too early, told over lists."""
+"""Edits of logits, told over lists of numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.speculative.ops.sampling.story import rounded
+
+UNTOLD = -5
+"""A token that nobody told: no word has it."""
+MOST = 65535
 
 
-def without_early_stops(
-    row: list[float], token_index: int, first_index: int, stop_ids: list[int]
-) -> list[float]:
-    """A row that draws token `token_index`; stop ids may stand from `first_index` on."""
-    early = token_index < first_index
-    return [-math.inf if early and token in stop_ids else v for token, v in enumerate(row)]
+@dataclass(frozen=True)
+class Asks:
+    """What a request asks to be done to its logits; None: it has no row of that pool."""
+
+    bias: Mapping[int, float] | None = None
+    allowed: Collection[int] | None = None
+    words: Sequence[tuple[int, ...]] | None = None
+    counts: Mapping[int, int] | None = None
+    seen: Collection[int] = ()
+    """Beside those that are counted."""
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    recent: Sequence[int] = ()
+    """Of the text, its last tokens."""
+    stops: Sequence[int] = ()
+    prompt_len: int = 0
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a row of logits draws."""
+
+    asks: Asks
+    index: int
+    """Of the token."""
+    before: Sequence[int] = field(default=())
+    """Drafts in front of it."""
+
+
+def banned(place: Place) -> set[int]:
+    """Ids that must not come next: the ends of bad words, and stop ids that come too early, unless
+    nothing else is allowed."""
+    asks = place.asks
+    text = (*asks.recent, *place.before)
+    ends = {
+        word[-1]
+        for word in asks.words or ()
+        if len(word) == 1 or text[-(len(word) - 1) :] == word[:-1]
+    }
+    early = set()
+    if place.index < asks.prompt_len + asks.min_tokens:
+        early = set(asks.stops)
+    if asks.allowed is not None and not set(asks.allowed) - ends - early:
+        early = set()
+    return ends | early
+
+
+def without_banned(row: Sequence[float], place: Place) -> list[float]:
+    """A row of logits as it stands while it is masked."""
+    hidden = banned(place)
+    return [-math.inf if token in hidden else value for token, value in enumerate(row)]
+
+
+def edited(row: Sequence[float], place: Place, ids: Sequence[int] | None = None) -> list[float]:
+    """A row of logits as tokens are drawn from it; every step is rounded to float32."""
+    ids = range(len(row)) if ids is None else ids
+    return [_edited(value, token, place) for value, token in zip(row, ids, strict=True)]
+
+
+def _edited(value: float, token: int, place: Place) -> float:
+    asks, x = place.asks, _usable(value)
+    if asks.bias is not None:
+        x = _usable(rounded(x + rounded(asks.bias.get(token, 0.0))))
+    if asks.allowed is not None and token not in asks.allowed:
+        x = -math.inf
+    if asks.counts is None:
+        return x
+    drafted = list(place.before).count(token)
+    number = min(asks.counts.get(token, 0) + drafted, MOST)
+    repetition = rounded(asks.repetition)
+    if token in asks.seen or number > 0:
+        x = rounded(x / repetition) if x > 0 else rounded(x * repetition)
+    if number > 0:
+        x = rounded(x - rounded(asks.presence))
+        x = rounded(x - rounded(rounded(asks.frequency) * number))
+    return _usable(x)
+
+
+def _usable(value: float) -> float:
+    return -math.inf if math.isnan(value) else value

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Protocol
+
 import torch
 
 from mtp_plugin.speculative.ops.sampling import reference
 from mtp_plugin.speculative.step import SlotRows
+from tests.speculative.ops.sampling.story import Options
 
 CLOSE = 1e-5
 """Nearer than this, two orders of summation or two logarithms may decide differently."""
+
+
+RARE = 1e-3
+"""Of all rows, those that rounding may decide."""
+
+
+class Drawn(Protocol):
+    """A batch of rows that draw."""
+
+    logits: torch.Tensor
+    options: list[Options]
+
+    def undecided(self) -> torch.Tensor: ...
+
+    def drawn(self) -> list[tuple[int, int]]: ...
+
+
+class Judge:
+    """Counts the rows that differ; each must hang on rounding, and they must be rare."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[str] = Counter()
+
+    def compare(self, batch: Drawn, expected: list[int], tokens: torch.Tensor) -> None:
+        assert tokens.dtype == torch.int32
+        assert tokens.shape == batch.logits.shape[:1]
+        differs = [
+            i for i, (a, b) in enumerate(zip(expected, tokens.tolist(), strict=True)) if a != b
+        ]
+        self.rows["all"] += len(expected)
+        self.rows["differ"] += len(differs)
+        if differs:
+            hangs = batch.undecided().tolist()
+            told = [(i, expected[i], int(tokens[i]), batch.drawn()[i]) for i in differs]
+            assert all(hangs[i] for i in differs), (told, batch.options)
+
+    def check(self) -> None:
+        assert self.rows["differ"] <= max(1, RARE * self.rows["all"]), self.rows
 
 
 def undecided(

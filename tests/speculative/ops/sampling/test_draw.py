@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,9 +10,7 @@ from mtp_plugin.speculative.ops.sampling import Role
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import INDEX_DTYPES
 from tests.speculative.ops.sampling.cases import Batch
-
-RARE = 1e-3
-"""Of all rows, those that rounding may decide."""
+from tests.speculative.ops.sampling.margins import Judge
 
 batches = {
     "seed": st.integers(0, 2**31),
@@ -29,29 +24,6 @@ batches = {
     "ahead": st.booleans(),
     "cut": st.booleans(),
 }
-
-
-class Judge:
-    """Counts the rows that differ; each must hang on rounding, and they must be rare."""
-
-    def __init__(self) -> None:
-        self.rows: Counter[str] = Counter()
-
-    def compare(self, batch: Batch, expected: list[int], tokens: torch.Tensor) -> None:
-        assert tokens.dtype == torch.int32
-        assert tokens.shape == batch.logits.shape[:1]
-        differs = [
-            i for i, (a, b) in enumerate(zip(expected, tokens.tolist(), strict=True)) if a != b
-        ]
-        self.rows["all"] += len(expected)
-        self.rows["differ"] += len(differs)
-        if differs:
-            hangs = batch.undecided().tolist()
-            told = [(i, expected[i], int(tokens[i]), batch.drawn()[i]) for i in differs]
-            assert all(hangs[i] for i in differs), (told, batch.options)
-
-    def check(self) -> None:
-        assert self.rows["differ"] <= max(1, RARE * self.rows["all"]), self.rows
 
 
 def test_story_torch_and_triton_agree() -> None:

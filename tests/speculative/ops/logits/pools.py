@@ -1,0 +1,80 @@
+"""Pools of logit edits in tests: what requests ask for in rows at random, poison in all others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+
+import torch
+
+from mtp_plugin.requests.columns import POOL_ROWS
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.speculative.step import EditPools
+from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.on_device import DEVICE
+
+SOILED = 0x2B2B2B2B
+"""As bits some ids are set, as a number of allowed ids it is many."""
+
+
+def pools_of(
+    asks: Sequence[Asks], vocab: int, dice: random.Random
+) -> tuple[EditPools, list[dict[str, int]]]:
+    """The pools of requests, and the columns that name their rows.
+
+    Nobody has the same row in two pools but by chance; the ends of poisoned words are all ids.
+    """
+    rows, words = len(asks) + 2, -(-vocab // 32)
+    bias = torch.full((rows, vocab), torch.nan)
+    allowed = torch.full((rows, words + 1), SOILED, dtype=torch.int32)
+    counts = torch.full((rows, vocab), 0x2B2B, dtype=torch.int16)
+    seen = torch.full((rows, words), SOILED, dtype=torch.int32)
+    listed = torch.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, dtype=torch.int32)
+    listed[:, :, -1] = torch.arange(MAX_BAD_WORDS) % vocab
+    columns = []
+    places = {name: dice.sample(range(rows), len(asks)) for name in POOL_ROWS}
+    for request, ask in enumerate(asks):
+        given = {}
+        if ask.bias is not None:
+            row = given["bias_row"] = places["bias_row"][request]
+            bias[row] = 0
+            for token, value in ask.bias.items():
+                bias[row, token] = value
+        if ask.allowed is not None:
+            row = given["allowed_row"] = places["allowed_row"][request]
+            allowed[row, :-1] = bits_of(ask.allowed, words)
+            allowed[row, -1] = len(set(ask.allowed))
+        if ask.counts is not None:
+            row = given["count_row"] = places["count_row"][request]
+            counts[row] = 0
+            for token, number in ask.counts.items():
+                counts[row, token] = number - 2**16 if number >= 2**15 else number
+            seen[row] = bits_of({*ask.seen, *(t for t, n in ask.counts.items() if n)}, words)
+        if ask.words is not None:
+            row = given["words_row"] = places["words_row"][request]
+            listed[row] = -1
+            for place, word in zip(
+                dice.sample(range(MAX_BAD_WORDS), len(ask.words)), ask.words, strict=True
+            ):
+                listed[row, place, -len(word) :] = torch.tensor(word, dtype=torch.int32)
+        columns.append({name: given.get(name, -1) for name in POOL_ROWS})
+    pools = (bias, allowed, counts, seen, listed)
+    return EditPools(*(pool.to(DEVICE) for pool in pools)), columns
+
+
+def bits_of(ids: Collection[int], words: int) -> torch.Tensor:
+    """A bit per id, 32 in a word, as int32 [words]."""
+    held = [0] * words
+    for token in set(ids):
+        held[token // 32] |= 1 << token % 32
+    return torch.tensor([word - 2**32 if word >= 2**31 else word for word in held]).int()
+
+
+def ids_in(row: torch.Tensor) -> set[int]:
+    """The ids whose bits are set in words."""
+    return {
+        32 * place + bit
+        for place, word in enumerate(row.tolist())
+        for bit in range(32)
+        if word >> bit & 1
+    }

@@ -1,0 +1,567 @@
+"""Logits without ids that must not come next: the story equals torch's copy equals what Triton
+masks in place; outside nothing changed."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked, launch
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+from tests.doors import check_strided_arguments, poisoned_memory, storage
+from tests.kernels.top_k.launches import captured
+from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.logits import story
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
+from tests.speculative.ops.slots import slot_rows
+
+BEHIND = SlotColumn("of_a_mode", int, 0, 3)
+FOREVER = 2**31 - 1
+WIDTH = sum(column.width for column in (*REQUEST_COLUMNS, BEHIND))
+
+
+@dataclass
+class Batch:
+    """Prompts and turns whose rows draw tokens near the first index at which a stop may stand, and
+    whose texts end as bad words begin."""
+
+    logits: torch.Tensor
+    slots: SlotRows
+    rows: DrawnRows
+    places: list[story.Place]
+    """Per row of logits."""
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        contexts: int,
+        generations: int,
+        k: int,
+        vocab: int,
+        stops: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        behind: int = 0,
+        index_dtype: torch.dtype = torch.int64,
+        pools: bool = True,
+        drafts: bool = True,
+        **slots: Any,
+    ) -> Batch:
+        r, dice = random.Random(seed), torch.Generator().manual_seed(seed)
+        lens = [r.randint(1, 4) for _ in range(contexts)]
+        positions, drawn = [], []
+        for length in lens:
+            start = r.randrange(9)
+            positions += range(start, start + length)
+            drawn.append([start + length])
+        for _ in range(generations):
+            start, highest = r.randrange(9), r.randrange(8, 12)
+            # positions of absent drafts may stay behind
+            positions += [min(start + i, max(start, highest)) for i in range(k + 1)]
+            drawn.append([start + 1 + i for i in range(k + 1)])
+        # few ids, so that words begin in many places
+        few = [r.randrange(vocab) for _ in range(2)]
+        drafted = [
+            [r.choice([*few, *few, vocab + 3, 2**31 - 1]) for _ in range(k)]
+            for _ in range(generations)
+        ]
+        told = [[]] * contexts + (drafted if drafts else [[story.UNTOLD] * k] * generations)
+        asks = [asks_of(r, vocab, few, stops, before, pools) for before in told]
+        layout = StepLayout(
+            tuple(lens),
+            generations,
+            k,
+            vector(lens, torch.int32),
+            strided_vector(positions, index_dtype, behind),
+        )
+        placed, columns = pools_of(asks, vocab, r)
+        values = [
+            {
+                "prompt_len": ask.prompt_len,
+                "min_tokens": ask.min_tokens,
+                "stop_ids": ask.stops,
+                "recent": [-1] * (MAX_BAD_WORD_LEN - len(ask.recent)) + list(ask.recent),
+                **(rows if pools else {}),
+            }
+            for ask, rows in zip(asks, columns, strict=True)
+        ]
+        held = slot_rows(values, [BEHIND], seed=seed, **slots)
+        rows = sum(map(len, drawn))
+        flat = [token for tokens in drafted for token in tokens]
+        return cls(
+            strided(odd_rows(dice, rows, vocab, dtype), behind),
+            replace(held, pools=placed) if pools else held,
+            DrawnRows.of_target(
+                layout, strided_vector(flat, index_dtype, behind) if drafts else None
+            ),
+            [
+                story.Place(ask, index, tuple(before[:i]))
+                for ask, indices, before in zip(asks, drawn, told, strict=True)
+                for i, index in enumerate(indices)
+            ],
+        )
+
+    def masked(self, backend: Backend) -> AbstractContextManager[torch.Tensor]:
+        return banned_masked(self.logits, self.rows, self.slots, backend=backend)
+
+    def story(self) -> torch.Tensor:
+        told = [
+            story.without_banned(row, place)
+            for row, place in zip(self.logits.double().tolist(), self.places, strict=True)
+        ]
+        shape = self.logits.shape
+        return torch.tensor(told, dtype=torch.float64).reshape(shape).to(self.logits)
+
+
+def asks_of(
+    dice: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
+) -> story.Asks:
+    """Of one request, in front of whose rows these drafts may stand."""
+    listed = [
+        dice.choice([-1, vocab, dice.randrange(vocab), dice.randrange(vocab)]) for _ in range(stops)
+    ]
+    if stops > 1 and dice.random() < 0.5:
+        listed[0] = listed[-1]  # an id that stands twice
+    recent = [dice.choice(few) for _ in range(dice.choice((0, 1, 5, 16, 16)))]
+    words = allowed = None
+    if pools and dice.random() < 0.7:
+        text = [*recent, *before]
+        words = [word_of(dice, vocab, text) for _ in range(dice.choice((1, 2, 8, 64)))]
+    if pools and dice.random() < 0.5:
+        # often so few that words and stop ids leave none
+        some = [*listed, *(word[-1] for word in words or ()), dice.randrange(vocab)]
+        kept = dice.choice((dice.sample(some, dice.randint(1, len(some))), range(vocab)))
+        allowed = {token for token in kept if 0 <= token < vocab} or {0}
+    return story.Asks(
+        allowed=allowed,
+        words=words,
+        recent=recent,
+        stops=[token for token in listed if token >= 0] if dice.random() < 0.5 else listed,
+        # the first index at which a stop may stand is the sum of two numbers, or never comes
+        prompt_len=dice.randrange(1, 8),
+        min_tokens=dice.choice([0, dice.randrange(8), dice.randrange(8), FOREVER]),
+    )
+
+
+def word_of(dice: random.Random, vocab: int, text: list[int]) -> tuple[int, ...]:
+    """A word that begins as some part of a text ends, or nearly."""
+    end = dice.randrange(vocab)
+    length = min(dice.choice((0, 1, 2, 3, 14, 15)), len(text))
+    last = dice.randint(length, len(text))
+    begin = [token for token in text[last - length : last] if 0 <= token < vocab]
+    if begin and dice.random() < 0.2:
+        begin[0] = dice.randrange(vocab)
+    return (*begin, end)
+
+
+def strided_vector(values: Any, dtype: torch.dtype, behind: int) -> torch.Tensor:
+    """With poison between the numbers."""
+    values = list(values)
+    wide = torch.full((len(values), 1 + behind), 7, dtype=dtype, device=DEVICE)
+    wide[:, 0] = vector(values, dtype)
+    return wide[:, 0]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    contexts=st.integers(0, 3),
+    generations=st.integers(0, 3),
+    k=st.integers(0, 4),
+    vocab=st.sampled_from([*VOCABS[:5], 32, 33]),
+    stops=st.sampled_from([0, 1, 2, 5, MAX_STOP_IDS]),
+    dtype=st.sampled_from(DTYPES),
+    behind=st.integers(0, 2),
+    gap=st.integers(0, 2),
+    id_stride=st.integers(1, 3),
+    id_dtype=st.sampled_from(INDEX_DTYPES),
+    index_dtype=st.sampled_from(INDEX_DTYPES),
+    pools=st.sampled_from([True, True, False]),
+    drafts=st.sampled_from([True, True, False]),
+)
+def test_story_torch_and_triton_agree(
+    seed, contexts, generations, k, vocab, stops, **options
+) -> None:
+    batch = Batch.of(seed, contexts, generations, k, vocab, stops, **options)
+    wide = batch.logits if batch.logits._base is None else batch.logits._base
+    before, told = wide.clone(), without_nan(batch.story())
+    kept = [storage(tensor) for tensor in tensors_of(batch)]
+    for backend in Backend:
+        with poisoned_memory(), batch.masked(backend) as masked:
+            assert masked.dtype == options["dtype"]
+            # a NaN counts as -inf anyway, so either may stand where an id is masked
+            assert torch.equal(without_nan(masked), told)
+        assert same_bits(wide, before)
+        for tensor, held in zip(tensors_of(batch), kept, strict=True):
+            assert same_bits(storage(tensor), held)
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """What is read of the slots."""
+    pools = () if batch.slots.pools is None else vars(batch.slots.pools).values()
+    return [batch.slots.table, *pools]
+
+
+def small(**options: Any) -> Batch:
+    return Batch.of(3, 2, 2, 2, 7, 3, **options)
+
+
+def test_triton_masks_in_place() -> None:
+    batch = small()
+    with batch.masked(Backend.TRITON) as masked:
+        assert masked is batch.logits
+        assert not torch.equal(without_nan(masked), without_nan(small().logits))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_are_whole_again_when_the_body_raises(backend: Backend) -> None:
+    batch = small()
+    before = batch.logits.clone()
+    with pytest.raises(RuntimeError, match="inside"), batch.masked(backend):
+        raise RuntimeError("inside")
+    assert same_bits(batch.logits, before)
+
+
+def test_rows_that_share_memory_are_copied() -> None:
+    batch = small()
+    row = batch.logits[3]
+    shared = row.expand(batch.logits.shape)
+    own = row.repeat(batch.logits.shape[0], 1)
+    before = row.clone()
+    told = replace(batch, logits=own).story()
+    with replace(batch, logits=shared).masked(Backend.TRITON) as masked:
+        assert torch.equal(without_nan(masked), without_nan(told))
+        assert same_bits(row, before)
+    assert same_bits(row, before)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch.of(3, 0, 0, 2, 7, 3)
+    forbid_launches(monkeypatch, launch)
+    with batch.masked(backend) as masked:
+        assert masked is batch.logits
+
+
+def one_turn(prompt_len: int, min_tokens: int, start: int) -> Batch:
+    """A request whose rows draw the tokens behind `start`, all of which prefer the stop id 2."""
+    values = [{"prompt_len": prompt_len, "min_tokens": min_tokens, "stop_ids": [2]}]
+    positions = vector([start, start + 1])
+    layout = StepLayout((), 1, 1, vector([], torch.int32), positions)
+    logits = torch.tensor([[0.0, 1.0, 2.0]], device=DEVICE).repeat(2, 1)
+    return Batch(logits, slot_rows(values), DrawnRows.of_target(layout), [])
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 2**31 - 1])
+@pytest.mark.parametrize("backend", Backend)
+def test_a_least_that_no_text_reaches(backend: Backend, prompt_len: int) -> None:
+    """2**31 - 1 tokens behind a prompt are beyond 32 bits, and still to come."""
+    with one_turn(prompt_len, FOREVER, 10**6).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_stop_may_stand_behind_the_least(backend: Backend) -> None:
+    """A prompt of 3 and 2 tokens at least: token 4 may not stop, token 5 may."""
+    with one_turn(3, 2, 3).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 2]
+    with one_turn(3, 0, 3).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_padding_hold_nothing_back(backend: Backend) -> None:
+    """A slot that no request has is empty; all rows of a graph's padding share it."""
+    batch = one_turn(3, 9, 3)
+    empty = [{"prompt_len": 0, "min_tokens": 0, "stop_ids": ()}]
+    slots = slot_rows([{"prompt_len": 3, "min_tokens": 9, "stop_ids": [2]}, *empty], slots=[4, 6])
+    shared = replace(slots, slot_ids=vector([4, 6, 6, 6]))
+    layout = StepLayout((), 4, 1, vector([], torch.int32), vector([3, 4, 1, 2, 1, 2, 1, 2]))
+    rows = DrawnRows.of_target(layout)
+    batch = replace(batch, slots=shared, rows=rows, logits=batch.logits.repeat(4, 1))
+    with batch.masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 1] + [2] * 6
+
+
+def text_of(
+    recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **asked: Any
+) -> Batch:
+    """A request whose rows draw what stands behind its text and its drafts, of 9 ids."""
+    asks = story.Asks(words=words, recent=recent, **asked)
+    pools, columns = pools_of([asks], 9, random.Random(0))
+    padded = [-1] * (MAX_BAD_WORD_LEN - len(recent)) + recent
+    values = {"prompt_len": asks.prompt_len, "min_tokens": asks.min_tokens, "stop_ids": asks.stops}
+    slots = slot_rows([{"recent": padded, **values, **columns[0]}])
+    k = len(drafts)
+    positions = vector(range(8, 9 + k))
+    layout = StepLayout((), 1, k, vector([], torch.int32), positions)
+    rows = DrawnRows.of_target(layout, vector(drafts))
+    logits = torch.arange(9.0, device=DEVICE).repeat(k + 1, 1)
+    return Batch(logits, replace(slots, pools=pools), rows, [])
+
+
+def hidden(batch: Batch, backend: Backend) -> list[list[int]]:
+    """Ids that are masked, per row."""
+    with poisoned_memory(), batch.masked(backend) as masked:
+        return [row.isinf().nonzero().flatten().tolist() for row in masked]
+
+
+ENDINGS = {
+    "a word of one token is never written": ([], [], [(4,)], [[4]]),
+    "a word that begins in the text": ([1, 2], [], [(1, 2, 4)], [[4]]),
+    "one that begins in a draft": ([7], [1, 2], [(1, 2, 4)], [[], [], [4]]),
+    "one that begins across both": ([3, 1], [2, 5], [(1, 2, 4)], [[], [4], []]),
+    "one that begins elsewhere in the text": ([1, 2, 7], [], [(1, 2, 4)], [[]]),
+    "one that is longer than the text": ([2], [], [(1, 2, 4)], [[]]),
+    "drafts are the text in front of them": ([2], [1], [(2, 1, 4)], [[], [4]]),
+    "words of one end": ([1, 2], [], [(2, 4), (1, 2, 4), (3, 4)], [[4]]),
+    "a word that stands twice": ([1], [], [(1, 4), (1, 4)], [[4]]),
+    "ends of many words": ([1], [], [(1, 4), (5,), (1, 1, 6)], [[4, 5]]),
+    "16 tokens": ([0, *range(1, 9), *range(1, 8)], [], [(*range(1, 9), *range(1, 8), 3)], [[3]]),
+    "16 tokens, another first": (
+        [0, *range(1, 9), *range(1, 8)],
+        [],
+        [(0, *range(2, 9), *range(1, 8), 3)],
+        [[]],
+    ),
+    "16 tokens, all drafts": (
+        [8] * 16,
+        [1, 2] * 8,
+        [(*((1, 2) * 8)[:15], 3)],
+        [[]] * 15 + [[3], []],
+    ),
+    "an id out of the vocabulary is in no word": ([1], [9, 2**32 + 1], [(1, 4)], [[4], [], []]),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("backend", Backend)
+def test_ends_of_bad_words(backend: Backend, name: str) -> None:
+    recent, drafts, words, told = ENDINGS[name]
+    assert hidden(text_of(recent, drafts, words), backend) == told
+
+
+FORCE = {
+    "stop ids and words beside each other": ({}, [(4,)], [2, 3], [2, 3, 4]),
+    "an id that is both": ({}, [(2,)], [2], [2]),
+    "something else is allowed": ({"allowed": {2, 5}}, [(4,)], [2, 3], [2, 3, 4]),
+    "nothing else is allowed": ({"allowed": {2, 3}}, [(4,)], [2, 3], [4]),
+    "the others end bad words": ({"allowed": {2, 4, 5}}, [(4,), (5,)], [2, 3], [4, 5]),
+    "an id that is both is left to none": ({"allowed": {2}}, [(2,)], [2], [2]),
+    "an id that is both counts once": ({"allowed": {2, 3, 5}}, [(2,)], [2, 3], [2, 3]),
+    "ids that stand twice": ({"allowed": {2, 4, 5}}, [(4,), (4,)], [2, 2, 2], [2, 4]),
+    "one that is both and stands twice": ({"allowed": {2, 5}}, [(2,), (2,)], [2, 2], [2]),
+    "stop ids that are not allowed": ({"allowed": {5}}, [(4,)], [2, 3], [2, 3, 4]),
+    "a stop id beyond the vocabulary": ({"allowed": {5}}, [(4,)], [9, 2**31 - 1], [4]),
+}
+
+
+@pytest.mark.parametrize("name", FORCE)
+@pytest.mark.parametrize("backend", Backend)
+def test_order_of_force(backend: Backend, name: str) -> None:
+    """Stop ids that come too early yield where else no allowed id is left; bad words never do."""
+    asked, words, stops, told = FORCE[name]
+    late = {"stops": stops, "prompt_len": 3, "min_tokens": 99}
+    assert hidden(text_of([1], [], words, **late, **asked), backend) == [told]
+    in_time = {"stops": stops, "prompt_len": 3, "min_tokens": 0}
+    ends = sorted({word[-1] for word in words})
+    assert hidden(text_of([1], [], words, **in_time, **asked), backend) == [ends]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_drafts_that_nobody_told(backend: Backend) -> None:
+    """What stands in front of a later row is then unknown, not the text once more."""
+    batch = text_of([1, 1], [1, 1], [(1, 4), (5,)])
+    batch.rows = replace(batch.rows, drafts=None)
+    assert hidden(batch, backend) == [[4, 5], [5], [5]]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_a_request_without_words_beside_one_with(backend: Backend) -> None:
+    """Rows of others are poison."""
+    asks = [story.Asks(recent=[1]), story.Asks(words=[(1, 4)], recent=[1])]
+    pools, columns = pools_of(asks, 9, random.Random(3))
+    values = [
+        {"prompt_len": 1, "min_tokens": 0, "stop_ids": (), "recent": [-1] * 15 + [1], **rows}
+        for rows in columns
+    ]
+    slots = replace(slot_rows(values), pools=pools)
+    layout = StepLayout((), 2, 0, vector([], torch.int32), vector([5, 5]))
+    logits = torch.zeros(2, 9, device=DEVICE)
+    batch = Batch(logits, slots, DrawnRows.of_target(layout), [])
+    assert hidden(batch, backend) == [[], [4]]
+
+
+def test_what_is_edited_is_told() -> None:
+    penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
+    told = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
+    assert told == EDITED_OPTIONS
+
+
+def test_positions_are_needed() -> None:
+    layout = StepLayout((), 1, 1, vector([], torch.int32))
+    with pytest.raises(TensorContractError, match="needs the step's positions"):
+        DrawnRows.of_target(layout)
+
+
+@pytest.mark.parametrize("drafts", [torch.zeros(3).int(), torch.zeros(2, 3).int()])
+def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
+    layout = StepLayout((), 2, 2, vector([], torch.int32), vector(range(6)))
+    with pytest.raises(TensorContractError, match=r"draft_tokens: expected G\*K = 4 integer ids"):
+        DrawnRows.of_target(layout, drafts)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_drafts_are_none_of_the_targets(backend: Backend) -> None:
+    batch = small()
+    for change in ({"column": 1}, {"ahead": batch.rows.positions}):
+        batch.rows = replace(small().rows, drafts=None, **change)
+        with pytest.raises(TensorContractError, match="expected those of the target"):
+            batch.masked(backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "logits",
+            torch.zeros(7, 7),
+            r"2 context rows and 3 rows for each of 2 generations",
+        ),
+        ("logits", torch.zeros(8), r"logits: expected floating \[8, V\]"),
+        ("logits", torch.zeros(8, 7).int(), "logits: expected floating .*torch.int32"),
+        ("table", torch.zeros(9, WIDTH), rf"slot table: expected torch.int32 \[S, {WIDTH}\].*32 "),
+        ("table", torch.zeros(9, 9).int(), rf"slot table: .*\[S, {WIDTH}\].*\[9, 9\]"),
+        ("table", torch.zeros(38).int(), r"slot table: .*got torch.int32 \[38\]"),
+        ("table", torch.zeros(38, 9).int().t(), "slot table: .*rows without gaps"),
+        ("slot_ids", torch.zeros(3).long(), r"slot_ids: expected integers \[>= 4\].*\[3\]"),
+        ("slot_ids", torch.zeros(4), "slot_ids: expected integers .*torch.float32"),
+        ("slot_ids", torch.zeros(4).bool(), "slot_ids: expected integers .*torch.bool"),
+        ("slot_ids", torch.zeros(4, 1).long(), r"slot_ids: .*\[4, 1\]"),
+    ],
+)
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, message: str) -> None:
+    batch = small()
+    change = change.to(DEVICE)
+    if name == "logits":
+        batch.logits = change
+    else:
+        batch.slots = replace(batch.slots, **{name: change})
+    with pytest.raises(TensorContractError, match=message):
+        batch.masked(backend)
+
+
+POOLS = {
+    "bias": torch.zeros(2, 7).double(),
+    "allowed": torch.zeros(4, 1).int(),
+    "counts": torch.zeros(4, 7).int(),
+    "seen": torch.zeros(4, 2).int()[:, ::2],
+    "words": torch.zeros(4, 64, 15).int(),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("backend", Backend)
+def test_pools_that_do_not_fit(backend: Backend, name: str) -> None:
+    batch = small()
+    assert batch.slots.pools is not None
+    kept = batch.slots.pools
+    for change in (POOLS[name].to(DEVICE), vars(kept)[name].to("meta")):
+        batch.slots = replace(batch.slots, pools=replace(kept, **{name: change}))
+        with pytest.raises(TensorContractError, match="of logit edits: expected contiguous"):
+            batch.masked(backend)
+
+
+@pytest.mark.parametrize("vocab", [6, 8])
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_of_another_vocabulary(backend: Backend, vocab: int) -> None:
+    batch = small()
+    batch.logits = torch.zeros(8, vocab, device=DEVICE)
+    with pytest.raises(TensorContractError, match=f"logits: expected 7 columns.* got {vocab}"):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("name", ["slot table", "slot_ids", "positions", "drafts"])
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_elsewhere(backend: Backend, name: str) -> None:
+    batch = small()
+    if name in ("positions", "drafts"):
+        away = getattr(batch.rows, name).to("meta")
+        batch.rows = replace(batch.rows, **{name: away})
+    else:
+        field = "table" if name == "slot table" else name
+        away = getattr(batch.slots, field).to("meta")
+        batch.slots = replace(batch.slots, **{field: away})
+    with pytest.raises(TensorContractError, match=f"{name}: expected .*on {DEVICE.type}.*meta"):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    batch = small()
+    assert batch.slots.pools is not None
+    bias = batch.slots.pools.bias.nan_to_num(nan=0.25)
+    arguments = {
+        "rows": batch.rows,
+        "logits": batch.logits.nan_to_num(nan=0.25),
+        "slots": replace(batch.slots, pools=replace(batch.slots.pools, bias=bias)),
+    }
+    refused = {"slots.table": "rows without gaps", "rows.drafts": "rows without gaps"}
+    refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in POOLS}
+    check_strided_arguments(banned_masked, arguments, refused=refused, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("contexts", "generations", "stops"), [(0, 1, 1), (0, 256, 3), (7, 60, 20), (200, 9, 32)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> None:
+    """Captured once, replayed over other logits, stops and positions; the host is never asked."""
+    k, vocab = 3, 151935
+    mine = Batch.of(1, contexts, generations, k, vocab, stops)
+    dice = torch.Generator().manual_seed(2)
+    rows = mine.logits.shape[0]
+    logits = torch.randn(rows, vocab, generator=dice).to(DEVICE, dtype)
+    mine.logits = logits
+
+    def step() -> torch.Tensor:
+        with mine.masked(Backend.TRITON) as masked:
+            return masked.clone()
+
+    graph, seen = captured(step)
+    for seed in (3, 4):
+        other = Batch.of(seed, contexts, generations, k, vocab, stops)
+        mine.slots.table.copy_(other.slots.table)
+        mine.slots.slot_ids.copy_(other.slots.slot_ids)
+        mine.rows.drafts.copy_(other.rows.drafts)
+        for pool, changed in zip(tensors_of(mine)[1:], tensors_of(other)[1:], strict=True):
+            pool.copy_(changed)
+        for name in ("first", "later"):
+            mine.rows.positions.add_(1 if name == "later" else 0)
+            logits.normal_()
+            logits[::3, ::7] = torch.nan
+            before = logits.clone()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same_bits(logits, before)
+            with mine.masked(Backend.TORCH) as masked:
+                assert torch.equal(without_nan(seen), without_nan(masked))
+                assert generations == 1 or not same_bits(masked, before)

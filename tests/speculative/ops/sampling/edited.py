@@ -1,0 +1,283 @@
+"""Batches of rows that draw from logits which their requests want changed."""
+
+# ruff: noqa: N803 (constants of kernels are in capitals)
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import POOL_ROWS
+from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.ops.logits.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.step import SlotRows
+from tests.speculative.ops.logits import story as edits
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.on_device import DEVICE, POISON
+from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling.cases import ROUNDED, Batch
+from tests.speculative.ops.sampling.story import Options
+
+NUMBERS = (0.5, -0.5, 1.0, 0.1, -0.3, 2.0, 3.7, 100.0)
+FACTORS = (1.0, 2.0, 0.5, 1.3, 1.1, 1e-30, 3e38)
+
+
+@dataclass(frozen=True)
+class EditedBatch:
+    """A batch, and of every row what is done to it before it draws."""
+
+    batch: Batch
+    places: list[Place]
+    """Per row."""
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        vocab: int,
+        *,
+        greedy: bool,
+        drafts: bool = True,
+        pools: bool = True,
+        **shape: object,
+    ) -> EditedBatch:
+        batch = Batch.of(seed, vocab, **shape)
+        dice = random.Random(seed + 1)
+        ids = list(range(vocab)) if batch.vocab_ids is None else batch.vocab_ids.tolist()
+        whole = vocab if batch.vocab_ids is None else vocab * 3 + 5
+        generations = batch.rows.num_requests - batch.rows.num_contexts
+        width = batch.rows.column + batch.rows.width - 1 + dice.randrange(2)
+        dtype = dice.choice((torch.int32, torch.int64))
+        drafted = [[draft_of(dice, ids, dtype) for _ in range(width)] for _ in range(generations)]
+        asks = [
+            asks_of(dice, ids, whole) if dice.random() < 0.8 else Asks()
+            for _ in range(batch.rows.num_requests)
+        ]
+        rows = batch.rows
+        if drafts:
+            rows = replace(rows, drafts=apart(drafted, width, dtype))
+        slots, options = batch.slots, batch.options
+        if greedy:
+            options = [one._replace(temperature=0.0) for one in options]
+            write(slots, [{"temperature": 0.0}] * len(options))
+        placed, columns = pools_of(asks, whole, dice)
+        if pools:
+            write(
+                slots, [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
+            )
+            slots = replace(slots, pools=placed)
+        else:
+            write(slots, [dict.fromkeys(POOL_ROWS, POISON)] * len(asks))
+            asks = [Asks()] * len(asks)
+        return cls(
+            batch.replaced(rows=rows, slots=slots, options=options),
+            placed_rows(rows, batch, asks, drafted if drafts else None),
+        )
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.batch.logits
+
+    @property
+    def options(self) -> list[Options]:
+        return self.batch.options
+
+    def tokens(self, backend: Backend) -> torch.Tensor:
+        return self.batch.tokens(backend)
+
+    def drawn(self) -> list[tuple[int, int]]:
+        return self.batch.drawn()
+
+    def edited(self) -> list[list[float]]:
+        """Rows as they are drawn from."""
+        cut = self.batch.vocab_ids
+        ids = None if cut is None else cut.tolist()
+        rows = self.logits.double().tolist()
+        return [edits.edited(row, place, ids) for row, place in zip(rows, self.places, strict=True)]
+
+    def as_drawn_from(self) -> Batch:
+        """The same without a wish, of rows that are changed already."""
+        shape = self.logits.shape
+        values = torch.tensor(self.edited(), dtype=torch.float64, device=DEVICE).reshape(shape)
+        slots = replace(self.batch.slots, pools=None)
+        return self.batch.replaced(logits=values.float(), slots=slots)
+
+    def story(self) -> list[int]:
+        cut = self.batch.vocab_ids
+        ids = None if cut is None else cut.tolist()
+        options = [
+            one._replace(**{n: story.rounded(getattr(one, n)) for n in ROUNDED})
+            for one in self.options
+        ]
+        return [
+            story.draw(row, options[request], index, self.batch.role, ids)
+            for row, (request, index) in zip(self.edited(), self.drawn(), strict=True)
+        ]
+
+    def undecided(self) -> torch.Tensor:
+        return self.as_drawn_from().undecided()
+
+
+def draft_of(dice: random.Random, ids: list[int], dtype: torch.dtype) -> int:
+    """Often one of few; sometimes of no vocabulary, or one that is only its own in 64 bits."""
+    beyond = [2**31 - 1, -1] if dtype == torch.int32 else [2**32 + ids[0], 2**40, -1]
+    return dice.choice((ids[0], ids[0], ids[-1], ids[len(ids) // 2], dice.choice(beyond)))
+
+
+def asks_of(dice: random.Random, ids: list[int], whole: int) -> Asks:
+    """Of one request; ids that columns stand for are named as often as others."""
+
+    def some() -> list[int]:
+        named = [dice.choice((dice.choice(ids), dice.randrange(whole))) for _ in range(8)]
+        return named[: dice.randint(0, 8)]
+
+    bias = allowed = counts = None
+    if dice.random() < 0.5:
+        bias = {token: dice.choice(NUMBERS) for token in some()}
+        if dice.random() < 0.3:  # a host's own row
+            bias = {token: dice.choice((*NUMBERS, -torch.inf, torch.inf)) for token in range(whole)}
+            bias[dice.randrange(whole)] = torch.nan
+    if dice.random() < 0.4:
+        allowed = {*some(), dice.choice(ids)}
+        if dice.random() < 0.3:
+            allowed = set(range(whole)) - allowed
+    if dice.random() < 0.7:
+        counts = {token: dice.choice((0, 1, 1, 2, 3, 40000, 65534, 65535)) for token in some()}
+    return Asks(
+        bias=bias,
+        allowed=allowed,
+        counts=counts,
+        seen=some(),
+        repetition=dice.choice(FACTORS),
+        presence=dice.choice((0.0, *NUMBERS, 3e38)),
+        frequency=dice.choice((0.0, *NUMBERS, 3e38, -3e38)),
+    )
+
+
+def columns_of(asks: Asks) -> dict[str, float]:
+    return {
+        "repetition_penalty": asks.repetition,
+        "presence_penalty": asks.presence,
+        "frequency_penalty": asks.frequency,
+    }
+
+
+def placed_rows(
+    rows: DrawnRows, batch: Batch, asks: list[Asks], drafted: list[list[int]] | None
+) -> list[Place]:
+    """What stands in front of every row, and whose it is."""
+    places: list[Place] = []
+    for row, (request, index) in enumerate(batch.drawn()):
+        before: list[int] = []
+        if drafted is not None and request >= rows.num_contexts:
+            number = (row - rows.num_contexts) % rows.width
+            before = drafted[request - rows.num_contexts][: rows.column + number]
+        places.append(Place(asks[request], index, before))
+    return places
+
+
+def apart(values: list[list[int]], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows with others between them."""
+    wide = torch.full((len(values), width + 3), 0, dtype=dtype)
+    for row, value in enumerate(values):
+        wide[row, :width] = torch.tensor(value, dtype=dtype)
+    return wide.to(DEVICE)[:, :width]
+
+
+def write(slots: SlotRows, values: list[dict[str, float]]) -> None:
+    """Change columns of the requests."""
+    for request, named in enumerate(values):
+        for name, value in named.items():
+            bits = slots.columns[name].bits(value)
+            first = slots.columns.offset(name)
+            slots.table[int(slots.slot_ids[request]), first : first + len(bits)] = torch.tensor(
+                bits, dtype=torch.int32, device=DEVICE
+            )
+
+
+@triton.jit
+def edited_kernel(
+    logits_ptr,
+    ids_ptr,
+    draft_ptr,
+    table_ptr,
+    slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
+    out_ptr,
+    num_contexts,
+    width,
+    column,
+    vocab,
+    pool_vocab,
+    row_stride,
+    draft_stride,
+    table_stride,
+    slot_stride,
+    HAS_DRAFTS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """One row as draws load it."""
+    row = tl.program_id(0).to(tl.int64)
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
+    edits = edits_of(
+        slot,
+        bias_ptr,
+        allowed_ptr,
+        count_ptr,
+        seen_ptr,
+        pool_vocab,
+        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
+        tl.where(request < num_contexts, 0, offset + column) if HAS_DRAFTS else 0,
+    )
+    columns = tl.arange(0, SIZE)
+    inside = columns < vocab
+    ids = tl.load(ids_ptr + columns, mask=inside, other=0)
+    x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    tl.store(out_ptr + row * vocab + columns, edited(x, ids, inside, edits), mask=inside)
+
+
+def loaded(case: EditedBatch) -> torch.Tensor:
+    """Rows [N, V] float32 as kernels load them."""
+    rows, slots, logits = case.batch.rows, case.batch.slots, case.logits
+    assert slots.pools is not None
+    pools, vocab = slots.pools, logits.shape[1]
+    ids = torch.arange(vocab, dtype=torch.int32, device=DEVICE)
+    out = torch.full(logits.shape, float(POISON), device=DEVICE)
+    edited_kernel[(len(logits),)](
+        logits,
+        ids if case.batch.vocab_ids is None else case.batch.vocab_ids,
+        ids if rows.drafts is None else rows.drafts,
+        slots.table,
+        slots.slot_ids,
+        pools.bias,
+        pools.allowed,
+        pools.counts,
+        pools.seen,
+        out,
+        rows.num_contexts,
+        rows.width,
+        rows.column,
+        vocab,
+        pools.vocab_size,
+        logits.stride(0),
+        0 if rows.drafts is None else rows.drafts.stride(0),
+        slots.table.stride(0),
+        slots.slot_ids.stride(0),
+        HAS_DRAFTS=rows.drafts is not None,
+        SIZE=triton.next_power_of_2(vocab),
+    )
+    return out

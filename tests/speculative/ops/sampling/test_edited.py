@@ -1,0 +1,312 @@
+"""Draws from edited logits: the story equals torch equals Triton, for wishes of every kind."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.logits import DrawnRows, reference
+from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.step import StepLayout
+from tests.doors import check_strided_arguments, storage
+from tests.kernels.top_k.rows import DTYPES
+from tests.speculative.ops.bits import same_bits
+from tests.speculative.ops.logits import story
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.speculative.ops.sampling.cases import COLUMNS, slots_of
+from tests.speculative.ops.sampling.edited import EditedBatch, columns_of, loaded, write
+from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.story import Options
+
+batches = {
+    "seed": st.integers(0, 2**31),
+    "contexts": st.integers(0, 2),
+    "generations": st.integers(0, 2),
+    "width": st.integers(1, 3),
+    "dtype": st.sampled_from(DTYPES),
+    "index_dtype": st.sampled_from(INDEX_DTYPES),
+    "behind": st.integers(0, 2),
+    "role": st.sampled_from(Role),
+    "ahead": st.booleans(),
+    "cut": st.booleans(),
+    "drafts": st.sampled_from([True, True, False]),
+}
+
+
+@settings(max_examples=60)
+@given(vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)), **batches)
+def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
+    """Bit for bit, as far as numbers go: of zero there are two."""
+    case = EditedBatch.of(vocab=vocab, greedy=True, **shape)
+    told = case.as_drawn_from().logits
+    rows, slots = case.batch.rows, case.batch.slots
+    kept = [storage(tensor) for tensor in (slots.table, case.logits, *vars(slots.pools).values())]
+    values = reference.edited(case.logits, rows, slots, vocab_ids=case.batch.vocab_ids)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, told)
+    if len(told):
+        assert torch.equal(loaded(case), told)
+    for tensor, held in zip(
+        (slots.table, case.logits, *vars(slots.pools).values()), kept, strict=True
+    ):
+        assert same_bits(storage(tensor), held)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_story_torch_and_triton_agree(greedy: bool) -> None:
+    judge = Judge()
+
+    @settings(max_examples=40)
+    @given(
+        vocab=st.sampled_from((1, 2, 7, 31, 33, 127)),
+        pools=st.sampled_from([True, True, True, True, False]),
+        **batches,
+    )
+    def agree(vocab: int, **shape: Any) -> None:
+        case = EditedBatch.of(vocab=vocab, greedy=greedy, **shape)
+        told = case.story()
+        for backend in Backend:
+            tokens = case.tokens(backend)
+            if greedy:
+                assert tokens.tolist() == told
+            judge.compare(case, told, tokens)
+
+    agree()
+    assert judge.rows["all"] > 150
+    judge.check()
+
+
+def test_torch_and_triton_agree_over_many_chunks() -> None:
+    judge = Judge()
+
+    @settings(max_examples=8)
+    @given(vocab=st.sampled_from((1023, 4096, 4099, 9001)), greedy=st.booleans(), **batches)
+    def agree(vocab: int, **shape: Any) -> None:
+        case = EditedBatch.of(vocab=vocab, **shape)
+        expected = case.tokens(Backend.TORCH).tolist()
+        judge.compare(case, expected, case.tokens(Backend.TRITON))
+
+    agree()
+    assert judge.rows["all"] > 15
+    judge.check()
+
+
+# --- told one by one ---
+
+
+def one(
+    asks: Asks,
+    row: list[float],
+    backend: Backend,
+    *,
+    drafts: torch.Tensor | None = None,
+    column: int = 0,
+) -> list[int]:
+    """The ids that a greedy request's rows draw; as many rows as drafts in front, and one."""
+    pools, columns = pools_of([asks], len(row), random.Random(0))
+    slots = slots_of([Options(temperature=0.0)], random.Random(0))
+    write(slots, [{**columns_of(asks), **columns[0]}])
+    width = 1 if drafts is None else drafts.shape[1] + 1 - column
+    rows = DrawnRows(0, width, vector([5]), None, column, drafts)
+    logits = torch.tensor([row] * width, device=DEVICE)
+    tokens = draw(logits, rows, replace(slots, pools=pools), backend=backend)
+    before = [[]] if drafts is None else [drafts[0, : column + i].tolist() for i in range(width)]
+    for i, token in enumerate(tokens.tolist()):
+        told = story.edited(row, Place(asks, 0, before[i]))
+        assert told.index(max(told)) == token or (token == -1 and max(told) == -math.inf)
+    return tokens.tolist()
+
+
+BOTH = pytest.mark.parametrize("backend", Backend)
+
+
+@BOTH
+def test_bias(backend: Backend) -> None:
+    assert one(Asks(bias={2: 1.5}), [1.0, 2.0, 1.0], backend) == [2]
+    assert one(Asks(bias={1: -1.0}), [1.0, 2.0, 1.0], backend) == [0]  # the first of equals
+
+
+@BOTH
+def test_what_is_masked_is_never_a_number(backend: Backend) -> None:
+    """No bias and no penalty raises it."""
+    inf = math.inf
+    masked = [-inf, 0.0, math.nan]
+    assert one(Asks(bias={0: 3e38, 2: 3e38}), masked, backend) == [1]
+    assert one(Asks(bias={0: inf, 1: -9.0, 2: inf}), masked, backend) == [1]
+    assert one(Asks(bias={0: math.nan, 1: -9.0}), [5.0, 0.0, -inf], backend) == [1]
+    counted = {0: 65535, 1: 1, 2: 65535}
+    wish = Asks(counts=counted, frequency=-3e38, presence=-3e38, repetition=1e-30)
+    assert one(wish, [-inf, 0.0, math.nan], backend) == [1]
+    assert one(replace(wish, allowed={1}), [9.0, -9.0, 9.0], backend) == [1]
+    assert one(Asks(allowed={1}, bias={0: inf, 2: 9.0}), [9.0, -9.0, 9.0], backend) == [1]
+    # a penalty that float32 holds as 0
+    assert one(Asks(counts=counted, repetition=1e-60), [-inf, 0.0, -inf], backend) == [1]
+
+
+@BOTH
+def test_rows_that_nothing_is_left_of(backend: Backend) -> None:
+    inf = math.inf
+    assert one(Asks(allowed={1}), [1.0, -inf, 1.0], backend) == [-1]
+    assert one(Asks(allowed=()), [1.0, 2.0], backend) == [-1]
+    assert one(Asks(bias={0: -inf, 1: -inf}), [1.0, 2.0], backend) == [-1]
+
+
+@BOTH
+def test_infinity(backend: Backend) -> None:
+    inf = math.inf
+    assert one(Asks(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, inf, inf], backend) == [1]
+    assert one(Asks(allowed={0, 2}), [9.0, inf, 1.0], backend) == [0]
+
+
+@BOTH
+def test_allowed_ids(backend: Backend) -> None:
+    row = [float(v) for v in range(70)]
+    assert one(Asks(allowed={31, 3}), row, backend) == [31]
+    assert one(Asks(allowed={63, 32}), row, backend) == [63]
+    assert one(Asks(allowed=range(70)), row, backend) == [69]
+
+
+@BOTH
+def test_penalties(backend: Backend) -> None:
+    """Repetition is of what was seen, the others are of what was counted."""
+    seen = Asks(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
+    assert one(seen, [3.0, 5.0, -9.0], backend) == [0]
+    assert one(seen, [2.0, 5.0, -9.0], backend) == [1]  # 2.5, of which nothing is taken off
+    assert one(seen, [-7.0, -4.0, -9.0], backend) == [0]  # -8
+    counted = Asks(counts={1: 3}, presence=1.0, frequency=0.5)
+    assert one(counted, [2.0, 5.0, 2.6], backend) == [2]  # 2.5
+    assert one(counted, [2.0, 5.0, 2.4], backend) == [1]
+
+
+@BOTH
+def test_a_count_ends_at_what_16_bits_hold(backend: Backend) -> None:
+    """So many drafts in front of a row change nothing any more."""
+    asks = Asks(counts={1: 65534}, frequency=1.0)
+    drafts = vector([1, 1, 1], torch.int32).unsqueeze(0)
+    row = [-65534.5, 0.0, -65535.5]
+    assert one(asks, row, backend, drafts=drafts) == [1, 0, 0, 0]
+    assert one(replace(asks, counts={1: 32768}), [-32768.5, 0.0], backend) == [1]
+
+
+@BOTH
+def test_drafts_in_front_count(backend: Backend) -> None:
+    """Each row counts those before it alone, and each as often as it stands."""
+    drafts = vector([1, 0, 1, 2**32 + 1]).unsqueeze(0)
+    asks = Asks(counts={}, frequency=1.0)
+    assert one(asks, [0.0, 1.5, 0.2], backend, drafts=drafts) == [1, 1, 1, 2, 2]
+    assert one(asks, [0.0, 1.5, 0.2], backend, drafts=drafts, column=3) == [2, 2]
+    # nobody asked: they are not even seen
+    assert one(Asks(bias={}), [0.0, 1.5, 0.2], backend, drafts=drafts) == [1] * 5
+
+
+@BOTH
+def test_ids_are_the_targets_in_a_cut_vocabulary(backend: Backend) -> None:
+    asks = Asks(bias={40: 5.0}, allowed={40, 7}, counts={7: 1}, frequency=1.0)
+    pools, columns = pools_of([asks], 50, random.Random(0))
+    slots = slots_of([Options(temperature=0.0)], random.Random(0))
+    write(slots, [{**columns_of(asks), **columns[0]}])
+    slots = replace(slots, pools=pools)
+    logits = torch.tensor([[9.0, 4.0, 1.0]], device=DEVICE)
+    rows = DrawnRows(0, 1, vector([5]))
+    for ids, told in (([3, 7, 40], 40), ([3, 7, 41], 7), ([3, 8, 41], -1)):
+        cut = vector(ids, torch.int32)
+        assert draw(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [told]
+
+
+@BOTH
+def test_rows_of_drafts(backend: Backend) -> None:
+    """They count drafts behind which they stand, of contexts too."""
+    asks = [Asks(counts={}, frequency=2.0), Asks()]
+    pools, columns = pools_of(asks, 4, random.Random(0))
+    slots = slots_of([Options(temperature=0.0)] * 2, random.Random(1))
+    write(slots, [{**columns_of(a), **c} for a, c in zip(asks, columns, strict=True)])
+    layout = StepLayout((2,), 1, 1, vector([2]), vector([0, 1, 5, 6]))
+    drafts = vector([3, 2, 1, 3, 2, 1]).reshape(2, 3)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2, device=DEVICE)
+    for column, told in ((0, [3, 3]), (1, [2, 3]), (2, [1, 3])):
+        rows = DrawnRows.of_drafts(layout, vector([1, 2]), column, drafts)
+        tokens = draw(logits, rows, replace(slots, pools=pools), backend=backend)
+        assert tokens.tolist() == told
+
+
+@BOTH
+def test_contexts_have_no_draft_in_front(backend: Backend) -> None:
+    """Also where there is no generation whose drafts would be read."""
+    asks = Asks(counts={}, frequency=2.0)
+    pools, columns = pools_of([asks], 4, random.Random(0))
+    slots = slots_of([Options(temperature=0.0)], random.Random(1))
+    write(slots, [{**columns_of(asks), **columns[0]}])
+    drafts = torch.full((1, 3), 3, device=DEVICE)[:0]
+    rows = DrawnRows(1, 1, vector([4]), None, 3, drafts)
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=DEVICE)
+    assert draw(logits, rows, replace(slots, pools=pools), backend=backend).tolist() == [3]
+
+
+# --- the door ---
+
+
+@BOTH
+def test_pools_that_do_not_fit(backend: Backend) -> None:
+    batch = EditedBatch.of(1, 7, greedy=True).batch
+    pools = batch.slots.pools
+    assert pools is not None
+    for name in vars(pools):
+        slots = replace(batch.slots, pools=replace(pools, **{name: vars(pools)[name].half()}))
+        with pytest.raises(TensorContractError, match=f"pool {name} of logit edits: expected"):
+            draw(batch.logits, batch.rows, slots, backend=backend)
+    with pytest.raises(TensorContractError, match=r"logits: expected 7 columns.*, got 6"):
+        draw(batch.logits[:, :6], batch.rows, batch.slots, backend=backend)
+
+
+@BOTH
+@pytest.mark.parametrize("cut", [False, True])
+def test_strided_arguments(backend: Backend, cut: bool) -> None:
+    batch = EditedBatch.of(5, 7, greedy=False, cut=cut, ahead=True).batch
+    pools = batch.slots.pools
+    assert pools is not None
+    finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
+    arguments = {
+        "logits": batch.logits.nan_to_num(nan=0.25),
+        "rows": batch.rows,
+        "slots": replace(batch.slots, pools=finite),
+        "vocab_ids": batch.vocab_ids,
+    }
+    gaps = "rows without gaps"
+    refused = {"slots.table": gaps, "rows.drafts": gaps, "logits": "expected contiguous rows"}
+    refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
+    refused |= {"vocab_ids": "expected a contiguous vector"} if cut else {}
+    check_strided_arguments(draw, arguments, refused=refused, backend=backend)
+
+
+def test_columns_that_ask_are_there() -> None:
+    for name in ("bias_row", "allowed_row", "count_row", "repetition_penalty", "recent"):
+        assert name in COLUMNS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [151936, 32000])
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
+    judge = Judge()
+    for seed in range(6):
+        case = EditedBatch.of(
+            seed, vocab, greedy=greedy, cut=cut, generations=5, width=4, dtype=DTYPES[seed % 3]
+        )
+        if not cut:
+            told = reference.edited(case.logits, case.batch.rows, case.batch.slots)
+            assert torch.equal(loaded(case), told)
+        expected = case.tokens(Backend.TORCH).tolist()
+        judge.compare(case, expected, case.tokens(Backend.TRITON))
+    judge.check()
