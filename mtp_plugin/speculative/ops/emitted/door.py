@@ -8,7 +8,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Protocol
 
+import torch
+
+from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import expect_integers
 from mtp_plugin.speculative.ops.emitted import reference
 from mtp_plugin.speculative.step import Accepted, SlotRows, check_slots
 
@@ -19,15 +23,32 @@ def note_emitted(accepted: Accepted, slots: SlotRows, *, backend: Backend) -> No
     ``recent``: its last tokens; of a request with a ``count_row`` the tokens that it has seen, and
     how often, up to 65535. What was rejected leaves no trace.
 
+    Where slots have no pools, nobody asks, and nothing is written.
+
     Args:
-        accepted: [R, K+1] tokens. slots: of the requests, of which no two that count share a row.
+        accepted: tokens [R, K+1] in rows without gaps, and how many of each row count.
+        slots: of the requests, of which no two that count share a row.
 
     Raises:
-        TensorContractError: a table or slots of another shape, type or device.
+        TensorContractError: tokens, a table, slots or pools of another shape, type or device.
     """
-    requests = int(accepted.num_accepted.shape[0])
-    check_slots(slots, requests, accepted.tokens.device)
-    if requests and slots.pools is not None:
+    tokens, num_accepted = accepted.tokens, accepted.num_accepted
+    if not (
+        tokens.dim() == 2
+        and tokens.dtype == torch.int32
+        and (tokens.shape[1] == 1 or tokens.stride(1) == 1)
+    ):
+        raise TensorContractError(
+            "accepted tokens: expected torch.int32 [R, K+1] with rows without gaps, got "
+            f"{tokens.dtype} {list(tokens.shape)} with strides {list(tokens.stride())}"
+        )
+    requests = int(tokens.shape[0])
+    expect_integers("num_accepted", num_accepted, requests, tokens.device)
+    check_slots(slots, requests, tokens.device)
+    if slots.pools is None:
+        return
+    slots.pools.check(tokens.device)
+    if requests:
         _side(backend).note_emitted(accepted, slots)
 
 

@@ -23,6 +23,7 @@ def note_kernel(
     seen_ptr,
     # sizes
     token_stride,
+    count_stride,
     slot_stride,
     table_stride,
     pool_vocab,
@@ -35,7 +36,7 @@ def note_kernel(
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
-    num = tl.load(count_ptr + request)
+    num = tl.load(count_ptr + request * count_stride)
     row_ptr = token_ptr + request * token_stride
     slot_row = table_ptr + slot * table_stride
 

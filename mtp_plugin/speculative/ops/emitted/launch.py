@@ -29,6 +29,7 @@ def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
         pools.seen,
         # sizes
         tokens.stride(0),
+        accepted.num_accepted.stride(0),
         slots.slot_ids.stride(0),
         slots.table.stride(0),
         pools.vocab_size,

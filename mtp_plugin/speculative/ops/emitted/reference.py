@@ -20,7 +20,8 @@ def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
     row = slots.read("count_row", requests).to(torch.int64)
     for column in range(accepted.tokens.shape[1]):
         token = accepted.tokens[:, column].to(torch.int64)
-        counts = (column < accepted.num_accepted) & (row >= 0) & (token >= 0)
+        counts = (column < accepted.num_accepted) & (row >= 0)
+        counts = counts & (token >= 0) & (token < pools.vocab_size)
         # who does not count adds nothing, at any place
         place, at = torch.where(counts, row, 0), torch.where(counts, token, 0)
         old = pools.counts[place, at].to(torch.int32) & _MOST
