@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.columns import FLOAT32_MAX, Number
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.speculative.host import RequestFacts
@@ -69,7 +69,7 @@ class EditRows:
 
         Raises:
             NoFreeSlotsError: all rows are taken.
-            MetadataError: an id outside the vocabulary.
+            MetadataError: an id outside the vocabulary; no row is taken.
         """
         options = facts.options
         asked = {
@@ -81,15 +81,19 @@ class EditRows:
         if not any(asked.values()):
             return {}
         row = self._rows.add_slot(request_id)
-        if asked["bias_row"]:
-            self._fill_bias(row, options["logit_bias"])
-        if asked["allowed_row"]:
-            self._fill_allowed(row, options["allowed_token_ids"])
-        if asked["count_row"]:
-            ignored = min(options.get("prompt_ignore_length", 0), facts.stop.prompt_len)
-            self._fill_counts(row, tokens, ignored)
-        if asked["words_row"]:
-            self._fill_words(row, bad_words_of(facts))
+        try:
+            if asked["bias_row"]:
+                self._fill_bias(row, options["logit_bias"])
+            if asked["allowed_row"]:
+                self._fill_allowed(row, options["allowed_token_ids"])
+            if asked["count_row"]:
+                ignored = min(options.get("prompt_ignore_length", 0), facts.stop.prompt_len)
+                self._fill_counts(row, tokens, ignored)
+            if asked["words_row"]:
+                self._fill_words(row, bad_words_of(facts))
+        except BaseException:
+            self.give_back(request_id)
+            raise
         return {name: row for name, is_asked in asked.items() if is_asked}
 
     def give_back(self, request_id: int) -> None:
@@ -114,7 +118,8 @@ class EditRows:
             return
         pool.zero_()
         ids = self._ids("logit_bias", bias)
-        pool[ids] = to_device(list(bias.values()), torch.float32, pool.device)
+        added = [min(max(value, -FLOAT32_MAX), FLOAT32_MAX) for value in bias.values()]
+        pool[ids] = to_device(added, torch.float32, pool.device)
 
     def _fill_allowed(self, row: int, allowed: Iterable[int]) -> None:
         listed = sorted(set(allowed))

@@ -98,7 +98,8 @@ class SlotStateManager:
         """Give every request on its first prompt chunk a slot with a row of its own values.
 
         Raises:
-            NoFreeSlotsError: more sequences than slots.
+            NoFreeSlotsError: more sequences than slots, or more that edit logits than pools have
+                rows. MetadataError: what it asks for cannot be. Who fails has no slot.
         """
         fresh: dict[int, SlotValues] = {}
         try:
@@ -107,7 +108,11 @@ class SlotStateManager:
                     facts = read_request(request)
                     values = self._values_of(request, facts)
                     slot = self.slot_manager.add_slot(request.request_id)
-                    fresh[slot] = values | self._rows_of(request, facts)
+                    try:
+                        fresh[slot] = values | self._rows_of(request, facts)
+                    except BaseException:
+                        self.free_resources(request)
+                        raise
         finally:
             self._reset(fresh)
 
