@@ -1,0 +1,26 @@
+"""What is kept of a request's text, told token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST = 65535
+
+
+@dataclass
+class Kept:
+    """Of one request."""
+
+    recent: list[int]
+    counts: dict[int, int] | None = None
+    """None: nobody counts."""
+    seen: set[int] | None = None
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Move on by some tokens."""
+        for token in tokens:
+            self.recent = [*self.recent[1:], token]
+            if self.counts is not None and self.seen is not None:
+                self.counts[token] = min(self.counts.get(token, 0) + 1, MOST)
+                self.seen.add(token)
