@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.errors import NoFreeSlotsError
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.columns import POOL_ROWS, REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions, read_request
@@ -99,6 +99,12 @@ slot_values = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 2**40),
         "temperature": st.floats(0, 100, width=32),
         "top_k": st.integers(0, 500),
+        "presence_penalty": floats,
+        "thinking_token_budget": st.integers(0, 500),
+        "logprobs": st.integers(0, 20),
+        "count_row": st.integers(0, 9),
+        "recent": st.lists(st.integers(-1, 500), max_size=MAX_BAD_WORD_LEN),
+        "thought": st.integers(0, 9),
         "seed": st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=2),
         "stop_ids": st.lists(st.integers(0, 500), max_size=MAX_STOP_IDS),
         "delta": floats,
@@ -118,11 +124,20 @@ def told(values: dict[str, Any]) -> list[int]:
         values.get("number", 0),
         values.get("prompt_len", 0),
         min(values.get("min_tokens", 0), 2**31 - 1),
+        values.get("thinking_token_budget", -1),
         bits(values.get("temperature", 0.0)),
         values.get("top_k", 0),
         bits(values.get("top_p", 1.0)),
         bits(values.get("min_p", 0.0)),
+        bits(values.get("repetition_penalty", 1.0)),
+        bits(values.get("presence_penalty", 0.0)),
+        bits(values.get("frequency_penalty", 0.0)),
+        values.get("logprobs", -1),
         *values.get("seed", (0, 0)),
+        *(values.get(name, -1) for name in POOL_ROWS),
+        *[*values.get("recent", ()), *[-1] * MAX_BAD_WORD_LEN][:MAX_BAD_WORD_LEN],
+        values.get("thought", -1),
+        values.get("end_place", 0),
         *padded(*values.get("stop_ids", ())),
         bits(values.get("delta", 0.5)),
         values.get("count", 3),
@@ -311,11 +326,20 @@ def test_options_stand_in_their_columns() -> None:
         "number": 7,
         "prompt_len": 3,
         "min_tokens": 9,
+        "thinking_token_budget": -1,
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": -1,
         "seed": [0, 0],
+        **dict.fromkeys(POOL_ROWS, -1),
+        "recent": [-1] * MAX_BAD_WORD_LEN,
+        "thought": -1,
+        "end_place": 0,
         "stop_ids": padded(2, 5, 6),
     }
     assert [column.name for column in REQUEST_COLUMNS] == list(shown(manager, 0))

@@ -1,0 +1,405 @@
+"""Rows of the pools of logit edits: who has one, what stands in it, and who gets it back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
+from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.requests.columns import POOL_ROWS
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS
+from mtp_plugin.speculative.step import EditPools
+from mtp_plugin.speculative.verification import make_modes
+from tests.speculative.ops.logits.pools import ids_in
+from tests.speculative.state.cases import Request, batch, make
+
+VOCAB = 70
+CPU = torch.device("cpu")
+SOILED = 0x2B2B
+
+
+def managed(
+    max_num_requests: int = 3, vocab_size: int | None = VOCAB, **sizes: Any
+) -> SlotStateManager:
+    modes = make_modes(DecodingOptions(max_draft_len=2), CPU)
+    manager = SlotStateManager(
+        modes, max_num_requests, device="cpu", vocab_size=vocab_size, **sizes
+    )
+    if manager.edit_rows is not None:
+        for pool in vars(manager.edit_rows.pools).values():
+            pool.fill_(SOILED)
+    return manager
+
+
+def request(request_id: int, prompt: list[int] | None = None, **options: Any) -> LlmRequest:
+    params = SamplingParams(max_new_tokens=50, **options)
+    tokens = prompt or [1, 2, 3]
+    return LlmRequest(request_id, tokens, params, end_ids=(2,), max_draft_len=2, max_seq_len=99)
+
+
+def pools(manager: SlotStateManager) -> EditPools:
+    assert manager.edit_rows is not None
+    return manager.edit_rows.pools
+
+
+def rows(manager: SlotStateManager, request_id: int) -> dict[str, int]:
+    """The rows that a request's slot names."""
+    slot = manager.slot_of(request_id)
+    return {name: int(manager.table.column(name)[slot]) for name in POOL_ROWS}
+
+
+def taken(manager: SlotStateManager) -> dict[int, int]:
+    """Which request has which row, all columns of it naming the same."""
+    told = {}
+    for request_id in manager.slot_manager.slot_mapping:
+        named = set(rows(manager, request_id).values()) - {-1}
+        if named:
+            (told[request_id],) = named
+    return told
+
+
+def counts(manager: SlotStateManager, request_id: int) -> dict[int, int]:
+    row = rows(manager, request_id)["count_row"]
+    numbers = pools(manager).counts[row].int() & 0xFFFF
+    return {token: number for token, number in enumerate(numbers.tolist()) if number}
+
+
+def seen(manager: SlotStateManager, request_id: int) -> set[int]:
+    return ids_in(pools(manager).seen[rows(manager, request_id)["count_row"]])
+
+
+def unwritten(manager: SlotStateManager, row: int) -> bool:
+    """Whether all pools hold in a row what they held first."""
+    return all(bool((pool[row] == SOILED).all()) for pool in vars(pools(manager)).values())
+
+
+# --- what stands in a row ---
+
+
+def test_who_asks_for_nothing_has_no_row() -> None:
+    manager = managed()
+    manager.prepare_resources(batch(request(1), request(2, temperature=0.7), request(3)))
+    for request_id in (1, 2, 3):
+        assert rows(manager, request_id) == dict.fromkeys(POOL_ROWS, -1)
+    recent = manager.table.column("recent")[: manager.num_rows]
+    assert (recent == -1).all()
+    assert all(unwritten(manager, row) for row in range(4))
+
+
+def test_bias() -> None:
+    manager = managed()
+    asked = {3: 1.5, 69: -0.1, 0: 1e300, 1: -1e300}
+    manager.prepare_resources(batch(request(1, logit_bias=asked)))
+    assert rows(manager, 1) == {"bias_row": 0, "allowed_row": -1, "count_row": -1, "words_row": -1}
+    told = torch.zeros(VOCAB)
+    told[3], told[69] = 1.5, -0.1
+    most = torch.finfo(torch.float32).max  # finite, as all that is asked for
+    told[0], told[1] = most, -most
+    assert torch.equal(pools(manager).bias[0], told)
+    assert unwritten(manager, 1)
+
+
+@pytest.mark.parametrize("shape", [(VOCAB,), (1, VOCAB)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_dense_bias_of_a_host(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    manager = managed()
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    manager.prepare_resources(batch(Request(1, embedding_bias=dense, py_orig_prompt_len=1)))
+    held = pools(manager).bias[rows(manager, 1)["bias_row"]]
+    assert torch.equal(held, dense.reshape(-1).float())
+    dense.zero_()
+    assert held.any()
+
+
+def test_allowed_ids() -> None:
+    manager = managed()
+    asked = (69, 0, 31, 32, 63, 64, 31, 31)
+    manager.prepare_resources(batch(request(1, allowed_token_ids=asked)))
+    row = pools(manager).allowed[rows(manager, 1)["allowed_row"]]
+    assert ids_in(row[:-1]) == set(asked)
+    assert row[-1] == 6
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_counts_of_a_prompt(name: str) -> None:
+    """Everything is seen; what stands behind the ignored part is counted."""
+    manager = managed(4)
+    prompt = [5, 5, 63, 31, 5, 32, 69]
+    manager.prepare_resources(
+        batch(
+            request(1, prompt, **{name: 1.5}),
+            request(2, prompt, prompt_ignore_length=4, **{name: 1.5}),
+            request(3, prompt, prompt_ignore_length=7, **{name: 1.5}),
+            request(4, prompt, prompt_ignore_length=10**9, **{name: 1.5}),
+        )
+    )
+    assert [seen(manager, i) for i in (1, 2, 3, 4)] == [set(prompt)] * 4
+    assert counts(manager, 1) == {5: 3, 31: 1, 32: 1, 63: 1, 69: 1}
+    assert counts(manager, 2) == {5: 1, 32: 1, 69: 1}
+    assert counts(manager, 3) == counts(manager, 4) == {}
+
+
+def test_counts_beyond_16_bits() -> None:
+    manager = managed()
+    prompt = [7] * 70000 + [8] * 40000
+    asked = SamplingParams(frequency_penalty=0.1)
+    manager.prepare_resources(
+        batch(LlmRequest(1, prompt, asked, end_ids=(2,), max_draft_len=2, max_seq_len=200000))
+    )
+    assert counts(manager, 1) == {7: 65535, 8: 40000}
+
+
+def test_bad_words() -> None:
+    manager = managed()
+    words = ((3, 4), (5,), tuple(range(16)))
+    manager.prepare_resources(batch(request(1, bad_words=words, bad_token_ids=(9, 8))))
+    listed = pools(manager).words[rows(manager, 1)["words_row"]].tolist()
+    told = [*words, (9,), (8,)]
+    told += [()] * (MAX_BAD_WORDS - len(told))
+    assert listed == [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in told]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_recent_tokens(length: int) -> None:
+    """The last 16 of the prompt, of whoever has a row."""
+    manager = managed()
+    prompt = [token % VOCAB for token in range(length)]
+    manager.prepare_resources(batch(request(1, prompt, bad_words=((3, 4),)), request(2, prompt)))
+    recent = manager.table.column("recent")
+    assert recent[manager.slot_of(1)].tolist() == ([-1] * 16 + prompt)[-16:]
+    assert recent[manager.slot_of(2)].tolist() == [-1] * 16
+
+
+def test_all_of_a_request_stands_in_one_row() -> None:
+    manager = managed()
+    manager.prepare_resources(batch(request(1, bad_token_ids=(1,))))
+    wishes = {"logit_bias": {1: 1.0}, "allowed_token_ids": (4,), "bad_token_ids": (1,)}
+    manager.prepare_resources(batch(request(2, presence_penalty=1.0, **wishes)))
+    assert rows(manager, 2) == dict.fromkeys(POOL_ROWS, 1)
+
+
+def test_a_preempted_request_counts_what_it_emitted() -> None:
+    """With the length of the prompt that it came with."""
+    manager = managed()
+    asked = request(
+        1, [5, 6, 6], frequency_penalty=1.0, prompt_ignore_length=9, bad_words=((6, 7),)
+    )
+    manager.prepare_resources(batch(asked))
+    assert (counts(manager, 1), seen(manager, 1)) == ({}, {5, 6})
+    before = rows(manager, 1)
+    manager.free_resources(asked)
+    for token in (7, 7, 5):
+        asked.add_new_token(token)
+    asked.pause()
+    other = request(2, [1], logit_bias={1: 1.0})
+    manager.prepare_resources(batch(other))  # takes the row meanwhile
+    manager.prepare_resources(batch(asked))
+    assert rows(manager, 1) != before
+    # of the 9 ignored tokens 3 are the prompt's
+    assert (counts(manager, 1), seen(manager, 1)) == ({7: 2, 5: 1}, {5, 6, 7})
+    slot = manager.slot_of(1)
+    assert manager.table.column("recent")[slot].tolist() == [-1] * 10 + [5, 6, 6, 7, 7, 5]
+    assert manager.table.column("prompt_len")[slot] == 3
+
+
+# --- who has a row ---
+
+
+def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
+    wishes: dict[str, Any] = {
+        "logit_bias": {3: 1.0},
+        "allowed_token_ids": (5, 6),
+        "presence_penalty": 1.0,
+        "bad_words": ((1, 2), (3,)),
+    }
+    others: dict[str, Any] = {
+        "logit_bias": {4: 2.0},
+        "allowed_token_ids": (7,),
+        "presence_penalty": 2.0,
+        "bad_words": ((9,),),
+    }
+    manager, fresh = managed(), managed()
+    manager.prepare_resources(batch(request(1, [8, 9], **wishes)))
+    manager.free_resources(request(1))
+    for each in (manager, fresh):
+        each.prepare_resources(batch(request(2, [4], **others)))
+    assert rows(manager, 2) == rows(fresh, 2) == dict.fromkeys(POOL_ROWS, 0)
+    for name, pool in vars(pools(manager)).items():
+        assert torch.equal(pool, vars(pools(fresh))[name]), name
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**31))
+def test_no_two_have_the_same_row(seed: int) -> None:
+    """Whoever comes, is preempted and goes."""
+    dice, manager, here = random.Random(seed), managed(4), set()
+    for request_id in range(20):
+        for gone in [i for i in here if dice.random() < 0.3]:
+            manager.free_resources(request(gone))
+            here.remove(gone)
+        if len(here) < 4:
+            asks = dice.random() < 0.7
+            options = {"logit_bias": {request_id: 1.0}} if asks else {}
+            manager.prepare_resources(batch(request(request_id, **options)))
+            here.add(request_id)
+        held = taken(manager)
+        assert len(set(held.values())) == len(held)
+        for owner, row in held.items():
+            assert pools(manager).bias[row].nonzero().flatten().tolist() == [owner]
+    manager.shutdown()
+    manager.prepare_resources(batch(*(request(i, logit_bias={i: 1.0}) for i in range(5))))
+    assert sorted(taken(manager).values()) == [0, 1, 2, 3, 4]
+
+
+def test_giving_back_writes_nothing() -> None:
+    """A step in flight may still read the row."""
+    manager = managed()
+    manager.prepare_resources(batch(request(1, logit_bias={3: 1.0}, presence_penalty=1.0)))
+    before = {name: pool.clone() for name, pool in vars(pools(manager)).items()}
+    manager.free_resources(request(1))
+    manager.free_resources(request(1))
+    manager.shutdown()
+    for name, pool in vars(pools(manager)).items():
+        assert torch.equal(pool, before[name])
+
+
+def test_dummies_have_no_row() -> None:
+    manager = managed()
+    manager.add_dummy_requests([70, 71])
+    assert rows(manager, 70) == rows(manager, 71) == dict.fromkeys(POOL_ROWS, -1)
+
+
+# --- what cannot be ---
+
+
+def test_more_requests_than_rows() -> None:
+    """Who comes too late has neither slot nor row, the others theirs; a row that is given back is
+    the next one's."""
+    manager = managed(2)
+    asked = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
+    manager.prepare_resources(batch(*asked[:2]))
+    with pytest.raises(NoFreeSlotsError, match="No free slots: all 3 are taken, request 4 needs"):
+        manager.prepare_resources(batch(asked[2], asked[3]))
+    assert manager.slot_manager.get_slot(4) is None
+    assert taken(manager) == {1: 0, 2: 1, 3: 2}
+    # one that edits nothing has room
+    manager.prepare_resources(batch(request(5)))
+    manager.free_resources(asked[1])
+    manager.prepare_resources(batch(asked[3]))
+    assert taken(manager) == {1: 0, 3: 2, 4: 1}
+    assert pools(manager).bias[1].nonzero().flatten().tolist() == [4]
+
+
+def test_no_slot_is_no_row() -> None:
+    manager = managed(1, num_seq_slots=1)
+    spare = manager.slot_manager.max_num_requests
+    for number in range(spare):
+        manager.slot_manager.add_slot(1000 + number)
+    with pytest.raises(NoFreeSlotsError):
+        manager.prepare_resources(batch(request(1, logit_bias={1: 1.0})))
+    manager.slot_manager.remove_slot(1000)
+    manager.prepare_resources(batch(request(2, logit_bias={1: 1.0})))
+    assert taken(manager) == {2: 0}
+
+
+CANNOT_BE: dict[str, tuple[dict[str, Any], str]] = {
+    "bias": ({"logit_bias": {1: 1.0, 70: 1.0}}, r"logit_bias: expected ids below 70.* got \[70\]"),
+    "allowed": (
+        {"logit_bias": {1: 1.0}, "allowed_token_ids": (1, 99, 2**40)},
+        r"allowed_token_ids: expected ids below 70.*\[99, 1099511627776\]",
+    ),
+    "words": ({"bad_words": ((1, 70),)}, r"bad_words: expected ids below 70.*\[70\]"),
+    "ids": ({"bad_token_ids": (70,)}, r"bad_words: expected ids below 70.*\[70\]"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE)
+def test_ids_outside_the_vocabulary(name: str) -> None:
+    """Nobody keeps a slot or a row that holds another request's."""
+    options, message = CANNOT_BE[name]
+    manager = managed()
+    with pytest.raises(MetadataError, match=message):
+        manager.prepare_resources(batch(request(1, presence_penalty=1.0), request(2, **options)))
+    assert manager.slot_manager.slot_mapping == {1: 0}
+    assert taken(manager) == {1: 0}
+    manager.prepare_resources(batch(request(3, logit_bias={1: 1.0})))
+    assert taken(manager) == {1: 0, 3: 1}
+
+
+def test_a_prompt_outside_the_vocabulary() -> None:
+    manager = managed()
+    with pytest.raises(MetadataError, match=r"prompt: expected ids below 70.*got \[70, -1\]"):
+        manager.prepare_resources(batch(request(1, [1, 70, -1], frequency_penalty=0.5)))
+    assert manager.slot_manager.slot_mapping == {}
+    # of which nobody counts, nobody asks
+    manager.prepare_resources(batch(request(1, [1, 70], logit_bias={1: 1.0})))
+
+
+@pytest.mark.parametrize("size", [VOCAB - 1, VOCAB + 2])
+def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
+    manager = managed()
+    asked = Request(1, embedding_bias=torch.zeros(size), py_orig_prompt_len=1)
+    with pytest.raises(MetadataError, match=f"logit_bias: expected 70 values.* got {size}"):
+        manager.prepare_resources(batch(asked))
+    assert manager.slot_manager.slot_mapping == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ((1,),)},
+        {"bad_token_ids": (1,)},
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_manager_that_knows_no_vocabulary(options: dict[str, Any]) -> None:
+    manager = managed(vocab_size=None)
+    assert manager.edit_rows is None
+    message = f"request 2: {', '.join(options)} need a manager that was told vocab_size"
+    with pytest.raises(MetadataError, match=message):
+        manager.prepare_resources(batch(request(1), request(2, **options)))
+    assert manager.slot_manager.slot_mapping == {1: 0}
+    assert manager.slot_rows(torch.tensor([0])).pools is None
+    assert set(options) <= POOLED_OPTIONS
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 2.5, "70"])
+def test_a_vocabulary_that_cannot_be(vocab_size: Any) -> None:
+    with pytest.raises(ConfigError, match="vocab_size must be an integer >= 1, got"):
+        managed(vocab_size=vocab_size)
+
+
+# --- what it takes ---
+
+
+def test_the_report_tells_of_the_pools() -> None:
+    manager, without = managed(7, 2**17), managed(7, None)
+    # bias 4, count 2, bits and their number
+    words = 2**17 // 32
+    per_row = 2**17 * 6 + 4 * (2 * words + 1) + 4 * MAX_BAD_WORDS * MAX_BAD_WORD_LEN
+    assert manager.edit_rows is not None
+    assert manager.edit_rows.num_bytes == 8 * per_row
+    told = f", logit edits {8 * per_row / 2**20:.1f} MiB"
+    assert manager.memory_report() == without.memory_report() + told
+    assert "logit edits" not in without.memory_report()
+    assert manager.bytes_per_slot() == without.bytes_per_slot()
+
+
+def test_a_step_reads_the_pools_where_they_lie() -> None:
+    manager = make(vocab_size=VOCAB)
+    assert isinstance(manager, MTPHiddenStatesManager)
+    given_pools = manager.slot_rows(torch.tensor([0])).pools
+    assert given_pools is pools(manager)
+    given_pools.check(manager.device, VOCAB)
