@@ -1,0 +1,84 @@
+"""What broke sampled decoding in other engines: R27, R29 and R30."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import decode
+from tests.executor.conftest import assert_drained
+
+NUM_TOKENS = 12
+TABLE = list(itertools.product((None, 0, 1e-3, 0.7, 1.0), (None, 0, 1, 50), (None, 1.0, 0.9)))
+
+
+def expected(bed, prompt, params, number=0):
+    return decode(bed.oracle_model.target, prompt, params, number=number).token_ids
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_r27_every_cell_of_the_table_beside_the_others(bed, prompts, overlap):
+    """An unset temperature is none of greedy's beside a cut; greedy rows are left alone."""
+    params = [
+        SamplingParams(
+            max_new_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            seed=number,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        for number, (temperature, top_k, top_p) in enumerate(TABLE)
+    ]
+    asked = [prompts[number % len(prompts)] for number in range(len(params))]
+    llm = bed.llm(disable_overlap_scheduler=not overlap)
+    outputs = llm.generate(asked, params)
+    assert_drained(llm)
+    for prompt, one, output in zip(asked, params, outputs, strict=True):
+        assert output.token_ids == expected(bed, prompt, one), one
+    drawn = {one.is_greedy for one in params}
+    assert drawn == {True, False}
+
+
+def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(bed, prompts):
+    params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=11)
+    others = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.7)
+    llm = bed.llm()
+    (alone,) = llm.generate([prompts[3]], params)
+    batch = [prompts[3], *prompts[:7]]
+    beside = llm.generate(batch, [params, *[others] * 7])
+    for _ in range(3):
+        llm.generate(prompts, others)
+    (aged,) = llm.generate([prompts[3]], params)
+    (fresh,) = bed.llm(k=1).generate([prompts[3]], params)
+    told = expected(bed, prompts[3], params)
+    assert [alone.token_ids, beside[0].token_ids, aged.token_ids, fresh.token_ids] == [told] * 4
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(looping_bed, vanilla):
+    """Where the text would loop for ever, a run repeats what it drafted: the penalty must see it."""
+    prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.2)
+    llm = looping_bed.llm(vanilla=vanilla, disable_overlap_scheduler=True)
+    requests = llm.make_requests(prompts, [params] * len(prompts))
+    for request in requests:
+        llm.executor.enqueue(request)
+    manager = llm.pieces.manager
+    while llm.executor.has_work:
+        llm.executor.step()
+        for request in requests:
+            if request.is_finished or not request.output_token_ids:
+                continue
+            row = manager.table.column("count_row")[manager.slot_of(request.request_id)]
+            counts = manager.edit_rows.pools.counts[int(row)].to(torch.int64)
+            held = torch.bincount(torch.tensor(request.tokens), minlength=len(counts))
+            assert torch.equal(counts, held)
+    assert_drained(llm)
+    for prompt, request in zip(prompts, requests, strict=True):
+        told = decode(looping_bed.oracle_model.target, prompt, params).token_ids
+        assert request.output_token_ids == told
+    assert 0 < llm.executor.acceptance.acceptance_rate < 1
