@@ -9,6 +9,7 @@ import pytest
 
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 from mtp_plugin.speculative.host import DecodingOptions
 
@@ -25,6 +26,7 @@ READ = DecodingOptions(
     relaxed_topk=5,
     relaxed_delta=0.25,
     thinking_tokens=(90, 91),
+    thinking_end=ThinkingEnd(begin=90, end=(91,), end_token=91),
 )
 
 

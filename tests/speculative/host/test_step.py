@@ -44,6 +44,7 @@ FIELDS = {
     "mtp_hidden_states_manager",
     "slot_ids",
     "edits_logits",
+    "only_draws",
     "max_position",
     "all_rank_num_tokens",
     "subseq_all_rank_num_tokens",
