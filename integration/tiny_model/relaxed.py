@@ -1,0 +1,132 @@
+"""Measure relaxed acceptance on the tiny model; writes `results/relaxed-tiny_model.json`.
+
+python -m integration.tiny_model.relaxed [--tokens N] [--out FILE]
+
+Every prompt, whole and cut to two thirds and to one, thinks from its first token on. Beside the acceptance length stands how much of the
+text the target would have written itself: the share of tokens that are its first choice behind the
+text in front of them, and how many tokens pass before the text is another than strict decoding's.
+"""
+
+import argparse
+import json
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import load_model
+from mtp_plugin.tools.bench.machine import describe_machine
+
+HERE = Path(__file__).parent
+CHECKPOINT = HERE / "checkpoint"
+RESULT = HERE.parent / "results" / "relaxed-tiny_model.json"
+NUM_DRAFTS, NUM_TOKENS = 3, 96
+BEGIN, END = 1, 2
+
+
+class Setting(NamedTuple):
+    """What is relaxed; None: without."""
+
+    topk: int
+    delta: float
+    run_limit: int | None = None
+    entropy_scale: float | None = None
+
+
+STRICT = Setting(1, 0.0)
+SETTINGS = (
+    STRICT,
+    Setting(2, 0.2),
+    Setting(3, 0.4),
+    Setting(10, 0.6),
+    Setting(10, 0.9),
+    Setting(10, 0.9, run_limit=1),
+    Setting(10, 0.9, entropy_scale=2.0),
+    Setting(10, 0.9, run_limit=1, entropy_scale=2.0),
+)
+
+
+def measure(
+    num_tokens: int = NUM_TOKENS, settings: tuple[Setting, ...] = SETTINGS
+) -> dict[str, Any]:
+    """The document of a run; `matched`: the strict setting wrote the target's own text."""
+    prompts = [item["prompt"] for item in json.loads((HERE / "prompts.json").read_text())]
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    whole = [tokenizer.encode(prompt) for prompt in prompts]
+    ids = [[BEGIN, *each[: len(each) * part // 3]] for part in (3, 2, 1) for each in whole]
+    target = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    model = load_model(CHECKPOINT, num_mtp_layers=NUM_DRAFTS)
+    rows = []
+    strict: list[list[int]] = []
+    for setting in settings:
+        config = {
+            "model": str(CHECKPOINT),
+            "device": "cpu",
+            "max_batch_size": len(ids),
+            "speculative_config": {
+                "decoding_type": "MTP",
+                "max_draft_len": NUM_DRAFTS,
+                "use_relaxed_acceptance_for_thinking": True,
+                "relaxed_topk": setting.topk,
+                "relaxed_delta": setting.delta,
+                "begin_thinking_phase_token": BEGIN,
+                "end_thinking_phase_token": END,
+                "mtp": {
+                    "relaxed_run_limit": setting.run_limit,
+                    "relaxed_entropy_scale": setting.entropy_scale,
+                },
+            },
+        }
+        with LLM(config, model=model) as llm:
+            params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+            texts = [output.token_ids for output in llm.generate(ids, params)]
+            length = llm.executor.acceptance.acceptance_length
+        strict = strict or texts
+        own = [first_choices(target, prompt, text) for prompt, text in zip(ids, texts, strict=True)]
+        rows.append(
+            {
+                **setting._asdict(),
+                "acceptance_length": length,
+                "first_choice_share": sum(map(sum, own)) / (num_tokens * len(texts)),
+                "tokens_before_another": sum(map(shared, texts, strict)) / len(texts),
+            }
+        )
+    return {
+        "kind": "relaxed",
+        "machine": describe_machine(torch.device("cpu")),
+        "matched": rows[0]["first_choice_share"] == 1.0,
+        "prompts": len(ids),
+        "tokens": num_tokens,
+        "draft_len": NUM_DRAFTS,
+        "settings": rows,
+    }
+
+
+@torch.inference_mode()
+def first_choices(target: Any, prompt: list[int], text: list[int]) -> list[bool]:
+    """Of every token whether it is the target's first choice behind what stands in front of it."""
+    logits = target(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
+    return (logits.argmax(dim=-1) == torch.tensor(text)).tolist()
+
+
+def shared(text: list[int], other: list[int]) -> int:
+    """Tokens that stand in front of the first difference."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=True))))
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure(arguments.tokens)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
