@@ -13,7 +13,9 @@ import torch
 
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION, OPTIONS, Option, SamplingParams
+from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 
@@ -44,8 +46,9 @@ def decoding_options() -> dict[str, DecodingOptions]:
 def served() -> dict[str, frozenset[str]]:
     """The options that are given, by what drafts are verified with."""
     cpu = torch.device("cpu")
+    thinking = ThinkingRule.of(ThinkingEnd(1, (2,)), cpu)
     return {
-        name: OWN_OPTIONS | Verifier(make_modes(options, cpu)).served_options
+        name: OWN_OPTIONS | Verifier(make_modes(options, cpu), thinking).served_options
         for name, options in decoding_options().items()
     }
 

@@ -2,7 +2,8 @@
 
 python -m integration.tiny_model.relaxed [--tokens N] [--out FILE]
 
-Every prompt, whole and cut to two thirds and to one, thinks from its first token on. Beside the acceptance length stands how much of the
+Every prompt, whole and cut to two thirds and to one, thinks from its first token on. Beside the
+acceptance length stands how much of the
 text the target would have written itself: the share of tokens that are its first choice behind the
 text in front of them, and how many tokens pass before the text is another than strict decoding's.
 """
