@@ -357,7 +357,9 @@ def emit_kernel(
                 share = tl.minimum(tl.maximum(entropy / entropy_scale, 0.0), 1.0)
                 allowed = delta * share
             distance = relative / total - (1.0 / total - allowed)
-            eligible = (rank < topk) & ~barred & (draft_value > float("-inf"))
+            eligible = (rank < topk) & ~barred
+            if HAS_EDITS:
+                eligible = eligible & (draft_value > float("-inf"))
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
             if HAS_FORCED:
                 eligible = eligible & (forced < 0)
