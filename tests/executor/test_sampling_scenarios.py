@@ -60,7 +60,7 @@ def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(bed, p
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(looping_bed, vanilla):
-    """Where the text would loop for ever, a run repeats what it drafted: the penalty must see it."""
+    """Where the text would loop, a run repeats what it drafted: the penalty must see it."""
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.2)
     llm = looping_bed.llm(vanilla=vanilla, disable_overlap_scheduler=True)
