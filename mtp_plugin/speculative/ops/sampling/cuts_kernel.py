@@ -94,7 +94,7 @@ def _drawn_of_few(
     SIZE: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """The column that is drawn from few candidates, whose order and mass are counted."""
+    """As `drawn_of_cut`, of few candidates, whose order and mass are counted."""
     found = candidates.found
     value_ptr = candidates.value_ptr
     column_ptr = candidates.column_ptr
@@ -127,7 +127,10 @@ def _drawn_of_few(
     noisy = gumbel(words_of(ids, stream)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))
     best = tl.max(noisy, axis=0)
-    return tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
+    drawn = tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
+    limit = tl.max(tl.where(kept, depths, -1.0), axis=0)
+    last = tl.max(tl.where(kept & (depths == limit), columns, -1), axis=0)
+    return drawn, limit, last, tl.sum(tl.where(kept, weights, 0.0), axis=0)
 
 
 @triton.jit
@@ -152,8 +155,9 @@ def drawn_of_cut(
     HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The column that a row draws, of its chunks' highest values ``tops`` and, for top-p alone,
-    their masses ``details``. All pointers stand at the row's own."""
+    """The column that a row draws, and of what stays the deepest depth, the last column there and
+    the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
+    All pointers stand at the row's own."""
     # whole tiles are 16 values a thread, or half as many where there is more to hold
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * 512 // SIZE
@@ -210,13 +214,15 @@ def drawn_of_cut(
 
     candidates = Candidates(picked_ptr, num_picked, value_ptr, column_ptr, found)
     if found <= FEW:
-        drawn = _drawn_of_few(row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW)
+        drawn, limit, last, left = _drawn_of_few(
+            row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW
+        )
     elif found <= MANY:
-        drawn = _drawn_of_few(
+        drawn, limit, last, left = _drawn_of_few(
             row, candidates, options, stream, top, mass, HAS_IDS, MANY, WARPS * 512 // MANY
         )
     else:
-        drawn = drawn_of_many(
+        drawn, limit, last, left = drawn_of_many(
             row,
             candidates,
             options,
@@ -232,4 +238,4 @@ def drawn_of_cut(
             HAS_EDITS,
             SEARCHED,
         )
-    return drawn
+    return drawn, limit, last, left

@@ -14,7 +14,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.ops.sampling import reference
-from mtp_plugin.speculative.ops.sampling.contract import Role
+from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, Role, check_cuts
 from mtp_plugin.speculative.step import SlotRows, check_slots, expect_vocab
 
 
@@ -24,7 +24,9 @@ def draw(
     slots: SlotRows,
     *,
     role: Role = Role.TARGET,
+    by_choice: bool = False,
     vocab_ids: torch.Tensor | None = None,
+    cuts: torch.Tensor | None = None,
     backend: Backend,
 ) -> torch.Tensor:
     """A token of every row, by its request's temperature, top-k, top-p, min-p and seed [N] int32.
@@ -41,8 +43,11 @@ def draw(
         logits: [N, V] floating, contiguous rows with any stride between them.
         slots: of the R requests. Bias, allowed ids and penalties of their pools change the logits
             before anything else does; what is -inf stays so.
+        by_choice: rows propose drafts, drawn as the column ``draft_sampling`` of their slots says:
+            coupled ones by ``role``, plain ones by noise of their own, greedy ones are the argmax.
         vocab_ids: [V] int32, ascending: the ids that the columns stand for; they are drawn, and
             counted by. None: each stands for itself.
+        cuts: [N, NUM_CUTS] float32: takes what is left of every row. None: nobody asks.
 
     Returns:
         [N] int32; -1 of a row without any value.
@@ -62,12 +67,17 @@ def draw(
         raise TensorContractError(
             f"logits: expected contiguous rows, got strides {list(logits.stride())}"
         )
-    check_slots(slots, rows.num_requests, logits.device)
+    named = [column.name for column in CHOICE_COLUMNS] if by_choice else ()
+    check_slots(slots, rows.num_requests, logits.device, named)
+    if cuts is not None:
+        check_cuts(cuts, rows.num_rows, logits.device)
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)
     if slots.pools is not None:
         slots.pools.check(logits.device, logits.shape[1] if vocab_ids is None else None)
-    return _side(backend).draw(logits, rows, slots, role=role, vocab_ids=vocab_ids)
+    return _side(backend).draw(
+        logits, rows, slots, role=role, by_choice=by_choice, vocab_ids=vocab_ids, cuts=cuts
+    )
 
 
 class _Side(Protocol):
@@ -78,7 +88,9 @@ class _Side(Protocol):
         slots: SlotRows,
         *,
         role: Role,
+        by_choice: bool,
         vocab_ids: torch.Tensor | None,
+        cuts: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
 

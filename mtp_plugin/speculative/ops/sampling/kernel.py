@@ -13,6 +13,7 @@ from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     Row,
+    choice_of,
     gumbel,
     gumbel_bound,
     ids_of,
@@ -32,6 +33,7 @@ BOUND_SLACK = tl.constexpr(1e-3)
 """More than a bound of a noisy score is off by its rounding."""
 
 CHANGING = ["num_contexts", "width", "column", "role", "num_pieces", "pool_vocab"]
+CHANGING += ["judged_at", "drafted_at", "step_at"]
 CHANGING += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
 SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
@@ -54,11 +56,15 @@ def scan_kernel(
     # outputs
     top_ptr,
     detail_ptr,
+    mass_ptr,
     # sizes
     num_contexts,
     width,
     column,
     role,
+    judged_at,
+    drafted_at,
+    step_at,
     vocab,
     num_pieces,
     pool_vocab,
@@ -77,13 +83,15 @@ def scan_kernel(
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One (row, piece): per chunk the highest value, and what its row's options need beside it.
 
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
-    sum of weights, as multiples of that value's.
+    sum of weights, as multiples of that value's. Where cuts are asked for one without cuts has both.
     """
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_pieces).to(tl.int64)
@@ -100,6 +108,9 @@ def scan_kernel(
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
+    step = tl.full([], 0, tl.int32)
+    if HAS_CHOICE:
+        temperature, role, step = choice_of(slot, temperature, role, judged_at, drafted_at, step_at)
     top_k = options.top_k
     top_p = options.top_p
     scale = scale_of(temperature)
@@ -130,6 +141,7 @@ def scan_kernel(
     below = (by_chunk - base[:, None]) * scale
 
     detail = top
+    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
     if temperature < GREEDY_BELOW:
         at = tl.reshape(columns, [WRAPS, THREADS, EACH])
         at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
@@ -142,6 +154,7 @@ def scan_kernel(
             request,
             offset,
             role,
+            step,
             position_ptr,
             position_stride,
             ahead_ptr,
@@ -160,12 +173,16 @@ def scan_kernel(
         bound = tl.max(tl.max(bound, axis=0), axis=1)
         bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
         detail = tl.max(bound, axis=1)
+        if HAS_CUTS:
+            weights = tl.exp2((held - thread_base[None, :, None]) * scale)
+            mass = tl.sum(tl.sum(weights, axis=0), axis=1)
+            mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
+            tl.store(mass_ptr + out, tl.sum(mass, axis=1))
     elif (top_k == 0) & (top_p < 1):
         weights = tl.exp2((held - thread_base[None, :, None]) * scale)
         mass = tl.sum(tl.sum(weights, axis=0), axis=1)
         mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
         detail = tl.sum(mass, axis=1)
-    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
     tl.store(top_ptr + out, top)
     tl.store(detail_ptr + out, detail)
 
@@ -252,8 +269,10 @@ def finish_kernel(
     seen_ptr,
     top_ptr,
     detail_ptr,
+    mass_ptr,
     # outputs
     token_ptr,
+    cut_ptr,
     # written and read here
     picked_ptr,
     value_ptr,
@@ -263,6 +282,9 @@ def finish_kernel(
     width,
     column,
     role,
+    judged_at,
+    drafted_at,
+    step_at,
     vocab,
     num_pieces,
     pool_vocab,
@@ -282,10 +304,12 @@ def finish_kernel(
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: its token."""
+    """One row: its token, and what its cuts leave."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     num_chunks = num_pieces * CHUNKS
@@ -300,11 +324,15 @@ def finish_kernel(
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
+    step = tl.full([], 0, tl.int32)
+    if HAS_CHOICE:
+        temperature, role, step = choice_of(slot, temperature, role, judged_at, drafted_at, step_at)
     stream = stream_of(
         slot,
         request,
         offset,
         role,
+        step,
         position_ptr,
         position_stride,
         ahead_ptr,
@@ -323,13 +351,20 @@ def finish_kernel(
     )
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
-    drawn = NO_COLUMN
+    drawn = tl.full([], NO_COLUMN, tl.int32)
+    limit = tl.full([], 0.0, tl.float32)
+    last = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0.0, tl.float32)
     if top > float("-inf"):
         if temperature < GREEDY_BELOW:
             firsts = details.to(tl.int32, bitcast=True)
             drawn = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
+            last = drawn
+            mass += 1.0
         elif top == float("inf"):
             drawn = _first_infinite(of_row, tops, chunks, PIECE, CHUNKS, HAS_IDS, HAS_EDITS)
+            last = drawn
+            mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
             drawn = _best_noisy(
                 of_row,
@@ -346,8 +381,16 @@ def finish_kernel(
                 HAS_IDS,
                 HAS_EDITS,
             )
+            if HAS_CUTS:
+                limit += float("inf")
+                last += vocab
+                masses = tl.load(
+                    mass_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
+                )
+                weights = tl.exp2((tops - top) * scale_of(temperature))
+                mass = tl.sum(tl.where(tops > float("-inf"), masses * weights, 0.0), axis=0)
         else:
-            drawn = drawn_of_cut(
+            drawn, limit, last, mass = drawn_of_cut(
                 of_row,
                 options,
                 stream,
@@ -372,3 +415,8 @@ def finish_kernel(
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + drawn, mask=drawn < vocab, other=NO_COLUMN)
     tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
+    if HAS_CUTS:
+        tl.store(cut_ptr + row * 4, top)
+        tl.store(cut_ptr + row * 4 + 1, limit)
+        tl.store(cut_ptr + row * 4 + 2, last.to(tl.float32))
+        tl.store(cut_ptr + row * 4 + 3, mass)

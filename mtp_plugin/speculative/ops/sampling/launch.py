@@ -10,7 +10,7 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.logits import DrawnRows
-from mtp_plugin.speculative.ops.sampling.contract import Role
+from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
 from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 from mtp_plugin.speculative.step import SlotRows
@@ -35,7 +35,9 @@ def draw(
     slots: SlotRows,
     *,
     role: Role,
+    by_choice: bool,
     vocab_ids: torch.Tensor | None,
+    cuts: torch.Tensor | None,
 ) -> torch.Tensor:
     """As at the door."""
     expect_reachable(scan_kernel, "logits", logits)
@@ -47,7 +49,9 @@ def draw(
         return tokens
     num_pieces = -(-vocab // PIECE)
     num_chunks = num_pieces * CHUNKS
-    tops, details = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    tops, details = torch.empty(2, num_rows, num_chunks, **float32)
+    masses = details if cuts is None else torch.empty(num_rows, num_chunks, **float32)
     inputs = (
         logits,
         tokens if vocab_ids is None else vocab_ids,  # what is not there is never read
@@ -67,6 +71,7 @@ def draw(
         rows.width,
         rows.column,
         int(role),
+        *(_places(slots) if by_choice else (0, 0, 0)),
         vocab,
         num_pieces,
         0 if pools is None else pools.vocab_size,
@@ -86,18 +91,22 @@ def draw(
         "HAS_AHEAD": rows.ahead is not None,
         "HAS_DRAFTS": rows.drafts is not None,
         "HAS_EDITS": pools is not None,
+        "HAS_CHOICE": by_choice,
+        "HAS_CUTS": cuts is not None,
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
     scan_kernel[(num_rows * num_pieces,)](
-        *inputs, tops, details, *sizes, **constants, num_warps=WARPS
+        *inputs, tops, details, masses, *sizes, **constants, num_warps=WARPS
     )
     finish_kernel[(num_rows,)](
         *inputs,
         tops,
         details,
+        masses,
         # outputs
         tokens,
+        details if cuts is None else cuts,
         # written and read there
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
         torch.empty(num_rows, LISTED.value, dtype=torch.float32, device=device),
@@ -110,3 +119,11 @@ def draw(
         maxnreg=REGISTERS,
     )
     return tokens
+
+
+def _places(slots: SlotRows) -> tuple[int, int, int]:
+    """Where slots say how drafts are judged and drawn, and count steps; -1: they do not."""
+    columns = slots.columns
+    places = [columns.offset(column.name) for column in CHOICE_COLUMNS]
+    has_steps = STEP_COLUMN.name in columns
+    return places[0], places[1], columns.offset(STEP_COLUMN.name) if has_steps else -1

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.ops.logits.edits_kernel import Edits, edited
+from mtp_plugin.speculative.ops.sampling.contract import DraftedBy, JudgedBy, Role
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))
 TOP_K = tl.constexpr(request_column("top_k"))
@@ -15,6 +16,12 @@ MIN_P = tl.constexpr(request_column("min_p"))
 SEED = tl.constexpr(request_column("seed"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_SCALE = tl.constexpr(1.2e-38)
+
+
+JUDGED_BY_BLOCK = tl.constexpr(int(JudgedBy.BLOCK))
+DRAFTED_PLAIN = tl.constexpr(int(DraftedBy.PLAIN))
+DRAFTED_GREEDY = tl.constexpr(int(DraftedBy.GREEDY))
+PLAIN_ROLE = tl.constexpr(int(Role.PLAIN_DRAFT))
 
 
 class Options(NamedTuple):
@@ -33,6 +40,7 @@ class Stream(NamedTuple):
     key1: tl.tensor
     index: tl.tensor  # the absolute index of the token that is drawn
     role: tl.tensor
+    step: tl.tensor  # of the request, where its noise is counted by steps
 
 
 class Row(NamedTuple):
@@ -56,6 +64,23 @@ def options_of(slot, vocab):
 
 
 @triton.jit
+def step_of(slot, judged_at, step_at):
+    """What noise beside the target's is counted by; ``step_at`` below 0: nobody has steps."""
+    by_block = tl.load(slot + judged_at) == JUDGED_BY_BLOCK
+    return tl.load(slot + tl.maximum(step_at, 0), mask=by_block & (step_at >= 0), other=0)
+
+
+@triton.jit
+def choice_of(slot, temperature, role, judged_at, drafted_at, step_at):
+    """Temperature, role and step of a draft, as its slot has it drawn."""
+    drafted_by = tl.load(slot + drafted_at)
+    is_plain = drafted_by == DRAFTED_PLAIN
+    temperature = tl.where(drafted_by == DRAFTED_GREEDY, 0.0, temperature)
+    step = tl.where(is_plain, step_of(slot, judged_at, step_at), 0)
+    return temperature, tl.where(is_plain, PLAIN_ROLE, role), step
+
+
+@triton.jit
 def scale_of(temperature):
     """What turns differences of logits into exponents of 2; a number for every temperature > 0."""
     return tl.maximum(1.0 / temperature * LOG2_E, LEAST_SCALE)
@@ -67,6 +92,7 @@ def stream_of(
     request,
     offset,
     role,
+    step,
     position_ptr,
     position_stride,
     ahead_ptr,
@@ -79,7 +105,7 @@ def stream_of(
     index = tl.load(position_ptr + request * position_stride).to(tl.int64) + 1 + offset
     if HAS_AHEAD:
         index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
-    return Stream(key0, key1, index.to(tl.uint32), role)
+    return Stream(key0, key1, index.to(tl.uint32), role, step)
 
 
 @triton.jit
@@ -103,9 +129,9 @@ def philox(c0, c1, c2, c3, k0, k1):
 @triton.jit
 def words_of_groups(groups, stream):
     """The words of ids 4g to 4g + 3, four for each of the groups g."""
-    zero = tl.full([], 0, tl.uint32)
     role = stream.role.to(tl.uint32)
-    return philox(groups.to(tl.uint32), stream.index, role, zero, stream.key0, stream.key1)
+    step = stream.step.to(tl.uint32)
+    return philox(groups.to(tl.uint32), stream.index, role, step, stream.key0, stream.key1)
 
 
 @triton.jit

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.speculative.ops.logits import DrawnRows, edited
-from mtp_plugin.speculative.ops.sampling.contract import Role
+from mtp_plugin.speculative.ops.sampling.contract import (
+    NUM_CUTS,
+    STEP_COLUMN,
+    DraftedBy,
+    JudgedBy,
+    Role,
+)
 from mtp_plugin.speculative.step import SlotRows
 
 DRAWN_OPTIONS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
@@ -25,23 +31,89 @@ def draw(
     slots: SlotRows,
     *,
     role: Role,
+    by_choice: bool,
     vocab_ids: torch.Tensor | None,
+    cuts: torch.Tensor | None,
 ) -> torch.Tensor:
     """As at the door."""
     owners, indices, _ = rows.owners()
-    seed = slots.read("seed", slice(0, rows.num_requests))[owners]
+    everyone = slice(0, rows.num_requests)
+    seed = slots.read("seed", everyone)[owners]
     temperature, top_k, top_p, min_p = (
-        slots.read(name, slice(0, rows.num_requests))[owners]
-        for name in ("temperature", "top_k", "top_p", "min_p")
+        slots.read(name, everyone)[owners] for name in ("temperature", "top_k", "top_p", "min_p")
     )
-    scores = scaled(edited(logits, rows, slots, vocab_ids=vocab_ids), temperature)
+    is_first = temperature < GREEDY_BELOW
+    roles: int | torch.Tensor = role
+    steps: int | torch.Tensor = 0
+    if by_choice:
+        drafted_by = slots.read("draft_sampling", everyone)[owners]
+        is_plain = drafted_by == DraftedBy.PLAIN
+        is_first = is_first | (drafted_by == DraftedBy.GREEDY)
+        roles = torch.where(is_plain, Role.PLAIN_DRAFT, role)
+        steps = torch.where(is_plain, noise_steps(slots, everyone)[owners], 0)
+    values = edited(logits, rows, slots, vocab_ids=vocab_ids)
+    scores = scaled(values, temperature)
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
-    noisy = cut(scores, top_k, top_p, min_p) + gumbel(ids, seed, indices, role)
-    noisy = torch.where((temperature < GREEDY_BELOW).unsqueeze(1), scores, noisy)
+    kept = cut(scores, top_k, top_p, min_p)
+    noisy = kept + gumbel(ids, seed, indices, roles, steps)
+    noisy = torch.where(is_first.unsqueeze(1), scores, noisy)
     # +inf is the highest whatever is drawn; the first of equals wins
     noisy = torch.where(scores == torch.inf, torch.inf, noisy)
-    token = ids.to(torch.int64)[noisy.argmax(dim=1)]
+    column = noisy.argmax(dim=1)
+    if cuts is not None:
+        cuts.copy_(_cuts(values, kept, column, is_first))
+    token = ids.to(torch.int64)[column]
     return torch.where((scores > -torch.inf).any(dim=1), token, -1).to(torch.int32)
+
+
+def noise_steps(slots: SlotRows, requests: slice) -> torch.Tensor:
+    """What noise beside the target's is counted by, [N] int64: nothing but under block
+    verification."""
+    by_block = slots.read("verification", requests) == JudgedBy.BLOCK
+    steps = torch.zeros_like(by_block, dtype=torch.int64)
+    if STEP_COLUMN.name in slots.columns:
+        steps = torch.where(by_block, slots.read(STEP_COLUMN.name, requests), steps)
+    return steps
+
+
+def _cuts(
+    values: torch.Tensor, kept: torch.Tensor, column: torch.Tensor, is_first: torch.Tensor
+) -> torch.Tensor:
+    """`NUM_CUTS` numbers of every row, of its values and what cuts leave of their scores [N, V]."""
+    highest = values.amax(dim=1)
+    stays = kept > -torch.inf
+    depth = torch.where(stays, -kept, -torch.inf).amax(dim=1)
+    columns = torch.arange(values.shape[1], device=values.device)
+    last = torch.where(stays & (-kept == depth.unsqueeze(1)), columns, 0).amax(dim=1)
+    mass = torch.where(stays, kept, -torch.inf).exp().sum(dim=1)
+    is_one = is_first | (highest == torch.inf)
+    return torch.stack(
+        [
+            highest,
+            torch.where(is_one, 0.0, depth),
+            torch.where(is_one, column, last).to(torch.float32),
+            torch.where(is_one, 1.0, mass),
+        ],
+        dim=1,
+    )
+
+
+def kept_scores(
+    values: torch.Tensor, cuts: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Of edited values [N, V], what `draw` left of their scores, -inf where nothing: [N, V]."""
+    highest, deepest, last, mass = (cuts[:, i : i + 1] for i in range(NUM_CUTS))
+    columns = torch.arange(values.shape[1], device=values.device)
+    depth = (highest - values) / temperature.clamp_min(GREEDY_BELOW).unsqueeze(1)
+    depth = torch.where(highest == torch.inf, torch.where(values == torch.inf, 0.0, 1.0), depth)
+    stays = (depth < deepest) | ((depth == deepest) & (columns <= last))
+    stays &= (-depth).exp() >= min_p.unsqueeze(1)
+    return torch.where(stays & (highest > -torch.inf) & (mass > 0), -depth, -torch.inf)
+
+
+def probabilities(kept: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
+    """What `kept_scores` [N, V] stand for; of a row without any value nothing but 0."""
+    return torch.where(kept > -torch.inf, kept.exp() / cuts[:, NUM_CUTS - 1 :], 0.0)
 
 
 def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -76,25 +148,49 @@ def cut(
     return torch.empty_like(scores).scatter_(1, order, ordered)
 
 
-def gumbel(ids: torch.Tensor, seed: torch.Tensor, indices: torch.Tensor, role: int) -> torch.Tensor:
-    """Noise of ids [V] at token indices [N] of requests with seeds [N, 2] int32: [N, V] float32."""
+def gumbel(
+    ids: torch.Tensor,
+    seed: torch.Tensor,
+    indices: torch.Tensor,
+    role: int | torch.Tensor,
+    step: int | torch.Tensor = 0,
+) -> torch.Tensor:
+    """Noise of ids [V] at token indices [N] of requests with seeds [N, 2] int32: [N, V] float32.
+
+    Args:
+        role, step: of all, or of each [N].
+    """
+    return gumbel_of(words_of(ids, seed, indices, role, step))
+
+
+def words_of(
+    ids: torch.Tensor,
+    seed: torch.Tensor,
+    indices: torch.Tensor,
+    role: int | torch.Tensor,
+    step: int | torch.Tensor = 0,
+) -> torch.Tensor:
+    """Random words as `gumbel` asks for them [N, V], unsigned 32-bit in int64."""
     groups = ids.to(torch.int64) >> 2
-    counter = (
-        groups.unsqueeze(0).expand(indices.shape[0], -1),
-        indices.to(torch.int64).unsqueeze(1) & _MASK,
-        torch.full_like(groups, role).unsqueeze(0),
-        torch.zeros_like(groups).unsqueeze(0),
-    )
+    rows = torch.zeros_like(indices, dtype=torch.int64).unsqueeze(1)
+    of_role = (rows.squeeze(1) + role).unsqueeze(1)
+    of_step = (rows.squeeze(1) + step).unsqueeze(1) & _MASK
+    counter = (groups + rows, (rows.squeeze(1) + indices).unsqueeze(1) & _MASK, of_role, of_step)
     key = (seed[:, :1].to(torch.int64) & _MASK, seed[:, 1:].to(torch.int64) & _MASK)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
-    word = words.gather(-1, (ids.to(torch.int64) & 3).expand(words.shape[:2]).unsqueeze(-1))
-    return gumbel_of(word.squeeze(-1))
+    return words.gather(
+        -1, (ids.to(torch.int64) & 3).expand(words.shape[:2]).unsqueeze(-1)
+    ).squeeze(-1)
 
 
 def gumbel_of(word: torch.Tensor) -> torch.Tensor:
     """-log(-log1p(-v)) of uniform v in (0, 1) made of unsigned 32-bit words in int64."""
-    unit = ((word.to(torch.float32) + 0.5) * 2**-32).clamp_max(1 - 2**-24)
-    return -torch.log(-torch.log1p(-unit))
+    return -torch.log(-torch.log1p(-uniform_of(word)))
+
+
+def uniform_of(word: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), float32, of unsigned 32-bit words in int64."""
+    return ((word.to(torch.float32) + 0.5) * 2**-32).clamp_max(1 - 2**-24)
 
 
 def philox(

@@ -234,8 +234,8 @@ def drawn_of_many(
     HAS_EDITS: tl.constexpr,
     SEARCHED: tl.constexpr,
 ):
-    """The column that is drawn from any number of candidates: all ids up to a depth, and of those
-    that lie at it the first columns."""
+    """As `drawn_of_cut`, of any number of candidates: all ids up to a depth, and of those that lie
+    at it the first columns."""
     SIZE: tl.constexpr = PIECE // CHUNKS
     temperature = options.temperature
     top_k = options.top_k
@@ -347,6 +347,7 @@ def drawn_of_many(
             )
     best = float("-inf")
     drawn = NO_COLUMN
+    left = 0.0
     for first in range(0, _size(candidates, SIZE), SEARCHED * SIZE):
         x, columns = _page(
             row,
@@ -363,7 +364,9 @@ def drawn_of_many(
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
         kept = (keys < limit) | ((keys == limit) & (columns <= last))
-        kept = kept & (tl.exp(-depths) >= options.min_p)
+        weights = tl.exp(-depths)
+        kept = kept & (weights >= options.min_p)
+        left += tl.sum(tl.sum(tl.where(kept, weights, 0.0), axis=1), axis=0)
         ids = ids_of(row, columns, kept, HAS_IDS)
         noisy = gumbel(words_of(ids, stream)) - depths
         noisy = tl.where(kept, noisy, float("-inf"))
@@ -373,4 +376,4 @@ def drawn_of_many(
         at = tl.where(tile_best == best, tl.minimum(at, drawn), at)
         drawn = tl.where(tile_best >= best, at, drawn)
         best = tl.maximum(best, tile_best)
-    return drawn
+    return drawn, limit.to(tl.float32, bitcast=True), last, left

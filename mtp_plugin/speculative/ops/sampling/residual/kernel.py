@@ -1,0 +1,441 @@
+"""Triton kernels of judging by odds: what drafts were drawn from, pieces of the rows behind drafts,
+and a finish per generation."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.ops.logits.edits_kernel import edits_of
+from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.ops.sampling.contract import JudgedBy, Role
+from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    DRAFTED_PLAIN,
+    JUDGED_BY_BLOCK,
+    Row,
+    gumbel,
+    ids_of,
+    options_of,
+    step_of,
+    stream_of,
+    unit,
+    values_of,
+    words_of,
+)
+
+GREEDY_BELOW = tl.constexpr(1e-5)
+NO_COLUMN = tl.constexpr(2147483647)
+NUM_CUTS = tl.constexpr(4)
+JUDGED_BY_COUPLED = tl.constexpr(int(JudgedBy.COUPLED))
+ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
+RESIDUAL_ROLE = tl.constexpr(int(Role.RESIDUAL))
+FOUND = tl.constexpr(5)
+"""Numbers that a piece leaves: mass of the residual, its best noisy score and that one's column, and
+the same two of the target."""
+
+CHANGING = ["num_contexts", "width", "column", "judged_at", "drafted_at", "step_at", "num_pieces"]
+CHANGING += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
+CHANGING += ["slot_stride", "length_stride", "depth"]
+SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
+"""Of what is another number, or stands elsewhere, in every batch no binary is made."""
+
+
+class Batch(NamedTuple):
+    """What all rows of a launch share."""
+
+    logits_ptr: tl.tensor
+    row_stride: tl.tensor
+    vocab: tl.tensor
+    vocab_ids_ptr: tl.tensor
+    cut_ptr: tl.tensor
+    bias_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    count_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    pool_vocab: tl.tensor
+
+
+class Kept(NamedTuple):
+    """A row, and what the draw left of it."""
+
+    row: Row
+    temperature: tl.tensor
+    min_p: tl.tensor
+    top: tl.tensor
+    limit: tl.tensor
+    last: tl.tensor
+    mass: tl.tensor
+
+
+@triton.jit
+def _kept_of(batch, row, slot, draft_ptr, num_before):
+    """A row of a batch; ``draft_ptr``: the first of its request's drafts."""
+    edits = edits_of(
+        slot,
+        batch.bias_ptr,
+        batch.allowed_ptr,
+        batch.count_ptr,
+        batch.seen_ptr,
+        batch.pool_vocab,
+        draft_ptr,
+        num_before,
+    )
+    options = options_of(slot, batch.vocab)
+    cut = batch.cut_ptr + row * NUM_CUTS
+    return Kept(
+        Row(batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, edits),
+        options.temperature,
+        options.min_p,
+        tl.load(cut),
+        tl.load(cut + 1),
+        tl.load(cut + 2).to(tl.int32),
+        tl.load(cut + 3),
+    )
+
+
+@triton.jit
+def _score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+    """Of columns the scores behind the cuts, -inf where nothing stays."""
+    x = values_of(kept.row, columns, inside, HAS_IDS, HAS_EDITS)
+    depth = tl.div_rn(kept.top - x, tl.maximum(kept.temperature, GREEDY_BELOW))
+    # the difference of two that are not finite is no number
+    depth = tl.where(kept.top == float("inf"), tl.where(x == float("inf"), 0.0, 1.0), depth)
+    stays = (depth < kept.limit) | ((depth == kept.limit) & (columns <= kept.last))
+    stays = stays & (tl.exp(-depth) >= kept.min_p) & inside
+    score = tl.where(stays, -depth, float("-inf"))
+    return tl.where(kept.mass > 0, score, float("-inf"))
+
+
+@triton.jit
+def _share_of(kept, score):
+    """The probability that a score stands for."""
+    weight = tl.where(score > float("-inf"), tl.exp(score), 0.0)
+    return tl.where(kept.mass > 0, tl.div_rn(weight, kept.mass), 0.0)
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+def keep_kernel(
+    # inputs
+    logits_ptr,
+    vocab_ids_ptr,
+    draft_ptr,
+    table_ptr,
+    slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
+    cut_ptr,
+    # output
+    prob_ptr,
+    # sizes
+    column,
+    drafted_at,
+    vocab,
+    num_pieces,
+    pool_vocab,
+    row_stride,
+    draft_stride,
+    table_stride,
+    slot_stride,
+    depth,
+    words,
+    # constants
+    PIECE: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (row, piece): what its plain draft was drawn from."""
+    grid_dependency_synchronize(PDL)
+    row = (tl.program_id(0) // num_pieces).to(tl.int64)
+    piece = tl.program_id(0) % num_pieces
+    place = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
+    slot = table_ptr + place * table_stride
+    options = options_of(slot, vocab)
+    is_plain = tl.load(slot + drafted_at) == DRAFTED_PLAIN
+    if is_plain & (options.temperature >= GREEDY_BELOW):
+        batch = Batch(
+            logits_ptr,
+            row_stride,
+            vocab,
+            vocab_ids_ptr,
+            cut_ptr,
+            bias_ptr,
+            allowed_ptr,
+            count_ptr,
+            seen_ptr,
+            pool_vocab,
+        )
+        kept = _kept_of(
+            batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0
+        )
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        inside = columns < vocab
+        score = _score_of(kept, columns, inside, HAS_IDS, HAS_EDITS)
+        ids = ids_of(kept.row, columns, inside, HAS_IDS)
+        out = prob_ptr + (place * depth + column) * words
+        tl.store(out + ids, _share_of(kept, score), mask=inside)
+
+
+@triton.jit
+def _draft_share(prob_ptr, token, told, is_plain, inside):
+    """q of a token: of a draft that was not drawn all is on it."""
+    q = tl.load(prob_ptr + token, mask=inside & is_plain, other=0.0)
+    return tl.where(is_plain, q, (token == told).to(tl.float32))
+
+
+@triton.jit
+def _next_odds(joint, p, q):
+    """min(joint * p / q, 1), nothing where p is nothing."""
+    weight = joint * p
+    return tl.where(weight >= q, tl.where(weight > 0, 1.0, 0.0), tl.div_rn(weight, q))
+
+
+@triton.jit
+def _test_of(slot, request, offset, step, position_ptr, position_stride):
+    """The uniform number that tests the draft behind ``offset`` others."""
+    role = tl.full([], ACCEPTANCE_ROLE, tl.int32)
+    stream = stream_of(
+        slot, request, offset, role, step, position_ptr, position_stride, position_ptr, 0, False
+    )
+    return unit(words_of(tl.full([], 0, tl.int32), stream))
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+def piece_kernel(
+    # inputs
+    logits_ptr,
+    position_ptr,
+    draft_ptr,
+    length_ptr,
+    table_ptr,
+    slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
+    cut_ptr,
+    prob_ptr,
+    # output
+    found_ptr,
+    odds_ptr,
+    # sizes
+    num_contexts,
+    width,
+    judged_at,
+    drafted_at,
+    step_at,
+    vocab,
+    num_pieces,
+    pool_vocab,
+    row_stride,
+    position_stride,
+    draft_stride,
+    length_stride,
+    table_stride,
+    slot_stride,
+    depth,
+    # constants
+    PIECE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_PROBS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One (row of a generation, piece): what the residual and the target behind ``offset`` drafts
+    have there. The first piece leaves the joint odds of these drafts, and whether they stand each
+    by its own: 1 while they do, 0 behind the first that falls; -1 behind one that is absent."""
+    grid_dependency_synchronize(PDL)
+    of_all = tl.program_id(0) // num_pieces
+    piece = tl.program_id(0) % num_pieces
+    row = (of_all + num_contexts).to(tl.int64)
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
+    judged_by = tl.load(slot + judged_at)
+    options = options_of(slot, vocab)
+    if (judged_by != JUDGED_BY_COUPLED) & (options.temperature >= GREEDY_BELOW):
+        batch = Batch(
+            logits_ptr,
+            row_stride,
+            vocab,
+            logits_ptr,
+            cut_ptr,
+            bias_ptr,
+            allowed_ptr,
+            count_ptr,
+            seen_ptr,
+            pool_vocab,
+        )
+        generation = request - num_contexts
+        drafts = draft_ptr + generation.to(tl.int64) * draft_stride
+        length = width - 1
+        if HAS_LENGTHS:
+            length = tl.minimum(
+                tl.load(length_ptr + generation * length_stride).to(tl.int32), length
+            )
+        is_plain = tl.load(slot + drafted_at) == DRAFTED_PLAIN
+        place = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+        probs = prob_ptr + place * depth * vocab
+        step = step_of(slot, judged_at, step_at)
+
+        odds = 1.0
+        passed = 1.0
+        joint = 1.0
+        stands = 1.0
+        for number in range(0, offset + 1):
+            joint = odds
+            stands = passed
+            told = tl.load(drafts + number, mask=number < width - 1, other=-1)
+            is_there = (number < length) & (told >= 0) & (told < vocab) & (passed >= 0)
+            token = tl.where(is_there, told, 0).to(tl.int32)
+            kept = _kept_of(batch, row - offset + number, slot, drafts, number)
+            p = _share_of(kept, _score_of(kept, token, is_there, False, HAS_EDITS))
+            q = _draft_share(probs + number * vocab, token, token, is_plain & HAS_PROBS, is_there)
+            test = _test_of(slot, request, number, step, position_ptr, position_stride)
+            odds = _next_odds(odds, p, q)
+            passed = tl.where(is_there, tl.where(test * q < p, passed, 0.0), -1.0)
+        if piece == 0:
+            tl.store(odds_ptr + of_all * 2, joint)
+            tl.store(odds_ptr + of_all * 2 + 1, stands)
+        by_block = judged_by == JUDGED_BY_BLOCK
+        # of rejection the row behind all that stand is known, of block verification it is not yet
+        if tl.where(by_block, stands >= 0, (stands > 0) & (passed <= 0)):
+            kept = _kept_of(batch, row, slot, drafts, offset)
+            columns = piece * PIECE + tl.arange(0, PIECE)
+            inside = columns < vocab
+            score = _score_of(kept, columns, inside, False, HAS_EDITS)
+            told = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
+            has_draft = offset < width - 1
+            q = _draft_share(
+                probs + offset * vocab, columns, told, is_plain & HAS_PROBS, inside & has_draft
+            )
+            scale = tl.where(by_block, joint, 1.0)
+            rest = tl.maximum(scale * _share_of(kept, score) - q, 0.0)
+            role = tl.full([], RESIDUAL_ROLE, tl.int32)
+            stream = stream_of(
+                slot,
+                request,
+                offset,
+                role,
+                step,
+                position_ptr,
+                position_stride,
+                position_ptr,
+                0,
+                False,
+            )
+            noise = gumbel(words_of(columns, stream))
+            of_rest = tl.where(rest > 0, tl.log(rest) + noise, float("-inf"))
+            of_target = tl.where(score > float("-inf"), score + noise, float("-inf"))
+            best_rest = tl.max(of_rest, axis=0)
+            best_target = tl.max(of_target, axis=0)
+            first_rest = tl.min(
+                tl.where((of_rest == best_rest) & (rest > 0), columns, NO_COLUMN), axis=0
+            )
+            first_target = tl.min(
+                tl.where((of_target == best_target) & (score > float("-inf")), columns, NO_COLUMN),
+                axis=0,
+            )
+            out = found_ptr + tl.program_id(0).to(tl.int64) * FOUND
+            tl.store(out, tl.sum(rest, axis=0))
+            tl.store(out + 1, best_rest)
+            tl.store(out + 2, first_rest.to(tl.float32, bitcast=True))
+            tl.store(out + 3, best_target)
+            tl.store(out + 4, first_target.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _mass_of(found_ptr, row, num_pieces, pieces):
+    """The mass of the residual behind a row's drafts."""
+    at = (row.to(tl.int64) * num_pieces + pieces) * FOUND
+    return tl.sum(tl.load(found_ptr + at, mask=pieces < num_pieces, other=0.0), axis=0)
+
+
+@triton.jit
+def _best_of(found_ptr, row, num_pieces, pieces, which):
+    """The column of the best score of all pieces; the lowest of equals."""
+    at = found_ptr + (row.to(tl.int64) * num_pieces + pieces) * FOUND + which
+    scores = tl.load(at, mask=pieces < num_pieces, other=float("-inf"))
+    columns = tl.load(at + 1, mask=pieces < num_pieces, other=0.0).to(tl.int32, bitcast=True)
+    best = tl.max(scores, axis=0)
+    here = (scores == best) & (scores > float("-inf"))
+    return tl.min(tl.where(here, columns, NO_COLUMN), axis=0)
+
+
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+def finish_kernel(
+    # inputs
+    position_ptr,
+    slot_ptr,
+    choice_ptr,
+    found_ptr,
+    odds_ptr,
+    # read and written
+    table_ptr,
+    # outputs
+    match_ptr,
+    chosen_ptr,
+    # sizes
+    num_contexts,
+    width,
+    judged_at,
+    step_at,
+    num_pieces,
+    position_stride,
+    choice_stride,
+    table_stride,
+    slot_stride,
+    # constants
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One generation, or what stands in front of all: how far its drafts stand, and its choices."""
+    grid_dependency_synchronize(PDL)
+    pieces = tl.arange(0, PIECES)
+    offsets = tl.arange(0, ROWS)
+    generation = tl.program_id(0)
+    request = num_contexts + generation
+    first = num_contexts + generation * width
+    inside = offsets < width
+    slot = table_ptr + tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+    judged_by = tl.load(slot + judged_at)
+    temperature = options_of(slot, NO_COLUMN).temperature
+    chosen = tl.load(choice_ptr + (first + offsets) * choice_stride, mask=inside, other=0)
+    matches = tl.full([], -1, tl.int32)
+    if (judged_by != JUDGED_BY_COUPLED) & (temperature >= GREEDY_BELOW):
+        step = step_of(slot, judged_at, step_at)
+        behind = generation * width
+        stands = tl.load(odds_ptr + (behind + offsets) * 2 + 1, mask=inside, other=-1.0)
+        present = tl.sum((stands >= 0).to(tl.int32), axis=0) - 1
+        matches = tl.sum((stands > 0).to(tl.int32), axis=0) - 1
+        if judged_by == JUDGED_BY_BLOCK:
+            matches = tl.full([], 0, tl.int32)
+            for number in range(1, present + 1):
+                joint = tl.load(odds_ptr + (behind + number) * 2)
+                mass = _mass_of(found_ptr, behind + number, num_pieces, pieces)
+                share = tl.where(mass > 0, tl.div_rn(mass, mass + (1.0 - joint)), 0.0)
+                share = tl.where(number == present, joint, share)
+                test = _test_of(slot, request, number - 1, step, position_ptr, position_stride)
+                matches = tl.where(test <= share, number, matches)
+        at = behind + matches
+        mass = _mass_of(found_ptr, at, num_pieces, pieces)
+        mass = tl.where(matches < present, mass, 0.0)
+        token = _best_of(found_ptr, at, num_pieces, pieces, tl.where(mass > 0, 1, 3))
+        token = tl.where(token == NO_COLUMN, -1, token)
+        chosen = tl.where(offsets == matches, token, chosen)
+    tl.store(match_ptr + generation, matches)
+    tl.store(chosen_ptr + first + offsets, chosen, mask=inside)
+    tl.debug_barrier()
+    tl.store(slot + step_at, tl.load(slot + step_at) + 1)
+    # contexts keep what they have
+    if generation == 0:
+        for start in range(0, num_contexts, ROWS):
+            rest = start + offsets
+            here = rest < num_contexts
+            held = tl.load(choice_ptr + rest * choice_stride, mask=here, other=0)
+            tl.store(chosen_ptr + rest, held, mask=here)

@@ -1,0 +1,202 @@
+"""Judging by odds in torch: the CPU path and the oracle of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtp_plugin.speculative.ops.logits import DrawnRows, edited
+from mtp_plugin.speculative.ops.sampling.contract import STEP_COLUMN, DraftedBy, JudgedBy, Role
+from mtp_plugin.speculative.ops.sampling.reference import (
+    GREEDY_BELOW,
+    gumbel,
+    kept_scores,
+    noise_steps,
+    probabilities,
+    uniform_of,
+    words_of,
+)
+from mtp_plugin.speculative.ops.sampling.residual.contract import Judgement
+from mtp_plugin.speculative.step import SlotRows
+
+
+def keep_draft_probs(
+    logits: torch.Tensor,
+    rows: DrawnRows,
+    slots: SlotRows,
+    cuts: torch.Tensor,
+    draft_probs: torch.Tensor,
+    *,
+    vocab_ids: torch.Tensor | None,
+) -> None:
+    """As at the door."""
+    everyone = slice(0, rows.num_requests)
+    is_plain = slots.read("draft_sampling", everyone) == DraftedBy.PLAIN
+    temperature, min_p = (slots.read(name, everyone) for name in ("temperature", "min_p"))
+    is_plain &= temperature >= GREEDY_BELOW
+    values = edited(logits, rows, slots, vocab_ids=vocab_ids)
+    q = probabilities(kept_scores(values, cuts, temperature, min_p), cuts)
+    if vocab_ids is not None:
+        whole = q.new_zeros(q.shape[0], draft_probs.shape[2])
+        q = whole.index_copy_(1, vocab_ids.to(torch.int64), q)
+    spare = draft_probs.shape[0] - 1  # nobody reads what others leave there
+    draft_probs[torch.where(is_plain, slots.of(everyone), spare), rows.column] = q
+
+
+def judge(
+    logits: torch.Tensor,
+    rows: DrawnRows,
+    slots: SlotRows,
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    cuts: torch.Tensor,
+    choices: torch.Tensor,
+    *,
+    draft_lens: torch.Tensor | None,
+) -> Judgement:
+    """As at the door."""
+    generations = slice(rows.num_contexts, rows.num_requests)
+    judged_by = slots.read("verification", generations)
+    is_drawn = slots.read("temperature", generations) >= GREEDY_BELOW
+    mine = (judged_by != JudgedBy.COUPLED) & is_drawn
+    case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens)
+    matches = case.rejection_matches()
+    matches = torch.where(judged_by == JudgedBy.BLOCK, case.block_matches(), matches)
+    tokens = case.tokens_behind(matches)
+    first = torch.arange(len(matches), device=logits.device) * rows.width + rows.num_contexts
+    places = first + matches
+    chosen = choices.clone()
+    chosen[places] = torch.where(mine, tokens.to(torch.int32), choices[places])
+    slots.table[slots.of(generations), slots.columns.offset(STEP_COLUMN.name)] += 1
+    return Judgement(torch.where(mine, matches, -1).to(torch.int32), chosen)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The drafts of all generations, and what target and draft layers made of their places."""
+
+    scores: torch.Tensor  # [G, K+1, V] of the target: z behind the cuts
+    p: torch.Tensor  # [G, K+1, V]
+    q: torch.Tensor  # [G, K, V]
+    drafts: torch.Tensor  # [G, K] int64, within the vocabulary
+    is_present: torch.Tensor  # [G, K]: and within the vocabulary
+    tests: torch.Tensor  # [G, K] uniform
+    indices: torch.Tensor  # [G, K+1] of the tokens that rows draw
+    seed: torch.Tensor  # [G, 2]
+    steps: torch.Tensor  # [G] that count noise
+    by_block: torch.Tensor  # [G] bool
+
+    @classmethod
+    def of(
+        cls,
+        logits: torch.Tensor,
+        rows: DrawnRows,
+        slots: SlotRows,
+        draft_tokens: torch.Tensor,
+        draft_probs: torch.Tensor | None,
+        cuts: torch.Tensor,
+        draft_lens: torch.Tensor | None,
+    ) -> _Case:
+        contexts, width, vocab = rows.num_contexts, rows.width, logits.shape[1]
+        mine = slice(contexts, rows.num_requests)
+        count, draft_len = rows.num_requests - contexts, width - 1
+        owners, indices, _ = rows.owners()
+        temperature, min_p = (
+            slots.read(name, slice(0, rows.num_requests))[owners]
+            for name in ("temperature", "min_p")
+        )
+        scores = kept_scores(edited(logits, rows, slots), cuts, temperature, min_p)
+        p = probabilities(scores, cuts)
+
+        told = draft_tokens.reshape(count, draft_len).to(torch.int64)
+        drafts = told.clamp(0, vocab - 1)
+        q = torch.nn.functional.one_hot(drafts, vocab).to(torch.float32)
+        if draft_probs is not None:
+            is_plain = slots.read("draft_sampling", mine) == DraftedBy.PLAIN
+            held = draft_probs[slots.of(mine), :draft_len]
+            q = torch.where(is_plain.view(-1, 1, 1), held, q)
+        places = torch.arange(draft_len, device=logits.device)
+        is_present = told == drafts
+        if draft_lens is not None:
+            is_present &= places < draft_lens.to(torch.int64).unsqueeze(1)
+
+        seed, steps = slots.read("seed", mine), noise_steps(slots, mine)
+        indices = indices[contexts:].view(count, width)
+        none = torch.zeros(1, dtype=torch.int64, device=logits.device)
+        words = words_of(
+            none,
+            seed.repeat_interleave(draft_len, dim=0),
+            indices[:, :draft_len].reshape(-1),
+            Role.ACCEPTANCE,
+            steps.repeat_interleave(draft_len),
+        )
+        return cls(
+            scores=scores[contexts:].view(count, width, vocab),
+            p=p[contexts:].view(count, width, vocab),
+            q=q,
+            drafts=drafts,
+            is_present=is_present,
+            tests=uniform_of(words).view(count, draft_len),
+            indices=indices,
+            seed=seed,
+            steps=steps,
+            by_block=slots.read("verification", mine) == JudgedBy.BLOCK,
+        )
+
+    @property
+    def num_present(self) -> torch.Tensor:
+        """[G] leading drafts that are there."""
+        return self.is_present.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+    def rejection_matches(self) -> torch.Tensor:
+        """[G]: drafts up to the first that its own odds reject."""
+        p, q = self._of_drafts()
+        stands = self.is_present & (self.tests * q < p)
+        return stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+    def block_matches(self) -> torch.Tensor:
+        """[G]: the most drafts that the odds of all of them together let stand."""
+        draft_len, present = self.drafts.shape[1], self.num_present
+        if draft_len == 0:
+            return present
+        joint = self._joint_odds()
+        rest = (joint[:, 1:draft_len, None] * self.p[:, 1:draft_len] - self.q[:, 1:]).clamp_min(0)
+        mass = rest.sum(dim=2)
+        share = torch.where(mass > 0, mass / (mass + (1 - joint[:, 1:draft_len])), 0)
+        share = torch.nn.functional.pad(share, (0, 1))
+        number = torch.arange(1, draft_len + 1, device=joint.device)
+        share = torch.where(number == present.unsqueeze(1), joint[:, 1:], share)
+        stands = (number <= present.unsqueeze(1)) & (self.tests <= share)
+        return torch.where(stands, number, 0).amax(dim=1)
+
+    def tokens_behind(self, matches: torch.Tensor) -> torch.Tensor:
+        """[G] int64: what is drawn behind ``matches`` [G] drafts; -1 of a row without any value."""
+        draft_len = self.drafts.shape[1]
+        rows = torch.arange(len(matches), device=matches.device)
+        p, scores = self.p[rows, matches], self.scores[rows, matches]
+        rest = torch.zeros_like(p)
+        if draft_len:
+            q = self.q[rows, matches.clamp_max(draft_len - 1)]
+            scale = torch.where(self.by_block, self._joint_odds()[rows, matches], 1.0)
+            rest = (scale.unsqueeze(1) * p - q).clamp_min(0)
+        takes_rest = (matches < self.num_present) & (rest.sum(dim=1) > 0)
+        ids = torch.arange(p.shape[1], device=p.device)
+        noise = gumbel(ids, self.seed, self.indices[rows, matches], Role.RESIDUAL, self.steps)
+        noisy = torch.where(takes_rest.unsqueeze(1), rest.log(), scores) + noise
+        return torch.where((p > 0).any(dim=1), noisy.argmax(dim=1), -1)
+
+    def _of_drafts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[G, K] each: what target and draft layers give every draft."""
+        ids = self.drafts.unsqueeze(2)
+        p = self.p[:, : self.drafts.shape[1]].gather(2, ids).squeeze(2)
+        return p, self.q.gather(2, ids).squeeze(2)
+
+    def _joint_odds(self) -> torch.Tensor:
+        """[G, K+1]: min(odds of the drafts before, times those of the last one, 1)."""
+        p, q = self._of_drafts()
+        odds = [torch.ones_like(self.by_block, dtype=torch.float32)]
+        for i in range(p.shape[1]):
+            weight = odds[-1] * p[:, i]
+            odds.append(torch.where(weight >= q[:, i], (weight > 0).float(), weight / q[:, i]))
+        return torch.stack(odds, dim=1)

@@ -1,0 +1,185 @@
+"""Batches whose drafts are judged in every way, with options at every edge."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import NO_ROW
+from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.ops.sampling import (
+    CHOICE_COLUMNS,
+    NUM_CUTS,
+    STEP_COLUMN,
+    DraftedBy,
+    JudgedBy,
+    draw,
+)
+from mtp_plugin.speculative.ops.sampling.residual import Judgement, judge, keep_draft_probs
+from mtp_plugin.speculative.step import SlotRows
+from tests.doors import poisoned_memory
+from tests.kernels.top_k.rows import strided
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.slots import on_copy, slot_rows
+
+COLUMNS = (*CHOICE_COLUMNS, STEP_COLUMN)
+WAYS = [
+    (JudgedBy.COUPLED, DraftedBy.COUPLED),
+    (JudgedBy.COUPLED, DraftedBy.GREEDY),
+    (JudgedBy.REJECTION, DraftedBy.PLAIN),
+    (JudgedBy.REJECTION, DraftedBy.PLAIN),
+    (JudgedBy.REJECTION, DraftedBy.GREEDY),
+    (JudgedBy.BLOCK, DraftedBy.PLAIN),
+    (JudgedBy.BLOCK, DraftedBy.PLAIN),
+    (JudgedBy.BLOCK, DraftedBy.GREEDY),
+]
+NONE = {name: NO_ROW for name in ("bias_row", "allowed_row", "count_row", "words_row")}
+ROW_KINDS = (*["like"] * 12, *["smooth"] * 3, "flat", "flat", "infinite", "dead", "masked")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Contexts and generations behind a step that drafted."""
+
+    logits: torch.Tensor  # [C + G*(K+1), V]
+    draft_logits: torch.Tensor  # [K, R, V']
+    rows: DrawnRows
+    slots: SlotRows
+    draft_lens: torch.Tensor | None
+    vocab_ids: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        vocab: int,
+        *,
+        contexts: int = 1,
+        generations: int = 5,
+        draft_len: int = 3,
+        dtype: torch.dtype = torch.float32,
+        behind: int = 0,
+        cut: bool = False,
+        lens: bool = True,
+    ) -> Batch:
+        dice = random.Random(seed)
+        noise = torch.Generator().manual_seed(seed)
+        requests = contexts + generations
+        slots = slot_rows(
+            [_values(dice, vocab) for _ in range(requests)], COLUMNS, seed=seed, gap=behind
+        )
+        num_rows = contexts + generations * (draft_len + 1)
+        logits = torch.randn(num_rows, vocab, generator=noise) * 2
+        of_drafts = torch.randn(draft_len, requests, vocab, generator=noise) * 2
+        for place in range(num_rows):
+            kind = dice.choice(ROW_KINDS)
+            generation, offset = divmod(max(place - contexts, 0), draft_len + 1)
+            if kind == "like" and place >= contexts and offset < draft_len:
+                other = of_drafts[offset, contexts + generation]
+                of_drafts[offset, contexts + generation] = logits[place] + 0.1 * other
+            elif kind == "flat":
+                logits[place] = logits[place] * 0.05
+            elif kind == "infinite":
+                logits[place, torch.randint(0, vocab, (2,), generator=noise)] = torch.inf
+            elif kind == "dead":
+                logits[place] = dice.choice((-torch.inf, torch.nan))
+            elif kind == "masked":
+                logits[place, torch.rand(vocab, generator=noise) < 0.5] = -torch.inf
+        ids = sorted(dice.sample(range(vocab), max(vocab * 2 // 3, 1)))
+        vocab_ids = vector(ids, torch.int32) if cut else None
+        if cut:
+            of_drafts = of_drafts[:, :, ids]
+        positions = [dice.randrange(2**20) for _ in range(requests)]
+        draft_lens = [
+            dice.choice((draft_len, draft_len, dice.randint(0, draft_len)))
+            for _ in range(generations)
+        ]
+        return cls(
+            strided(logits.to(dtype), behind),
+            of_drafts.to(dtype).to(DEVICE),
+            DrawnRows(contexts, draft_len + 1, vector(positions)),
+            slots,
+            vector(draft_lens, torch.int32) if lens else None,
+            vocab_ids,
+        )
+
+    @property
+    def draft_len(self) -> int:
+        return self.rows.width - 1
+
+    @property
+    def vocab(self) -> int:
+        return self.logits.shape[1]
+
+    def drafted(self, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafts of every request [R, K] and what they were drawn from [S, K, V]."""
+        requests = self.rows.num_requests
+        pool = torch.zeros(len(self.slots.table), self.draft_len, self.vocab, device=DEVICE)
+        drafts = torch.zeros(requests, self.draft_len, dtype=torch.int32, device=DEVICE)
+        for column in range(self.draft_len):
+            rows = DrawnRows(0, 1, self.rows.positions, column=column)
+            logits = self.draft_logits[column]
+            cuts = torch.full((requests, NUM_CUTS), torch.nan, device=DEVICE)
+            with poisoned_memory():
+                told = draw(
+                    logits,
+                    rows,
+                    self.slots,
+                    by_choice=True,
+                    vocab_ids=self.vocab_ids,
+                    cuts=cuts,
+                    backend=backend,
+                )
+                keep_draft_probs(
+                    logits,
+                    rows,
+                    self.slots,
+                    cuts,
+                    pool,
+                    vocab_ids=self.vocab_ids,
+                    backend=backend,
+                )
+            drafts[:, column] = told
+        return drafts, pool
+
+    def judged(
+        self, drafts: torch.Tensor, pool: torch.Tensor | None, backend: Backend
+    ) -> tuple[Judgement, torch.Tensor]:
+        """What is made of these drafts, and the steps of the slots behind it."""
+        slots = on_copy(self.slots)
+        cuts = torch.full((len(self.logits), NUM_CUTS), torch.nan, device=DEVICE)
+        with poisoned_memory():
+            choices = draw(self.logits, self.rows, slots, cuts=cuts, backend=backend)
+            judgement = judge(
+                self.logits,
+                self.rows,
+                slots,
+                drafts[self.rows.num_contexts :].reshape(-1),
+                pool,
+                cuts,
+                choices,
+                draft_lens=self.draft_lens,
+                backend=backend,
+            )
+        return judgement, slots.table[:, slots.columns.offset(STEP_COLUMN.name)]
+
+    def without_lens(self) -> Batch:
+        return replace(self, draft_lens=None)
+
+
+def _values(dice: random.Random, vocab: int) -> dict[str, object]:
+    judged_by, drafted_by = dice.choice(WAYS)
+    return {
+        **NONE,
+        "verification": judged_by,
+        "draft_sampling": drafted_by,
+        "draft_step": dice.randrange(50),
+        "temperature": dice.choice((0.0, 0.6, 0.9, 1.0, 1.3, 5.0)),
+        "top_k": dice.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
+        "top_p": dice.choice((1.0, 1.0, 0.9, 0.5)),
+        "min_p": dice.choice((0.0, 0.0, 0.05)),
+        "seed": [dice.randrange(-(2**31), 2**31) for _ in range(2)],
+    }
