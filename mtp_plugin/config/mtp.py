@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field
 from typing_extensions import override
 
-from mtp_plugin.config.messages import expected, got
+from mtp_plugin.config.messages import expected, got, join
 from mtp_plugin.config.schema import ConfigModel, Problem
 from mtp_plugin.config.values import (
     MAX_DRAFT_LEN,
@@ -19,17 +19,28 @@ from mtp_plugin.config.values import (
     DraftVocab,
     SyntheticAcceptance,
     TokenIds,
+    Verification,
 )
 from mtp_plugin.errors import ConfigError
+
+_DRAFTS_OF: Mapping[str, tuple[str, ...]] = {
+    "coupled": ("coupled", "greedy"),
+    "rejection": ("plain", "greedy"),
+    "block": ("plain", "greedy"),
+    "synthetic": ("coupled", "greedy"),
+}
+"""How drafts may be drawn for what verifies them, the first where nobody says."""
 
 
 class MTPPluginOptions(ConfigModel):
     """``speculative_config.mtp``: options that TensorRT-LLM does not have."""
 
-    verification: Literal["coupled", "rejection", "block", "synthetic"] = Field(
+    verification: Verification = Field(
         default="coupled",
         description="how drafts are verified; coupled: by the target's own choice, which is its "
-        "first one while requests are greedy; synthetic: draws decide, for benchmarks only",
+        "first one while requests are greedy; rejection, block: by the odds of their draw, the "
+        "distribution stays, the text of a seed does not; a list: what requests may ask for, the "
+        "first is presumed; synthetic: draws decide, for benchmarks only",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
@@ -38,8 +49,10 @@ class MTPPluginOptions(ConfigModel):
     synthetic_seed: int = Field(
         default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the draws"
     )
-    draft_sampling: Literal["coupled", "plain", "greedy"] = Field(
-        default="coupled", description="how drafts are drawn for sampled requests"
+    draft_sampling: Literal["coupled", "plain", "greedy"] | None = Field(
+        default=None,
+        description="how drafts are drawn for sampled requests; null: as their verification has it "
+        "first, coupled for coupled, plain for rejection and block; greedy: for all requests",
     )
     seed: int = Field(
         default=0,
@@ -110,12 +123,16 @@ class MTPPluginOptions(ConfigModel):
 
     @override
     def _problems(self) -> Iterator[Problem]:
-        by_residual = self.verification in ("rejection", "block")
-        allowed = ("plain", "greedy") if by_residual else ("coupled", "greedy")
-        if self.draft_sampling not in allowed:
+        ways = self.verifications
+        if not ways:
+            yield "verification", "expected at least one, got a list without any"
+        for way in sorted({way for way in ways if ways.count(way) > 1}):
+            yield "verification", f"expected each at most once, got {way!r} twice"
+        allowed = list(dict.fromkeys(drafts for way in ways for drafts in _DRAFTS_OF[way]))
+        if ways and self.draft_sampling not in (None, *allowed):
             yield (
                 "draft_sampling",
-                f"{self.draft_sampling!r} cannot be verified by {self.verification!r} "
+                f"{self.draft_sampling!r} cannot be verified by {join(ways)} "
                 f"verification; expected one of {', '.join(allowed)}",
             )
         if self.begin_thinking_phase and self.begin_thinking_phase == self.end_thinking_phase:
@@ -161,6 +178,18 @@ class MTPPluginOptions(ConfigModel):
                         f"synthetic_acceptance.{i}",
                         f"expected at most the rate before it ({before}), got {rate}",
                     )
+
+    @property
+    def verifications(self) -> tuple[str, ...]:
+        """What requests may ask for; the first is presumed."""
+        asked = self.verification
+        return (asked,) if isinstance(asked, str) else asked
+
+    def drafts_of(self, verification: str) -> str:
+        """How drafts are drawn for one of `verifications`, where a request does not say."""
+        allowed = _DRAFTS_OF[verification]
+        asked = self.draft_sampling
+        return asked if asked is not None and asked in allowed else allowed[0]
 
     @property
     def is_synthetic(self) -> bool:

@@ -50,6 +50,22 @@ SyntheticAcceptance = Annotated[
 ]
 
 
+def _verification_tag(value: Any) -> str:
+    """Whether one way to judge drafts is meant or a list of them."""
+    return "<ways>" if isinstance(value, (list, tuple)) else "<way>"
+
+
+Verification = Annotated[
+    Annotated[Literal["coupled", "rejection", "block", "synthetic"], Tag("<way>")]
+    | Annotated[
+        tuple[Literal["coupled", "rejection", "block"], ...],
+        BeforeValidator(_tuple_from_list),
+        Tag("<ways>"),
+    ],
+    Discriminator(_verification_tag),
+]
+
+
 def _switch_tag(value: Any) -> str | None:
     """Whether a switch is set or left to the machine; None: neither."""
     if isinstance(value, bool):

@@ -147,6 +147,7 @@ class Admission:
             RequestError: naming every reason why they cannot be served.
         """
         unsupported = params.unsupported(self._pieces.served_options)
+        unsupported += self._pieces.refusals(params.asked())
         if params.stop and self._tokenizer is None:
             unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
         elif params.stop:

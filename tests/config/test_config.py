@@ -463,7 +463,8 @@ positive = st.integers(1, 64)
 verifications = st.sampled_from(
     [("coupled", "coupled"), ("coupled", "greedy")]
     + [(mode, drafts) for mode in ("rejection", "block") for drafts in ("plain", "greedy")]
-    + [("synthetic", "coupled"), ("synthetic", "greedy")]
+    + [("synthetic", "coupled"), ("synthetic", "greedy"), ("rejection", None)]
+    + [(("coupled", "block"), drafts) for drafts in ("coupled", "plain", "greedy", None)]
 )
 
 

@@ -235,6 +235,22 @@ TYPE_CASES = [
         "expected one of 'coupled', 'rejection', 'block', 'synthetic', got 'exact'",
     ),
     Case(
+        "no such choice in a list",
+        mtp("mtp: {verification: [coupled, synthetic]}"),
+        "speculative_config.mtp.verification.1: "
+        "expected one of 'coupled', 'rejection', 'block', got 'synthetic'",
+    ),
+    Case(
+        "no choice at all",
+        mtp("mtp: {verification: []}"),
+        "speculative_config.mtp.verification: expected at least one, got a list without any",
+    ),
+    Case(
+        "a choice twice",
+        mtp("mtp: {verification: [coupled, block, block]}"),
+        "speculative_config.mtp.verification: expected each at most once, got 'block' twice",
+    ),
+    Case(
         "word for rates",
         mtp("mtp: {verification: synthetic, synthetic_acceptance: high}"),
         "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1 or a list "
@@ -463,7 +479,7 @@ COMBINATION_CASES = [
     ),
     Case(
         "rejection of coupled drafts",
-        mtp("mtp: {verification: rejection}"),
+        mtp("mtp: {verification: rejection, draft_sampling: coupled}"),
         "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'rejection' "
         "verification; expected one of plain, greedy",
     ),
@@ -472,6 +488,12 @@ COMBINATION_CASES = [
         mtp("mtp: {verification: block, draft_sampling: coupled}"),
         "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'block' "
         "verification; expected one of plain, greedy",
+    ),
+    Case(
+        "rejection and block of coupled drafts",
+        mtp("mtp: {verification: [rejection, block], draft_sampling: coupled}"),
+        "speculative_config.mtp.draft_sampling: 'coupled' cannot be verified by 'rejection', "
+        "'block' verification; expected one of plain, greedy",
     ),
     Case(
         "synthetic verification of plain drafts",

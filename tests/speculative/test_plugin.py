@@ -189,14 +189,10 @@ def test_target_only_decoding_costs_one_row() -> None:
     ("config", "message"),
     [
         (MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True), "3 is more than the checkpoint"),
-        (
-            MTPDecodingConfig(mtp={"verification": "block", "draft_sampling": "plain"}),
-            "not built in this version: mtp.verification=block, mtp.draft_sampling=plain",
-        ),
         (OtherDecodingConfig("NGRAM"), "expected an MTPDecodingConfig, got OtherDecodingConfig"),
         (None, "expected an MTPDecodingConfig, got NoneType"),
     ],
-    ids=["layers", "sampling", "foreign", "nothing"],
+    ids=["layers", "foreign", "nothing"],
 )
 def test_configs_that_cannot_serve(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -436,7 +432,7 @@ def test_every_plugin_keeps_what_requests_ask_for(make: Any) -> None:
     pieces = make()
     assert isinstance(pieces.manager, ResourceManager)
     assert pieces.slot_of == pieces.manager.slot_of
-    assert pieces.manager.modes[0].columns == pieces.worker.verifier.modes[0].columns == ()
+    assert pieces.manager.modes[0].columns == pieces.worker.verifier.modes[0].columns
     assert pieces.served_options >= {"min_tokens", "stop_token_ids", "speculate"}
     assert pieces.served_options >= {"temperature", "top_k", "top_p", "min_p", "seed"}
     assert "n" not in pieces.served_options

@@ -109,6 +109,13 @@ class HostStep:
             ),
         )
 
+    @property
+    def draft_probs(self) -> torch.Tensor | None:
+        """[S, K, V] float32: what the drafts of every slot were drawn from, where the manager keeps
+        it."""
+        pool: torch.Tensor | None = getattr(self.manager, "draft_probs", None)
+        return pool
+
     def expect_slots(self) -> SlotRows:
         """What is kept of the step's requests.
 

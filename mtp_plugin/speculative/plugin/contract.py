@@ -7,7 +7,7 @@ once the model is there. It then runs the pieces without knowing what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -120,6 +120,11 @@ def no_replay_checks() -> AbstractContextManager[Sequence[ReplayCheck]]:
     return nullcontext(())
 
 
+def no_refusals(asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
+    """None at all."""
+    return ()
+
+
 @dataclass(frozen=True)
 class SpeculativePieces:
     """The pieces that an executor plugs into its loop."""
@@ -140,6 +145,8 @@ class SpeculativePieces:
     """Gets every request-step from the sampler; None: nobody does."""
     label: Label | None = None
     """What reports of acceptance and text must say; None: the text is the target's own."""
+    refusals: Callable[[Mapping[str, Any]], Iterable[str]] = no_refusals
+    """Options that a request asks for, by name -> why they cannot be served as they are."""
     shorter_steps: bool = False
     """The worker obeys the metadata's ``runtime_draft_len``; False: every step has K, of which
     ``draft_lengths`` lets requests verify fewer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from mtp_plugin.speculative.plugin.contract import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.verification import BUILT, check_modes, label_of
+from mtp_plugin.speculative.verification import check_modes, label_of, refusals
 
 
 class MTPPlugin:
@@ -37,7 +38,6 @@ class MTPPlugin:
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
         """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
         config = self._own(config).resolve(num_mtp_layers)
-        self._refuse_unbuilt(config)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
         check_modes(DecodingOptions.read(config))
@@ -113,6 +113,7 @@ class MTPPlugin:
             lengths,
             alarms,
             label,
+            refusals=partial(refusals, worker.verifier.modes),
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,
             backend=worker.backend,
@@ -166,14 +167,3 @@ class MTPPlugin:
         if not isinstance(config, MTPDecodingConfig):
             raise ConfigError(f"MTP: expected an MTPDecodingConfig, got {type(config).__name__}")
         return config
-
-    @staticmethod
-    def _refuse_unbuilt(config: MTPDecodingConfig) -> None:
-        """Name every option that the schema knows and this version does not run."""
-        asked = (
-            ("verification", config.mtp.verification, BUILT),
-            ("draft_sampling", config.mtp.draft_sampling, ("coupled", "greedy")),
-        )
-        unbuilt = [f"mtp.{name}={value}" for name, value, built in asked if value not in built]
-        if unbuilt:
-            raise ConfigError(f"not built in this version: {', '.join(unbuilt)}")

@@ -18,6 +18,7 @@ from mtp_plugin.speculative.plugin.contract import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import SlotStateManager
+from mtp_plugin.speculative.verification import refusals
 
 NO_SPECULATION = "none"
 
@@ -80,6 +81,7 @@ class NoSpeculationPlugin:
             plan,
             manager.slot_of,
             sampler.served_options,
+            refusals=partial(refusals, worker.verifier.modes),
             backend=worker.backend,
             device_store=sampler.device_tensors,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,

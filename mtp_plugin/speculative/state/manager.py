@@ -42,6 +42,8 @@ class SlotStateManager:
     :class:`~mtp_plugin.speculative.verification.relaxed.RelaxedVerification` the
     ``mtp_relaxed_delta_pool`` [S] float32.
 
+    ``draft_probs`` [S, K, V] float32 is what drafts were drawn from, where a mode reads it.
+
     Args:
         modes: of verification, whose columns the table has.
         max_num_requests: requests that one batch holds.
@@ -88,6 +90,7 @@ class SlotStateManager:
         self._pools = tuple(column.name for column in columns if column.is_pool)
         for name in self._pools:
             setattr(self, name, self.table.column(name))
+        self.draft_probs = self._make_draft_probs(vocab_size)
 
     @property
     def num_rows(self) -> int:
@@ -171,6 +174,8 @@ class SlotStateManager:
         told = f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
         if self.edit_rows is not None:
             told += f", logit edits {self.edit_rows.num_bytes / 2**20:.1f} MiB"
+        if self.draft_probs is not None:
+            told += f", draft probabilities {self.draft_probs.nbytes / 2**20:.1f} MiB"
         return told
 
     def bytes_per_slot(self) -> int:
@@ -180,8 +185,10 @@ class SlotStateManager:
     def _values_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         values = facts.columns(self.engine_seed)
         for mode in self.modes:
-            if mode.columns:  # a host copies the tokens of a prompt for who asks
-                values.update(mode.slot_values(facts, request.get_tokens(0)))
+            if mode.columns:
+                # a host copies the tokens of a prompt for who asks
+                tokens = request.get_tokens(0) if mode.reads_tokens else ()
+                values.update(mode.slot_values(facts, tokens))
         if BUDGET in facts.options:
             values.update(self._thought_of(request, facts))
         return values
@@ -221,6 +228,20 @@ class SlotStateManager:
         recent = list(tokens[-MAX_BAD_WORD_LEN:])
         padding = [NO_TOKEN] * (MAX_BAD_WORD_LEN - len(recent))
         return {**rows, "recent": padding + recent}
+
+    def _make_draft_probs(self, vocab_size: int | None) -> torch.Tensor | None:
+        """[S, K, V] float32, nothing for ids that are never drafted; None: no mode reads it."""
+        per_slot = max((mode.num_draft_probs for mode in self.modes), default=0)
+        if per_slot == 0:
+            return None
+        expect(
+            vocab_size is not None,
+            ConfigError,
+            f"{type(self).__name__}: vocab_size must be given with mtp.verification rejection or "
+            "block, which keep what drafts are drawn from, got None",
+        )
+        shape = (self.num_rows, per_slot, vocab_size or 0)
+        return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def _expect_size(self, name: str, value: int) -> None:
         expect(

@@ -8,8 +8,10 @@ from mtp_plugin.speculative.verification.registry import (
     check_modes,
     label_of,
     make_modes,
+    refusals,
 )
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
+from mtp_plugin.speculative.verification.residual import ResidualVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.verifier import Verifier
 
@@ -18,6 +20,7 @@ __all__ = [
     "MODES",
     "DraftPass",
     "RelaxedVerification",
+    "ResidualVerification",
     "StrictVerification",
     "VerificationInputs",
     "VerificationMode",
@@ -25,4 +28,5 @@ __all__ = [
     "check_modes",
     "label_of",
     "make_modes",
+    "refusals",
 ]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from mtp_plugin.errors import MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
+from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.step import StepLayout
 from mtp_plugin.speculative.verification.draft_rules import (
-    COUPLED_DRAFTS,
     GREEDY_DRAFTS,
+    SAMPLED_DRAFTS,
     DraftRule,
 )
 
@@ -29,11 +31,23 @@ class VerificationInputs:
     step: HostStep
     logits: torch.Tensor  # [C + G*(K+1), V] of the target, edited as the requests ask
     input_ids: torch.Tensor | None  # [T]; None: the caller has none
+    rows: DrawnRows | None = None  # of the target; None: nothing is drawn
+    cuts: torch.Tensor | None = None  # of the draw, [rows, NUM_CUTS]; None: no mode reads them
 
     @property
     def layout(self) -> StepLayout:
         """The step's shape."""
         return self.step.layout
+
+    def expect_rows(self) -> DrawnRows:
+        """The rows of the target, of a step in which tokens are drawn.
+
+        Raises:
+            MetadataError: they are not.
+        """
+        if self.rows is None:
+            raise MetadataError("verification: expected the rows of a step that draws, got None")
+        return self.rows
 
 
 class VerificationMode(ABC):
@@ -47,12 +61,19 @@ class VerificationMode(ABC):
     """
 
     name: ClassVar[str]
-    verification: ClassVar[str | None] = None
-    """Value of ``mtp.verification`` that asks for it; None: another option does."""
-    draft_rule: DraftRule = COUPLED_DRAFTS
+    verifications: ClassVar[tuple[str, ...]] = ()
+    """Values of ``mtp.verification`` that ask for it; none: another option does."""
+    draft_rule: DraftRule = SAMPLED_DRAFTS
     """How drafts are drawn for this mode, and what is kept of them."""
+    reads_cuts: ClassVar[bool] = False
+    """Whether it asks what the draw left of the target's rows."""
+    num_draft_probs: int = 0
+    """Drafts per slot of which it reads what they were drawn from, in ``draft_probs`` of the
+    manager."""
     columns: Sequence[SlotColumn] = ()
     """What it keeps per slot, behind what every slot has."""
+    reads_tokens: ClassVar[bool] = True
+    """Whether what it keeps depends on a request's tokens; False: it is given none."""
     served_options: ClassVar[frozenset[str]] = frozenset()
     """Options of a request that it gives."""
     refused_options: ClassVar[frozenset[str]] = frozenset()
@@ -68,7 +89,7 @@ class VerificationMode(ABC):
     @classmethod
     def is_enabled(cls, options: DecodingOptions) -> bool:
         """Whether a config asks for this mode."""
-        return options.mtp.verification == cls.verification
+        return not set(options.mtp.verifications).isdisjoint(cls.verifications)
 
     @classmethod  # noqa: B027 - most have nothing to check
     def check(cls, options: DecodingOptions) -> None:
@@ -82,6 +103,10 @@ class VerificationMode(ABC):
     def label(cls, options: DecodingOptions) -> Label | None:  # noqa: ARG003
         """What reports say of texts and figures; None: the text is the target's own."""
         return None
+
+    def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
+        """Why a request that asks for these options, by name, cannot be served here."""
+        return ()
 
     @abstractmethod
     def verify(

@@ -11,7 +11,8 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.draft import place_drafts, propose
 from mtp_plugin.speculative.ops.logits import DrawnRows
-from mtp_plugin.speculative.ops.sampling import draw
+from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
+from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
 from mtp_plugin.speculative.step import DraftColumn
 
 
@@ -38,8 +39,10 @@ class GreedyDrafts:
         propose(logits, draft_pass.place, backend=backend)
 
 
-class CoupledDrafts:
-    """What the target would draw of these logits, with the same noise; greedy in greedy steps."""
+class SampledDrafts:
+    """As every request's slot says: what the target would draw of these logits with the same noise,
+    a draw of its own whose distribution is kept, or the highest value's id; this last in greedy
+    steps."""
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
         step, place = draft_pass.step, draft_pass.place
@@ -47,9 +50,25 @@ class CoupledDrafts:
             propose(logits, place, backend=backend)
             return
         rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column, place.drafts)
-        drafts = draw(logits, rows, step.drawn_slots(), vocab_ids=place.vocab_ids, backend=backend)
+        slots, pool = step.drawn_slots(), step.draft_probs
+        cuts = None
+        if pool is not None:
+            cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
+        drafts = draw(
+            logits,
+            rows,
+            slots,
+            by_choice="draft_sampling" in slots.columns,
+            vocab_ids=place.vocab_ids,
+            cuts=cuts,
+            backend=backend,
+        )
+        if pool is not None and cuts is not None:
+            keep_draft_probs(
+                logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
+            )
         place_drafts(drafts, place, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()
-COUPLED_DRAFTS = CoupledDrafts()
+SAMPLED_DRAFTS = SampledDrafts()

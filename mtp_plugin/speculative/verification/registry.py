@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 import torch
 
 from mtp_plugin.errors import ConfigError, expect
@@ -9,16 +12,18 @@ from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.verification.contract import VerificationMode
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
+from mtp_plugin.speculative.verification.residual import ResidualVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.synthetic import SyntheticVerification
 
 MODES: tuple[type[VerificationMode], ...] = (
     StrictVerification,
+    ResidualVerification,
     RelaxedVerification,
     SyntheticVerification,
 )
 
-BUILT = tuple(mode.verification for mode in MODES if mode.verification is not None)
+BUILT = tuple(asked for mode in MODES for asked in mode.verifications)
 """Values of ``mtp.verification`` that this version has a mode for."""
 
 
@@ -48,12 +53,18 @@ def label_of(options: DecodingOptions) -> Label | None:
     return next((label for label in labels if label is not None), None)
 
 
+def refusals(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> Iterator[str]:
+    """Why a request that asks for these options, by name, cannot be served by these modes."""
+    for mode in modes:
+        yield from mode.refusals(asked)
+
+
 def _enabled(options: DecodingOptions) -> list[type[VerificationMode]]:
-    asked = options.mtp.verification
-    expect(
-        asked in BUILT,
-        ConfigError,
-        f"mtp.verification: expected one of {', '.join(BUILT)}, got {asked!r}, which is not built "
-        "in this version",
-    )
+    for asked in options.mtp.verifications:
+        expect(
+            asked in BUILT,
+            ConfigError,
+            f"mtp.verification: expected one of {', '.join(BUILT)}, got {asked!r}, which is not "
+            "built in this version",
+        )
     return [mode for mode in MODES if mode.is_enabled(options)]

@@ -1,25 +1,58 @@
-"""Strict verification: a draft stands while it is the target's own first choice."""
+"""Strict verification: a draft stands while it is the target's own choice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 from typing_extensions import override
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
+from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, DraftedBy, JudgedBy
+from mtp_plugin.speculative.verification.choice import ServedChoices
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 
 class StrictVerification(VerificationMode):
-    """What judges every row that no other mode claims.
+    """What judges every row that no other mode claims: of greedy requests all, of others
+    ``coupled`` ones.
 
-    Of greedy requests ``verification: coupled`` is this.
+    Its columns say how each request wants its drafts judged and drawn.
     """
 
     name = "strict"
-    verification = "coupled"
+    verifications = ("coupled",)
+    columns = CHOICE_COLUMNS
+    reads_tokens = False
+    served_options = frozenset({"verification", "draft_sampling"})
+
+    def __init__(self, options: DecodingOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self.choices = ServedChoices(options.mtp)
+
+    @classmethod
+    @override
+    def is_enabled(cls, options: DecodingOptions) -> bool:
+        return not options.mtp.is_synthetic
 
     @override
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
         return rules
+
+    @override
+    def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:
+        return self.choices.refusals(asked)
+
+    @override
+    def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:
+        judged_by, drafted_by = self.choices.of(facts.options)
+        return {
+            "verification": JudgedBy[judged_by.upper()],
+            "draft_sampling": DraftedBy[drafted_by.upper()],
+        }

@@ -25,7 +25,7 @@ class SyntheticVerification(VerificationMode):
     """Accepts drafts by draws of ``synthetic_seed`` at the rates of ``synthetic_acceptance``."""
 
     name = "synthetic"
-    verification = "synthetic"
+    verifications = ("synthetic",)
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)

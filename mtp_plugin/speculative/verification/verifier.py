@@ -12,7 +12,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, draw
+from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
@@ -81,23 +81,31 @@ class Verifier:
             return self._judge(inputs, STRICT, last_tokens, backend)
         step, slots = inputs.step, inputs.step.drawn_slots()
         rows = DrawnRows.of_target(step.layout, step.draft_tokens)
+        inputs = replace(inputs, rows=rows)
         if step.only_draws:
-            rules = AcceptanceRules(choices=draw(inputs.logits, rows, slots, backend=backend))
-            return self._judge(inputs, rules, last_tokens, backend)
+            return self._judge_drawn(inputs, last_tokens, backend)
         with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
-            if logits is not inputs.logits:
-                inputs = replace(inputs, logits=logits)
-            choices = draw(logits, rows, slots, backend=backend)
-            forced = None
-            if self.thinking is not None:
-                where = step.layout, step.draft_tokens, slots
-                forced = force_ends(*where, self.thinking, choices, backend=backend)
-            rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
-            accepted = self._judge(inputs, rules, last_tokens, backend)
+            accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
         note_emitted(accepted, slots, backend=backend)
         if self.thinking is not None:
             note_thought(accepted, slots, self.thinking, backend=backend)
         return accepted
+
+    def _judge_drawn(
+        self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
+    ) -> Accepted:
+        """What the modes accept, where the target's tokens are drawn."""
+        logits, slots = inputs.logits, inputs.step.drawn_slots()
+        if any(mode.reads_cuts for mode in self.modes):
+            cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
+            inputs = replace(inputs, cuts=cuts)
+        choices = draw(logits, inputs.expect_rows(), slots, cuts=inputs.cuts, backend=backend)
+        forced = None
+        if self.thinking is not None and not inputs.step.only_draws:
+            where = inputs.layout, inputs.step.draft_tokens, slots
+            forced = force_ends(*where, self.thinking, choices, backend=backend)
+        rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
+        return self._judge(inputs, rules, last_tokens, backend)
 
     def _judge(
         self,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.verification import (
     BUILT,
@@ -50,6 +49,18 @@ CPU = torch.device("cpu")
             "text is not the model's",
             id="synthetic",
         ),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=2, mtp={"verification": "rejection"}),
+            ["strict", "residual"],
+            None,
+            id="rejection",
+        ),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=2, mtp={"verification": ["coupled", "block"]}),
+            ["strict", "residual"],
+            None,
+            id="block-too",
+        ),
         pytest.param(SimpleNamespace(max_draft_len=2), ["strict"], None, id="a-host's"),
         pytest.param(
             SimpleNamespace(max_draft_len=2, mtp=SimpleNamespace()),
@@ -65,24 +76,6 @@ def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None
     assert [mode.name for mode in make_modes(options, CPU)] == names
     told = label_of(options)
     assert (None if told is None else str(told)) == label
-
-
-@pytest.mark.parametrize("relaxed", [False, True])
-def test_a_verification_that_is_not_built(relaxed: bool) -> None:
-    """Another mode beside it does not hide it."""
-    config = SimpleNamespace(
-        max_draft_len=2,
-        use_relaxed_acceptance_for_thinking=relaxed,
-        mtp=SimpleNamespace(verification="rejection", draft_sampling="plain"),
-    )
-    options = DecodingOptions.read(config)
-    for ask in (lambda: check_modes(options), lambda: make_modes(options, CPU)):
-        with pytest.raises(
-            ConfigError,
-            match=r"mtp.verification: expected one of coupled, synthetic, got 'rejection', which "
-            r"is not built in this version",
-        ):
-            ask()
 
 
 def test_names_tell_modes_apart() -> None:

@@ -80,7 +80,8 @@ def test_every_mode_decides_its_own_rows(backend: Backend, monkeypatch: Any) -> 
     assert last.tolist() == [3, 2, 3, 2]
     assert mode.calls == [(backend, False)]
     assert len(reductions) == 1
-    assert verifier.served_options == EDITED_OPTIONS | DRAWN_OPTIONS | {"n"}
+    choices = StrictVerification.served_options
+    assert verifier.served_options == EDITED_OPTIONS | DRAWN_OPTIONS | choices | {"n"}
 
 
 HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}
