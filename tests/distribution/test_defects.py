@@ -1,0 +1,111 @@
+"""R28: the suite sees what it is for: each of these defects, planted, fails it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.speculative.ops.sampling import Role
+from mtp_plugin.speculative.ops.sampling import reference as draws
+from mtp_plugin.speculative.ops.sampling.residual import reference as odds
+from tests.distribution.chain import Language, Ways, texts
+from tests.distribution.test_emitted import LEAST_TAIL, VOCAB, least_tail
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def residual_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    right = odds._Case.tokens_behind
+
+    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
+        moved = replace(case, q=case.q.roll(1, dims=1))
+        return right(moved, matches)
+
+    patch.setattr(odds._Case, "tokens_behind", wrong)
+
+
+def cuts_without_renormalisation(patch: pytest.MonkeyPatch) -> None:
+    """Of the target alone: what the cuts leave keeps the share that it had."""
+    right = odds._Case.of.__func__
+
+    def wrong(cls: Any, logits: torch.Tensor, rows: Any, slots: Any, *others: Any) -> Any:
+        case = right(cls, logits, rows, slots, *others)
+        scores = draws.scaled(logits.float(), torch.ones(len(logits)))
+        mass = scores.exp().sum(dim=1).view(case.p.shape[:2])
+        return replace(case, p=torch.where(case.p > 0, case.scores.exp() / mass.unsqueeze(2), 0))
+
+    patch.setattr(odds._Case, "of", classmethod(wrong))
+
+
+def one_uniform_for_all_tests(patch: pytest.MonkeyPatch) -> None:
+    right = odds._Case.of.__func__
+
+    def wrong(cls: Any, *inputs: Any) -> Any:
+        case = right(cls, *inputs)
+        return replace(case, tests=case.tests[:, :1].expand_as(case.tests))
+
+    patch.setattr(odds._Case, "of", classmethod(wrong))
+
+
+def a_test_with_the_noise_of_the_residual(patch: pytest.MonkeyPatch) -> None:
+    right = odds.words_of
+
+    def wrong(ids: Any, seed: Any, indices: Any, role: Any, step: Any) -> Any:
+        return right(ids, seed, indices, Role.RESIDUAL, step)
+
+    patch.setattr(odds, "words_of", wrong)
+
+
+def drafts_with_the_noise_of_the_residual(patch: pytest.MonkeyPatch) -> None:
+    """As coupled drafts share the target's."""
+    patch.setattr(odds, "gumbel", lambda *a: draws.gumbel(*a[:3], Role.PLAIN_DRAFT, *a[4:]))
+
+
+def rejection_draws_of_the_target(patch: pytest.MonkeyPatch) -> None:
+    """What follows a rejected draft is of p, as if nothing had been tested."""
+    right = odds._Case.tokens_behind
+
+    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.zeros_like(case.is_present)), matches)
+
+    patch.setattr(odds._Case, "tokens_behind", wrong)
+
+
+def block_without_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Whether drafts behind stand was decided by noise that is met again."""
+    for module in (odds, draws):
+        patch.setattr(
+            module, "noise_steps", lambda slots, requests: torch.zeros_like(slots.of(requests))
+        )
+
+
+BOTH = ("rejection", "block")
+PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
+    (residual_of_the_row_before, BOTH),
+    (cuts_without_renormalisation, BOTH),
+    (one_uniform_for_all_tests, BOTH),
+    (a_test_with_the_noise_of_the_residual, BOTH),
+    (drafts_with_the_noise_of_the_residual, BOTH),
+    (rejection_draws_of_the_target, BOTH),
+    (block_without_a_step, ("block",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "modes"), PLANTED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_defects_are_seen_r28(
+    plant: Plant, modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    number, options = 8000, {"temperature": 1.0, "top_k": 4}
+    language = Language.of(11, VOCAB, likeness=0.3)
+    ways = [Ways(mode, "plain", options) for mode in modes]
+    text, _ = texts(language, ways, number=number, draft_len=3, length=5)
+    tails = [least_tail(mine, language, options) for mine in text.split(number)]
+    print(plant.__name__, tails)
+    assert max(tails) < LEAST_TAIL / 100
