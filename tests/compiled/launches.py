@@ -36,6 +36,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify import (
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -53,7 +54,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     build_reused_inputs,
 )
 from mtp_plugin.speculative.ops.emitted import note_emitted
-from mtp_plugin.speculative.ops.logits import DrawnRows, banned_masked
+from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import Role, draw

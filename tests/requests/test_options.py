@@ -27,7 +27,7 @@ from mtp_plugin.requests.options import (
     is_greedy,
 )
 from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 

@@ -13,9 +13,9 @@ from mtp_plugin.errors import MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.step import StepLayout
 from mtp_plugin.speculative.verification.draft_rules import (
     GREEDY_DRAFTS,

@@ -9,8 +9,8 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import place_drafts, propose
-from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
 from mtp_plugin.speculative.step import DraftColumn

@@ -9,9 +9,10 @@ import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.emitted import note_emitted
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked
+from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.step import Accepted

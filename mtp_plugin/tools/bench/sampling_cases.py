@@ -10,8 +10,8 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
-from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.ops.sampling import draw
 from mtp_plugin.speculative.step import EditPools, SlotRows, StepLayout
 from mtp_plugin.tools.bench.case import Case, Trial

@@ -12,8 +12,8 @@ from typing_extensions import override
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, edited, edits_of
 from mtp_plugin.speculative.ops.acceptance import contract
-from mtp_plugin.speculative.ops.logits.edits_kernel import ALLOWED_ROW, edited, edits_of
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 TEMPERATURE = tl.constexpr(request_column("temperature"))

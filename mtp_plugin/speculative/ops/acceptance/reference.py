@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.speculative.logit_rows import DrawnRows, edited
 from mtp_plugin.speculative.ops.acceptance.contract import (
     GREEDY_BELOW,
     RUN_COLUMN,
     AcceptanceRules,
     RelaxedRule,
 )
-from mtp_plugin.speculative.ops.logits import DrawnRows, edited
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,

@@ -1,7 +1,5 @@
-"""Target logits -> logits that tokens may be taken from."""
+"""Target logits -> logits without the ids that must not come next."""
 
-from mtp_plugin.speculative.ops.logits.contract import DrawnRows
 from mtp_plugin.speculative.ops.logits.door import banned_masked
-from mtp_plugin.speculative.ops.logits.reference import EDITED_OPTIONS, edited
 
-__all__ = ["EDITED_OPTIONS", "DrawnRows", "banned_masked", "edited"]
+__all__ = ["banned_masked"]

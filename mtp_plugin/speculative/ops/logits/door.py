@@ -13,8 +13,8 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.logits import reference
-from mtp_plugin.speculative.ops.logits.contract import DrawnRows
 from mtp_plugin.speculative.step import SlotRows, check_slots
 
 

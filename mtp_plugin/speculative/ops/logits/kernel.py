@@ -5,7 +5,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 
 PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
 MIN_TOKENS = tl.constexpr(request_column("min_tokens"))

@@ -12,8 +12,8 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.logits import reference
-from mtp_plugin.speculative.ops.logits.contract import DrawnRows
 from mtp_plugin.speculative.ops.logits.kernel import hide_kernel, restore_kernel
 from mtp_plugin.speculative.step import SlotRows
 

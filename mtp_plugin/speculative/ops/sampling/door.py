@@ -12,7 +12,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import reference
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, Role, check_cuts
 from mtp_plugin.speculative.step import SlotRows, check_slots, expect_vocab

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.ops.logits.edits_kernel import edited, edits_of
-from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     Row,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.ops.logits.edits_kernel import Edits, edited
+from mtp_plugin.speculative.logit_rows.edits_kernel import Edits, edited
 from mtp_plugin.speculative.ops.sampling.contract import DraftedBy, JudgedBy, Role
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))

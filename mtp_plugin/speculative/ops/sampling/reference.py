@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.ops.logits import DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import DrawnRows, edited
 from mtp_plugin.speculative.ops.sampling.contract import (
     NUM_CUTS,
     STEP_COLUMN,

@@ -18,7 +18,8 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.ops.logits import EDITED_OPTIONS, DrawnRows, banned_masked, launch
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
+from mtp_plugin.speculative.ops.logits import banned_masked, launch
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.kernels.top_k.launches import captured

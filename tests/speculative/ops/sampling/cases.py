@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import poisoned_memory

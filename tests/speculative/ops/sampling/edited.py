@@ -13,9 +13,9 @@ import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import POOL_ROWS
-from mtp_plugin.speculative.ops.logits import DrawnRows
-from mtp_plugin.speculative.ops.logits.edits_kernel import edited, edits_of
-from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits import story as edits
 from tests.speculative.ops.logits.pools import pools_of

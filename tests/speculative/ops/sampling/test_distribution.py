@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.on_device import DEVICE, vector

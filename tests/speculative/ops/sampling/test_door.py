@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw, launch
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.logits import DrawnRows, reference
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import edits as reference
 from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.step import StepLayout
 from tests.doors import check_strided_arguments, storage

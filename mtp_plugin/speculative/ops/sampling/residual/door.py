@@ -13,7 +13,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_integers, is_integral
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, check_cuts
 from mtp_plugin.speculative.ops.sampling.residual import reference
 from mtp_plugin.speculative.ops.sampling.residual.contract import Judgement, check_draft_probs

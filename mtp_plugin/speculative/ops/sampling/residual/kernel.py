@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.ops.logits.edits_kernel import edits_of
-from mtp_plugin.speculative.ops.logits.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import edits_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.ops.sampling.contract import JudgedBy, Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,

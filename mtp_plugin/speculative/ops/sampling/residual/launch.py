@@ -9,7 +9,7 @@ import triton
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN
 from mtp_plugin.speculative.ops.sampling.residual.contract import Judgement
 from mtp_plugin.speculative.ops.sampling.residual.kernel import (
