@@ -222,6 +222,7 @@ def _decode(
     from mtp_plugin.tools.terminal.decoding import (
         compare_with_target_only_decoding,
         engine_seed_of,
+        redraws,
         run_batch,
     )
     from mtp_plugin.tools.terminal.report import Report
@@ -250,7 +251,10 @@ def _decode(
         with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
             run_without_mtp = run_batch(llm, prompts, params)
         del llm
-    if compare:
+    redrawing = redraws(settings, params)
+    if compare and redrawing is not None:
+        log.write_line(f"not compared: {redrawing} verification draws texts of its own")
+    elif compare:
         with progress(log) as tell:
             tell("decoding without the executor, for the text")
             model.set_attn_implementation("sdpa")

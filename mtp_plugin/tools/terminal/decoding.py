@@ -24,6 +24,9 @@ WARM_UP_TOKENS = 4
 PIECE = 16
 """Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
 
+REDRAWING = ("rejection", "block")
+"""Verifications that keep the distribution, and not the text of a seed."""
+
 OnStep = Callable[[list[tuple[int, StepEvent]]], None]
 """Called with a step's events, each with the number of its prompt, counted from 0."""
 
@@ -122,6 +125,17 @@ def engine_seed_of(config: LLMConfig) -> int:
     """That requests without a seed draw with."""
     speculative = config.speculative_config
     return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
+
+
+def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
+    """The verification under which a drawn text is another than the target's own, as likely one;
+    None: it is the target's own."""
+    speculative = config.speculative_config
+    if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
+        return None
+    given = params.verification or speculative.mtp.verification
+    presumed = given if isinstance(given, str) else given[0]
+    return presumed if presumed in REDRAWING else None
 
 
 # --- the comparison with target-only decoding ---

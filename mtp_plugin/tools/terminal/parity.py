@@ -25,6 +25,7 @@ from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_
 from mtp_plugin.tools.terminal.decoding import (
     Decoded,
     engine_seed_of,
+    redraws,
     run_batch,
     verdicts_of_target_only_decoding,
 )
@@ -206,6 +207,13 @@ def run_parity(
         MTPPluginError: a checkpoint, config, prompt or tolerance that cannot be run.
     """
     TieRule(torch.float32, tie_ulps)  # refuses what is no tolerance, before any weight is loaded
+    for _, config in variants:
+        redrawing = redraws(config, params)
+        if redrawing is not None:
+            raise ConfigError(
+                f"parity: {redrawing} verification draws texts of its own by design; expected a "
+                "config that verifies drawn tokens by coupled first, or greedy decoding"
+            )
     model: LoadedModel | None = None
     tokenizer: Any = None
     prompts: list[list[int]] = []

@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from mtp_plugin import cli
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.models import load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
@@ -373,6 +375,24 @@ def test_a_text_that_may_differ_by_design_is_refused(
     result = run("-c", str(file))
     assert result.code == 2
     assert "changes the text by design" in result.err
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_drawn_texts_of_their_own_are_refused(verification: str) -> None:
+    mtp = {"verification": verification, "draft_sampling": "plain"}
+    config = LLMConfig(
+        model="nowhere", speculative_config=MTPDecodingConfig.model_validate({"mtp": mtp})
+    )
+    with pytest.raises(ConfigError, match=f"{verification} verification draws texts of its own"):
+        parity.run_parity(
+            [(parity.Variant("eagle", 1, 8), config)],
+            [],
+            SamplingParams(temperature=0.7),
+            num_prompts=1,
+            seed=0,
+            tie_ulps=4,
+            on_progress=print,
+        )
 
 
 @pytest.mark.parametrize(
