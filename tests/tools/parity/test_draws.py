@@ -80,6 +80,16 @@ def test_what_a_cut_may_leave_out_is_in_the_way_by_its_distance_from_it() -> Non
     assert gap_of_draw(rule, row, [], 0) == pytest.approx(0.125, abs=1e-6)
 
 
+def test_a_score_that_comes_to_another_rank_may_leave_the_share() -> None:
+    """The first of two near scores is kept alone; as the second it would not be."""
+    row = torch.tensor([0.0, -0.125, -3.0])
+    rules = (rule_of(top_p=0.5, seed=seed) for seed in range(1000))
+    noisy = ((rule, row + rule.noise([], 3)) for rule in rules)
+    rule = next(rule for rule, scores in noisy if scores[0] > scores[1] + 1)
+    assert rule.choose(row, []) == 0
+    assert gap_of_draw(rule, row, [], 1) == pytest.approx(0.125, abs=1e-6)
+
+
 def test_ids_that_are_never_written_are_infinitely_far() -> None:
     rule = rule_of(bad_token_ids=[3])
     assert gap_of_draw(rule, torch.zeros(VOCAB), [], 3) == math.inf
