@@ -76,16 +76,16 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def slot_rows(requests: int) -> SlotRows:
+def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
     """Of a table that has the columns of relaxed acceptance too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
     kinds["relaxed_run"] = int
     columns = TableColumns([*REQUEST_COLUMNS, *(SlotColumn(*column) for column in kinds.items())])
-    words = -(-VOCAB // 32)
+    words = -(-vocab // 32)
     pools = EditPools(
-        bias=floats(2, VOCAB, dtype=F32),
+        bias=floats(2, vocab, dtype=F32),
         allowed=ints(2, words + 1),
-        counts=ints(2, VOCAB, dtype=torch.int16),
+        counts=ints(2, vocab, dtype=torch.int16),
         seen=ints(2, words),
         words=ints(2, 64, 16),
     )
@@ -155,7 +155,7 @@ def compile_draws() -> None:
         draw(
             floats(requests * width, vocab, dtype=dtype),
             rows,
-            slot_rows(requests),
+            slot_rows(requests, VOCAB if ids is not None else vocab),
             role=Role.TARGET if width > 1 else Role.PLAIN_DRAFT,
             vocab_ids=ids,
             backend=Backend.TRITON,

@@ -197,6 +197,7 @@ def test_a_count_ends_at_what_16_bits_hold(backend: Backend) -> None:
     drafts = vector([1, 1, 1], torch.int32).unsqueeze(0)
     row = [-65534.5, 0.0, -65535.5]
     assert one(asks, row, backend, drafts=drafts) == [1, 0, 0, 0]
+    assert one(asks, [-65535.5, 0.0], backend, drafts=drafts) == [1, 1, 1, 1]
     assert one(replace(asks, counts={1: 32768}), [-32768.5, 0.0], backend) == [1]
 
 
