@@ -9,7 +9,10 @@ import pytest
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.requests.thinking import (
+    ThinkingEnd,
+    names_thinking_tokens,
     read_thinking_token,
+    resolve_thinking_end,
     resolve_thinking_tokens,
     thinking_after,
 )
@@ -94,3 +97,66 @@ def test_the_last_of_the_two_counts(tokens: list[int], thinks: bool) -> None:
 
 def test_unset_tokens_never_begin_a_phase() -> None:
     assert not thinking_after([0, 1, 2], -1, -1)
+
+
+# --- budgets ---
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        (config(), ThinkingEnd(7, (8,), 8)),
+        (config(begin_thinking_phase_token=3), ThinkingEnd(3, (8,), 8)),
+        (config(mtp={"end_thinking_phase": "<two>"}), ThinkingEnd(7, (1, 2))),
+        (config(mtp={"thinking_end": [5, 8]}), ThinkingEnd(7, (5, 8), 8)),
+        (config(mtp={"begin_thinking_phase": "<two>"}), None),
+        (config(mtp={"end_thinking_phase": "<none>"}), None),
+        (None, ThinkingEnd(7, (8,), 8)),
+    ],
+    ids=["tags", "id", "end-of-two", "own-end", "begin-of-two", "no-end", "no-config"],
+)
+def test_what_budgets_go_by(given: object, end: ThinkingEnd | None) -> None:
+    assert resolve_thinking_end(given, WORDS.__getitem__) == end
+
+
+def test_budgets_without_a_tokenizer() -> None:
+    assert resolve_thinking_end(config(), None) is None
+    ids = config(begin_thinking_phase_token=3, end_thinking_phase_token=4)
+    assert resolve_thinking_end(ids, None) == ThinkingEnd(3, (4,), 4)
+    own = config(begin_thinking_phase_token=3, mtp={"thinking_end": [9, 9]})
+    assert resolve_thinking_end(own, None) == ThinkingEnd(3, (9, 9))
+    with pytest.raises(ConfigError, match=r"thinking_end: \(9,\) is forced behind the token that"):
+        resolve_thinking_end(config(mtp={"thinking_end": [9]}), None)
+
+
+@pytest.mark.parametrize("end", [(), (1,) * 17, (1, -1)])
+def test_ends_that_cannot_be(end: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="thinking_end: expected 1 to 16 ids >= 0"):
+        ThinkingEnd(7, end)
+
+
+def test_whether_a_config_says_anything_of_tags() -> None:
+    assert not names_thinking_tokens(None)
+    assert not names_thinking_tokens(config())
+    assert names_thinking_tokens(config(end_thinking_phase_token=4))
+    assert names_thinking_tokens(config(mtp={"thinking_end": [4]}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt_len", "state"),
+    [
+        ([1, 2], 1, (-1, 0)),
+        ([7, 1, 2], 3, (0, 0)),
+        ([7, 1, 2], 1, (2, 0)),
+        ([7, 1, 5], 1, (2, 1)),
+        ([7, 5, 5, 6], 1, (3, 2)),
+        ([7, 5, 6, 8], 1, (-1, 0)),
+        ([7, 8, 1], 1, (-1, 0)),
+        ([7, 1, 2, 3, 8], 1, (4, 0)),
+        ([7, 7], 1, (1, 0)),
+    ],
+    ids=["out", "prompt", "two", "began", "twice", "ended", "by-token", "forced", "again"],
+)
+def test_where_a_text_stands(tokens: list[int], prompt_len: int, state: tuple[int, int]) -> None:
+    """The end is 5 6 8, of which 8 ends by itself until it is forced, behind three tokens."""
+    assert ThinkingEnd(7, (5, 6, 8), 8).behind(tokens, prompt_len, 3) == state

@@ -39,7 +39,7 @@ def options_of(r: random.Random, vocab: int) -> dict[str, Any]:
         "allowed_token_ids": tuple(r.sample(range(vocab), r.randint(1, vocab))),
         "repetition_penalty": r.choice([0.8, 1.4]),
         "presence_penalty": r.uniform(-1, 2),
-        "frequency_penalty": r.uniform(-1, 2),
+        "frequency_penalty": r.uniform(-1, 1),
     }
     return {name: value for name, value in several.items() if r.random() < 0.5}
 
@@ -67,7 +67,7 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
             rows[first + i] = rule.edited(rows[first + i], before)
             if g >= 0 and i < case.layout.draft_len:
                 near = rows[first + i].topk(4).indices.tolist()
-                case.drafts[g, i] = r.choice(near[:1] * 3 + near)
+                case.drafts[g, i] = r.choice([*near[:1] * 3, *near, *before[-1:] * 4])
                 before = [*before, int(case.drafts[g, i])]
     done = rows.to(DEVICE)
     chosen = best_ids(done).int().masked_fill((done == -torch.inf).all(dim=1), -1)
@@ -77,25 +77,31 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
     return replace(case, relaxed=relaxed, **chosen_of), replace(case, logits=done, **chosen_of)
 
 
-def some_case(seed: int, vocab: int = 127) -> Case:
-    return make_case(
+def some_case(seed: int) -> Case:
+    """All think, but for a few that draw, and distances decide about most drafts."""
+    case = make_case(
         seed,
         num_contexts=seed % 2,
-        num_generations=8,
-        k=1 + seed % 4,
-        vocab=vocab,
+        num_generations=12,
+        k=3,
+        vocab=17,
         dtype=DTYPES[seed % 3],
         smooth=True,
-        stops=1,
     )
+    thinkers = [
+        Thinker(topk=4, limit=(0.03, 0.1, 0.2)[place % 3], temperature=0.7 * (place % 6 == 5))
+        for place in range(case.layout.num_requests)
+    ]
+    extras = {"run_limit": 1} if seed % 3 == 2 else {"entropy_scale": 2.0} if seed % 3 else {}
+    return replace(case, relaxed=relaxed_rule(thinkers, 18, 19, seed=seed, **extras))
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_edited_values_decide(backend: Backend) -> None:
     decided = 0
-    for seed in range(10 if backend is Backend.TORCH else 3):
+    for seed in range(3):
         case, beforehand = edited_by(some_case(seed), seed)
-        for kind in ("relaxed", "mixed"):
+        for kind in ("relaxed",) if seed else ("relaxed", "mixed"):
             rules = replace(case.rules(kind), choices=case.choices)
             plain = replace(beforehand.rules(kind), choices=case.choices)
             margin = beforehand.margins(plain)
@@ -103,7 +109,7 @@ def test_edited_values_decide(backend: Backend) -> None:
             close = undecided(margin, plain, case.layout)
             mine = case.judge(replace(rules, edited_by=case.relaxed.slots), backend)
             assert_same(mine, beforehand.judge(plain, Backend.TORCH), ~close)
-    assert decided > (12 if backend is Backend.TORCH else 3)
+    assert decided > 20
 
 
 @pytest.mark.parametrize("backend", Backend)
