@@ -148,11 +148,22 @@ def test_relaxed_requests_end_there_too(bed, target, prompts):
             assert text[4 + len(end) :][: len(told)] == told
 
 
-def test_synthetic_runs_end_there_too(bed, prompts):
+@pytest.mark.parametrize(
+    ("mtp", "drawn"),
+    [
+        ({"verification": "synthetic", "synthetic_acceptance": 1.0}, {}),
+        ({"verification": "rejection", "draft_sampling": "plain"}, {"temperature": 0.9}),
+        ({"verification": "block", "draft_sampling": "plain"}, {"temperature": 0.9}),
+    ],
+    ids=["synthetic", "rejection", "block"],
+)
+def test_r53_other_modes_end_there_too(bed, prompts, mtp, drawn):
+    """R53: whatever judges the drafts, nothing else stands in a forced row."""
     thinking, _ = batch_of(prompts)
-    mtp = {"verification": "synthetic", "synthetic_acceptance": 1.0}
     llm = bed.llm(speculative=spec(TWO, **mtp))
-    asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4)
+    asked = SamplingParams(
+        max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4, **drawn
+    )
     for text, prompt in zip(generate(llm, thinking, asked), thinking, strict=True):
         if END not in (*prompt, *text[:4]) and text[3] != TWO[0]:
             assert tuple(text[4:6]) == TWO
