@@ -18,6 +18,8 @@ from mtp_plugin.speculative.step import SlotRows
 PIECE = 4096
 """Columns that a program of the scan reads, 16 per thread."""
 WARPS = 8
+EDIT_WARPS = 16
+"""Of the scan of rows that may be edited: half as many values leave a thread room for the edits."""
 CHUNKS = 32
 """Of a piece."""
 LOAD_BYTES = 16
@@ -82,10 +84,11 @@ def draw(
         slots.table.stride(0),
         slots.slot_ids.stride(0),
     )
+    scan_warps = WARPS if pools is None else EDIT_WARPS
     constants: dict[str, Any] = {
         "PIECE": PIECE,
         "CHUNKS": CHUNKS,
-        "THREADS": WARPS * 32,
+        "THREADS": scan_warps * 32,
         "EACH": LOAD_BYTES // logits.element_size(),
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
@@ -97,7 +100,7 @@ def draw(
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
     scan_kernel[(num_rows * num_pieces,)](
-        *inputs, tops, details, masses, *sizes, **constants, num_warps=WARPS
+        *inputs, tops, details, masses, *sizes, **constants, num_warps=scan_warps
     )
     finish_kernel[(num_rows,)](
         *inputs,
