@@ -483,14 +483,14 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 68 numbers that every slot has: 20, the 16 last tokens, and 32 stop ids
-        (target_only, 4 * 68),
-        (eagle, 4 * 68),
+        # 70 numbers: 20, the 16 last tokens, 32 stop ids, how drafts are judged and drawn
+        (target_only, 4 * 70),
+        (eagle, 4 * 70),
         # two pairs of eight numbers of two bytes and a token
-        (vanilla, 4 * 68 + 2 * (8 * 2 + 4)),
+        (vanilla, 4 * 70 + 2 * (8 * 2 + 4)),
         (
             lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
-            4 * 72,
+            4 * 74,
         ),
     ],
     ids=["none", "eagle", "vanilla", "relaxed"],

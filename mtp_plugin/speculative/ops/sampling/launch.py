@@ -18,8 +18,6 @@ from mtp_plugin.speculative.step import SlotRows
 PIECE = 4096
 """Columns that a program of the scan reads, 16 per thread."""
 WARPS = 8
-EDIT_WARPS = 16
-"""Of the scan of rows that may be edited: half as many values leave a thread room for the edits."""
 CHUNKS = 32
 """Of a piece."""
 LOAD_BYTES = 16
@@ -29,6 +27,8 @@ SOME_ROWS = 264
 
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
+ALL_REGISTERS, FEW_ROWS = 255, 132
+"""Of one that may edit, while every row has a multiprocessor of its own."""
 
 
 def draw(
@@ -84,11 +84,10 @@ def draw(
         slots.table.stride(0),
         slots.slot_ids.stride(0),
     )
-    scan_warps = WARPS if pools is None else EDIT_WARPS
     constants: dict[str, Any] = {
         "PIECE": PIECE,
         "CHUNKS": CHUNKS,
-        "THREADS": scan_warps * 32,
+        "THREADS": WARPS * 32,
         "EACH": LOAD_BYTES // logits.element_size(),
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
@@ -100,7 +99,7 @@ def draw(
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
     scan_kernel[(num_rows * num_pieces,)](
-        *inputs, tops, details, masses, *sizes, **constants, num_warps=scan_warps
+        *inputs, tops, details, masses, *sizes, **constants, num_warps=WARPS
     )
     finish_kernel[(num_rows,)](
         *inputs,
@@ -119,7 +118,7 @@ def draw(
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
         WARPS=warps,
         num_warps=warps,
-        maxnreg=REGISTERS,
+        maxnreg=ALL_REGISTERS if pools is not None and num_rows <= FEW_ROWS else REGISTERS,
     )
     return tokens
 
