@@ -535,14 +535,15 @@ small_cases = st.builds(
 )
 
 
-def chosen_rows(case: Case, seed: int) -> Case:
-    """Its first choices as choices, and some drafts that alone may stand."""
+def chosen_rows(case: Case, seed: int, share: float = 0.1) -> Case:
+    """Its first choices as choices, and a share of drafts that alone may stand."""
     dice = torch.Generator().manual_seed(seed)
     first = best_ids(case.logits).int()
     dead = (without_nan(case.logits) == -torch.inf).all(dim=1)
     first = torch.where(dead, -1, first)
     drafts = torch.nn.functional.pad(case.drafts.int(), (0, 1), value=-1).reshape(-1)
-    only = torch.where(torch.rand(first.shape, generator=dice).to(DEVICE) < 0.1, drafts, -1)
+    drafts = torch.nn.functional.pad(drafts, (case.layout.num_contexts, 0), value=-1)
+    only = torch.where(torch.rand(first.shape, generator=dice).to(DEVICE) < share, drafts, -1)
     only = torch.where((only < case.logits.shape[1]) & ~dead, only, -1)
     return replace(case, choices=torch.where(only >= 0, only, first), forced_ids=only)
 

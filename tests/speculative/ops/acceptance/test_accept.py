@@ -132,8 +132,7 @@ def assert_strict(case: Case, backend: Backend) -> None:
 def test_no_rule_emits_a_masked_or_foreign_token(case: Case) -> None:
     everything = [Thinker(topk=99, limit=1.0)] * case.layout.num_requests
     rule = relaxed_rule(everything, case.relaxed.begin_token, case.relaxed.end_token)
-    case = chosen_rows(replace(case, relaxed=rule), seed=1)
-    case = replace(case, forced_ids=torch.full_like(case.forced_ids, -1))
+    case = chosen_rows(replace(case, relaxed=rule), seed=1, share=0.0)
     usable, vocab, width = without_nan(case.logits), case.logits.shape[1], case.layout.step_rows
     for kind in KINDS:
         accepted = case.judge(kind, Backend.TORCH).accepted

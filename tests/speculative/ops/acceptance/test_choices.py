@@ -106,7 +106,7 @@ def test_forced_ids_stand_alone_whatever_rule_judges(backend: Backend) -> None:
 @both
 def test_forced_ids_without_choices(backend: Backend) -> None:
     rules = AcceptanceRules(forced_ids=vector([1], torch.int32))
-    with pytest.raises(TensorContractError, match="forced_ids: expected choices beside them"):
+    with pytest.raises(TensorContractError, match="forced_ids: expected choices beside it"):
         accept(
             layout_of(1, 0, 1),
             torch.zeros(1, VOCAB, device=DEVICE),
