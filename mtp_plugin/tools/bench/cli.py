@@ -134,6 +134,16 @@ def e2e(
             "drafts 1..i. Default: real for a checkpoint, 0.8 for a shape.",
         ),
     ] = None,
+    ask: Annotated[
+        str | None,
+        typer.Option(
+            "--ask",
+            metavar="NAME,NAME",
+            help="Kinds of requests that take turns in one executor: greedy, sampled, "
+            "sampled-logprob, sampled-top5, sampled-penalty, one-sampled; of a checkpoint also "
+            "coupled, rejection, block or greedy-drafts with -t0.6 or -t1.0. Default: greedy.",
+        ),
+    ] = None,
     draft_vocab: Annotated[
         int | None,
         typer.Option(
@@ -193,6 +203,7 @@ def e2e(
 
     Exit code 1: a case did not match or failed. 2: a named error.
     """
+    from mtp_plugin.tools.bench.e2e.asks import GREEDY
     from mtp_plugin.tools.bench.e2e.cases import E2EOptions
     from mtp_plugin.tools.bench.e2e.run import run
 
@@ -212,6 +223,7 @@ def e2e(
         transformers=generate,
         quick=quick,
         only=only,
+        asks=tuple(ask.split(",")) if ask else (GREEDY,),
     )
     code = run(
         options,

@@ -56,3 +56,22 @@ def graph_target(bounds: dict[int, int], batch: int) -> Target | None:
     """The bound for ``batch``, where there is one."""
     bound = bounds.get(batch)
     return None if bound is None else Target(graph_us=bound)
+
+
+@dataclass(frozen=True)
+class StepRatio:
+    """How long a step may take beside one of another kind of requests in the same run."""
+
+    over: str
+    at_most: dict[int, float]
+    """By batch size."""
+
+
+ASKED_STEPS = {
+    "sampled": StepRatio("greedy", {1: 1.015, 8: 1.015, 64: 1.02}),
+    "sampled-logprob": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.01)),
+    "sampled-top5": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.03)),
+    "sampled-penalty": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.02)),
+    "one-sampled": StepRatio("greedy", dict.fromkeys((8, 64), 1.01)),
+}
+"""Of whole steps by what requests ask for: `bench e2e --shape 8gb`, eagle, K = 3."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.requests.logprobs import Logprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.bench.case import BenchmarkError
 
@@ -48,6 +49,8 @@ class Run:
     seconds: float
     first_tokens_seconds: float
     """Until every request had its first token."""
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    """What was told of the tokens of each; None: nothing was asked."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +79,7 @@ def pooled(runs: Sequence[Run]) -> Run:
         [step for run in runs for step in run.steps],
         statistics.median(run.seconds for run in runs),
         statistics.median(run.first_tokens_seconds for run in runs),
+        runs[0].logprobs,
     )
 
 
@@ -93,13 +97,22 @@ class Batch:
     Args:
         llm: with room for all of them at once.
         prompts: token ids. num_tokens: that each request emits, end tokens or not.
+        params: what each asks for, as many tokens among it; None: all are greedy.
     """
 
-    def __init__(self, llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> None:
-        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        params: Sequence[SamplingParams] | None = None,
+    ) -> None:
+        if params is None:
+            greedy = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+            params = [greedy] * len(prompts)
         self._executor = llm.executor
         self._device = llm.device
-        self.requests = llm.make_requests(prompts, [params] * len(prompts))
+        self.requests = llm.make_requests(prompts, params)
         self._emitted = {request.request_id: 0 for request in self.requests}
         self._num_started = 0
         self._most = 0  # of what one request emitted
@@ -165,18 +178,20 @@ def run_batch(
     prompts: Sequence[list[int]],
     num_tokens: int,
     *,
+    params: Sequence[SamplingParams] | None = None,
     before: Callable[[], Any] | None = None,
     after: Callable[[Call], Any] | None = None,
 ) -> Run:
     """Run a batch to its end.
 
     Args:
+        params: as of `Batch`.
         before, after: called around every step that may be steady, outside of its call.
 
     Raises:
         BenchmarkError: a request failed or was preempted.
     """
-    batch = Batch(llm, prompts, num_tokens)
+    batch = Batch(llm, prompts, num_tokens, params)
     preemptions = llm.executor.num_preemptions
     synchronize(llm.device)
     calls: list[Call] = []
@@ -199,7 +214,8 @@ def run_batch(
         preempted == 0, BenchmarkError, f"{preempted} requests were preempted: too few KV blocks"
     )
     tokens = [request.output_token_ids for request in batch.requests]
-    return Run(tokens, timed_steps(calls, end), end - start, first)
+    logprobs = [request.logprobs for request in batch.requests]
+    return Run(tokens, timed_steps(calls, end), end - start, first, logprobs)
 
 
 def timed_steps(calls: Sequence[Call], end: float) -> list[TimedStep]:

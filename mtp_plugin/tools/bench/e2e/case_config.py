@@ -9,6 +9,7 @@ from mtp_plugin.errors import expect
 from mtp_plugin.executor.resolved_config import resolve_max_seq_len
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.asks import verifications_of
 from mtp_plugin.tools.bench.e2e.batch import steady_tokens
 from mtp_plugin.tools.bench.e2e.cases import VANILLA, E2ECase, E2EOptions, Synthetic
 from mtp_plugin.tools.bench.e2e.subject import Subject
@@ -54,6 +55,9 @@ def executor_config(
                 "synthetic_acceptance": list(synthetic.shares(case.k)),
                 "synthetic_seed": synthetic.seed,
             }
+        verifications = verifications_of(options.asks)
+        if len(verifications) > 1:
+            speculative["mtp"]["verification"] = verifications
         config["speculative_config"] = speculative
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.asks import GREEDY, check_asks
 
 BATCHES = (1, 8, 32, 128)
 QUICK_BATCHES = (1, 2)
@@ -103,6 +104,8 @@ class E2EOptions:
     transformers: bool = True
     quick: bool = False
     only: str | None = None
+    asks: tuple[str, ...] = (GREEDY,)
+    """What requests ask for, by the names of `ASKS`."""
 
     @property
     def input_tokens(self) -> int:
@@ -118,8 +121,10 @@ class E2EOptions:
         """Refuse what cannot be run.
 
         Raises:
-            BenchmarkError: a number out of its bounds, a worker that is none, rates that are none.
+            BenchmarkError: a number out of its bounds, a worker that is none, rates that are none,
+                names of `--ask` that are none.
         """
+        check_asks(self.asks, is_synthetic=self.acceptance is not None)
         for name, numbers in (
             ("batch", self.batches),
             ("k", self.ks),

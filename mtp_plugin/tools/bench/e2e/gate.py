@@ -79,7 +79,7 @@ class Gate:
             f"request {number}: two runs without MTP differ from token {position + 1} on"
             for other in others
             for number, (one, two) in enumerate(zip(first.token_ids, other.token_ids, strict=True))
-            if (position := _first_difference(one, two)) is not None
+            if (position := first_difference(one, two)) is not None
         ]
         asked = min(self._num_oracle_requests, len(prompts))
         found = self.match_oracle(prompts[:asked], first.token_ids[:asked])
@@ -96,7 +96,7 @@ class Gate:
             f"target-only decoding of {len(prompts)} requests",
             sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
-            _told(found),
+            told_of(found),
         )
 
     def match_on(self, prompts: Sequence[list[int]], runs: Sequence[Run], off: Run) -> Match:
@@ -105,7 +105,7 @@ class Gate:
         for run in runs:
             if run.token_ids not in different:
                 different.append(run.token_ids)
-        return _all_of([self.match_tokens(prompts, ids, off.token_ids) for ids in different])
+        return all_of([self.match_tokens(prompts, ids, off.token_ids) for ids in different])
 
     def match_tokens(
         self,
@@ -123,7 +123,7 @@ class Gate:
             "the run without MTP",
             sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
-            _told(found),
+            told_of(found),
         )
 
     def match_synthetic(
@@ -141,10 +141,15 @@ class Gate:
                 repeat its draws.
         """
         vocab = self._subject.model.facts.vocab_size
-        return _all_of([_match_draws(run, num_tokens, vocab, shares, measure(run)) for run in runs])
+        return all_of([_match_draws(run, num_tokens, vocab, shares, measure(run)) for run in runs])
+
+    def compare_greedy(self, prompt: list[int], tokens: list[int]) -> Comparison:
+        """One greedy text beside target-only decoding's; the model runs with transformers'
+        attention."""
+        return self._with_oracle(prompt, tokens)
 
     def _with_tokens(self, prompt: list[int], tokens: list[int], expected: list[int]) -> Comparison:
-        position = _first_difference(tokens, expected)
+        position = first_difference(tokens, expected)
         if position is None:
             return Comparison(len(tokens))
         same_length = len(tokens) == len(expected)
@@ -183,7 +188,7 @@ def _match_draws(
     return Match("valid ids and the asked-for acceptance", run.num_tokens, 0, mismatches)
 
 
-def _all_of(matches: list[Match]) -> Match:
+def all_of(matches: list[Match]) -> Match:
     """What several runs gave; what they have in common is told once."""
     return Match(
         matches[0].compared_with,
@@ -199,7 +204,8 @@ def _divergence(tokens: list[int], expected: list[int], position: int) -> Diverg
     return Divergence(position, ours, theirs)
 
 
-def _told(found: list[Comparison]) -> list[str]:
+def told_of(found: list[Comparison]) -> list[str]:
+    """A line for each comparison that found a difference."""
     told = []
     for number, comparison in enumerate(found):
         other = comparison.difference
@@ -215,7 +221,8 @@ def _told(found: list[Comparison]) -> list[str]:
     return told
 
 
-def _first_difference(ours: list[int], theirs: list[int]) -> int | None:
+def first_difference(ours: list[int], theirs: list[int]) -> int | None:
+    """The first position at which two texts differ, or one has ended."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     position = next((i for i, (a, b) in pairs if a != b), None)
     if position is None and len(ours) != len(theirs):

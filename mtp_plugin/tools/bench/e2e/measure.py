@@ -14,8 +14,10 @@ import torch
 
 from mtp_plugin.errors import MTPPluginError, expect
 from mtp_plugin.executor import LLM
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.e2e.asks import ASKS, GREEDY, Ask, asked_of, check_asks
 from mtp_plugin.tools.bench.e2e.batch import (
     Batch,
     Call,
@@ -31,8 +33,9 @@ from mtp_plugin.tools.bench.e2e.case_config import (
     executor_config,
 )
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
-from mtp_plugin.tools.bench.e2e.gate import Gate
-from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome, Phases, StepFigures
+from mtp_plugin.tools.bench.e2e.drawn_gate import DrawnGate
+from mtp_plugin.tools.bench.e2e.gate import Gate, Match, all_of
+from mtp_plugin.tools.bench.e2e.outcome import AskOutcome, E2EOutcome, Phases, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.tools.bench.e2e.prompts import make_prompts
 from mtp_plugin.tools.bench.e2e.subject import Subject
@@ -44,19 +47,32 @@ WARM_UP_STEPS = 6
 TRACED_STEPS = 5
 LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
 """Seconds of steps that only generate over which a device is timed, within so many runs."""
+SHARE_OF_SECONDS_OF_ASKS = 0.6
+"""Of those seconds, for each of several kinds of requests: they take turns, so what drifts is in
+all of them."""
 HOST_BOUND_GAP = 0.03
 """Share of a step for which the device may be idle. Copies and the sampler keep any replay from the
 next one for some 16 microseconds: where that is more, steps are as short as the host's part."""
 ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
 
 
+ORACLE_DRAWN_REQUESTS = 2
+"""Asked about draws, which a row of logits takes some hundredth of a second for."""
+UNDRAFTED_TOKENS = 16
+"""Of every request, without drafts, where draws accept and other texts mean nothing."""
+
+
 @dataclass(frozen=True)
 class Measured:
-    """What a case ran; the tokens of every run are compared."""
+    """What requests of one kind ran; the tokens of every run are compared."""
 
     timed: list[Run]
-    others: list[Run]
+    others: list[Run] = field(default_factory=list)
     """For the device's clocks to rise, for the gaps, for the phases."""
+    undrafted: Run | None = None
+    """Without drafts: what drawn texts are compared with."""
+    asked: dict[str, Measured] = field(default_factory=dict)
+    """Other kinds of requests, in the same executor."""
     phases: list[tuple[Call, dict[str, float]]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     """Milliseconds between the replays of steps that only generate; empty without graphs."""
@@ -86,7 +102,9 @@ class E2EBench:
         self.gate = Gate(
             subject, QUICK_ORACLE_REQUESTS if options.quick else ORACLE_REQUESTS, tie_ulps
         )
+        self.drawn_gate = DrawnGate(subject, self.gate, ORACLE_DRAWN_REQUESTS)
         self._off: dict[int, tuple[Run, E2EOutcome]] = {}
+        self._undrafted: dict[tuple[int, str], Run] = {}
         self._ran: dict[str, Any] = {}
 
     def check(self, cases: Sequence[E2ECase]) -> None:
@@ -95,6 +113,7 @@ class E2EBench:
         Raises:
             BenchmarkError: with the case and what is wrong.
         """
+        check_asks(self.options.asks, is_synthetic=self.synthetic is not None)
         for case in cases:
             try:
                 check_case(self.subject, case, self.options, self.synthetic)
@@ -130,9 +149,19 @@ class E2EBench:
         measured = self._run(case)
         match = self.gate.match_off(self.prompts(case.batch), measured.runs)
         figures = self._figures(case, measured) if match.holds else None
-        outcome = E2EOutcome(case, None, figures, match)
+        asked = [self._judge_undrafted(case, *each) for each in measured.asked.items()]
+        outcome = E2EOutcome(case, None, figures, match, asked=tuple(asked))
         self._off[case.batch] = measured.timed[0], outcome
         return outcome
+
+    def _judge_undrafted(self, case: E2ECase, name: str, measured: Measured) -> AskOutcome:
+        """Texts without MTP, with which those of drafts are compared."""
+        (run,) = measured.others
+        params = self._params(ASKS[name].without_drafting, case, self._undrafted_tokens)
+        match = self.drawn_gate.match_oracle(self.prompts(case.batch), params, run)
+        if match.holds:
+            self._undrafted[case.batch, name] = run
+        return AskOutcome(name, match)
 
     def _measure_on(self, case: E2ECase) -> E2EOutcome:
         off = self.off_run(case.batch)
@@ -142,16 +171,83 @@ class E2EBench:
         if self.synthetic is None:
             match = self.gate.match_on(self.prompts(case.batch), measured.runs, off)
         else:
-            match = self.gate.match_synthetic(
-                measured.runs,
-                self.options.output_tokens,
-                self.synthetic.shares(case.k),
-                lambda run: _acceptance(run.steady, case.k).per_position,
-            )
+            match = self._match_drawn(measured, case)
         figures = self._figures(case, measured) if match.holds else None
+        asked = [self._judge_asked(case, *each) for each in measured.asked.items()]
         return E2EOutcome(
-            case, self.synthetic, figures, match, off=self._off[case.batch][1].figures
+            case,
+            self.synthetic,
+            figures,
+            match,
+            off=self._off[case.batch][1].figures,
+            asked=tuple(asked),
+            has_targets=self._has_targets(case),
         )
+
+    def _judge_asked(self, case: E2ECase, name: str, measured: Measured) -> AskOutcome:
+        """Compare, then tell the figures."""
+        try:
+            match = self._match_asked(case, ASKS[name], measured)
+        except BenchmarkError as error:
+            return AskOutcome(name, error=str(error))
+        gaps = measured.gaps
+        return AskOutcome(
+            name,
+            match,
+            self._figures(case, measured) if match.holds else None,
+            host_gap_ms=statistics.median(gaps) if gaps else None,
+        )
+
+    def _match_asked(self, case: E2ECase, ask: Ask, measured: Measured) -> Match:
+        gate, prompts, num_tokens = self.drawn_gate, self.prompts(case.batch), self._num_tokens
+        params = self._params(ask, case, num_tokens)
+        missing = gate.missing_logprobs(params, measured.runs)
+        if ask.is_residual:
+            found = all_of([gate.match_law(prompts, params, run) for run in measured.runs])
+            return replace(found, mismatches=missing + found.mismatches)
+        undrafted = self._undrafted.get((case.batch, ask.name))
+        if undrafted is None:
+            raise BenchmarkError("the run without MTP has no match to compare with")
+        if self.synthetic is None:
+            found = gate.match_texts(prompts, params, measured.runs, undrafted)
+        else:
+            if measured.undrafted is None:
+                raise BenchmarkError("expected a run without drafts, got none")
+            few = self._params(ask.without_drafts, case, self._undrafted_tokens)
+            found = gate.match_synthetic(
+                self._match_drawn(measured, case),
+                gate.match_texts(prompts, few, [measured.undrafted], undrafted),
+            )
+        return replace(found, mismatches=missing + found.mismatches)
+
+    def _has_targets(self, case: E2ECase) -> bool:
+        """Whether `ASKED_STEPS` are for it."""
+        on_device = self.subject.device.type == "cuda" and self.options.graphs
+        return on_device and self.subject.name == "8gb" and case.way == "eagle-k3"
+
+    def _match_drawn(self, measured: Measured, case: E2ECase) -> Match:
+        """Where draws accept: ids, and the shares asked for."""
+        if self.synthetic is None:
+            raise BenchmarkError("expected synthetic acceptance, got real")
+        return self.gate.match_synthetic(
+            measured.runs,
+            self._num_tokens,
+            self.synthetic.shares(case.k),
+            lambda run: _acceptance(run.steady, case.k).per_position,
+        )
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.options.output_tokens
+
+    @property
+    def _undrafted_tokens(self) -> int:
+        """Of each request of a run without drafts."""
+        most = self._num_tokens
+        return most if self.synthetic is None else min(most, UNDRAFTED_TOKENS)
+
+    def _params(self, ask: Ask, case: E2ECase, num_tokens: int) -> list[SamplingParams]:
+        return ask.params(case.batch, num_tokens, self.options.seed)
 
     def _run(self, case: E2ECase) -> Measured:
         measured = self._with_executor(case, lambda llm: self._timed(llm, case))
@@ -169,18 +265,15 @@ class E2EBench:
         # graphs that are captured in here hold the clock's marks, those above do not
         with watch(self.subject.model, clock):
             run = self._with_executor(
-                case, lambda llm: self._decode(llm, case, before=clock.begin, after=after)
+                case,
+                lambda llm: self._decode(llm, case, ASKS[GREEDY], before=clock.begin, after=after),
             )
         return replace(measured, others=[*measured.others, run], phases=phases)
 
     def _timed(self, llm: LLM, case: E2ECase) -> Measured:
-        timed, others = [self._decode(llm, case)], []
-        least = LEAST_SECONDS[llm.device.type]
-        if _steady_seconds(timed) < least:
-            # too short for a device's clocks to be where they stay
-            timed, others = [], timed
-            while _steady_seconds(timed) < least and len(timed) < MOST_RUNS:
-                timed.append(self._decode(llm, case))
+        others = asked_of(self.options.asks, case.batch)
+        asks = [ASKS[GREEDY]] if case.is_off else [ASKS[GREEDY], *others]
+        found = self._rounds(llm, case, asks)
         captured = llm.executor.engine.captured
         self._ran = {
             "attention": llm.attn_backend.name,
@@ -189,27 +282,67 @@ class E2EBench:
         }
         if self.trace is not None and not case.is_off:
             self._write_trace(llm, case, self.trace)
-        gaps = GapClock()
+        for ask in asks:
+            found[ask.name] = self._with_gaps(llm, case, ask, found[ask.name])
+        greedy = found.pop(GREEDY)
+        if case.is_off:
+            for ask in others:
+                run = self._undrafted_run(llm, case, ask.without_drafting)
+                found[ask.name] = Measured([], [run])
+        elif self.synthetic is not None:
+            for ask in others:
+                run = self._undrafted_run(llm, case, ask.without_drafts)
+                found[ask.name] = replace(found[ask.name], undrafted=run)
+        return replace(greedy, asked=found)
+
+    def _rounds(self, llm: LLM, case: E2ECase, asks: Sequence[Ask]) -> dict[str, Measured]:
+        """Runs of every kind of requests in turn, until each was timed for long enough."""
+        runs = {ask.name: [self._decode(llm, case, ask)] for ask in asks}
+        least = LEAST_SECONDS[llm.device.type]
+        if len(self.options.asks) > 1:
+            least *= SHARE_OF_SECONDS_OF_ASKS
+        if all(_steady_seconds(each) >= least for each in runs.values()):
+            return {name: Measured(each) for name, each in runs.items()}
+        # too short for a device's clocks to be where they stay
+        first, runs = runs, {ask.name: [] for ask in asks}
+        for _ in range(MOST_RUNS):
+            for ask in asks:
+                runs[ask.name].append(self._decode(llm, case, ask))
+            if all(_steady_seconds(each) >= least for each in runs.values()):
+                break
+        return {name: Measured(each, first[name]) for name, each in runs.items()}
+
+    def _with_gaps(self, llm: LLM, case: E2ECase, ask: Ask, measured: Measured) -> Measured:
+        """With what lies between replays, in a run of its own."""
+        captured = llm.executor.engine.captured
+        others, gaps = measured.others, GapClock()
         if captured is not None:
             captured.around_replay = gaps.around
-            others.append(self._decode(llm, case, before=gaps.count_next))
+            others = [*others, self._decode(llm, case, ask, before=gaps.count_next)]
         elif not self.options.phases:
-            others.append(self._decode(llm, case))
+            others = [*others, self._decode(llm, case, ask)]
         synchronize(self.subject.device)
-        return Measured(timed, others, gaps=gaps.read())
+        return replace(measured, others=others, gaps=gaps.read())
+
+    def _undrafted_run(self, llm: LLM, case: E2ECase, ask: Ask) -> Run:
+        num_tokens = self._undrafted_tokens
+        params = self._params(ask, case, num_tokens)
+        return run_batch(llm, self.prompts(case.batch), num_tokens, params=params)
 
     def _decode(
         self,
         llm: LLM,
         case: E2ECase,
+        ask: Ask,
         *,
         before: Callable[[], Any] | None = None,
         after: Callable[[Call], Any] | None = None,
     ) -> Run:
-        prompts = self.prompts(case.batch)
-        few = min(self.options.output_tokens, WARM_UP_STEPS * (case.k + 1))
-        run_batch(llm, prompts, few)
-        run = run_batch(llm, prompts, self.options.output_tokens, before=before, after=after)
+        prompts, most = self.prompts(case.batch), self._num_tokens
+        few = min(most, WARM_UP_STEPS * (case.k + 1))
+        run_batch(llm, prompts, few, params=self._params(ask, case, few))
+        params = self._params(ask, case, most)
+        run = run_batch(llm, prompts, most, params=params, before=before, after=after)
         expect(
             len(run.steady) >= LEAST_STEADY_STEPS,
             BenchmarkError,

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.bench.e2e.asks import GREEDY, SAMPLED
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, Synthetic
 from mtp_plugin.tools.bench.e2e.gate import Match
+from mtp_plugin.tools.bench.targets import ASKED_STEPS, StepRatio
 from mtp_plugin.tools.bench.timing import Times
 
 
@@ -73,6 +75,31 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
+class AskOutcome:
+    """A kind of requests in the executor of a case, or the reason why there are no figures."""
+
+    ask: str
+    match: Match | None = None
+    figures: StepFigures | None = None
+    """None where texts alone were compared: without MTP."""
+    error: str | None = None
+    host_gap_ms: float | None = None
+    """Median between replays; None: eager steps."""
+
+    @property
+    def matched(self) -> bool:
+        """Whether the texts are right."""
+        return self.error is None and self.match is not None and self.match.holds
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong."""
+        if self.matched:
+            return None
+        return self.error or f"no match: {'; '.join(self.match.mismatches if self.match else [])}"
+
+
+@dataclass(frozen=True)
 class E2EOutcome:
     """A case with figures, or with the reason why there are none."""
 
@@ -88,11 +115,65 @@ class E2EOutcome:
     """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
     a graph."""
     seconds: float = 0.0
+    asked: tuple[AskOutcome, ...] = ()
+    """Other requests than greedy ones, in the same executor."""
+    has_targets: bool = False
+    """Whether it is of the size that `ASKED_STEPS` are for."""
 
     @property
     def matched(self) -> bool:
         """Whether there are figures."""
         return self.figures is not None
+
+    @property
+    def all_matched(self) -> bool:
+        """Of all kinds of requests."""
+        return self.matched and all(each.matched for each in self.asked)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why there are no figures, of every kind of requests that has none."""
+        told = [] if self.problem is None else [f"{self.case.label}: {self.problem}"]
+        return told + [
+            f"{self.case.label} {each.ask}: {each.problem}"
+            for each in self.asked
+            if each.problem is not None
+        ]
+
+    def step_over(self, ask: str, over: str) -> float | None:
+        """The median step of a kind of requests as a multiple of that of another; None where one
+        has no figures."""
+        figures = {each.ask: each.figures for each in self.asked} | {GREEDY: self.figures}
+        one, other = figures.get(ask), figures.get(over)
+        return None if one is None or other is None else one.step_ms.median / other.step_ms.median
+
+    def target_of(self, ask: str) -> StepRatio | None:
+        """How long a step of a kind of requests may take, where that was asked."""
+        target = ASKED_STEPS.get(ask) if self.has_targets else None
+        return None if target is None or self.case.batch not in target.at_most else target
+
+    def _described(self, asked: AskOutcome) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "ask": asked.ask,
+            "matched": asked.matched,
+            "match": None if asked.match is None else asked.match.as_dict(),
+        }
+        if asked.figures is None:
+            return told | {"error": asked.error}
+        told |= asked.figures.as_dict(self.case.batch)
+        told.pop("phases_ms")
+        told["host_gap_ms"] = asked.host_gap_ms
+        told["median_step_over"] = {
+            over: ratio
+            for over in (GREEDY, SAMPLED)
+            if over != asked.ask and (ratio := self.step_over(asked.ask, over)) is not None
+        }
+        target = self.target_of(asked.ask)
+        if target is not None:
+            ratio, bound = self.step_over(asked.ask, target.over), target.at_most[self.case.batch]
+            met = None if ratio is None else ratio <= bound
+            told["target"] = {"over": target.over, "at_most": bound, "met": met}
+        return told
 
     @property
     def problem(self) -> str | None:
@@ -147,6 +228,8 @@ class E2EOutcome:
                 "expected_per_position": list(self.synthetic.shares(case.k)),
                 "seed": self.synthetic.seed,
             }
+        if self.asked:
+            described["asks"] = [self._described(each) for each in self.asked]
         if self.figures is None:
             return described | {"error": self.error}
         described |= self.figures.as_dict(case.batch)

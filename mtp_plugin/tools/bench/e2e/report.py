@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from mtp_plugin.tools.bench.e2e.asks import GREEDY, SAMPLED
 from mtp_plugin.tools.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
 from mtp_plugin.tools.bench.e2e.measure import HOST_BOUND_GAP
 from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome, StepFigures
@@ -93,6 +94,59 @@ def _row(outcome: E2EOutcome) -> list[str]:
     return row + [_milliseconds(value) for value in _phases(figures).values()]
 
 
+def asks_table(outcomes: list[E2EOutcome]) -> Table:
+    """One row per kind of requests and case with MTP."""
+    caption = (
+        "step ms: median; kinds of requests took turns in one executor\n"
+        "target: over greedy, or over sampled where it stands there"
+    )
+    table = Table(box=box.SIMPLE_HEAD, caption=caption)
+    table.add_column("case", no_wrap=True)
+    table.add_column("requests", no_wrap=True)
+    for name in ("step ms", "p20-p80", "over greedy", "over sampled", "target", "met"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("accepted", "tok/s", "gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        if outcome.case.is_off:
+            continue
+        if outcome.figures is not None:
+            table.add_row(*_ask_row(outcome, GREEDY, outcome.figures, None))
+        for each in outcome.asked:
+            if each.figures is None:
+                table.add_row(outcome.case.label, each.ask, "failed" if each.error else "no match")
+            else:
+                table.add_row(*_ask_row(outcome, each.ask, each.figures, each.host_gap_ms))
+    return table
+
+
+def _ask_row(outcome: E2EOutcome, ask: str, figures: StepFigures, gap: float | None) -> list[str]:
+    kind = "" if outcome.synthetic is None else " synth."
+    mark = HOST_BOUND_MARK if figures.host_bound else ""
+    target, told, met = outcome.target_of(ask), "", ""
+    if target is not None:
+        bound, ratio = target.at_most[outcome.case.batch], outcome.step_over(ask, target.over)
+        told = f"<= {bound:g}" + (f" {SAMPLED}" if target.over == SAMPLED else "")
+        met = "" if ratio is None else "yes" if ratio <= bound else "NO"
+    ratios = [
+        "" if ask in (over, GREEDY) or ratio is None else f"{ratio:.3f}"
+        for over in (GREEDY, SAMPLED)
+        for ratio in [outcome.step_over(ask, over)]
+    ]
+    return [
+        outcome.case.label,
+        ask,
+        f"{figures.step_ms.median:.3f}{mark}",
+        spread(figures.step_ms, "{:.3f}".format),
+        *ratios,
+        told,
+        met,
+        f"{figures.acceptance.acceptance_length:.2f}{kind}",
+        number(figures.steady_tokens_per_second),
+        "" if gap is None else f"{gap:.3f}",
+    ]
+
+
 def _phases(figures: StepFigures) -> dict[str, float]:
     """Milliseconds by phase, the host's gap last; empty where none were measured."""
     if figures.phases is None:
@@ -171,12 +225,13 @@ def document(
         "seed": options.seed,
         "cuda_graphs": on_device and options.graphs,
         "draft_vocab": options.draft_vocab,
+        "asks": list(options.asks),
         "acceptance": acceptance_kind(synthetic),
         "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
         "step_ms": TIMED,
         "host_bound_if": HOST_BOUND,
         "tie_tolerance_ulps": tie_ulps,
-        "matched": all(outcome.matched for outcome in outcomes),
+        "matched": all(outcome.all_matched for outcome in outcomes),
         "skipped": skipped,
         "cases": [outcome.as_dict() for outcome in outcomes],
         "transformers": None if transformers is None else transformers.as_dict(),

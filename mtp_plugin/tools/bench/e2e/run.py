@@ -13,6 +13,7 @@ from mtp_plugin.tools.bench.e2e.cases import E2EOptions, cases_of
 from mtp_plugin.tools.bench.e2e.measure import E2EBench
 from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import (
+    asks_table,
     document,
     heading,
     loop_line,
@@ -98,7 +99,7 @@ def run(
         beside = _beside(subject, options, bench)
     write(complete=True)
     _show(log, machine, subject, options, outcomes, beside, path)
-    return 0 if all(outcome.matched for outcome in outcomes) else 1
+    return 0 if all(outcome.all_matched for outcome in outcomes) else 1
 
 
 def _beside(subject: Subject, options: E2EOptions, bench: E2EBench) -> GenerateOutcome | None:
@@ -130,13 +131,15 @@ def _show(
     for line in heading(machine, subject, options):
         out.print(line, soft_wrap=True)
     out.print(results_table(outcomes, is_benchmark=subject.device.type == "cuda"))
+    if len(options.asks) > 1:
+        out.print(asks_table(outcomes))
     single = [o for o in outcomes if o.case.is_off and o.case.batch == 1]
     lines = loop_line(outcomes) + transformers_lines(beside, single[0] if single else None)
     for line in lines:
         out.print(line, soft_wrap=True)
     for outcome in outcomes:
-        if outcome.problem is not None:
-            log.print(f"no figure: {outcome.case.label}: {outcome.problem}", style="red")
+        for problem in outcome.problems:
+            log.print(f"no figure: {problem}", style="red")
     if subject.device.type == "cuda" and path is not None:
         out.print(plot(path.with_suffix(".png"), subject, outcomes), soft_wrap=True)
     out.print(stored_line(path), soft_wrap=True)
