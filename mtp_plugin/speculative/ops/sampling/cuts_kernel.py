@@ -13,6 +13,7 @@ from mtp_plugin.speculative.ops.sampling.search_kernel import (
     LISTED,
     Candidates,
     drawn_of_many,
+    listed,
     tile_of,
 )
 
@@ -158,10 +159,9 @@ def drawn_of_cut(
     """The column that a row draws, and of what stays the deepest depth, the last column there and
     the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
     All pointers stand at the row's own."""
-    # whole tiles are 16 values a thread, or half as many where there is more to hold
+    # whole tiles are 16 values a thread
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * 512 // SIZE
-    SEARCHED: tl.constexpr = WARPS * 256 // SIZE
     temperature = options.temperature
     depths = (top - tops) * scale_of(temperature)
     far = DEEPEST + 0.0
@@ -201,14 +201,7 @@ def drawn_of_cut(
             HAS_EDITS,
         )
         near = (top - x <= reach) & (x > float("-inf"))
-        run = tl.cumsum(near.to(tl.int32), axis=1)
-        per_chunk = tl.max(run, axis=1)
-        start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
-        place = start[:, None] + run - 1
-        near = near & (place < LISTED)
-        tl.store(value_ptr + place, x, mask=near)
-        tl.store(column_ptr + place, columns, mask=near)
-        found += tl.sum(per_chunk, axis=0)
+        found = listed(x, columns, near, found, value_ptr, column_ptr)
         first += GATHERED
     tl.debug_barrier()
 
@@ -234,8 +227,9 @@ def drawn_of_cut(
             CHUNKS,
             THREADS,
             EACH,
+            ALL_CHUNKS,
             HAS_IDS,
             HAS_EDITS,
-            SEARCHED,
+            WARPS,
         )
     return drawn, limit, last, left

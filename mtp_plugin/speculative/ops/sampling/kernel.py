@@ -12,6 +12,8 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    BOUND_SLACK,
+    LOG2_E,
     Row,
     choice_of,
     gumbel,
@@ -27,10 +29,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 
 GREEDY_BELOW = tl.constexpr(1e-5)
-LOG2_E = tl.constexpr(1.4426950408889634)
 NO_COLUMN = tl.constexpr(2147483647)
-BOUND_SLACK = tl.constexpr(1e-3)
-"""More than a bound of a noisy score is off by its rounding."""
 
 CHANGING = ["num_contexts", "width", "column", "role", "num_pieces", "pool_vocab"]
 CHANGING += ["judged_at", "drafted_at", "step_at"]

@@ -16,6 +16,8 @@ MIN_P = tl.constexpr(request_column("min_p"))
 SEED = tl.constexpr(request_column("seed"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_SCALE = tl.constexpr(1.2e-38)
+BOUND_SLACK = tl.constexpr(1e-3)
+"""More than a bound of a noisy score is off by its rounding."""
 
 
 JUDGED_BY_BLOCK = tl.constexpr(int(JudgedBy.BLOCK))

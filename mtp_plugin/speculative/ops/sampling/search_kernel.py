@@ -1,19 +1,42 @@
-"""Cuts that are searched for: draws among any number of candidates, by passes over their chunks."""
+"""Cuts that are searched for: draws among any number of candidates.
+
+Where they are too many to be listed a sample of the row tells between which two depths a cut lies.
+One pass over the candidates measures what is nearer and lists what lies between, where the cut is
+found exactly. Only ids that are equal by thousands take more passes.
+"""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, values_of, words_of
+from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    BOUND_SLACK,
+    LOG2_E,
+    gumbel,
+    gumbel_bound,
+    ids_of,
+    scale_of,
+    values_of,
+    words_of,
+    words_of_groups,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
+NO_DEPTH = tl.constexpr(2139095040)
+"""The key of an infinite depth."""
 LISTED = tl.constexpr(4096)
 """Candidates that are listed; rows of the launch's buffers have as many places."""
-BY_COUNT = tl.constexpr(0)
-BY_MASS = tl.constexpr(1)
-BY_COLUMN = tl.constexpr(2)
+GUESSES = tl.constexpr(4)
+"""Passes that try to list what lies around a cut."""
+HALVINGS = tl.constexpr(10)
+"""Of the depths among which a guess is made."""
+DEVIATIONS = tl.constexpr(2.5)
+"""Of what a sample tells, on both sides of a guess."""
+ROOM = tl.constexpr(0.85)
+"""Of the list, what a guess should fill at most."""
+LEAST_NEED = tl.constexpr(1e-30)
 
 
 class Candidates(NamedTuple):
@@ -24,6 +47,21 @@ class Candidates(NamedTuple):
     value_ptr: tl.tensor
     column_ptr: tl.tensor
     found: tl.tensor  # of the list; more than LISTED: it is not whole
+
+
+@triton.jit
+def _starts(
+    chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr
+):
+    """The first column of each chunk."""
+    return chunks // CHUNKS * PIECE + chunks % CHUNKS * (THREADS // CHUNKS * EACH)
+
+
+@triton.jit
+def _spread(places, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr):
+    """How far behind a chunk's first column its places are."""
+    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
+    return places // SEGMENT * (THREADS * EACH) + places % SEGMENT
 
 
 @triton.jit
@@ -41,51 +79,204 @@ def tile_of(
     HAS_EDITS: tl.constexpr,
 ):
     """Values and columns of some picked chunks, both [TILE, ids of a chunk]; -inf beyond them."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
     at = first + tl.arange(0, TILE)
-    chunk = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-    places = tl.arange(0, PIECE // CHUNKS)
-    places = places // SEGMENT * (THREADS * EACH) + places % SEGMENT
-    starts = chunk // CHUNKS * PIECE + chunk % CHUNKS * SEGMENT
-    columns = starts[:, None] + places[None, :]
+    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
+    places = _spread(tl.arange(0, PIECE // CHUNKS), CHUNKS, THREADS, EACH)
+    columns = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)[:, None] + places[None, :]
     inside = (at < num_picked)[:, None] & (columns < row.vocab)
     return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
 
 
 @triton.jit
-def _size(candidates, SIZE: tl.constexpr):
-    """Places that hold all candidates: of their list, or of the picked chunks."""
-    return tl.where(candidates.found <= LISTED, candidates.found, candidates.num_chunks * SIZE)
-
-
-@triton.jit
-def _page(
+def _words_of_tile(
     row,
-    candidates,
+    chunk_ptr,
+    columns,
     first,
+    num_picked,
+    stream,
+    TILE: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
-    SEARCHED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """The words of the ids of `tile_of`."""
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    if HAS_IDS:
+        return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
+    else:
+        at = first + tl.arange(0, TILE)
+        chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
+        places = _spread(tl.arange(0, SIZE // 4) * 4, CHUNKS, THREADS, EACH)
+        firsts = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)[:, None] + places[None, :]
+        w0, w1, w2, w3 = words_of_groups(firsts >> 2, stream)
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE, SIZE])
+
+
+@triton.jit
+def listed(x, columns, here, found, value_ptr, column_ptr):
+    """List what is ``here`` of a tile behind ``found`` others; how many there are then."""
+    run = tl.cumsum(here.to(tl.int32), axis=1)
+    per_chunk = tl.max(run, axis=1)
+    start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
+    place = start[:, None] + run - 1
+    here = here & (place < LISTED)
+    tl.store(value_ptr + place, x, mask=here)
+    tl.store(column_ptr + place, columns, mask=here)
+    return found + tl.sum(per_chunk, axis=0)
+
+
+@triton.jit
+def _reach(key, temperature):
+    """The largest difference of values whose depth has at most this key; of a key below 0 -1.
+
+    It is next to their product, but for rounding.
+    """
+    about = (key.to(tl.float32, bitcast=True) * temperature).to(tl.int32, bitcast=True)
+    about = tl.maximum(about - 16 + tl.arange(0, 32), 0)
+    differences = about.to(tl.float32, bitcast=True)
+    keys = tl.div_rn(differences, temperature).to(tl.int32, bitcast=True)
+    within = (keys <= key) & (about < NO_DEPTH)
+    return tl.max(tl.where(within, differences, -1.0), axis=0)
+
+
+@triton.jit
+def _guessed(
+    need,
+    by_mass,
+    low,
+    before,
+    high,
+    end,
+    total,
+    row,
+    top,
+    temperature,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
-    """Values and columns of the candidates from place ``first`` on, both [SEARCHED, ids of a
-    chunk]; -inf beyond them."""
+    """Two keys from ``low`` to ``high`` between which a measure of ``need`` is likely reached.
+
+    Up to ``low`` ids measure ``before``, up to ``end`` they measure ``total``. What lies between is
+    told by some ids of every chunk, from both ends, each as far as it can be trusted.
+    """
     SIZE: tl.constexpr = PIECE // CHUNKS
-    if candidates.found <= LISTED:
-        places = tl.arange(0, SEARCHED)[:, None] * SIZE + tl.arange(0, SIZE)[None, :] + first
-        inside = places < candidates.found
-        x = tl.load(candidates.value_ptr + places, mask=inside, other=float("-inf"))
-        columns = tl.load(candidates.column_ptr + places, mask=inside, other=NO_COLUMN)
-    else:
-        x, columns = tile_of(
+    SKIP: tl.constexpr = max(ALL_CHUNKS // SAMPLE, 1)
+    EVERY: tl.constexpr = max(SIZE * ALL_CHUNKS // SAMPLE // SKIP, 1)
+    PER_CHUNK: tl.constexpr = SIZE // EVERY
+    FACTOR: tl.constexpr = SKIP * EVERY
+    each = tl.arange(0, ALL_CHUNKS // SKIP * PER_CHUNK)
+    chunks = each // PER_CHUNK * SKIP
+    # in every chunk others, so that no period of a row is met
+    places = each % PER_CHUNK * EVERY + (chunks * 5 + each % PER_CHUNK * 11) % EVERY
+    columns = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)
+    columns += _spread(places, CHUNKS, THREADS, EACH)
+    inside = columns < row.vocab
+    x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
+    depths = (top - x) * (scale_of(temperature) * LN_2)
+    lowest = tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True))
+    between = inside & (depths > lowest) & (depths <= end.to(tl.float32, bitcast=True))
+    weights = tl.where(between, tl.where(by_mass, tl.exp(-depths), 1.0), 0.0)
+    all_sum = tl.sum(weights, axis=0)
+    all_square = tl.sum(weights * weights, axis=0)
+    deepest = tl.where(between & (depths <= high.to(tl.float32, bitcast=True)), depths, 0.0)
+    deepest = tl.max(deepest, axis=0)
+    near = tl.maximum(lowest, 0.0)
+    near_end = deepest
+    far = near
+    far_end = deepest
+    for _ in range(HALVINGS):
+        middle = (near + near_end) * 0.5
+        measure, error = _estimated(
+            middle, depths, weights, before, total, all_sum, all_square, FACTOR
+        )
+        enough = measure + error >= need
+        near_end = tl.where(enough, middle, near_end)
+        near = tl.where(enough, near, middle)
+        middle = (far + far_end) * 0.5
+        measure, error = _estimated(
+            middle, depths, weights, before, total, all_sum, all_square, FACTOR
+        )
+        enough = measure - error >= need
+        far_end = tl.where(enough, middle, far_end)
+        far = tl.where(enough, far, middle)
+    crowd = tl.sum((between & (depths > near) & (depths <= far_end)).to(tl.float32), axis=0)
+    share = 1.0 / tl.maximum(crowd * FACTOR / (LISTED * ROOM), 1.0)
+    middle = (near + far_end) * 0.5
+    far = tl.where(share < 1, middle + (far_end - middle) * share, far_end)
+    near = tl.where(share < 1, middle + (near - middle) * share, near)
+    near_key = near.to(tl.int32, bitcast=True) - 1
+    far_key = tl.where(far >= deepest, high, far.to(tl.int32, bitcast=True))
+    near_key = tl.maximum(tl.minimum(near_key, high - 1), low)
+    far_key = tl.minimum(tl.maximum(far_key, near_key + 1), high)
+    return near_key, far_key
+
+
+@triton.jit
+def _estimated(depth, depths, weights, before, total, all_sum, all_square, FACTOR: tl.constexpr):
+    """The measure up to a depth as a sample tells it, and how far it may be off."""
+    inner = tl.where(depths <= depth, weights, 0.0)
+    inner_sum = tl.sum(inner, axis=0)
+    inner_square = tl.sum(inner * weights, axis=0)
+    outer_square = tl.maximum(all_square - inner_square, 0.0)
+    share = inner_square / tl.maximum(all_square, 1e-30)
+    from_low = before + FACTOR * inner_sum
+    from_end = total - FACTOR * (all_sum - inner_sum)
+    error = DEVIATIONS * FACTOR * tl.sqrt(share * outer_square)
+    return from_low + (from_end - from_low) * share, error
+
+
+@triton.jit
+def _between(
+    near,
+    far,
+    by_mass,
+    row,
+    candidates,
+    top,
+    temperature,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """List the ids between two keys; what ids measure up to each, and how many are listed.
+
+    One pass over all picked chunks.
+    """
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    scale = scale_of(temperature)
+    near_reach = _reach(near, temperature)
+    far_reach = _reach(far, temperature)
+    chunk_ptr = candidates.chunk_ptr
+    num_chunks = candidates.num_chunks
+    nearer = tl.zeros([TILE, SIZE], tl.float32)
+    within = tl.zeros([TILE, SIZE], tl.float32)
+    found = 0
+    # what was listed before everybody has read
+    tl.debug_barrier()
+    x, columns = tile_of(
+        row, chunk_ptr, 0, num_chunks, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, HAS_EDITS
+    )
+    for first in range(0, num_chunks, TILE):
+        # of the next tile, while this one is measured
+        next_x, next_columns = tile_of(
             row,
-            candidates.chunk_ptr,
-            first // SIZE,
-            candidates.num_chunks,
-            SEARCHED,
+            chunk_ptr,
+            first + TILE,
+            num_chunks,
+            TILE,
             PIECE,
             CHUNKS,
             THREADS,
@@ -93,7 +284,137 @@ def _page(
             HAS_IDS,
             HAS_EDITS,
         )
-    return x, columns
+        differences = top - x
+        weights = tl.where(by_mass, tl.exp2(differences * -scale), 1.0)
+        is_nearer = differences <= near_reach
+        is_within = differences <= far_reach
+        nearer += tl.where(is_nearer, weights, 0.0)
+        within += tl.where(is_within, weights, 0.0)
+        found = listed(
+            x,
+            columns,
+            is_within & (differences > near_reach),
+            found,
+            candidates.value_ptr,
+            candidates.column_ptr,
+        )
+        x = next_x
+        columns = next_columns
+    tl.debug_barrier()
+    return tl.sum(tl.sum(nearer, axis=1), axis=0), tl.sum(tl.sum(within, axis=1), axis=0), found
+
+
+@triton.jit
+def _narrowed(
+    need,
+    by_mass,
+    high,
+    end,
+    total,
+    row,
+    candidates,
+    top,
+    temperature,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    """Two keys such that ids up to the first measure less than ``need`` and up to the second do not,
+    what those up to the first measure, and how many are between; up to LISTED they are listed."""
+    low = tl.full([], -1, tl.int32)
+    before = 0.0
+    number = tl.full([], LISTED + 1, tl.int32)
+    guesses = 0
+    while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
+        near, far = _guessed(
+            need,
+            by_mass,
+            low,
+            before,
+            high,
+            end,
+            total,
+            row,
+            top,
+            temperature,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            ALL_CHUNKS,
+            HAS_IDS,
+            HAS_EDITS,
+            SAMPLE,
+        )
+        nearer, within, found = _between(
+            near,
+            far,
+            by_mass,
+            row,
+            candidates,
+            top,
+            temperature,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            HAS_EDITS,
+            TILE,
+        )
+        is_nearer = (nearer >= need) & (near > low)
+        # the highest key is enough, whatever rounding says
+        is_farther = (within < need) & (far < high)
+        number = tl.where(is_nearer | is_farther, number, found)
+        end = tl.where(is_nearer, near, tl.where(is_farther, end, far))
+        total = tl.where(is_nearer, nearer, tl.where(is_farther, total, within))
+        before = tl.where(is_nearer, before, tl.where(is_farther, within, nearer))
+        low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
+        high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
+        guesses += 1
+    return low, high, before, number
+
+
+@triton.jit
+def _listed_keys(candidates, number, top, temperature):
+    """The keys of what is listed [LISTED], `NO_COLUMN` beyond them."""
+    places = tl.arange(0, LISTED)
+    here = places < number
+    x = tl.load(candidates.value_ptr + places, mask=here, other=float("-inf"))
+    keys = tl.div_rn(top - x, temperature).to(tl.int32, bitcast=True)
+    return tl.where(here, keys, NO_COLUMN)
+
+
+@triton.jit
+def _least_listed(need, low, high, keys, by_mass):
+    """As `_least`, among listed keys."""
+    before = 0.0
+    while low < high:
+        half = (high - low) // 2
+        k1 = low + half // 2
+        k2 = low + half
+        k3 = k2 + half // 2
+        weights = tl.where(by_mass, tl.exp(-keys.to(tl.float32, bitcast=True)), 1.0)
+        m1 = tl.sum(tl.where(keys <= k1, weights, 0.0), axis=0)
+        m2 = tl.sum(tl.where(keys <= k2, weights, 0.0), axis=0)
+        m3 = tl.sum(tl.where(keys <= k3, weights, 0.0), axis=0)
+        low, high, before = _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3)
+    return low, before
+
+
+@triton.jit
+def _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3):
+    """In which quarter the measure ``need`` is reached, and what lies before it measures."""
+    before = tl.where(m1 >= need, before, tl.where(m2 >= need, m1, tl.where(m3 >= need, m2, m3)))
+    low = tl.where(m1 >= need, low, tl.where(m2 >= need, k1, tl.where(m3 >= need, k2, k3)) + 1)
+    high = tl.where(m1 >= need, k1, tl.where(m2 >= need, k2, tl.where(m3 >= need, k3, high)))
+    return low, high, before
 
 
 @triton.jit
@@ -102,48 +423,48 @@ def _measured(
     k2,
     k3,
     level,
+    by_mass,
     row,
     candidates,
     top,
     temperature,
-    BY: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
-    SEARCHED: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """The measure of the ids whose key is at most k1, k2, k3; one pass over the candidates.
+    """The measure of the ids whose key is at most k1, k2, k3; one pass over the picked chunks.
 
     Key is the depth, bit for bit: none is negative, so its bits are in its order. The measure is
     the number of ids, or their mass. By column only ids of depth ``level`` count.
     """
     SIZE: tl.constexpr = PIECE // CHUNKS
-    m1 = tl.zeros([SEARCHED, SIZE], tl.float32)
-    m2 = tl.zeros([SEARCHED, SIZE], tl.float32)
-    m3 = tl.zeros([SEARCHED, SIZE], tl.float32)
-    for first in range(0, _size(candidates, SIZE), SEARCHED * SIZE):
-        x, columns = _page(
+    m1 = tl.zeros([TILE, SIZE], tl.float32)
+    m2 = tl.zeros([TILE, SIZE], tl.float32)
+    m3 = tl.zeros([TILE, SIZE], tl.float32)
+    for first in range(0, candidates.num_chunks, TILE):
+        x, columns = tile_of(
             row,
-            candidates,
+            candidates.chunk_ptr,
             first,
+            candidates.num_chunks,
+            TILE,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
-            SEARCHED,
             HAS_IDS,
             HAS_EDITS,
         )
         depths = tl.div_rn(top - x, temperature)
         keys = depths.to(tl.int32, bitcast=True)
-        weights = 1.0
-        if BY == BY_MASS:
-            weights = tl.exp(-depths)
-        if BY == BY_COLUMN:
+        if BY_COLUMN:
             keys = tl.where(keys == level, columns, NO_COLUMN)
+        weights = tl.where(by_mass, tl.exp(-depths), 1.0)
         m1 += tl.where(keys <= k1, weights, 0.0)
         m2 += tl.where(keys <= k2, weights, 0.0)
         m3 += tl.where(keys <= k3, weights, 0.0)
@@ -157,27 +478,29 @@ def _measured(
 @triton.jit
 def _least(
     need,
+    low,
     high,
+    before,
     level,
+    by_mass,
     row,
     candidates,
     top,
     temperature,
-    BY: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
-    SEARCHED: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """The least key up to which ids measure ``need``, and the measure of those below it.
+    """The least key from ``low`` on up to which ids measure ``need``, and the measure of those
+    below it.
 
-    ``high`` counts as enough.
+    ``high`` counts as enough; what lies below ``low`` measures ``before``.
     """
-    low = tl.zeros_like(high)
-    before = 0.0
     while low < high:
         half = (high - low) // 2
         k1 = low + half // 2
@@ -188,33 +511,137 @@ def _least(
             k2,
             k3,
             level,
+            by_mass,
             row,
             candidates,
             top,
             temperature,
-            BY,
+            BY_COLUMN,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
-            SEARCHED,
+            HAS_IDS,
+            HAS_EDITS,
+            TILE,
+        )
+        low, high, before = _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3)
+    return low, before
+
+
+@triton.jit
+def _better(noisy, columns, best, drawn):
+    """The highest of noisy scores and of ``best``, and its lowest column."""
+    highest = tl.max(noisy)
+    at = tl.min(tl.where((noisy == highest) & (noisy > float("-inf")), columns, NO_COLUMN))
+    at = tl.where(highest == best, tl.minimum(at, drawn), at)
+    return tl.maximum(best, highest), tl.where(highest >= best, at, drawn)
+
+
+@triton.jit
+def _drawn_of_list(
+    row, candidates, options, stream, limit, last, top, HAS_IDS: tl.constexpr, PAGE: tl.constexpr
+):
+    """The column that is drawn of a list, up to a key and a column at it, and the mass that is
+    left."""
+    best = float("-inf")
+    drawn = NO_COLUMN
+    left = 0.0
+    for first in range(0, candidates.found, PAGE):
+        places = first + tl.arange(0, PAGE)
+        here = places < candidates.found
+        x = tl.load(candidates.value_ptr + places, mask=here, other=float("-inf"))
+        columns = tl.load(candidates.column_ptr + places, mask=here, other=NO_COLUMN)
+        depths = tl.div_rn(top - x, options.temperature)
+        keys = depths.to(tl.int32, bitcast=True)
+        weights = tl.exp(-depths)
+        kept = (keys < limit) | ((keys == limit) & (columns <= last))
+        kept = here & kept & (weights >= options.min_p)
+        left += tl.sum(tl.where(kept, weights, 0.0), axis=0)
+        ids = ids_of(row, columns, kept, HAS_IDS)
+        noisy = tl.where(kept, gumbel(words_of(ids, stream)) - depths, float("-inf"))
+        best, drawn = _better(noisy, columns, best, drawn)
+    return drawn, left
+
+
+@triton.jit
+def _drawn_of_chunks(
+    row,
+    candidates,
+    options,
+    stream,
+    limit,
+    last,
+    top,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """As `_drawn_of_list`, of all ids of the picked chunks.
+
+    Exact scores have only tiles one of whose bounds reaches the best so far: few of them.
+    """
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    temperature = options.temperature
+    scale = scale_of(temperature)
+    before_reach = _reach(limit - 1, temperature)
+    limit_reach = _reach(limit, temperature)
+    chunk_ptr = candidates.chunk_ptr
+    num_chunks = candidates.num_chunks
+    best = float("-inf")
+    drawn = NO_COLUMN
+    left = tl.zeros([TILE, SIZE], tl.float32)
+    x, columns = tile_of(
+        row, chunk_ptr, 0, num_chunks, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, HAS_EDITS
+    )
+    for first in range(0, num_chunks, TILE):
+        next_x, next_columns = tile_of(
+            row,
+            chunk_ptr,
+            first + TILE,
+            num_chunks,
+            TILE,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
             HAS_IDS,
             HAS_EDITS,
         )
-        if m1 >= need:
-            high = k1
-        elif m2 >= need:
-            before = m1
-            low = k1 + 1
-            high = k2
-        elif m3 >= need:
-            before = m2
-            low = k2 + 1
-            high = k3
-        else:
-            before = m3
-            low = k3 + 1
-    return low, before
+        differences = top - x
+        exponents = differences * scale
+        weights = tl.exp2(-exponents)
+        kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
+        left += tl.where(kept & (weights >= options.min_p), weights, 0.0)
+        words = _words_of_tile(
+            row,
+            chunk_ptr,
+            columns,
+            first,
+            num_chunks,
+            stream,
+            TILE,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+        )
+        # by a little more than rounding min-p may keep some here
+        kept = kept & (weights * 1.0001 >= options.min_p)
+        bound = tl.max(tl.where(kept, gumbel_bound(words) - exponents, float("-inf")))
+        if (bound > float("-inf")) & (bound + BOUND_SLACK >= best * LOG2_E):
+            depths = tl.div_rn(differences, temperature)
+            kept = kept & (tl.exp(-depths) >= options.min_p)
+            noisy = tl.where(kept, gumbel(words) - depths, float("-inf"))
+            best, drawn = _better(noisy, columns, best, drawn)
+        x = next_x
+        columns = next_columns
+    return drawn, tl.sum(tl.sum(left, axis=1), axis=0)
 
 
 @triton.jit
@@ -230,150 +657,187 @@ def drawn_of_many(
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
-    SEARCHED: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """As `drawn_of_cut`, of any number of candidates: all ids up to a depth, and of those that lie
     at it the first columns."""
     SIZE: tl.constexpr = PIECE // CHUNKS
+    TILE: tl.constexpr = WARPS * 512 // SIZE
+    SEARCHED: tl.constexpr = WARPS * 256 // SIZE
+    SAMPLE: tl.constexpr = WARPS * 1024
     temperature = options.temperature
     top_k = options.top_k
     top_p = options.top_p
+    is_listed = candidates.found <= LISTED
     # the depth as a key, and how many stay of the ids that lie there
     limit = (far * LN_2).to(tl.int32, bitcast=True)
     stay = 2147483647.0
-    if top_k > 0:
-        limit, before = _least(
-            top_k.to(tl.float32),
-            limit,
-            0,
-            row,
-            candidates,
-            top,
-            temperature,
-            BY_COUNT,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            SEARCHED,
-            HAS_IDS,
-            HAS_EDITS,
-        )
-        stay = top_k.to(tl.float32) - before
-        if top_p < 1:
-            nearer, within, _ = _measured(
-                limit - 1,
+    last = row.vocab - 1
+    # up to where the row is measured: by count first, then by mass
+    end = tl.full([], NO_DEPTH, tl.int32)
+    by_mass = top_k == 0
+    total = tl.where(by_mass, mass, row.vocab.to(tl.float32))
+    number = candidates.found
+    is_cut = (top_k == 0) & (top_p >= 1)
+    while not is_cut:
+        need = tl.where(by_mass, tl.maximum(top_p * mass, LEAST_NEED), top_k.to(tl.float32))
+        low = tl.full([], -1, tl.int32)
+        high = limit
+        before = 0.0
+        if not is_listed:
+            low, high, before, number = _narrowed(
+                need,
+                by_mass,
                 limit,
-                limit,
-                0,
+                end,
+                total,
                 row,
                 candidates,
                 top,
                 temperature,
-                BY_MASS,
                 PIECE,
                 CHUNKS,
                 THREADS,
                 EACH,
-                SEARCHED,
+                ALL_CHUNKS,
                 HAS_IDS,
                 HAS_EDITS,
+                TILE,
+                SAMPLE,
             )
-            weight = tl.exp(-limit.to(tl.float32, bitcast=True))
-            mass = tl.minimum(nearer + stay * weight, within)
-    if top_p < 1:
-        need = top_p * mass
-        cut, before = _least(
-            need,
-            limit,
-            0,
-            row,
-            candidates,
-            top,
-            temperature,
-            BY_MASS,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            SEARCHED,
-            HAS_IDS,
-            HAS_EDITS,
-        )
+        if number <= LISTED:
+            keys = _listed_keys(candidates, number, top, temperature)
+            cut, inner = _least_listed(need - before, low + 1, high, keys, by_mass)
+            before += inner
+        else:
+            cut, before = _least(
+                need,
+                low + 1,
+                high,
+                before,
+                0,
+                by_mass,
+                row,
+                candidates,
+                top,
+                temperature,
+                False,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                HAS_IDS,
+                HAS_EDITS,
+                SEARCHED,
+            )
         weight = tl.exp(-cut.to(tl.float32, bitcast=True))
-        # each of the equals stays while the mass in front of it is less than needed
-        equals = tl.maximum(tl.ceil((need - before) / weight), 1.0)
+        # each of the equals stays while the measure in front of it is less than needed
+        equals = (need - before) / tl.where(by_mass, weight, 1.0)
+        equals = tl.maximum(tl.ceil(equals), 1.0)
         stay = tl.where(cut == limit, tl.minimum(stay, equals), equals)
         limit = cut
-    last = row.vocab - 1
+        is_cut = by_mass | (top_p >= 1)
+        if not is_cut:
+            if is_listed:
+                keys = _listed_keys(candidates, number, top, temperature)
+                weights = tl.exp(-keys.to(tl.float32, bitcast=True))
+                nearer = tl.sum(tl.where(keys < limit, weights, 0.0), axis=0)
+                within = tl.sum(tl.where(keys <= limit, weights, 0.0), axis=0)
+            else:
+                nearer, within, _ = _measured(
+                    limit - 1,
+                    limit,
+                    limit,
+                    0,
+                    True,
+                    row,
+                    candidates,
+                    top,
+                    temperature,
+                    False,
+                    PIECE,
+                    CHUNKS,
+                    THREADS,
+                    EACH,
+                    HAS_IDS,
+                    HAS_EDITS,
+                    SEARCHED,
+                )
+            mass = tl.minimum(nearer + stay * weight, within)
+            end = limit
+            total = mass
+        by_mass = True
     if (top_k > 0) | (top_p < 1):
-        equals, _, _ = _measured(
-            last,
-            last,
-            last,
-            limit,
-            row,
-            candidates,
-            top,
-            temperature,
-            BY_COLUMN,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            SEARCHED,
-            HAS_IDS,
-            HAS_EDITS,
-        )
-        if equals > stay:
-            last, _ = _least(
-                stay,
+        if number <= LISTED:
+            keys = _listed_keys(candidates, number, top, temperature)
+            places = tl.arange(0, LISTED)
+            columns = tl.load(candidates.column_ptr + places, mask=places < number, other=NO_COLUMN)
+            columns = tl.where(keys == limit, columns, NO_COLUMN)
+            if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > stay:
+                last, _ = _least_listed(stay, tl.zeros_like(last), last, columns, False)
+        else:
+            equals, _, _ = _measured(
+                last,
+                last,
                 last,
                 limit,
+                False,
                 row,
                 candidates,
                 top,
                 temperature,
-                BY_COLUMN,
+                True,
                 PIECE,
                 CHUNKS,
                 THREADS,
                 EACH,
-                SEARCHED,
                 HAS_IDS,
                 HAS_EDITS,
+                SEARCHED,
             )
-    best = float("-inf")
-    drawn = NO_COLUMN
-    left = 0.0
-    for first in range(0, _size(candidates, SIZE), SEARCHED * SIZE):
-        x, columns = _page(
+            if equals > stay:
+                last, _ = _least(
+                    stay,
+                    tl.zeros_like(last),
+                    last,
+                    tl.zeros_like(stay),
+                    limit,
+                    False,
+                    row,
+                    candidates,
+                    top,
+                    temperature,
+                    True,
+                    PIECE,
+                    CHUNKS,
+                    THREADS,
+                    EACH,
+                    HAS_IDS,
+                    HAS_EDITS,
+                    SEARCHED,
+                )
+    if is_listed:
+        drawn, left = _drawn_of_list(
+            row, candidates, options, stream, limit, last, top, HAS_IDS, WARPS * 256
+        )
+    else:
+        drawn, left = _drawn_of_chunks(
             row,
             candidates,
-            first,
+            options,
+            stream,
+            limit,
+            last,
+            top,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
-            SEARCHED,
             HAS_IDS,
             HAS_EDITS,
+            TILE,
         )
-        depths = tl.div_rn(top - x, temperature)
-        keys = depths.to(tl.int32, bitcast=True)
-        kept = (keys < limit) | ((keys == limit) & (columns <= last))
-        weights = tl.exp(-depths)
-        kept = kept & (weights >= options.min_p)
-        left += tl.sum(tl.sum(tl.where(kept, weights, 0.0), axis=1), axis=0)
-        ids = ids_of(row, columns, kept, HAS_IDS)
-        noisy = gumbel(words_of(ids, stream)) - depths
-        noisy = tl.where(kept, noisy, float("-inf"))
-        tile_best = tl.max(tl.max(noisy, axis=1), axis=0)
-        at = tl.where(kept & (noisy == tile_best), columns, NO_COLUMN)
-        at = tl.min(tl.min(at, axis=1), axis=0)
-        at = tl.where(tile_best == best, tl.minimum(at, drawn), at)
-        drawn = tl.where(tile_best >= best, at, drawn)
-        best = tl.maximum(best, tile_best)
     return drawn, limit.to(tl.float32, bitcast=True), last, left
