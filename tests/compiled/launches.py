@@ -57,7 +57,8 @@ from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
-from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Role, draw
+from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
@@ -76,12 +77,12 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
-    """Of a table that has the columns of relaxed acceptance too."""
+def slot_rows(requests: int) -> SlotRows:
+    """Of a table that has the columns of all modes too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
-    kinds["relaxed_run"] = int
-    columns = TableColumns([*REQUEST_COLUMNS, *(SlotColumn(*column) for column in kinds.items())])
-    words = -(-vocab // 32)
+    of_modes = [*CHOICE_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
+    columns = TableColumns([*REQUEST_COLUMNS, *of_modes])
+    words = -(-VOCAB // 32)
     pools = EditPools(
         bias=floats(2, vocab, dtype=F32),
         allowed=ints(2, words + 1),
@@ -162,15 +163,44 @@ def compile_draws() -> None:
         )
 
 
-def compile_thinking() -> None:
-    for k, contexts, end in ((3, 2, (5, 6)), (0, 0, (7,)), (8, 0, (1, 2, 3))):
-        layout = StepLayout((5,) * contexts, 4, k, ints(contexts))
-        rule = ThinkingRule.of(ThinkingEnd(128798, end), "cpu")
-        slots, requests = slot_rows(layout.num_requests), layout.num_requests
-        where = layout, ints(4 * k, dtype=I64 if k == 8 else I32), slots, rule
-        force_ends(*where, ints(layout.num_logit_rows), backend=Backend.TRITON)
-        accepted = Accepted.unwritten(requests, k, "cpu")
-        note_thought(accepted, slots, rule, backend=Backend.TRITON)
+def compile_judging_by_odds() -> None:
+    for requests, k, vocab, dtype, ids in (
+        (8, 3, VOCAB, F32, None),
+        (100, 3, VOCAB, BF16, None),
+        (8, 1, VOCAB, F32, ints(32768)),
+        (1, 16, 202048, F16, None),
+    ):
+        slots = slot_rows(requests)
+        for some in (slots, dataclasses.replace(slots, pools=None)):
+            pool = floats(64, k, vocab, dtype=F32)
+            words = vocab if ids is None else len(ids)
+            drafts = ints(requests, k)
+            positions = ints(requests, dtype=I64)
+            rows = DrawnRows(0, 1, positions, ints(requests), 0, drafts)
+            logits, cuts = floats(requests, words, dtype=dtype), floats(requests, 4, dtype=F32)
+            draw(
+                logits,
+                rows,
+                some,
+                by_choice=True,
+                vocab_ids=ids,
+                cuts=cuts,
+                backend=Backend.TRITON,
+            )
+            keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
+            rows = DrawnRows(0, k + 1, positions, drafts=drafts)
+            number = requests * (k + 1)
+            judge(
+                floats(number, vocab, dtype=dtype),
+                rows,
+                some,
+                drafts,
+                pool,
+                floats(number, 4, dtype=F32),
+                ints(number),
+                draft_lens=ints(requests) if ids is None else None,
+                backend=Backend.TRITON,
+            )
 
 
 def compile_logprobs() -> None:

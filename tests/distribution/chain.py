@@ -14,10 +14,11 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.state import SlotTable
-from mtp_plugin.speculative.step import DraftColumn, StepLayout
+from mtp_plugin.speculative.step import DraftColumn, EditPools, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -94,6 +95,8 @@ def texts(
         }
         for name, value in values.items():
             table.column(name)[mine] = value
+        if "frequency_penalty" in way.options:
+            table.column("count_row")[mine] = torch.arange(number, dtype=torch.int32) + mine.start
     noise = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**31), 2**31, (requests, 2), generator=noise)
     table.column("seed")[:requests] = seeds.to(torch.int32).to(DEVICE)
@@ -101,7 +104,19 @@ def texts(
         draft_probs=torch.zeros(requests + 1, draft_len, vocab, device=DEVICE)
     )
     slot_ids = torch.arange(requests, device=DEVICE)
-    decoder = _Decoder(language, verifier, manager, table, slot_ids, draft_len, backend, vocab_ids)
+    pools = None
+    if any("frequency_penalty" in way.options for way in ways):
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
+        pools = EditPools(
+            bias=torch.zeros(1, vocab, device=DEVICE),
+            allowed=torch.zeros(1, vocab // 32 + 2, **int32),
+            counts=torch.zeros(requests, vocab, dtype=torch.int16, device=DEVICE),
+            seen=torch.zeros(requests, vocab // 32 + 1, **int32),
+            words=torch.full((1, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
+        )
+    decoder = _Decoder(
+        language, verifier, manager, table, slot_ids, pools, draft_len, backend, vocab_ids
+    )
     return decoder.run(length)
 
 
@@ -112,6 +127,7 @@ class _Decoder:
     manager: Any
     table: SlotTable
     slot_ids: torch.Tensor
+    pools: EditPools | None
     draft_len: int
     backend: Backend
     vocab_ids: torch.Tensor | None
@@ -162,8 +178,9 @@ class _Decoder:
             drafts.reshape(-1),
             manager=self.manager,
             slot_ids=self.slot_ids,
-            slots=self.table.rows_of(self.slot_ids),
+            slots=self.table.rows_of(self.slot_ids, self.pools),
             edits_logits=True,
+            only_draws=self.pools is None,
         )
 
     def _draft(

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.sampling import Role
 from mtp_plugin.speculative.ops.sampling import reference as draws
 from mtp_plugin.speculative.ops.sampling.residual import reference as odds
+from mtp_plugin.speculative.step import Accepted, SlotRows
+from mtp_plugin.speculative.verification import VerificationInputs, Verifier, verifier
 from tests.distribution.chain import Language, Ways, texts
-from tests.distribution.test_emitted import LEAST_TAIL, VOCAB, least_tail
+from tests.distribution.test_emitted import LEAST_TAIL, VOCAB, least_tail, penalised_tail
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -51,17 +54,8 @@ def one_uniform_for_all_tests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(odds._Case, "of", classmethod(wrong))
 
 
-def a_test_with_the_noise_of_the_residual(patch: pytest.MonkeyPatch) -> None:
-    right = odds.words_of
-
-    def wrong(ids: Any, seed: Any, indices: Any, role: Any, step: Any) -> Any:
-        return right(ids, seed, indices, Role.RESIDUAL, step)
-
-    patch.setattr(odds, "words_of", wrong)
-
-
-def drafts_with_the_noise_of_the_residual(patch: pytest.MonkeyPatch) -> None:
-    """As coupled drafts share the target's."""
+def coupled_noise_under_rejection(patch: pytest.MonkeyPatch) -> None:
+    """What follows a rejected draft is drawn by the noise that drew the draft."""
     patch.setattr(odds, "gumbel", lambda *a: draws.gumbel(*a[:3], Role.PLAIN_DRAFT, *a[4:]))
 
 
@@ -88,8 +82,7 @@ PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
     (residual_of_the_row_before, BOTH),
     (cuts_without_renormalisation, BOTH),
     (one_uniform_for_all_tests, BOTH),
-    (a_test_with_the_noise_of_the_residual, BOTH),
-    (drafts_with_the_noise_of_the_residual, BOTH),
+    (coupled_noise_under_rejection, BOTH),
     (rejection_draws_of_the_target, BOTH),
     (block_without_a_step, ("block",)),
 ]
@@ -102,10 +95,36 @@ def test_defects_are_seen_r28(
     plant: Plant, modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    number, options = 8000, {"temperature": 1.0, "top_k": 4}
+    number, options = 16_000, {"temperature": 1.0, "top_k": 4}
     language = Language.of(11, VOCAB, likeness=0.3)
     ways = [Ways(mode, "plain", options) for mode in modes]
-    text, _ = texts(language, ways, number=number, draft_len=3, length=5)
+    text, _ = texts(language, ways, number=number, draft_len=3, length=4)
     tails = [least_tail(mine, language, options) for mine in text.split(number)]
-    print(plant.__name__, tails)
-    assert max(tails) < LEAST_TAIL / 100
+    assert max(tails) < LEAST_TAIL / 50
+
+
+def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right_verify, right_note = Verifier.verify, verifier.note_emitted
+    steps: list[HostStep] = []
+
+    def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
+        steps.append(inputs.step)
+        return right_verify(self, inputs, **others)
+
+    def note(accepted: Accepted, slots: SlotRows, **others: Any) -> None:
+        right_note(accepted, slots, **others)
+        pools, drafts = slots.pools, steps[-1].draft_tokens
+        assert pools is not None
+        rows = slots.read("count_row", slice(0, len(accepted.tokens))).long()
+        drafts = drafts.view(len(rows), -1).long()
+        stand = accepted.num_accepted.unsqueeze(1) - 1
+        for column in range(drafts.shape[1]):
+            rejected = (column >= stand.squeeze(1)).to(torch.int16)
+            pools.counts[rows, drafts[:, column]] += rejected
+
+    monkeypatch.setattr(Verifier, "verify", verify)
+    monkeypatch.setattr(verifier, "note_emitted", note)
+    for pair in (("rejection", "plain"), ("block", "plain")):
+        assert penalised_tail(pair, number=3000) < LEAST_TAIL / 50

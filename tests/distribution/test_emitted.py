@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
+from mtp_plugin.executor.models import load_model
 from mtp_plugin.kernels.backend import Backend
 from tests.distribution.chain import Language, Ways, texts
 from tests.distribution.shares import probabilities, tail
+from tests.executor.oracles import Oracle
 
 VOCAB, LENGTH, NUMBER = 6, 5, 5_000
 LEAST_TAIL = 1e-4
@@ -111,3 +114,62 @@ def test_drafts_of_a_cut_vocabulary_r28() -> None:
     ways = [Ways(*pair) for pair in RESIDUAL]
     stood = check(Language.of(5, VOCAB), ways, draft_len=3, number=3000, vocab_ids=ids)
     assert (stood[0] > 0).double().mean() > 0.3
+
+
+def penalised_tail(pair: tuple[str, str], *, number: int) -> float:
+    """Of the first three tokens together, of requests that penalise what they emitted."""
+    options = {"temperature": 0.8, "frequency_penalty": 1.5, "presence_penalty": 0.7}
+    language = Language.of(3, 5, spread=1.0)
+    text, _ = texts(language, [Ways(*pair, options)], number=number, draft_len=3, length=3)
+    expected = []
+    for three in itertools.product(range(5), repeat=3):
+        chance = 1.0
+        for place, token in enumerate(three):
+            before = three[:place]
+            row = [
+                x - 1.5 * before.count(other) - 0.7 * (other in before)
+                for other, x in enumerate(language.target[(language.first, *three)[place]].tolist())
+            ]
+            chance *= probabilities(row, 0.8)[token]
+        expected.append(number * chance)
+    places = (text[:, 0] * 5 + text[:, 1]) * 5 + text[:, 2]
+    return tail(torch.bincount(places, minlength=125).tolist(), expected)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] != "greedy"])
+def test_penalties_count_what_was_emitted_r28(pair: tuple[str, str]) -> None:
+    assert penalised_tail(pair, number=5000) > LEAST_TAIL
+
+
+@pytest.mark.parametrize("pair", [pair for pair in RESIDUAL if pair[1] == "plain"])
+def test_rows_of_a_model_r28(pair: tuple[str, str]) -> None:
+    """Total variation between what is emitted behind a prompt and the row that predicts it, drafted
+    from rows that another prompt leaves."""
+    checkpoint = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
+    oracle = Oracle(load_model(str(checkpoint), num_mtp_layers=1), 1, vanilla=False)
+    prompts = [[11, 42, 7, 300, 5, 90], [11, 42, 8, 300, 5, 91]]
+    row, other = (
+        oracle.model.lm_head(oracle.states(tuple(prompt))[-1]).float().detach().flatten()
+        for prompt in prompts
+    )
+    likely = row.topk(40).indices.sort().values  # of the others nothing is left to be counted
+    row, other = row[likely], other[likely]
+    vocab, number = len(likely), 8000
+    language = Language(row.expand(vocab, -1), (0.6 * row + 0.4 * other).expand(vocab, -1))
+    way = Ways(*pair, {"temperature": 0.9, "top_p": 0.95})
+    text, stood = texts(language, [way], number=number, draft_len=2, length=2)
+    assert 0.3 < (stood > 0).double().mean() < 0.99
+    expected = torch.tensor(probabilities(row.tolist(), **way.options))
+    noise = (expected * (1 - expected) / number).sqrt().sum()  # over twice what chance gives
+    for place in range(2):
+        seen = torch.bincount(text[:, place], minlength=vocab) / number
+        assert (seen - expected).abs().sum() / 2 < noise * 0.6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
+def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
+    ways = [
+        Ways(*pair, OPTIONS[(place + draft_len) % len(OPTIONS)]) for place, pair in enumerate(PAIRS)
+    ]
+    check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len, backend=Backend.TRITON)

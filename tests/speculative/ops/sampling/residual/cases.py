@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.columns import NO_ROW
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
+from mtp_plugin.speculative.ops.logits import DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     CHOICE_COLUMNS,
     NUM_CUTS,
@@ -36,7 +36,7 @@ WAYS = [
     (JudgedBy.BLOCK, DraftedBy.PLAIN),
     (JudgedBy.BLOCK, DraftedBy.GREEDY),
 ]
-NONE = dict.fromkeys(("bias_row", "allowed_row", "count_row", "words_row"), NO_ROW)
+NONE = dict.fromkeys(POOL_ROWS, NO_ROW)
 ROW_KINDS = (*["like"] * 12, *["smooth"] * 3, "flat", "flat", "infinite", "dead", "masked")
 
 

@@ -1,0 +1,277 @@
+"""Drafts judged by odds: the story is exact, torch follows the story, the kernels follow torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.ops.sampling import (
+    NUM_CUTS,
+    STEP_COLUMN,
+    DraftedBy,
+    JudgedBy,
+    draw,
+)
+from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs, launch
+from mtp_plugin.speculative.step import SlotRows
+from tests.doors import check_strided_arguments
+from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
+from tests.speculative.ops.sampling.residual import story
+from tests.speculative.ops.sampling.residual.cases import COLUMNS, NONE, Batch
+from tests.speculative.ops.slots import slot_rows
+
+VOCAB, K = 3, 2
+
+
+def random_shares(dice: random.Random, number: int) -> list[float]:
+    weights = [dice.choice((0.0, 0.2, 1.0, dice.random())) for _ in range(number)]
+    weights[dice.randrange(number)] += 0.3
+    return [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_story_is_exact(seed: int, by_block: bool) -> None:
+    """Over all drafts, what stands, what follows, and what the target then says on its own."""
+    dice = random.Random(seed)
+    texts = [text for n in range(K + 1) for text in itertools.product(range(VOCAB), repeat=n)]
+    p = {text: random_shares(dice, VOCAB) for text in texts}
+    q = {text: random_shares(dice, VOCAB) for text in texts if len(text) < K}
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
+    for drafts in itertools.product(range(VOCAB), repeat=K):
+        drawn = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
+        if drawn == 0:
+            continue
+        rows, of_drafts = [p[drafts[:i]] for i in range(K + 1)], [q[drafts[:i]] for i in range(K)]
+        chances = story.chances(rows, of_drafts, drafts, by_block=by_block)
+        for matches, chance in enumerate(chances):
+            behind = story.shares_behind(rows, of_drafts, drafts, matches, by_block=by_block)
+            for token, share in enumerate(behind):
+                start = (*drafts[:matches], token)
+                for more in itertools.product(range(VOCAB), repeat=K + 1 - len(start)):
+                    text = (*start, *more)
+                    rest = math.prod(p[text[:i]][text[i]] for i in range(len(start), K + 1))
+                    emitted[text] += drawn * chance * share * rest
+    for text in itertools.product(range(VOCAB), repeat=K + 1):
+        expected = math.prod(p[text[:i]][text[i]] for i in range(K + 1))
+        assert emitted[text] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_torch_follows_the_story(by_block: bool) -> None:
+    """One set of drafts judged by thousands of seeds: each number of matches, and each token behind
+    it, is as often as told."""
+    dice = random.Random(8)
+    number, vocab, drafts = 30_000, 4, [2, 0]
+    p = [random_shares(dice, vocab) for _ in range(3)]
+    q = [[0.4, 0.1, 0.3, 0.2], [0.5, 0.1, 0.1, 0.3]]
+    noise = torch.Generator().manual_seed(2)
+    slots = slot_rows(
+        [
+            {
+                **NONE,
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "verification": JudgedBy.BLOCK if by_block else JudgedBy.REJECTION,
+                "draft_sampling": DraftedBy.PLAIN,
+                "draft_step": 4,
+                "seed": [0, 0],
+            }
+        ],
+        COLUMNS,
+        slots=[0],
+        num_slots=1,
+    )
+    table = slots.table.repeat(number, 1)
+    seeds = torch.randint(-(2**31), 2**31, (number, 2), generator=noise)
+    first = slots.columns.offset("seed")
+    table[:, first : first + 2] = seeds.to(DEVICE, torch.int32)
+    slots = SlotRows(table, torch.arange(number, device=DEVICE), slots.columns)
+    rows = DrawnRows(0, 3, torch.full((number,), 6, device=DEVICE))
+    logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
+    cuts = torch.empty(len(logits), NUM_CUTS, device=DEVICE)
+    choices = draw(logits, rows, slots, cuts=cuts, backend=Backend.TORCH)
+    judgement = judge(
+        logits,
+        rows,
+        slots,
+        vector(drafts, torch.int32).repeat(number),
+        torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
+        cuts,
+        choices,
+        backend=Backend.TORCH,
+    )
+    tokens = judgement.choices.view(number, 3).gather(1, judgement.matches.long().unsqueeze(1))
+    for matches, chance in enumerate(story.chances(p, q, drafts, by_block=by_block)):
+        mine = judgement.matches == matches
+        assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
+        behind = story.shares_behind(p, q, drafts, matches, by_block=by_block)
+        for token, share in enumerate(behind):
+            seen = float((tokens[mine] == token).double().mean()) if mine.any() else share
+            assert seen == pytest.approx(share, abs=4 * (share / max(int(mine.sum()), 1)) ** 0.5)
+
+
+BATCHES = [
+    pytest.param(Batch.of(seed, **options), id=f"{seed}-{options['vocab']}")
+    for seed, options in enumerate(
+        [
+            {"vocab": 5, "generations": 6},
+            {"vocab": 5, "draft_len": 1, "contexts": 0, "cut": True},
+            {"vocab": 33, "generations": 4, "behind": 3},
+            {"vocab": 33, "contexts": 3, "draft_len": 4, "generations": 3, "cut": True},
+            {"vocab": 130, "generations": 4, "lens": False, "dtype": torch.bfloat16},
+            {"vocab": 2500, "generations": 3, "contexts": 0, "draft_len": 2},
+        ]
+    )
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_kernels_follow_torch(batch: Batch) -> None:
+    drafts, pool = batch.drafted(Backend.TORCH)
+    told, kept = batch.drafted(Backend.TRITON)
+    assert torch.equal(told, drafts)
+    assert not kept[-1].any()  # torch leaves there what nobody reads
+    torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-5, atol=1e-7)
+    for probs in (pool,) if batch.vocab > 5 else (pool, None):
+        expected, steps = batch.judged(drafts, probs, Backend.TORCH)
+        judgement, after = batch.judged(drafts, probs, Backend.TRITON)
+        assert torch.equal(judgement.matches, expected.matches)
+        assert torch.equal(judgement.choices, expected.choices)
+        assert torch.equal(after, steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(30))
+def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
+    """But where a test or a score is a near tie: of them hardly one is another."""
+    batch = Batch.of(seed, 50_000, generations=16, contexts=2, cut=seed % 3 == 0)
+    drafts, pool = batch.drafted(Backend.TORCH)
+    _, kept = batch.drafted(Backend.TRITON)
+    torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-4, atol=1e-7)
+    expected, _ = batch.judged(drafts, pool, Backend.TORCH)
+    judgement, _ = batch.judged(drafts, pool, Backend.TRITON)
+    assert (judgement.matches != expected.matches).sum() <= 1
+    assert (judgement.choices != expected.choices).sum() <= 1
+
+
+def arguments() -> dict[str, Any]:
+    """Of a batch in which something is judged every way."""
+    batch = Batch.of(40, 20, generations=5, contexts=2)
+    drafts, pool = batch.drafted(Backend.TORCH)
+    cuts = torch.empty(len(batch.logits), NUM_CUTS, device=DEVICE)
+    choices = draw(batch.logits, batch.rows, batch.slots, cuts=cuts, backend=Backend.TORCH)
+    return {
+        "logits": batch.logits,
+        "positions": batch.rows.positions,
+        "table": batch.slots.table,
+        "slot_ids": batch.slots.slot_ids,
+        "draft_tokens": drafts[2:].reshape(-1),
+        "draft_probs": pool,
+        "cuts": cuts,
+        "choices": choices,
+        "draft_lens": batch.draft_lens,
+    }
+
+
+COLUMNS_OF_BATCH = Batch.of(40, 20, generations=5, contexts=2).slots.columns
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    def judged(
+        positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
+    ) -> list[torch.Tensor]:
+        slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
+        told = judge(rows=DrawnRows(2, 4, positions), slots=slots, **others)
+        return [told.matches, told.choices]
+
+    refused = {
+        "logits": "contiguous rows",
+        "table": "rows without gaps",
+        "draft_probs": "without gaps",
+        "cuts": "without gaps",
+    }
+    check_strided_arguments(judged, arguments(), refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
+    def kept(
+        positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
+    ) -> torch.Tensor:
+        slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
+        keep_draft_probs(rows=DrawnRows(0, 1, positions, column=1), slots=slots, **others)
+        return others["draft_probs"][:-1]
+
+    given = arguments()
+    given = {
+        **{name: given[name] for name in ("positions", "table", "slot_ids", "draft_probs")},
+        "logits": given["logits"][:7, :12].contiguous(),
+        "cuts": torch.tensor([2.0, 1.5, 7.0, 3.0], device=DEVICE).repeat(7, 1),
+        "vocab_ids": vector(range(3, 15), torch.int32),
+    }
+    refused = {
+        "logits": "contiguous rows",
+        "table": "rows without gaps",
+        "draft_probs": "without gaps",
+        "cuts": "without gaps",
+        "vocab_ids": "contiguous vector",
+    }
+    check_strided_arguments(kept, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft_probs": torch.zeros(9, 3, 7)}, "V = 20 words, as the logits have, got 7"),
+        (
+            {"draft_probs": torch.zeros(9, 2, 20)},
+            r"\[S, >= 3, V\] .*got torch.float32 \[9, 2, 20\]",
+        ),
+        ({"cuts": torch.zeros(4, 4)}, r"cuts: expected torch.float32 \[22, 4\]"),
+        ({"choices": torch.zeros(3, dtype=torch.int32)}, "choices"),
+        ({"draft_tokens": torch.zeros(3)}, r"expected G\*K = 15 integer ids"),
+        ({"draft_lens": torch.zeros(3, dtype=torch.int32)}, "draft_lens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    given = arguments() | {name: tensor.to(DEVICE) for name, tensor in change.items()}
+    slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
+    rows = DrawnRows(2, 4, given.pop("positions"))
+    with pytest.raises(TensorContractError, match=message):
+        judge(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+
+
+def test_slots_without_steps_are_refused() -> None:
+    given = arguments()
+    slots = slot_rows([{}] * 7)
+    del given["table"], given["slot_ids"]
+    rows = DrawnRows(2, 4, given.pop("positions"))
+    with pytest.raises(TensorContractError, match=f"columns .*{STEP_COLUMN.name} too"):
+        judge(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_steps_of_prompts_alone_launch_nothing(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_launches(monkeypatch, launch)
+    batch = Batch.of(3, 9, contexts=2, generations=0)
+    choices = vector([1, 2], torch.int32)
+    cuts = torch.zeros(2, NUM_CUTS, device=DEVICE)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    told = judge(batch.logits, batch.rows, batch.slots, none, None, cuts, choices, backend=backend)
+    assert told.matches.numel() == 0
+    assert torch.equal(told.choices, choices)
