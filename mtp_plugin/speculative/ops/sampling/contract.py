@@ -41,10 +41,11 @@ STEP_COLUMN = SlotColumn("draft_step", int)
 """Steps of a request on the device, which noise of block verification is counted by."""
 
 NUM_CUTS = 4
-"""Numbers that tell what options leave of a row: its highest value, of what stays the deepest depth
-and there the last column, and the mass of all that stays, as multiples of the highest.
+"""Numbers that tell what options leave of a row: its highest value, of what stays the deepest
+depth, the last column there, and the mass of all that stays, as multiples of the highest.
 
-The depth of x is (highest - x) / T. A row that is not drawn from has one column left, of depth 0."""
+The depth of x is (highest - x) / T. A row that is not drawn from has one column left, of depth
+0."""
 
 
 def check_cuts(cuts: torch.Tensor, num_rows: int, device: torch.device) -> None:

@@ -31,8 +31,8 @@ JUDGED_BY_COUPLED = tl.constexpr(int(JudgedBy.COUPLED))
 ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
 RESIDUAL_ROLE = tl.constexpr(int(Role.RESIDUAL))
 FOUND = tl.constexpr(5)
-"""Numbers that a piece leaves: the residual's mass, its best noisy score, that one's column, and the
-same two of the target."""
+"""Numbers that a piece leaves: the residual's mass, its best noisy score, that one's column, and
+the same two of the target."""
 
 CHANGING = ["num_contexts", "width", "column", "judged_at", "drafted_at", "step_at", "num_pieces"]
 CHANGING += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]

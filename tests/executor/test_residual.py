@@ -1,0 +1,135 @@
+"""Rejection and block verification, end to end: texts of their own, beside others that keep theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.executor import SamplingParams
+from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.test_sampling import WORKERS, generate, params_of
+
+MODES = ["rejection", "block"]
+ALL = {"verification": ["coupled", "rejection", "block"]}
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_more_drafts_stand_than_coupled_ones_do(bed, prompts, vanilla):
+    """And the same schedule gives the same text again."""
+    params = [params_of(place, max_new_tokens=60) for place in range(len(prompts))]
+    lengths = {}
+    for mode in ("coupled", *MODES):
+        texts = []
+        for _ in range(2):
+            llm = bed.llm(vanilla=vanilla, mtp={"verification": mode})
+            texts.append(generate(llm, prompts, params))
+        assert texts[0] == texts[1], mode
+        assert all(len(text) == 60 for text in texts[0])
+        lengths[mode] = llm.executor.acceptance.acceptance_length
+    assert lengths["rejection"] > lengths["coupled"] - 0.15
+    assert lengths["block"] > lengths["rejection"] - 0.15
+    assert min(lengths.values()) > 1.5
+
+
+@pytest.mark.parametrize("no_overlap", [False, True])
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_who_asks_for_nothing_keeps_the_text_beside_them(bed, target, prompts, vanilla, no_overlap):
+    """Coupled requests, with drafts of either kind, and greedy ones."""
+    asked = [
+        {"verification": "rejection"},
+        {},
+        {"verification": "block"},
+        {"draft_sampling": "greedy"},
+        {"verification": "rejection", "draft_sampling": "greedy"},
+        {"verification": "coupled", "draft_sampling": "coupled"},
+        {"verification": "block", "draft_sampling": "plain"},
+    ]
+    params = [params_of(place, **more) for place, more in enumerate(asked)]
+    params.append(SamplingParams(max_new_tokens=20, ignore_eos=True, verification="block"))
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, mtp=ALL)
+    mixed = generate(llm, prompts, params)
+    alone = generate(bed.llm(k=0), prompts, [params_of(place) for place in range(len(prompts))])
+    for place in (1, 3, 5):
+        assert mixed[place] == alone[place]
+    assert mixed[7] == target.greedy(prompts[7], 20)
+    assert any(mixed[place] != alone[place] for place in (0, 2, 4, 6))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_preemption_and_cut_vocabularies(bed, prompts, mode):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(
+        mtp={"verification": mode, "draft_vocab": 100},
+        max_num_tokens=36,
+        kv_cache_config={"max_tokens": 96},
+        kv_fill=float("nan"),
+    )
+    texts = generate(llm, prompts, params)
+    assert llm.executor.num_preemptions > 0
+    assert [len(text) for text in texts] == [20] * len(prompts)
+    pool = llm.pieces.manager.draft_probs
+    assert not pool[:, :, 100:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_logits_are_edited_to_holds(bed, prompts, mode):
+    params = [
+        params_of(0, allowed_token_ids=list(range(0, VOCAB, 2))),
+        params_of(1, bad_token_ids=[3, 5, 9], frequency_penalty=0.5),
+        params_of(2, logit_bias={7: 100.0}),
+        params_of(3, min_tokens=15, stop_token_ids=list(range(0, 128, 4)), ignore_eos=False),
+    ]
+    texts = generate(bed.llm(mtp={"verification": mode}), prompts[:4], params)
+    assert not any(token % 2 for token in texts[0])
+    assert not {3, 5, 9} & set(texts[1])
+    assert set(texts[2]) == {7}
+    assert len(texts[3]) >= 15
+
+
+@pytest.mark.parametrize(
+    ("mtp", "asked", "message"),
+    [
+        ({}, {"verification": "block"}, "verification='block': expected one of .*, coupled"),
+        (
+            {"verification": ["rejection", "coupled"]},
+            {"verification": "block"},
+            "expected one of mtp.verification, rejection, coupled",
+        ),
+        ({}, {"draft_sampling": "plain"}, "'plain' cannot be verified by 'coupled'"),
+        (
+            {"verification": "rejection"},
+            {"draft_sampling": "coupled"},
+            "'coupled' cannot be verified by 'rejection', expected one of plain, greedy",
+        ),
+        (
+            {"verification": "rejection", "draft_sampling": "greedy"},
+            {"draft_sampling": "plain"},
+            "mtp.draft_sampling is greedy, for all requests",
+        ),
+    ],
+)
+def test_what_the_config_does_not_list_is_refused(bed, mtp, asked, message):
+    llm = bed.llm(mtp=mtp)
+    with pytest.raises(RequestError, match=f"request 0: not supported: .*{message}"):
+        llm.generate([[1, 2]], params_of(1, **asked))
+    # who is greedy draws nothing
+    greedy = llm.generate([[1, 2]], SamplingParams(max_new_tokens=3, **asked))
+    assert len(greedy[0].token_ids) <= 3
+    assert_drained(llm)
+
+
+def test_without_speculation_nothing_is_judged(bed):
+    with pytest.raises(RequestError, match="verification='rejection': expected one of .*, coupled"):
+        bed.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
+
+
+def test_memory_of_what_drafts_are_drawn_from(bed):
+    for mtp, told in ((ALL, True), ({}, False), ({**ALL, "draft_sampling": "greedy"}, False)):
+        pieces = bed.llm(mtp=mtp, k=2).pieces
+        pool = pieces.manager.draft_probs
+        assert ("draft probabilities 0." in pieces.memory_report()) == told
+        assert (pool is not None) == told
+        if pool is not None:
+            assert pool.shape == (pieces.manager.num_rows, 2, VOCAB)
+            assert pool.dtype == torch.float32
