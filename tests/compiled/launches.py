@@ -77,12 +77,13 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def slot_rows(requests: int) -> SlotRows:
+def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
     """Of a table that has the columns of all modes too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
+    kinds["relaxed_run"] = int
     of_modes = [*CHOICE_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
     columns = TableColumns([*REQUEST_COLUMNS, *of_modes])
-    words = -(-VOCAB // 32)
+    words = -(-vocab // 32)
     pools = EditPools(
         bias=floats(2, vocab, dtype=F32),
         allowed=ints(2, words + 1),
@@ -171,6 +172,46 @@ def compile_judging_by_odds() -> None:
         (1, 16, 202048, F16, None),
     ):
         slots = slot_rows(requests)
+        for some in (slots, dataclasses.replace(slots, pools=None)):
+            pool = floats(64, k, vocab, dtype=F32)
+            words = vocab if ids is None else len(ids)
+            drafts = ints(requests, k)
+            positions = ints(requests, dtype=I64)
+            rows = DrawnRows(0, 1, positions, ints(requests), 0, drafts)
+            logits, cuts = floats(requests, words, dtype=dtype), floats(requests, 4, dtype=F32)
+            draw(
+                logits,
+                rows,
+                some,
+                by_choice=True,
+                vocab_ids=ids,
+                cuts=cuts,
+                backend=Backend.TRITON,
+            )
+            keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
+            rows = DrawnRows(0, k + 1, positions, drafts=drafts)
+            number = requests * (k + 1)
+            judge(
+                floats(number, vocab, dtype=dtype),
+                rows,
+                some,
+                drafts,
+                pool,
+                floats(number, 4, dtype=F32),
+                ints(number),
+                draft_lens=ints(requests) if ids is None else None,
+                backend=Backend.TRITON,
+            )
+
+
+def compile_judging_by_odds() -> None:
+    for requests, k, vocab, dtype, ids in (
+        (8, 3, VOCAB, F32, None),
+        (100, 3, VOCAB, BF16, None),
+        (8, 1, VOCAB, F32, ints(32768)),
+        (1, 16, 202048, F16, None),
+    ):
+        slots = slot_rows(requests, vocab)
         for some in (slots, dataclasses.replace(slots, pools=None)):
             pool = floats(64, k, vocab, dtype=F32)
             words = vocab if ids is None else len(ids)

@@ -108,11 +108,11 @@ def texts(
     if any("frequency_penalty" in way.options for way in ways):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
         pools = EditPools(
-            bias=torch.zeros(1, vocab, device=DEVICE),
-            allowed=torch.zeros(1, vocab // 32 + 2, **int32),
+            bias=torch.zeros(requests, vocab, device=DEVICE),
+            allowed=torch.zeros(requests, vocab // 32 + 2, **int32),
             counts=torch.zeros(requests, vocab, dtype=torch.int16, device=DEVICE),
             seen=torch.zeros(requests, vocab // 32 + 1, **int32),
-            words=torch.full((1, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
+            words=torch.full((requests, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
         )
     decoder = _Decoder(
         language, verifier, manager, table, slot_ids, pools, draft_len, backend, vocab_ids

@@ -1,4 +1,4 @@
-"""Rejection and block verification, end to end: texts of their own, beside others that keep theirs."""
+"""Rejection and block verification, end to end: beside them others keep their text."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
         params_of(0, allowed_token_ids=list(range(0, VOCAB, 2))),
         params_of(1, bad_token_ids=[3, 5, 9], frequency_penalty=0.5),
         params_of(2, logit_bias={7: 100.0}),
-        params_of(3, min_tokens=15, stop_token_ids=list(range(0, 128, 4)), ignore_eos=False),
+        params_of(3, min_tokens=15, stop_token_ids=list(range(0, 120, 4)), ignore_eos=False),
     ]
     texts = generate(bed.llm(mtp={"verification": mode}), prompts[:4], params)
     assert not any(token % 2 for token in texts[0])
@@ -120,7 +120,9 @@ def test_what_the_config_does_not_list_is_refused(bed, mtp, asked, message):
 
 
 def test_without_speculation_nothing_is_judged(bed):
-    with pytest.raises(RequestError, match="verification='rejection': expected one of .*, coupled"):
+    with pytest.raises(
+        RequestError, match=r"verification='rejection': expected one of .*, coupled"
+    ):
         bed.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
 
 

@@ -90,8 +90,8 @@ def scan_kernel(
 
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
-    sum of weights, as multiples of that value's. One without cuts has that too where what is left of
-    rows is asked for.
+    sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
+    what is left of rows.
     """
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_pieces).to(tl.int64)

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     CHOICE_COLUMNS,
     NUM_CUTS,

@@ -13,7 +13,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.logits import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     NUM_CUTS,
     STEP_COLUMN,
