@@ -1,0 +1,1 @@
+from tests.executor.test_residual import *  # noqa: F403
