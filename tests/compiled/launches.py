@@ -164,44 +164,15 @@ def compile_draws() -> None:
         )
 
 
-def compile_judging_by_odds() -> None:
-    for requests, k, vocab, dtype, ids in (
-        (8, 3, VOCAB, F32, None),
-        (100, 3, VOCAB, BF16, None),
-        (8, 1, VOCAB, F32, ints(32768)),
-        (1, 16, 202048, F16, None),
-    ):
-        slots = slot_rows(requests)
-        for some in (slots, dataclasses.replace(slots, pools=None)):
-            pool = floats(64, k, vocab, dtype=F32)
-            words = vocab if ids is None else len(ids)
-            drafts = ints(requests, k)
-            positions = ints(requests, dtype=I64)
-            rows = DrawnRows(0, 1, positions, ints(requests), 0, drafts)
-            logits, cuts = floats(requests, words, dtype=dtype), floats(requests, 4, dtype=F32)
-            draw(
-                logits,
-                rows,
-                some,
-                by_choice=True,
-                vocab_ids=ids,
-                cuts=cuts,
-                backend=Backend.TRITON,
-            )
-            keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
-            rows = DrawnRows(0, k + 1, positions, drafts=drafts)
-            number = requests * (k + 1)
-            judge(
-                floats(number, vocab, dtype=dtype),
-                rows,
-                some,
-                drafts,
-                pool,
-                floats(number, 4, dtype=F32),
-                ints(number),
-                draft_lens=ints(requests) if ids is None else None,
-                backend=Backend.TRITON,
-            )
+def compile_thinking() -> None:
+    for k, contexts, end in ((3, 2, (5, 6)), (0, 0, (7,)), (8, 0, (1, 2, 3))):
+        layout = StepLayout((5,) * contexts, 4, k, ints(contexts))
+        rule = ThinkingRule.of(ThinkingEnd(128798, end), "cpu")
+        slots, requests = slot_rows(layout.num_requests), layout.num_requests
+        where = layout, ints(4 * k, dtype=I64 if k == 8 else I32), slots, rule
+        force_ends(*where, ints(layout.num_logit_rows), backend=Backend.TRITON)
+        accepted = Accepted.unwritten(requests, k, "cpu")
+        note_thought(accepted, slots, rule, backend=Backend.TRITON)
 
 
 def compile_judging_by_odds() -> None:
