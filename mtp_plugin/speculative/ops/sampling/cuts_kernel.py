@@ -187,7 +187,7 @@ def drawn_of_cut(
     found = 0
     first = 0
     while (first < num_picked) & (found <= LISTED):
-        x, columns = tile_of(
+        x = tile_of(
             row,
             picked_ptr,
             first,
@@ -199,9 +199,22 @@ def drawn_of_cut(
             EACH,
             HAS_IDS,
             HAS_EDITS,
-        )
+        )[0]
         near = (top - x <= reach) & (x > float("-inf"))
-        found = listed(x, columns, near, found, value_ptr, column_ptr)
+        found = listed(
+            x,
+            near,
+            picked_ptr,
+            first,
+            num_picked,
+            found,
+            value_ptr,
+            column_ptr,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+        )
         first += GATHERED
     tl.debug_barrier()
 

@@ -65,6 +65,25 @@ def _spread(places, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.conste
 
 
 @triton.jit
+def _columns_of(
+    chunk_ptr,
+    first,
+    num_picked,
+    places,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Columns of places in some picked chunks [TILE, places], and which of the chunks are."""
+    at = first + tl.arange(0, TILE)
+    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
+    starts = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)
+    return starts[:, None] + _spread(places, CHUNKS, THREADS, EACH)[None, :], at < num_picked
+
+
+@triton.jit
 def tile_of(
     row,
     chunk_ptr,
@@ -79,11 +98,11 @@ def tile_of(
     HAS_EDITS: tl.constexpr,
 ):
     """Values and columns of some picked chunks, both [TILE, ids of a chunk]; -inf beyond them."""
-    at = first + tl.arange(0, TILE)
-    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-    places = _spread(tl.arange(0, PIECE // CHUNKS), CHUNKS, THREADS, EACH)
-    columns = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)[:, None] + places[None, :]
-    inside = (at < num_picked)[:, None] & (columns < row.vocab)
+    places = tl.arange(0, PIECE // CHUNKS)
+    columns, here = _columns_of(
+        chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
+    )
+    inside = here[:, None] & (columns < row.vocab)
     return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
 
 
@@ -107,25 +126,66 @@ def _words_of_tile(
     if HAS_IDS:
         return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
     else:
-        at = first + tl.arange(0, TILE)
-        chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-        places = _spread(tl.arange(0, SIZE // 4) * 4, CHUNKS, THREADS, EACH)
-        firsts = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)[:, None] + places[None, :]
+        places = tl.arange(0, SIZE // 4) * 4
+        firsts = _columns_of(
+            chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
+        )[0]
         w0, w1, w2, w3 = words_of_groups(firsts >> 2, stream)
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE, SIZE])
 
 
 @triton.jit
-def listed(x, columns, here, found, value_ptr, column_ptr):
-    """List what is ``here`` of a tile behind ``found`` others; how many there are then."""
-    run = tl.cumsum(here.to(tl.int32), axis=1)
-    per_chunk = tl.max(run, axis=1)
+def listed(
+    x,
+    here,
+    chunk_ptr,
+    first,
+    num_picked,
+    found,
+    value_ptr,
+    column_ptr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """List what is ``here`` of the values of `tile_of`, behind ``found`` others; how many there are
+    then.
+
+    By fours of neighbours, which a thread holds, so that values stay where they are.
+    """
+    TILE: tl.constexpr = x.shape[0]
+    FOURS: tl.constexpr = x.shape[1] // 4
+    x02, x13 = tl.split(tl.reshape(x, [TILE, FOURS, 2, 2]))
+    x0, x2 = tl.split(x02)
+    x1, x3 = tl.split(x13)
+    here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [TILE, FOURS, 2, 2]))
+    here0, here2 = tl.split(here02)
+    here1, here3 = tl.split(here13)
+    number = here0 + here1 + here2 + here3
+    per_chunk = tl.sum(number, axis=1)
     start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
-    place = start[:, None] + run - 1
-    here = here & (place < LISTED)
-    tl.store(value_ptr + place, x, mask=here)
-    tl.store(column_ptr + place, columns, mask=here)
+    places = tl.arange(0, FOURS) * 4
+    columns = _columns_of(chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH)[
+        0
+    ]
+    place = start[:, None] + tl.cumsum(number, axis=1) - number
+    _list_one(x0, columns, here0, place, value_ptr, column_ptr)
+    place += here0
+    _list_one(x1, columns + 1, here1, place, value_ptr, column_ptr)
+    place += here1
+    _list_one(x2, columns + 2, here2, place, value_ptr, column_ptr)
+    place += here2
+    _list_one(x3, columns + 3, here3, place, value_ptr, column_ptr)
     return found + tl.sum(per_chunk, axis=0)
+
+
+@triton.jit
+def _list_one(x, columns, here, place, value_ptr, column_ptr):
+    """List what is ``here`` at a place, if the list has it."""
+    listed_here = (here != 0) & (place < LISTED)
+    tl.store(value_ptr + place, x, mask=listed_here)
+    tl.store(column_ptr + place, columns, mask=listed_here)
 
 
 @triton.jit
@@ -235,6 +295,12 @@ def _estimated(depth, depths, weights, before, total, all_sum, all_square, FACTO
 
 
 @triton.jit
+def _sums(x, EACH: tl.constexpr):
+    """Of a tile by as many neighbours as a thread holds."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // EACH, EACH]), axis=2)
+
+
+@triton.jit
 def _between(
     near,
     far,
@@ -261,17 +327,17 @@ def _between(
     far_reach = _reach(far, temperature)
     chunk_ptr = candidates.chunk_ptr
     num_chunks = candidates.num_chunks
-    nearer = tl.zeros([TILE, SIZE], tl.float32)
-    within = tl.zeros([TILE, SIZE], tl.float32)
+    nearer = tl.zeros([TILE, SIZE // EACH], tl.float32)
+    within = tl.zeros([TILE, SIZE // EACH], tl.float32)
     found = 0
     # what was listed before everybody has read
     tl.debug_barrier()
-    x, columns = tile_of(
+    x = tile_of(
         row, chunk_ptr, 0, num_chunks, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, HAS_EDITS
-    )
+    )[0]
     for first in range(0, num_chunks, TILE):
         # of the next tile, while this one is measured
-        next_x, next_columns = tile_of(
+        next_x = tile_of(
             row,
             chunk_ptr,
             first + TILE,
@@ -283,23 +349,28 @@ def _between(
             EACH,
             HAS_IDS,
             HAS_EDITS,
-        )
+        )[0]
         differences = top - x
         weights = tl.where(by_mass, tl.exp2(differences * -scale), 1.0)
         is_nearer = differences <= near_reach
         is_within = differences <= far_reach
-        nearer += tl.where(is_nearer, weights, 0.0)
-        within += tl.where(is_within, weights, 0.0)
+        nearer += _sums(tl.where(is_nearer, weights, 0.0), EACH)
+        within += _sums(tl.where(is_within, weights, 0.0), EACH)
         found = listed(
             x,
-            columns,
             is_within & (differences > near_reach),
+            chunk_ptr,
+            first,
+            num_chunks,
             found,
             candidates.value_ptr,
             candidates.column_ptr,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
         )
         x = next_x
-        columns = next_columns
     tl.debug_barrier()
     return tl.sum(tl.sum(nearer, axis=1), axis=0), tl.sum(tl.sum(within, axis=1), axis=0), found
 
@@ -325,8 +396,11 @@ def _narrowed(
     TILE: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """Two keys such that ids up to the first measure less than ``need`` and up to the second do not,
-    what those up to the first measure, and how many are between; up to LISTED they are listed."""
+    """Two keys such that ids up to the first measure less than ``need`` and up to the second not.
+
+    And what those up to the first measure, and how many are between: they are listed, if not more
+    than LISTED.
+    """
     low = tl.full([], -1, tl.int32)
     before = 0.0
     number = tl.full([], LISTED + 1, tl.int32)
@@ -594,12 +668,13 @@ def _drawn_of_chunks(
     num_chunks = candidates.num_chunks
     best = float("-inf")
     drawn = NO_COLUMN
-    left = tl.zeros([TILE, SIZE], tl.float32)
-    x, columns = tile_of(
+    left = tl.zeros([TILE, SIZE // EACH], tl.float32)
+    places = tl.arange(0, SIZE)
+    x = tile_of(
         row, chunk_ptr, 0, num_chunks, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, HAS_EDITS
-    )
+    )[0]
     for first in range(0, num_chunks, TILE):
-        next_x, next_columns = tile_of(
+        next_x = tile_of(
             row,
             chunk_ptr,
             first + TILE,
@@ -611,12 +686,15 @@ def _drawn_of_chunks(
             EACH,
             HAS_IDS,
             HAS_EDITS,
-        )
+        )[0]
+        columns = _columns_of(
+            chunk_ptr, first, num_chunks, places, TILE, PIECE, CHUNKS, THREADS, EACH
+        )[0]
         differences = top - x
         exponents = differences * scale
         weights = tl.exp2(-exponents)
         kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
-        left += tl.where(kept & (weights >= options.min_p), weights, 0.0)
+        left += _sums(tl.where(kept & (weights >= options.min_p), weights, 0.0), EACH)
         words = _words_of_tile(
             row,
             chunk_ptr,
@@ -640,7 +718,6 @@ def _drawn_of_chunks(
             noisy = tl.where(kept, gumbel(words) - depths, float("-inf"))
             best, drawn = _better(noisy, columns, best, drawn)
         x = next_x
-        columns = next_columns
     return drawn, tl.sum(tl.sum(left, axis=1), axis=0)
 
 
