@@ -69,7 +69,11 @@ class Batch:
         noise = torch.Generator().manual_seed(seed)
         requests = contexts + generations
         slots = slot_rows(
-            [_values(dice, vocab) for _ in range(requests)], COLUMNS, seed=seed, gap=behind
+            [_values(dice, vocab) for _ in range(requests)],
+            COLUMNS,
+            slots=dice.sample(range(requests + 3), requests),
+            num_slots=requests + 4,  # the last is nobody's
+            gap=behind,
         )
         num_rows = contexts + generations * (draft_len + 1)
         logits = torch.randn(num_rows, vocab, generator=noise) * 2

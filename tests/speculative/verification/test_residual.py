@@ -1,0 +1,105 @@
+"""What a request may choose of a config, and what its slot then says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
+from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.verification import (
+    ResidualVerification,
+    StrictVerification,
+    make_modes,
+    refusals,
+)
+
+CPU = torch.device("cpu")
+
+
+def modes_of(**mtp: Any) -> tuple[Any, ...]:
+    return make_modes(DecodingOptions.read(MTPDecodingConfig(max_draft_len=3, mtp=mtp)), CPU)
+
+
+def facts(prompt_len: int = 4, **options: Any) -> RequestFacts:
+    stop = StopRule(max_length=100, prompt_len=prompt_len, end_ids=(), words=())
+    return RequestFacts(1, stop, options=options)
+
+
+@pytest.mark.parametrize(
+    ("mtp", "asked", "judged_by", "drafted_by"),
+    [
+        ({}, {}, JudgedBy.COUPLED, DraftedBy.COUPLED),
+        ({}, {"draft_sampling": "greedy"}, JudgedBy.COUPLED, DraftedBy.GREEDY),
+        ({"verification": "block"}, {}, JudgedBy.BLOCK, DraftedBy.PLAIN),
+        (
+            {"verification": ["rejection", "coupled"]},
+            {"verification": "coupled"},
+            JudgedBy.COUPLED,
+            DraftedBy.COUPLED,
+        ),
+        (
+            {"verification": ["coupled", "rejection"], "draft_sampling": "greedy"},
+            {"verification": "rejection"},
+            JudgedBy.REJECTION,
+            DraftedBy.GREEDY,
+        ),
+        (
+            {"verification": ["coupled", "rejection"], "draft_sampling": "plain"},
+            {},
+            JudgedBy.COUPLED,
+            DraftedBy.COUPLED,
+        ),
+    ],
+)
+def test_what_slots_say(
+    mtp: dict[str, Any], asked: dict[str, Any], judged_by: JudgedBy, drafted_by: DraftedBy
+) -> None:
+    modes = modes_of(**mtp)
+    assert list(refusals(modes, asked)) == []
+    assert type(modes[0]) is StrictVerification
+    told = modes[0].slot_values(facts(**asked), ())
+    assert told == {"verification": judged_by, "draft_sampling": drafted_by}
+
+
+def test_steps_of_a_preempted_request_are_not_counted_again() -> None:
+    """It took one per token at most, so noise of its block verification is never met twice."""
+    _, mode = modes_of(verification="block")
+    assert type(mode) is ResidualVerification
+    assert mode.slot_values(facts(4), [1, 2, 3, 4]) == {"draft_step": 0}
+    assert mode.slot_values(facts(4), [1, 2, 3, 4, 5, 6]) == {"draft_step": 2}
+
+
+@pytest.mark.parametrize(
+    ("mtp", "shape"),
+    [
+        ({}, None),
+        ({"verification": "block", "draft_sampling": "greedy"}, None),
+        ({"verification": ["coupled", "block"]}, (3, 50)),
+    ],
+)
+def test_the_manager_keeps_what_drafts_are_drawn_from(
+    mtp: dict[str, Any], shape: tuple[int, int] | None
+) -> None:
+    config = MTPDecodingConfig(max_draft_len=3, mtp=mtp)
+    manager = MTPHiddenStatesManager(config, torch.float32, 4, 2, device="cpu", vocab_size=50)
+    if shape is None:
+        assert manager.draft_probs is None
+        assert "draft probabilities" not in manager.memory_report()
+        return
+    assert manager.draft_probs.shape == (manager.num_rows, *shape)
+    assert not manager.draft_probs.any()
+    told = f"draft probabilities {manager.draft_probs.nbytes / 2**20:.1f} MiB"
+    assert told in manager.memory_report()
+
+
+def test_a_manager_has_to_know_the_vocabulary() -> None:
+    config = MTPDecodingConfig(max_draft_len=3, mtp={"verification": "rejection"})
+    with pytest.raises(ConfigError, match="vocab_size must be given with mtp.verification"):
+        MTPHiddenStatesManager(config, torch.float32, 4, 2, device="cpu")
