@@ -101,5 +101,5 @@ def test_the_manager_keeps_what_drafts_are_drawn_from(
 
 def test_a_manager_has_to_know_the_vocabulary() -> None:
     config = MTPDecodingConfig(max_draft_len=3, mtp={"verification": "rejection"})
-    with pytest.raises(ConfigError, match="vocab_size must be given with mtp.verification"):
+    with pytest.raises(ConfigError, match="vocab_size must be given with mtp"):
         MTPHiddenStatesManager(config, torch.float32, 4, 2, device="cpu")
