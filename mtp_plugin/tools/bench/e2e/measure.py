@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -286,9 +286,7 @@ class E2EBench:
             found[ask.name] = self._with_gaps(llm, case, ask, found[ask.name])
         greedy = found.pop(GREEDY)
         if case.is_off:
-            for ask in others:
-                run = self._undrafted_run(llm, case, ask.without_drafting)
-                found[ask.name] = Measured([], [run])
+            found |= self._undrafted_runs(llm, case, others)
         elif self.synthetic is not None:
             for ask in others:
                 run = self._undrafted_run(llm, case, ask.without_drafts)
@@ -323,6 +321,21 @@ class E2EBench:
             others = [*others, self._decode(llm, case, ask)]
         synchronize(self.subject.device)
         return replace(measured, others=others, gaps=gaps.read())
+
+    def _undrafted_runs(self, llm: LLM, case: E2ECase, asks: Sequence[Ask]) -> dict[str, Measured]:
+        """Without MTP, of all whose texts have to be the same; equal ones are run once."""
+        runs: list[tuple[Mapping[str, Any], bool, Run]] = []
+        found = {}
+        for ask in asks:
+            if ask.is_residual:
+                continue
+            plain = ask.without_drafting
+            same = [run for *of, run in runs if of == [plain.options, plain.of_one]]
+            if not same:
+                same = [self._undrafted_run(llm, case, plain)]
+                runs.append((plain.options, plain.of_one, same[0]))
+            found[ask.name] = Measured([], same)
+        return found
 
     def _undrafted_run(self, llm: LLM, case: E2ECase, ask: Ask) -> Run:
         num_tokens = self._undrafted_tokens

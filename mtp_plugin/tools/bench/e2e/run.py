@@ -68,7 +68,8 @@ def run(
         log.print(f"skipped: {label}: vanilla needs a layer per draft")
     bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
     bench.check(cases)
-    default = folder / f"e2e-{subject.name}.json"
+    kinds = "-asks" if len(options.asks) > 1 else ""
+    default = folder / f"e2e-{subject.name}{kinds}.json"
     is_full = place.type == "cuda" and not (options.quick or options.only)
     path = results_file(path, default, is_full=is_full)
     machine = describe_machine(place)
