@@ -9,6 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     CHOICE_COLUMNS,
@@ -19,11 +20,11 @@ from mtp_plugin.speculative.ops.sampling import (
     draw,
 )
 from mtp_plugin.speculative.ops.sampling.residual import Judgement, judge, keep_draft_probs
-from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.step import EditPools, SlotRows
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import strided
 from tests.speculative.ops.on_device import DEVICE, vector
-from tests.speculative.ops.slots import on_copy, slot_rows
+from tests.speculative.ops.slots import column, on_copy, slot_rows
 
 COLUMNS = (*CHOICE_COLUMNS, STEP_COLUMN)
 WAYS = [
@@ -64,6 +65,7 @@ class Batch:
         behind: int = 0,
         cut: bool = False,
         lens: bool = True,
+        edits: bool = False,
     ) -> Batch:
         dice = random.Random(seed)
         noise = torch.Generator().manual_seed(seed)
@@ -75,6 +77,13 @@ class Batch:
             num_slots=requests + 4,  # the last is nobody's
             gap=behind,
         )
+        if edits:
+            slots = replace(slots, pools=_pools(dice, requests, vocab))
+            for name in ("bias_row", "allowed_row", "count_row"):
+                given = column(slots, name)
+                given[slots.slot_ids[:requests]] = vector(
+                    [dice.choice((NO_ROW, row, row)) for row in range(requests)], torch.int32
+                )
         num_rows = contexts + generations * (draft_len + 1)
         logits = torch.randn(num_rows, vocab, generator=noise) * 2
         of_drafts = torch.randn(draft_len, requests, vocab, generator=noise) * 2
@@ -123,9 +132,9 @@ class Batch:
         requests = self.rows.num_requests
         pool = torch.zeros(len(self.slots.table), self.draft_len, self.vocab, device=DEVICE)
         drafts = torch.zeros(requests, self.draft_len, dtype=torch.int32, device=DEVICE)
-        for column in range(self.draft_len):
-            rows = DrawnRows(0, 1, self.rows.positions, column=column)
-            logits = self.draft_logits[column]
+        for place in range(self.draft_len):
+            rows = DrawnRows(0, 1, self.rows.positions, column=place, drafts=drafts)
+            logits = self.draft_logits[place]
             cuts = torch.full((requests, NUM_CUTS), torch.nan, device=DEVICE)
             with poisoned_memory():
                 told = draw(
@@ -146,7 +155,7 @@ class Batch:
                     vocab_ids=self.vocab_ids,
                     backend=backend,
                 )
-            drafts[:, column] = told
+            drafts[:, place] = told.clamp_min(0)
         return drafts, pool
 
     def judged(
@@ -154,14 +163,16 @@ class Batch:
     ) -> tuple[Judgement, torch.Tensor]:
         """What is made of these drafts, and the steps of the slots behind it."""
         slots = on_copy(self.slots)
+        mine = drafts[self.rows.num_contexts :]
+        rows = replace(self.rows, drafts=mine)
         cuts = torch.full((len(self.logits), NUM_CUTS), torch.nan, device=DEVICE)
         with poisoned_memory():
-            choices = draw(self.logits, self.rows, slots, cuts=cuts, backend=backend)
+            choices = draw(self.logits, rows, slots, cuts=cuts, backend=backend)
             judgement = judge(
                 self.logits,
-                self.rows,
+                rows,
                 slots,
-                drafts[self.rows.num_contexts :].reshape(-1),
+                mine.reshape(-1),
                 pool,
                 cuts,
                 choices,
@@ -185,5 +196,35 @@ def _values(dice: random.Random, vocab: int) -> dict[str, object]:
         "top_k": dice.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
         "top_p": dice.choice((1.0, 1.0, 0.9, 0.5)),
         "min_p": dice.choice((0.0, 0.0, 0.05)),
+        "repetition_penalty": dice.choice((1.0, 1.5)),
+        "presence_penalty": dice.choice((0.0, 0.8)),
+        "frequency_penalty": dice.choice((0.0, 0.6)),
         "seed": [dice.randrange(-(2**31), 2**31) for _ in range(2)],
     }
+
+
+def _pools(dice: random.Random, requests: int, vocab: int) -> EditPools:
+    """A row per request, of every kind of edit; at least one id is allowed."""
+    noise = torch.Generator().manual_seed(dice.getrandbits(31))
+    words = -(-vocab // 32)
+    allowed = torch.rand(requests, words * 32, generator=noise) < 0.8
+    allowed[:, 0] = True
+    allowed[:, vocab:] = False
+    seen = torch.rand(requests, words * 32, generator=noise) < 0.2
+    counts = torch.randint(1, 4, (requests, vocab), generator=noise) * seen[:, :vocab]
+    bits = 1 << torch.arange(32)
+    of_words = [
+        (flags.view(requests, words, 32) * bits).sum(dim=2).to(torch.int32)
+        for flags in (allowed, seen)
+    ]
+    return EditPools(
+        bias=torch.randn(requests, vocab, generator=noise).to(DEVICE),
+        allowed=torch.cat([of_words[0], allowed.sum(1, keepdim=True).to(torch.int32)], 1).to(
+            DEVICE
+        ),
+        counts=counts.to(DEVICE, torch.int16),
+        seen=of_words[1].to(DEVICE),
+        words=torch.full(
+            (requests, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, dtype=torch.int32, device=DEVICE
+        ),
+    )

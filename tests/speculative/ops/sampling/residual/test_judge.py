@@ -130,6 +130,8 @@ BATCHES = [
             {"vocab": 5, "draft_len": 1, "contexts": 0, "cut": True},
             {"vocab": 33, "generations": 4, "behind": 3},
             {"vocab": 33, "contexts": 3, "draft_len": 4, "generations": 3, "cut": True},
+            {"vocab": 40, "generations": 6, "edits": True},
+            {"vocab": 70, "generations": 4, "edits": True, "contexts": 0, "cut": True},
             {"vocab": 130, "generations": 4, "lens": False, "dtype": torch.bfloat16},
             {"vocab": 2500, "generations": 3, "contexts": 0, "draft_len": 2},
         ]
