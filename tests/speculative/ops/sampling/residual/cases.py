@@ -30,11 +30,9 @@ COLUMNS = (*CHOICE_COLUMNS, STEP_COLUMN)
 WAYS = [
     (JudgedBy.COUPLED, DraftedBy.COUPLED),
     (JudgedBy.COUPLED, DraftedBy.GREEDY),
-    (JudgedBy.REJECTION, DraftedBy.PLAIN),
-    (JudgedBy.REJECTION, DraftedBy.PLAIN),
+    *[(JudgedBy.REJECTION, DraftedBy.PLAIN)] * 4,
     (JudgedBy.REJECTION, DraftedBy.GREEDY),
-    (JudgedBy.BLOCK, DraftedBy.PLAIN),
-    (JudgedBy.BLOCK, DraftedBy.PLAIN),
+    *[(JudgedBy.BLOCK, DraftedBy.PLAIN)] * 6,
     (JudgedBy.BLOCK, DraftedBy.GREEDY),
 ]
 NONE = dict.fromkeys(POOL_ROWS, NO_ROW)
@@ -92,7 +90,7 @@ class Batch:
             generation, offset = divmod(max(place - contexts, 0), draft_len + 1)
             if kind == "like" and place >= contexts and offset < draft_len:
                 other = of_drafts[offset, contexts + generation]
-                of_drafts[offset, contexts + generation] = logits[place] + 0.1 * other
+                of_drafts[offset, contexts + generation] = logits[place] + 0.3 * other
             elif kind == "flat":
                 logits[place] = logits[place] * 0.05
             elif kind == "infinite":
@@ -192,7 +190,7 @@ def _values(dice: random.Random, vocab: int) -> dict[str, object]:
         "verification": judged_by,
         "draft_sampling": drafted_by,
         "draft_step": dice.randrange(50),
-        "temperature": dice.choice((0.0, 0.6, 0.9, 1.0, 1.3, 5.0)),
+        "temperature": dice.choice((0.0, 0.6, 0.9, 0.9, 1.0, 1.0, 1.3, 5.0)),
         "top_k": dice.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
         "top_p": dice.choice((1.0, 1.0, 0.9, 0.5)),
         "min_p": dice.choice((0.0, 0.0, 0.05)),
