@@ -6,6 +6,7 @@ acceptance, history, draft inputs, the argmax of every draft, and the changes of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
+from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.tools.bench.case import Case, Trial
@@ -22,6 +25,16 @@ from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes
 from mtp_plugin.tools.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
 
 HIGHEST_POSITION = 131071
+PROMPT_TOKENS = 100
+
+
+DRAWS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "draws": DRAWS,
+    "edits": {**DRAWS, "repetition_penalty": 1.1, "logprobs": 5},
+}
+"""What every request of a step asks for: nothing, draws, or more; each is a graph of its own."""
 
 
 class GenerationAttention:
@@ -100,6 +113,16 @@ def target_shift_case(shape: Shape, device: torch.device) -> Case:
     return _case("step/vanilla-target-shift", shape, device, "target_shift", False, None)
 
 
+def kind_cases(shape: Shape, device: torch.device) -> list[Case]:
+    """A step of each worker for requests that draw, and for some that ask for more."""
+    return [
+        _case(f"step/{worker}-{kind}", shape, device, chain, False, None, kind)
+        for kind in KINDS
+        if kind
+        for worker, chain in (("vanilla", "output"), ("eagle", None))
+    ]
+
+
 def _case(
     name: str,
     shape: Shape,
@@ -107,8 +130,9 @@ def _case(
     chain: str | None,
     write_limits: bool,
     target: Target | None,
+    kind: str = "",
 ) -> Case:
-    """``chain``: of the vanilla worker; None: the Eagle worker."""
+    """``chain``: of the vanilla worker; None: the Eagle worker. ``kind``: of `KINDS`."""
     states = shape.batch * shape.state_bytes
     if chain is None:
         # only the state of the last accepted row is gathered
@@ -121,12 +145,14 @@ def _case(
         shape=shape,
         bytes_read=shape.target_bytes + shape.draft_bytes + read,
         bytes_written=written,
-        prepare=lambda seed: _trial(shape, Dice(seed, device), chain, write_limits),
+        prepare=lambda seed: _trial(shape, Dice(seed, device), chain, write_limits, kind),
         target=target,
     )
 
 
-def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool) -> Trial:
+def _trial(
+    shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind: str = ""
+) -> Trial:
     batch, k, device = shape.batch, shape.k, dice.device
     width = k + 1
     config = SimpleNamespace(
@@ -134,11 +160,17 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool) -> T
         mtp=SimpleNamespace(draft_window="exact", kernels="reference", chain=chain or "output"),
     )
     manager = MTPHiddenStatesManager(
-        config, torch.bfloat16, shape.hidden, batch, device=device, num_seq_slots=batch
+        config,
+        torch.bfloat16,
+        shape.hidden,
+        batch,
+        device=device,
+        num_seq_slots=batch,
+        vocab_size=shape.vocab if kind else None,
     )
     requests = dice.permutation(batch).tolist()
-    for request in sorted(requests):
-        manager.slot_manager.add_slot(request)
+    asked = [_Request(request, KINDS[kind], dice, shape) for request in sorted(requests)]
+    manager.prepare_resources(SimpleNamespace(context_requests=asked, generation_requests=[]))
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
     tokens.copy_(dice.integers(0, shape.vocab, *tokens.shape))
     states.copy_(dice.states(*states.shape))
@@ -159,6 +191,7 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool) -> T
     spec.request_ids = requests
     spec.draft_tokens = dice.drafts(logits, shape)
     spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
+    spec.edits_logits, spec.only_draws = bool(kind), kind == "draws"
     spec.prepare()
     ready = [dice.logits(batch, shape) for _ in range(k)]
     layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]
@@ -178,7 +211,34 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool) -> T
         outputs: dict[str, torch.Tensor] = worker(
             **inputs, attn_metadata=attention, spec_metadata=spec, mtp_layers=layers
         )
-        return {name: value for name, value in outputs.items() if name != "logits"}
+        unlike = ("logits", "logprob_entries")  # log_probs are of the latter
+        return {name: value for name, value in outputs.items() if name not in unlike}
 
-    state = attention.device_tensors()
-    return Trial(run, state | {"past_tokens": tokens, "past_states": states})
+    state = attention.device_tensors() | {"past_tokens": tokens, "past_states": states}
+    if kind == "edits" and manager.edit_rows is not None:
+        pools = manager.edit_rows.pools
+        state |= {"table": manager.table.rows, "counts": pools.counts, "seen": pools.seen}
+    return Trial(run, state, approximate=frozenset({"log_probs"}))
+
+
+class _Request:
+    """A request at its first prompt chunk, as the manager reads it."""
+
+    is_first_context_chunk = True
+
+    def __init__(
+        self, request_id: int, options: Mapping[str, Any], dice: Dice, shape: Shape
+    ) -> None:
+        self.request_id = request_id
+        self._tokens: list[int] = []
+        if options:
+            self._tokens = dice.integers(0, shape.vocab, PROMPT_TOKENS).tolist()
+        self.facts = RequestFacts.of(
+            request_id,
+            SamplingParams(ignore_eos=True, **options),
+            prompt_len=len(self._tokens),
+            max_seq_len=HIGHEST_POSITION,
+        )
+
+    def get_tokens(self, beam: int) -> list[int]:  # noqa: ARG002
+        return self._tokens

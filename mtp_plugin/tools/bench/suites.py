@@ -27,7 +27,7 @@ from mtp_plugin.tools.bench.shapes import (
     Shape,
     variations,
 )
-from mtp_plugin.tools.bench.step_cases import step_cases, target_shift_case
+from mtp_plugin.tools.bench.step_cases import kind_cases, step_cases, target_shift_case
 
 MIXED_BATCH = 64
 LEAST_VOCAB = 16
@@ -116,6 +116,8 @@ def cases_of(kind: str, options: Options, device: torch.device) -> list[Case]:
 def _step_suite(shapes: list[Shape], options: Options, device: torch.device) -> list[Case]:
     cases = [case for shape in shapes for case in step_cases(shape, device)]
     cases += [target_shift_case(shape, device) for shape in shapes]
+    if not options.tiny:  # interpreted, each of their steps takes seconds
+        cases += [case for shape in shapes for case in kind_cases(shape, device)]
     if options.with_variations:
         cases += [case for shape in shapes for case in step_cases(shape, device, write_limits=True)]
         for shape in shapes:

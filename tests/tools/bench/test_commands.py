@@ -211,8 +211,8 @@ def test_other_sizes_are_measured_unless_sizes_are_given() -> None:
     names = labels("step")
     for part in ("bfloat16", "-k1", "-k7", "-h4096", "write-limits"):
         assert any(part in name for name in names)
-    assert len(labels("step", quick=True)) == 6
-    assert len(labels("step", hidden=4096)) == 12
+    assert len(labels("step", quick=True)) == 14
+    assert len(labels("step", hidden=4096)) == 28
 
 
 def test_a_host_with_write_limits_steps_as_well() -> None:
