@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,30 @@ def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla,
     assert watched.captured.num_replays == len(watched.replayed) > 0
     assert not watched.eager_generations
     assert_drained(watched.llm)
+
+
+DRAWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("asked", "graph"),
+    [
+        ([{}, {}], (False, False)),
+        ([DRAWN, {}], (True, True)),
+        ([DRAWN, {**DRAWN, "logprobs": 0}], (True, False)),
+        ([{"repetition_penalty": 1.1}, {}], (True, False)),
+    ],
+    ids=["greedy", "one-draws", "logprobs", "one-penalty"],
+)
+def test_batches_run_in_the_graph_of_what_they_ask_for(graphed, prompts, asked, graph):
+    """Three of every size and draft length: who is greedy never pays for what others may ask."""
+    watched = graphed(sizes=(2,))
+    kinds = [(shape.edits_logits, shape.only_draws) for shape in watched.captured.shapes]
+    assert Counter(kinds) == dict.fromkeys([(False, False), (True, True), (True, False)], 1)
+    watched.generate(prompts[:2], [greedy(**options) for options in asked])
+    replayed = {(shape.edits_logits, shape.only_draws) for shape in watched.replayed}
+    assert replayed == {graph}
+    assert not watched.eager_generations
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
