@@ -202,6 +202,62 @@ def test_relaxed_acceptance() -> None:
     assert table[2:] == rows
 
 
+WAYS = {
+    "`coupled`": "coupled",
+    "`rejection`": "rejection",
+    "`block`": "block",
+    "greedy drafts": "greedy-drafts",
+}
+
+
+def asked(name: str, label: str, ask: str) -> dict[str, Any]:
+    return next(each for each in case(name, label)["asks"] if each["ask"] == ask)
+
+
+def ways_of(temperature: str) -> list[dict[str, Any]]:
+    """Of both workers."""
+    return [
+        asked("e2e-tiny_model-sampled", f"{worker}-k3/b16", f"{way}-t{temperature}")
+        for worker in ("eagle", "vanilla")
+        for way in WAYS.values()
+    ]
+
+
+@pytest.mark.parametrize("row", WAYS)
+def test_ways_to_judge_drafts(row: str) -> None:
+    cells = [
+        asked("e2e-tiny_model-sampled", f"{worker}-k3/b16", f"{WAYS[row]}-t{temperature}")
+        for worker in ("eagle", "vanilla")
+        for temperature in ("0.6", "1.0")
+    ]
+    assert all(cell["matched"] for cell in cells)
+    told = " | ".join(f"{cell['acceptance_length']:.2f}" for cell in cells)
+    assert f"| {row} | {told} |" in README
+
+
+def test_where_and_how_the_ways_were_compared() -> None:
+    told = result("e2e-tiny_model-sampled")
+    assert (told["input_tokens"], told["output_tokens"]) == (64, 192)
+    assert told["model"]["dtype"] == "float32"
+    assert told["model"]["device"] == "cpu"
+    assert "batch 16, 64 tokens in and 192 out, float32 on a CPU" in PROSE
+    assert all(each["acceptance"] in (None, "real") for each in told["cases"])
+    for temperature, words in (
+        ("0.6", "{} to {} of the 8-grams repeat"),
+        ("1.0", "at 1.0 {} to {}"),
+    ):
+        shares = [each["share_of_repeated_8_grams"] for each in ways_of(temperature)]
+        assert words.format(f"{min(shares):.0%}", f"{max(shares):.0%}") in PROSE
+    every = [*ways_of("0.6"), *ways_of("1.0")]
+    steps = [16 * each["step_ms"]["samples"] for each in every]
+    assert f"A figure has {round(min(steps), -1)} to {round(max(steps), -1)} steps of one" in PROSE
+    for each in every:
+        keeps_text = each["ask"].startswith(("coupled", "greedy"))
+        told_of = "the run without MTP of the same seeds" if keeps_text else "the entropy of"
+        assert each["match"]["compared_with"].startswith(told_of)
+        assert each["match"]["ties"] == 0
+
+
 def test_the_soak() -> None:
     soak = result("soak-tiny_model")
     counts = soak["counts"]
