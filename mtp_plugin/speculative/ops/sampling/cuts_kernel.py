@@ -163,6 +163,8 @@ def drawn_of_cut(
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * 512 // SIZE
     temperature = options.temperature
+    # no difference to it is -0, whose bits are not in the order of the others
+    top = tl.where(top == 0, 0.0, top)
     depths = (top - tops) * scale_of(temperature)
     far = DEEPEST + 0.0
     mass = 0.0

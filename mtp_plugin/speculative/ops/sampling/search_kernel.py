@@ -241,7 +241,7 @@ def _guessed(
     columns += _spread(places, CHUNKS, THREADS, EACH)
     inside = columns < row.vocab
     x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
-    depths = (top - x) * (scale_of(temperature) * LN_2)
+    depths = tl.div_rn(top - x, temperature)
     lowest = tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True))
     between = inside & (depths > lowest) & (depths <= end.to(tl.float32, bitcast=True))
     weights = tl.where(between, tl.where(by_mass, tl.exp(-depths), 1.0), 0.0)
@@ -249,10 +249,14 @@ def _guessed(
     all_square = tl.sum(weights * weights, axis=0)
     deepest = tl.where(between & (depths <= high.to(tl.float32, bitcast=True)), depths, 0.0)
     deepest = tl.max(deepest, axis=0)
-    near = tl.maximum(lowest, 0.0)
+    near = lowest
     near_end = deepest
     far = near
     far_end = deepest
+    measure, error = _estimated(
+        deepest, depths, weights, before, total, all_sum, all_square, FACTOR
+    )
+    is_met = measure - error >= need
     for _ in range(HALVINGS):
         middle = (near + near_end) * 0.5
         measure, error = _estimated(
@@ -273,8 +277,14 @@ def _guessed(
     middle = (near + far_end) * 0.5
     far = tl.where(share < 1, middle + (far_end - middle) * share, far_end)
     near = tl.where(share < 1, middle + (near - middle) * share, near)
+    # from the first to the last of the sample between them, bit for bit: these may be the same
+    inner = between & (depths > near) & (depths <= far)
+    inner_last = tl.max(tl.where(inner, depths, -1.0), axis=0)
+    inner_first = tl.min(tl.where(inner, depths, float("inf")), axis=0)
+    near = tl.maximum(tl.where(inner_last < 0, near, inner_first), 0.0)
+    far = tl.maximum(tl.where(inner_last < 0, far, inner_last), 0.0)
     near_key = near.to(tl.int32, bitcast=True) - 1
-    far_key = tl.where(far >= deepest, high, far.to(tl.int32, bitcast=True))
+    far_key = tl.where(is_met, far.to(tl.int32, bitcast=True), high)
     near_key = tl.maximum(tl.minimum(near_key, high - 1), low)
     far_key = tl.minimum(tl.maximum(far_key, near_key + 1), high)
     return near_key, far_key

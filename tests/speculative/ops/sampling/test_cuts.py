@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling import search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -158,3 +160,55 @@ def test_many_chunks_that_are_all_near(vocab: int) -> None:
     asked = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
     batch = batch_of(rows, *asked)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+
+
+def odd_row(kind: str) -> torch.Tensor:
+    """A row with more candidates than are listed, in which a sample of it has its troubles."""
+    values = normal(1, 1)[0]
+    if kind == "zeros of both signs":
+        return values * 0
+    if kind == "few values":
+        return (values * 0.05 + 4).to(torch.bfloat16).float()
+    if kind == "sorted":
+        return values.sort().values
+    if kind == "two heights":
+        return values * 0.01 + 2.0 * (torch.arange(VOCAB) % 2)
+    if kind == "sampled low":  # every other chunk's first places
+        return values * 0.5 - 3.0 * (torch.arange(VOCAB) % 1024 < 8)
+    return values
+
+
+@pytest.mark.parametrize(
+    "kind", ["zeros of both signs", "few values", "sorted", "two heights", "sampled low", "normal"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(1.0, top_p=0.4, seed=1),
+        Options(2.0, top_p=0.97, seed=2),
+        Options(1.0, top_k=VOCAB // 2, seed=3),
+        Options(1e30, top_k=VOCAB - 5, top_p=0.6, min_p=0.01, seed=4),
+    ],
+    ids=str,
+)
+def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
+    batch = batch_of(odd_row(kind)[None], options)
+    differs = batch.tokens(Backend.TORCH) != batch.tokens(Backend.TRITON)
+    assert not bool((differs & ~batch.undecided()).any())
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
+def test_one_pass_finds_the_cut_of_a_flat_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    for name in ("_between", "_measured"):
+        kernel = getattr(search_kernel, name)
+
+        def counted(*values: object, name: str = name, kernel: Any = kernel) -> Any:
+            passes.append(name)
+            return kernel(*values)
+
+        monkeypatch.setattr(search_kernel, name, counted)
+    options = Options(1.0, top_p=0.95, seed=1)
+    batch = batch_of(normal(1, 2), options)
+    assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+    assert passes == ["_between"]
