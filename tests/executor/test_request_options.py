@@ -16,6 +16,7 @@ from mtp_plugin.executor.admission import Admission
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.plugin.contract import no_refusals
 from tests.executor.conftest import VOCAB, assert_drained
 from tests.executor.test_llm_api import LOOPS, WORKERS, Pieces
 
@@ -52,7 +53,10 @@ class Words:
 def admission(*, tokenizer: Any = None, vocab_size: int = 90) -> Admission:
     """Where every option is given."""
     pieces = SimpleNamespace(
-        served_options=frozenset(OPTIONS), plan=SimpleNamespace(max_draft_len=3), label=None
+        served_options=frozenset(OPTIONS),
+        refusals=no_refusals,
+        plan=SimpleNamespace(max_draft_len=3),
+        label=None,
     )
     facts = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(2,))
     return Admission(None, facts, pieces, tokenizer=tokenizer, max_seq_len=64)  # type: ignore[arg-type]

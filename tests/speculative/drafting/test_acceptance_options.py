@@ -111,7 +111,7 @@ def test_the_bare_step_cannot_count() -> None:
     step = Step(1, [Prompt([1, 2])])
     step.spec.edits_logits = True
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
-    with pytest.raises(TensorContractError, match="min_tokens: needs the step's positions"):
+    with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 

@@ -229,8 +229,9 @@ def _guessed(
     told by some ids of every chunk, from both ends, each as far as it can be trusted.
     """
     SIZE: tl.constexpr = PIECE // CHUNKS
-    SKIP: tl.constexpr = max(ALL_CHUNKS // SAMPLE, 1)
-    EVERY: tl.constexpr = max(SIZE * ALL_CHUNKS // SAMPLE // SKIP, 1)
+    SKIP: tl.constexpr = ALL_CHUNKS // SAMPLE if ALL_CHUNKS > SAMPLE else 1
+    SPARSE: tl.constexpr = SIZE * ALL_CHUNKS // SAMPLE // SKIP
+    EVERY: tl.constexpr = SPARSE if SPARSE > 1 else 1
     PER_CHUNK: tl.constexpr = SIZE // EVERY
     FACTOR: tl.constexpr = SKIP * EVERY
     each = tl.arange(0, ALL_CHUNKS // SKIP * PER_CHUNK)

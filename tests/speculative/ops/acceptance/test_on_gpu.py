@@ -73,7 +73,7 @@ def test_real_shapes(
     close, decided = assert_sides_agree(case, kind)
     if kind == "relaxed" and batch * k > 500:
         assert decided > 10
-    assert close <= max(1, decided // 10)
+    assert close <= max(2, decided // 10)
     first = case.judge(kind, Backend.TRITON)
     for _ in range(5):  # a race would show
         assert_same(case.judge(kind, Backend.TRITON), first)

@@ -264,7 +264,7 @@ def test_rules_that_do_not_fit(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": torch.zeros(9, 42)}, r"slot table: expected torch.int32 \[S, 42\].*float32"),
+        ({"table": torch.zeros(9, 69)}, r"slot table: expected torch.int32 \[S, 69\].*float32"),
         ({"table": torch.zeros(9, 35).int()}, r"slot table: .*\[9, 35\]"),
         ({"table": torch.zeros(36, 9).int().t()}, "slot table: .*rows without gaps"),
         ({"table": torch.zeros(9, 36, device="meta").int()}, "slot table: .* on meta"),
