@@ -154,6 +154,8 @@ class ModelEngine:
             they are the graph's own tensors, good until the next step, and the logits are not among
             them.
         """
+        requests = batch.all_requests()
+        edits_logits = any(r.edits_logits for r in requests)
         rows = [self._context_row(request) for request in batch.context_requests]
         for request in batch.generation_requests:
             late = previous is not None and request.request_id in in_flight
@@ -164,9 +166,8 @@ class ModelEngine:
             chunk_lens=tuple(r.context_chunk_size for r in batch.context_requests),
             num_generations=len(batch.generation_requests) + padding,
             draft_len=self._draft_len(batch),
-            edits_logits=any(r.edits_logits for r in batch.all_requests()),
-            only_draws=any(r.edits_logits for r in batch.all_requests())
-            and all(r.only_draws for r in batch.all_requests()),
+            edits_logits=edits_logits,
+            only_draws=edits_logits and all(r.only_draws for r in requests),
         )
         if self.captured is not None:
             outputs = self.captured.replay(shape, rows)
@@ -178,7 +179,7 @@ class ModelEngine:
         step = replace(step, block_table=step.block_table[:, :width])
         starts = [r.context_current_position for r in batch.context_requests]
         cached = starts + [r.get_num_tokens() - 1 for r in batch.generation_requests]
-        ids = [r.request_id for r in batch.all_requests()]
+        ids = [r.request_id for r in requests]
         host = HostLists(
             cached_tokens=cached + [1] * padding,
             request_ids=ids + [CUDA_GRAPH_DUMMY_REQUEST_ID] * padding,
