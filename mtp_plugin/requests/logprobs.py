@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 import torch
 
@@ -27,6 +28,8 @@ class Logprob(NamedTuple):
 
 TokenLogprobs = dict[int, Logprob]
 """What is told of one token of a text: of itself, then of the most likely ones beside it."""
+
+_Told_co = TypeVar("_Told_co", covariant=True)
 
 
 class Ready(Protocol):
@@ -75,7 +78,31 @@ class LogprobEntries:
         return told
 
 
-class Logprobs(Sequence[TokenLogprobs]):
+class _ReadAsList(Sequence[_Told_co]):
+    """A sequence that is indexed, compared and shown as the list of what it iterates over."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[_Told_co]: ...
+
+    @overload
+    def __getitem__(self, place: int) -> _Told_co: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[_Told_co]: ...
+
+    def __getitem__(self, place: int | slice) -> _Told_co | list[_Told_co]:
+        return list(self)[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class Logprobs(_ReadAsList[TokenLogprobs]):
     """What is told of every token of a text; mappings are made when they are read."""
 
     def __init__(self, parts: Sequence[LogprobEntries] = ()) -> None:
@@ -104,25 +131,8 @@ class Logprobs(Sequence[TokenLogprobs]):
         for part in self._parts:
             yield from part.told
 
-    @overload
-    def __getitem__(self, place: int) -> TokenLogprobs: ...
 
-    @overload
-    def __getitem__(self, place: slice) -> list[TokenLogprobs]: ...
-
-    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
-        return list(self)[place]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-
-class PromptLogprobs(Sequence["TokenLogprobs | None"]):
+class PromptLogprobs(_ReadAsList["TokenLogprobs | None"]):
     """What is told of a prompt's tokens as far as they were scored: of the first, None."""
 
     def __init__(self) -> None:
@@ -138,20 +148,3 @@ class PromptLogprobs(Sequence["TokenLogprobs | None"]):
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
         yield None
         yield from self._scored
-
-    @overload
-    def __getitem__(self, place: int) -> TokenLogprobs | None: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
-
-    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
-        return list(self)[place]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
