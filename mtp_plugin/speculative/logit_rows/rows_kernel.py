@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows import contract
+
+GREEDY_BELOW = tl.constexpr(contract.GREEDY_BELOW)
+
 
 @triton.jit
 def place_of(row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride):

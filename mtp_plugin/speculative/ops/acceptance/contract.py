@@ -10,8 +10,6 @@ from mtp_plugin.speculative.step import SlotRows
 
 RUN_COLUMN = "relaxed_run"
 """Read and written with a run limit."""
-GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy."""
 
 
 @dataclass(frozen=True)

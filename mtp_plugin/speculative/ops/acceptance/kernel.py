@@ -6,11 +6,10 @@ import triton.language as tl
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, edited, edits_of
-from mtp_plugin.speculative.ops.acceptance import contract
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 TEMPERATURE = tl.constexpr(request_column("temperature"))
-GREEDY_BELOW = tl.constexpr(contract.GREEDY_BELOW)
 
 
 @triton.jit

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
 from mtp_plugin.speculative.ops.acceptance.contract import (
-    GREEDY_BELOW,
     RUN_COLUMN,
     AcceptanceRules,
     RelaxedRule,

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
@@ -28,7 +28,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 )
 from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 
-GREEDY_BELOW = tl.constexpr(1e-5)
 NO_COLUMN = tl.constexpr(2147483647)
 
 CHANGING = ["num_contexts", "width", "column", "role", "num_pieces", "pool_vocab"]

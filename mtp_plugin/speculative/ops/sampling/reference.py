@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
 from mtp_plugin.speculative.ops.sampling.contract import (
     NUM_CUTS,
     STEP_COLUMN,
@@ -21,8 +21,6 @@ _MASK = 2**32 - 1
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy."""
 
 
 def draw(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW
 from mtp_plugin.speculative.ops.sampling import reference
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.sampling.story import Options
@@ -78,7 +79,7 @@ def undecided(
     hangs = doubtful.gather(1, order[:, :1]).squeeze(1)
     if logits.shape[1] > 1:
         hangs |= ordered[:, 0] - ordered[:, 1] < CLOSE
-    decided_without_noise = (temperature < reference.GREEDY_BELOW) | (
+    decided_without_noise = (temperature < GREEDY_BELOW) | (
         scores.amax(dim=1).isinf()  # +inf, or nothing at all
     )
     return hangs & ~decided_without_noise

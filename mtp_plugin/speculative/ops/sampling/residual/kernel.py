@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.edits_kernel import edits_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.contract import JudgedBy, Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,
@@ -24,7 +24,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
 )
 
-GREEDY_BELOW = tl.constexpr(1e-5)
 NO_COLUMN = tl.constexpr(2147483647)
 NUM_CUTS = tl.constexpr(4)
 JUDGED_BY_COUPLED = tl.constexpr(int(JudgedBy.COUPLED))

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
 from mtp_plugin.speculative.ops.sampling.contract import STEP_COLUMN, DraftedBy, JudgedBy, Role
 from mtp_plugin.speculative.ops.sampling.reference import (
-    GREEDY_BELOW,
     gumbel,
     kept_scores,
     noise_steps,
