@@ -212,17 +212,42 @@ class DraftColumn:
                 self.kv_lens[: drafts.shape[0]].add_(1)
 
 
+WORD_BITS = 32
+"""Ids of a word in pools that hold a bit per id, the lowest in the lowest bit."""
+MOST_COUNTED = 65535
+"""What an entry of the pool of counts holds at most."""
+
+
+def num_words(vocab_size: int) -> int:
+    """Words that hold a bit per id."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def bit_of(ids: torch.Tensor) -> torch.Tensor:
+    """The bit of each of some ids in its word, int32 of their shape."""
+    return torch.ones_like(ids, dtype=torch.int32) << (ids % WORD_BITS).to(torch.int32)
+
+
+def packed_bits(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Words [V/32] int32 that hold the bits of ``ids`` [N] int64, which may stand twice."""
+    words = num_words(vocab_size)
+    flags = torch.zeros(words * WORD_BITS, dtype=torch.int32, device=ids.device)
+    flags[ids] = 1
+    bits = bit_of(torch.arange(WORD_BITS, device=ids.device))
+    return (flags.view(words, WORD_BITS) * bits).sum(dim=1, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class EditPools:
     """What does not fit a slot of what requests want done to logits.
 
-    A column of the slot table names a request's row, -1 where it has none. Bits stand 32 in a word,
-    the lowest id in the lowest bit.
+    A column of the slot table names a request's row, -1 where it has none. Bits stand WORD_BITS in
+    a word.
     """
 
     bias: torch.Tensor  # [P, V] float32
     allowed: torch.Tensor  # [P, V/32 + 1] int32: a bit per id, and behind them how many are set
-    counts: torch.Tensor  # [P, V] int16, unsigned: occurrences that penalties count, at most 65535
+    counts: torch.Tensor  # [P, V] int16, unsigned: occurrences that penalties count
     seen: torch.Tensor  # [P, V/32] int32: a bit per id of prompt and output
     words: torch.Tensor  # [P, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, -1 in front of each
 
@@ -242,7 +267,7 @@ class EditPools:
                 another vocabulary.
         """
         rows, vocab = int(self.bias.shape[0]), self.vocab_size
-        words = -(-vocab // 32)
+        words = num_words(vocab)
         for name, shape, dtype in (
             ("bias", (rows, vocab), torch.float32),
             ("allowed", (rows, words + 1), torch.int32),

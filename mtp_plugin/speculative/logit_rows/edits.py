@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.speculative.logit_rows.contract import DrawnRows
-from mtp_plugin.speculative.step import EditPools, SlotRows
+from mtp_plugin.speculative.step import MOST_COUNTED, WORD_BITS, EditPools, SlotRows, bit_of
 
 EDITED_OPTIONS = frozenset(
     {
@@ -21,9 +21,6 @@ EDITED_OPTIONS = frozenset(
     }
 )
 """Options of a request for which logits are edited here."""
-
-_WORD_BITS = 32
-_MOST = 65535
 
 
 def edited(
@@ -68,7 +65,7 @@ def _penalised(
 ) -> torch.Tensor:
     requests = slice(0, rows.num_requests)
     row = slots.read("count_row", requests)[owners]
-    counts = pools.counts[row.clamp_min(0).to(torch.int64)][:, ids].to(torch.int32) & _MOST
+    counts = pools.counts[row.clamp_min(0).to(torch.int64)][:, ids].to(torch.int32) & MOST_COUNTED
     seen = _bits(pools.seen, row, ids)
     if rows.drafts is not None and rows.drafts.numel():
         generation = (owners - rows.num_contexts).clamp_min(0)
@@ -84,7 +81,7 @@ def _penalised(
     repeated = torch.where(values > 0, values / repetition, values * repetition)
     penalised = torch.where(seen, repeated, values)
     penalised = penalised - torch.where(counts > 0, presence, 0.0)
-    penalised = penalised - frequency * counts.clamp_max(_MOST).to(torch.float32)
+    penalised = penalised - frequency * counts.clamp_max(MOST_COUNTED).to(torch.float32)
     return torch.where((row >= 0).unsqueeze(1), _usable(penalised), values)
 
 
@@ -95,5 +92,5 @@ def _usable(values: torch.Tensor) -> torch.Tensor:
 
 def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Bits of ids in rows of a pool [N, V] bool; of a row below 0 no bit counts."""
-    words = pool[row.clamp_min(0).to(torch.int64)][:, ids // _WORD_BITS]
-    return (words >> (ids % _WORD_BITS).to(torch.int32) & 1 != 0) & (row >= 0).unsqueeze(1)
+    words = pool[row.clamp_min(0).to(torch.int64)][:, ids // WORD_BITS]
+    return (words & bit_of(ids) != 0) & (row >= 0).unsqueeze(1)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative import step
 
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
@@ -13,7 +14,10 @@ COUNT_ROW = tl.constexpr(request_column("count_row"))
 REPETITION = tl.constexpr(request_column("repetition_penalty"))
 PRESENCE = tl.constexpr(request_column("presence_penalty"))
 FREQUENCY = tl.constexpr(request_column("frequency_penalty"))
-MOST = tl.constexpr(65535)
+MOST_COUNTED = tl.constexpr(step.MOST_COUNTED)
+WORD_BITS = tl.constexpr(step.WORD_BITS)
+WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
+"""An id so far to the right is the number of its word."""
 
 
 class Edits(NamedTuple):
@@ -34,6 +38,19 @@ class Edits(NamedTuple):
 
 
 @triton.jit
+def num_words(vocab):
+    """Words that hold a bit per id."""
+    return (vocab + (WORD_BITS - 1)) // WORD_BITS
+
+
+@triton.jit
+def bits_of(words_ptr, ids, inside):
+    """Bits of ids in a row of a pool, 0 or 1; 0 of ids that are not ``inside``."""
+    words = tl.load(words_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
+    return (words >> (ids & (WORD_BITS - 1))) & 1
+
+
+@triton.jit
 def edits_of(
     slot,
     bias_ptr,
@@ -48,7 +65,7 @@ def edits_of(
     bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
     allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
     count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
-    words = (pool_vocab + 31) // 32
+    words = num_words(pool_vocab)
     return Edits(
         bias_row,
         allowed_row,
@@ -72,19 +89,17 @@ def edited(x, ids, inside, edits):
         x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
         x = tl.where(x == x, x, float("-inf"))
     if edits.allowed_row >= 0:
-        words = tl.load(edits.allowed_ptr + (ids >> 5), mask=inside, other=0)
-        x = tl.where((words >> (ids & 31)) & 1 != 0, x, float("-inf"))
+        x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     if edits.count_row >= 0:
-        words = tl.load(edits.seen_ptr + (ids >> 5), mask=inside, other=0)
-        seen = (words >> (ids & 31)) & 1
+        seen = bits_of(edits.seen_ptr, ids, inside)
         # what was never seen was never counted: most of the row is not read
         counted = inside & (seen != 0)
-        count = tl.load(edits.count_ptr + ids, mask=counted, other=0).to(tl.int32) & MOST
+        count = tl.load(edits.count_ptr + ids, mask=counted, other=0).to(tl.int32) & MOST_COUNTED
         for place in range(0, edits.num_before):
             hit = (ids == tl.load(edits.draft_ptr + place)).to(tl.int32)
             seen = seen | hit
             count += hit
-        count = tl.minimum(count, MOST)
+        count = tl.minimum(count, MOST_COUNTED)
         repeated = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
         x = tl.where(seen != 0, repeated, x)
         x = x - tl.where(count > 0, edits.presence, 0.0)

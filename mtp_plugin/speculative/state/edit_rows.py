@@ -12,16 +12,13 @@ from mtp_plugin.requests.columns import FLOAT32_MAX, Number
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.step import EditPools, to_device
+from mtp_plugin.speculative.step import MOST_COUNTED, EditPools, num_words, packed_bits, to_device
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 POOLED_OPTIONS = frozenset(
     {*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
 )
 """Options of a request that need a row."""
-_WORD_BITS = 32
-_MOST = 65535
-"""Of what a count holds."""
 
 
 def bad_words_of(facts: RequestFacts) -> list[tuple[int, ...]]:
@@ -40,7 +37,7 @@ class EditRows:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        words = -(-vocab_size // _WORD_BITS)
+        words = num_words(vocab_size)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.pools = EditPools(
             bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
@@ -124,7 +121,7 @@ class EditRows:
     def _fill_allowed(self, row: int, allowed: Iterable[int]) -> None:
         listed = sorted(set(allowed))
         pool = self.pools.allowed[row]
-        pool[:-1] = self._bits(self._ids("allowed_token_ids", listed))
+        pool[:-1] = packed_bits(self._ids("allowed_token_ids", listed), self.pools.vocab_size)
         pool[-1] = len(listed)
 
     def _fill_counts(self, row: int, tokens: Sequence[int], ignored: int) -> None:
@@ -133,8 +130,8 @@ class EditRows:
         counted = ids[ignored:]
         counts = torch.zeros(self.pools.vocab_size, dtype=torch.int32, device=ids.device)
         counts.index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
-        self.pools.counts[row] = counts.clamp_max(_MOST).to(torch.int16)
-        self.pools.seen[row] = self._bits(ids)
+        self.pools.counts[row] = counts.clamp_max(MOST_COUNTED).to(torch.int16)
+        self.pools.seen[row] = packed_bits(ids, self.pools.vocab_size)
 
     def _fill_words(self, row: int, words: Sequence[Sequence[int]]) -> None:
         expect(
@@ -162,12 +159,3 @@ class EditRows:
             f"{name}: expected ids below {vocab}, the size of the vocabulary, got {wrong[:3]}",
         )
         return to_device(listed, torch.int64, self.pools.bias.device)
-
-    def _bits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Words whose bits are set where ids stand [V/32] int32."""
-        words = self.pools.seen.shape[1]
-        flags = torch.zeros(words * _WORD_BITS, dtype=torch.int64, device=ids.device)
-        flags[ids] = 1
-        places = torch.arange(_WORD_BITS, device=ids.device)
-        packed = (flags.view(words, _WORD_BITS) << places).sum(dim=1)
-        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)

@@ -13,7 +13,7 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.ops.sampling import draw
-from mtp_plugin.speculative.step import EditPools, SlotRows, StepLayout
+from mtp_plugin.speculative.step import EditPools, SlotRows, StepLayout, num_words, packed_bits
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
 from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes
@@ -124,19 +124,15 @@ def _logits(shape: Shape, dice: Dice, *, is_peaked: bool) -> torch.Tensor:
 
 def _pools(shape: Shape, dice: Dice) -> EditPools:
     """A row that all requests share, which nothing here writes."""
-    words, device = -(-shape.vocab // 32), dice.device
+    words, device = num_words(shape.vocab), dice.device
     seen = dice.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
     counts = torch.zeros(1, shape.vocab, dtype=torch.int16, device=device)
     counts[0, seen] = 2
-    flags = torch.zeros(words * 32, dtype=torch.int64, device=device)
-    flags[seen] = 1
-    bits = (flags.view(words, 32) << torch.arange(32, device=device)).sum(dim=1)
-    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
     allowed = dice.integers(-(2**31), 2**31 - 1, 1, words + 1)
     return EditPools(
         bias=dice.normal(1, shape.vocab, dtype=torch.float32),
         allowed=allowed,
         counts=counts,
-        seen=bits.unsqueeze(0),
+        seen=packed_bits(seen, shape.vocab).unsqueeze(0),
         words=torch.full((1, 64, 16), -1, dtype=torch.int32, device=device),
     )

@@ -5,7 +5,13 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, edited, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import (
+    ALLOWED_ROW,
+    bits_of,
+    edited,
+    edits_of,
+    num_words,
+)
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
@@ -312,10 +318,10 @@ def emit_kernel(
         draft_value = tl.load(logits_ptr + entry, mask=known, other=float("-inf")).to(tl.float32)
         if HAS_EDITS:
             allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
-            words_ptr = allowed_ptr + allowed_row * ((pool_vocab + 31) // 32 + 1)
+            words_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
             asks = known & (allowed_row >= 0)
-            words = tl.load(words_ptr + (drafts >> 5), mask=asks, other=-1)
-            draft_value = tl.where((words >> (drafts & 31)) & 1 != 0, draft_value, float("-inf"))
+            is_allowed = ~asks | (bits_of(words_ptr, drafts, asks) != 0)
+            draft_value = tl.where(is_allowed, draft_value, float("-inf"))
         # a comparison with NaN is false: neither NaN nor a masked token stands
         possible = known & (draft_value > float("-inf"))
         if RELAXED and HAS_EDITS:

@@ -5,10 +5,15 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.edits_kernel import (
+    MOST_COUNTED,
+    WORD_BITS,
+    WORD_SHIFT,
+    num_words,
+)
 
 COUNT_ROW = tl.constexpr(request_column("count_row"))
 RECENT = tl.constexpr(request_column("recent"))
-MOST = tl.constexpr(65535)
 
 
 @triton.jit
@@ -58,8 +63,8 @@ def note_kernel(
         earlier = same & (columns[None, :] < columns[:, None])
         first = counts & (tl.max(earlier.to(tl.int32), axis=1) == 0)
         entry = pool_ptr + count_row * pool_vocab + tokens
-        old = tl.load(entry, mask=first, other=0).to(tl.int32) & MOST
-        tl.store(entry, tl.minimum(old + times, MOST).to(tl.int16), mask=first)
-        words = (pool_vocab + 31) // 32
+        old = tl.load(entry, mask=first, other=0).to(tl.int32) & MOST_COUNTED
+        tl.store(entry, tl.minimum(old + times, MOST_COUNTED).to(tl.int16), mask=first)
+        word_ptr = seen_ptr + count_row * num_words(pool_vocab) + (tokens >> WORD_SHIFT)
         # several of them may stand in one word
-        tl.atomic_or(seen_ptr + count_row * words + (tokens >> 5), 1 << (tokens & 31), mask=first)
+        tl.atomic_or(word_ptr, 1 << (tokens & (WORD_BITS - 1)), mask=first)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.step import Accepted, SlotRows
-
-_WORD_BITS = 32
-_MOST = 65535
+from mtp_plugin.speculative.step import MOST_COUNTED, WORD_BITS, Accepted, SlotRows, bit_of
 
 
 def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
@@ -24,13 +21,11 @@ def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
         counts = counts & (token >= 0) & (token < pools.vocab_size)
         # who does not count adds nothing, at any place
         place, at = torch.where(counts, row, 0), torch.where(counts, token, 0)
-        old = pools.counts[place, at].to(torch.int32) & _MOST
-        more = (counts & (old < _MOST)).to(torch.int16)
+        old = pools.counts[place, at].to(torch.int32) & MOST_COUNTED
+        more = (counts & (old < MOST_COUNTED)).to(torch.int16)
         pools.counts.index_put_((place, at), more, accumulate=True)
-        bit = torch.ones_like(at) << at % _WORD_BITS
-        bit = torch.where(bit >= 2**31, bit - 2**32, bit).to(torch.int32)
-        word = at // _WORD_BITS
-        new = torch.where(counts, bit & ~pools.seen[place, word], 0)
+        word = at // WORD_BITS
+        new = torch.where(counts, bit_of(at) & ~pools.seen[place, word], 0)
         pools.seen.index_put_((place, word), new, accumulate=True)
 
 

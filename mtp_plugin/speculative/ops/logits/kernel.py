@@ -5,13 +5,13 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, bits_of, num_words
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 
 PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
 MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 WORDS_ROW = tl.constexpr(request_column("words_row"))
-ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
 RECENT = tl.constexpr(request_column("recent"))
 
 
@@ -19,8 +19,7 @@ RECENT = tl.constexpr(request_column("recent"))
 def _taken(allowed_ptr, ids, pool_vocab):
     """Whether ids are among the allowed ones, 0 or 1."""
     inside = (ids >= 0) & (ids < pool_vocab)
-    words = tl.load(allowed_ptr + (ids >> 5), mask=inside, other=0)
-    return (words >> (ids & 31)) & 1
+    return bits_of(allowed_ptr, ids, inside)
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def hide_kernel(
             ends = tl.where(begins, last, -1)
         if allowed_row >= 0:
             # of what is allowed something must be left, or the stop ids yield
-            words = (pool_vocab + 31) // 32
+            words = num_words(pool_vocab)
             row_allowed = allowed_ptr + allowed_row * (words + 1)
             held = tl.where(hidden, stops, -1)
             again = (held[:, None] == held[None, :]) & (columns[None, :] < columns[:, None])

@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.step import SlotRows
-
-_WORD_BITS = 32
+from mtp_plugin.speculative.step import WORD_BITS, SlotRows, bit_of
 
 
 def banned_masked(
@@ -54,10 +52,10 @@ def _banned(rows: DrawnRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tenso
     row = slots.read("allowed_row", requests)[owners]
     place = row.clamp_min(0).to(torch.int64)
     banned = torch.cat([stops, words], dim=1)
-    width = (pools.allowed.shape[1] - 1) * _WORD_BITS
+    width = (pools.allowed.shape[1] - 1) * WORD_BITS
     known = banned.clamp(0, width - 1)
-    bits = pools.allowed[place].gather(1, known // _WORD_BITS)
-    taken = (bits >> (known % _WORD_BITS).to(torch.int32) & 1 != 0) & (banned >= 0)
+    bits = pools.allowed[place].gather(1, known // WORD_BITS)
+    taken = (bits & bit_of(known) != 0) & (banned >= 0)
     taken &= banned < width
     # an id that stands twice is taken once
     twice = (banned.unsqueeze(2) == banned.unsqueeze(1)).tril(-1).any(dim=2)
