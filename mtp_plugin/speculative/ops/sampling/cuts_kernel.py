@@ -8,14 +8,14 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import (
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     Candidates,
-    drawn_of_many,
     listed,
     tile_of,
 )
+from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
+from mtp_plugin.speculative.ops.sampling.search_kernel import drawn_of_many
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)

@@ -10,6 +10,7 @@ import triton.language as tl
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import LISTED
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
@@ -26,7 +27,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
     words_of_groups,
 )
-from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 
 NO_COLUMN = tl.constexpr(2147483647)
 

@@ -10,9 +10,9 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import LISTED
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
-from mtp_plugin.speculative.ops.sampling.search_kernel import LISTED
 from mtp_plugin.speculative.step import SlotRows
 
 PIECE = 4096

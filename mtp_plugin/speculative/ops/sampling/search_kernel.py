@@ -5,11 +5,18 @@ One pass over the candidates measures what is nearer and lists what lies between
 found exactly. Only ids that are equal by thousands take more passes.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
+    LISTED,
+    columns_of,
+    listed,
+    spread_of,
+    starts_of,
+    tile_of,
+    words_of_tile,
+)
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
     LOG2_E,
@@ -19,15 +26,12 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     scale_of,
     values_of,
     words_of,
-    words_of_groups,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
 NO_DEPTH = tl.constexpr(2139095040)
 """The key of an infinite depth."""
-LISTED = tl.constexpr(4096)
-"""Candidates that are listed; rows of the launch's buffers have as many places."""
 GUESSES = tl.constexpr(4)
 """Passes that try to list what lies around a cut."""
 HALVINGS = tl.constexpr(10)
@@ -37,155 +41,6 @@ DEVIATIONS = tl.constexpr(2.5)
 ROOM = tl.constexpr(0.85)
 """Of the list, what a guess should fill at most."""
 LEAST_NEED = tl.constexpr(1e-30)
-
-
-class Candidates(NamedTuple):
-    """The ids that a cut may leave: all of some chunks, and a list of them where it is short."""
-
-    chunk_ptr: tl.tensor
-    num_chunks: tl.tensor
-    value_ptr: tl.tensor
-    column_ptr: tl.tensor
-    found: tl.tensor  # of the list; more than LISTED: it is not whole
-
-
-@triton.jit
-def _starts(
-    chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr
-):
-    """The first column of each chunk."""
-    return chunks // CHUNKS * PIECE + chunks % CHUNKS * (THREADS // CHUNKS * EACH)
-
-
-@triton.jit
-def _spread(places, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """How far behind a chunk's first column its places are."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
-    return places // SEGMENT * (THREADS * EACH) + places % SEGMENT
-
-
-@triton.jit
-def _columns_of(
-    chunk_ptr,
-    first,
-    num_picked,
-    places,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """Columns of places in some picked chunks [TILE, places], and which of the chunks are."""
-    at = first + tl.arange(0, TILE)
-    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-    starts = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)
-    return starts[:, None] + _spread(places, CHUNKS, THREADS, EACH)[None, :], at < num_picked
-
-
-@triton.jit
-def tile_of(
-    row,
-    chunk_ptr,
-    first,
-    num_picked,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
-):
-    """Values and columns of some picked chunks, both [TILE, ids of a chunk]; -inf beyond them."""
-    places = tl.arange(0, PIECE // CHUNKS)
-    columns, here = _columns_of(
-        chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-    )
-    inside = here[:, None] & (columns < row.vocab)
-    return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
-
-
-@triton.jit
-def _words_of_tile(
-    row,
-    chunk_ptr,
-    columns,
-    first,
-    num_picked,
-    stream,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-):
-    """The words of the ids of `tile_of`."""
-    SIZE: tl.constexpr = PIECE // CHUNKS
-    if HAS_IDS:
-        return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
-    else:
-        places = tl.arange(0, SIZE // 4) * 4
-        firsts = _columns_of(
-            chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-        )[0]
-        w0, w1, w2, w3 = words_of_groups(firsts >> 2, stream)
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE, SIZE])
-
-
-@triton.jit
-def listed(
-    x,
-    here,
-    chunk_ptr,
-    first,
-    num_picked,
-    found,
-    value_ptr,
-    column_ptr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """List what is ``here`` of the values of `tile_of`, behind ``found`` others; how many there are
-    then.
-
-    By fours of neighbours, which a thread holds, so that values stay where they are.
-    """
-    TILE: tl.constexpr = x.shape[0]
-    FOURS: tl.constexpr = x.shape[1] // 4
-    x02, x13 = tl.split(tl.reshape(x, [TILE, FOURS, 2, 2]))
-    x0, x2 = tl.split(x02)
-    x1, x3 = tl.split(x13)
-    here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [TILE, FOURS, 2, 2]))
-    here0, here2 = tl.split(here02)
-    here1, here3 = tl.split(here13)
-    number = here0 + here1 + here2 + here3
-    per_chunk = tl.sum(number, axis=1)
-    start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
-    places = tl.arange(0, FOURS) * 4
-    columns = _columns_of(chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH)[
-        0
-    ]
-    place = start[:, None] + tl.cumsum(number, axis=1) - number
-    _list_one(x0, columns, here0, place, value_ptr, column_ptr)
-    place += here0
-    _list_one(x1, columns + 1, here1, place, value_ptr, column_ptr)
-    place += here1
-    _list_one(x2, columns + 2, here2, place, value_ptr, column_ptr)
-    place += here2
-    _list_one(x3, columns + 3, here3, place, value_ptr, column_ptr)
-    return found + tl.sum(per_chunk, axis=0)
-
-
-@triton.jit
-def _list_one(x, columns, here, place, value_ptr, column_ptr):
-    """List what is ``here`` at a place, if the list has it."""
-    listed_here = (here != 0) & (place < LISTED)
-    tl.store(value_ptr + place, x, mask=listed_here)
-    tl.store(column_ptr + place, columns, mask=listed_here)
 
 
 @triton.jit
@@ -238,8 +93,8 @@ def _guessed(
     chunks = each // PER_CHUNK * SKIP
     # in every chunk others, so that no period of a row is met
     places = each % PER_CHUNK * EVERY + (chunks * 5 + each % PER_CHUNK * 11) % EVERY
-    columns = _starts(chunks, PIECE, CHUNKS, THREADS, EACH)
-    columns += _spread(places, CHUNKS, THREADS, EACH)
+    columns = starts_of(chunks, PIECE, CHUNKS, THREADS, EACH)
+    columns += spread_of(places, CHUNKS, THREADS, EACH)
     inside = columns < row.vocab
     x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
     depths = tl.div_rn(top - x, temperature)
@@ -698,7 +553,7 @@ def _drawn_of_chunks(
             HAS_IDS,
             HAS_EDITS,
         )[0]
-        columns = _columns_of(
+        columns = columns_of(
             chunk_ptr, first, num_chunks, places, TILE, PIECE, CHUNKS, THREADS, EACH
         )[0]
         differences = top - x
@@ -706,7 +561,7 @@ def _drawn_of_chunks(
         weights = tl.exp2(-exponents)
         kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
         left += _sums(tl.where(kept & (weights >= options.min_p), weights, 0.0), EACH)
-        words = _words_of_tile(
+        words = words_of_tile(
             row,
             chunk_ptr,
             columns,
