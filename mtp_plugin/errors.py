@@ -47,6 +47,10 @@ class ExecutorError(MTPPluginError, RuntimeError):
     """The executor cannot go on: shut down, or a request was used against its life cycle."""
 
 
+class HostError(MTPPluginError, RuntimeError):
+    """A host engine that the plugin cannot be put into, or not taken out of, as it stands."""
+
+
 class MissingExtraError(MTPPluginError, ImportError):
     """What the embedded executor or the command line needs is not installed; says how to do it."""
 

@@ -1,0 +1,264 @@
+"""What every line shares: a host's config and arguments -> the host's pieces with ours in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.hosts.tensorrt_llm.manager import manager_class
+from mtp_plugin.hosts.tensorrt_llm.metadata import adopt
+from mtp_plugin.hosts.tensorrt_llm.options import HostOptions, read_options
+from mtp_plugin.hosts.tensorrt_llm.sampler import sampler_class
+from mtp_plugin.hosts.tensorrt_llm.seams import PYEXECUTOR, SPECULATIVE, UTILS, Need, named
+from mtp_plugin.hosts.tensorrt_llm.worker import check_draft_cache, worker_class
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
+from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.verification import label_of, make_modes
+
+
+@dataclass(frozen=True)
+class HostClasses:
+    """Subclasses of the host's bases, with our pieces in them; made once an installation."""
+
+    worker: type
+    manager: type
+    sampler: type
+    separate_draft_kv: bool
+    """The base of workers knows a cache of the draft layers."""
+
+
+@dataclass
+class Adapter:
+    """How a line's dispatchers are answered.
+
+    A line is a subclass: its ``needs``, and what differs.
+    """
+
+    line: ClassVar[str]
+    needs: ClassVar[tuple[Need, ...]]
+    step_method: ClassVar[str]
+    """Of workers: what runs a step."""
+    state_names: ClassVar[tuple[tuple[str, str, str], ...]]
+    """(module, state, tensors): where the classes of sampler states may be."""
+    state_requests: ClassVar[str]
+    """What states call their requests."""
+    greedy_key: ClassVar[bool]
+    """Graphs of greedy steps are apart from others."""
+
+    managers: WeakSet[Any] = field(default_factory=WeakSet)
+    """Of engines that may still run."""
+
+    def make_classes(self) -> HostClasses:
+        """Subclasses of the host's bases as they are now."""
+        base = named(f"{SPECULATIVE}.interface", "SpecWorkerBase") or nn.Module
+        state, tensors = self._state_classes()
+        return HostClasses(
+            worker=worker_class(base, self.step_method),
+            manager=manager_class(named(f"{PYEXECUTOR}.resource_manager", "BaseResourceManager")),
+            sampler=sampler_class(
+                named(f"{PYEXECUTOR}.sampler", "Sampler"), state, tensors, self.state_requests
+            ),
+            separate_draft_kv=hasattr(base, "draft_kv_cache_context"),
+        )
+
+    def __post_init__(self) -> None:
+        self.classes = self.make_classes()
+
+    # ---- what dispatchers are answered with --------------------------------------------------
+
+    def get_spec_worker(
+        self,
+        _original: Callable[..., Any],
+        *,
+        spec_config: Any,
+        model_config: Any,
+        mapping: Any = None,
+        use_separate_draft_kv_cache: bool = False,
+        **_: Any,
+    ) -> Any:
+        """A worker of the host's base class; ours is built when its config is final."""
+        options = read_options(_with_draft_len(spec_config))  # what is wrong is told at once
+        if use_separate_draft_kv_cache:
+            check_draft_cache(self.classes.worker)
+        arguments = (
+            (True,) if self.classes.separate_draft_kv and use_separate_draft_kv_cache else ()
+        )
+        worker = self.classes.worker(*arguments)
+        worker.mtp_plugin_make = partial(
+            make_worker, spec_config, options.is_vanilla, mapping, model_config
+        )
+        worker.mtp_plugin_draft_kv = use_separate_draft_kv_cache
+        return worker
+
+    def get_spec_resource_manager(
+        self, _original: Callable[..., Any], *, model_engine: Any, **_: Any
+    ) -> Any:
+        """A manager of the host's base class, also where the host would make none."""
+        options = read_options(model_engine.spec_config)
+        config = model_engine.model.config
+        manager = self.classes.manager()
+        manager.mtp_plugin_manager = make_manager(
+            options,
+            dtype=config.torch_dtype,
+            hidden_size=hidden_size_of(config),
+            vocab_size=config.vocab_size,
+            max_batch_size=model_engine.batch_size,
+            max_seq_len=model_engine.max_seq_len,
+        )
+        manager.mtp_plugin_max_seq_len = model_engine.max_seq_len
+        self.managers.add(manager)
+        return manager
+
+    def get_spec_metadata(
+        self,
+        original: Callable[..., Any],
+        *,
+        spec_config: Any,
+        max_num_requests: int,
+        spec_resource_manager: Any = None,
+        **others: Any,
+    ) -> Any:
+        """The host's own metadata, prepared for our pieces too."""
+        metadata = original(
+            spec_config=spec_config,
+            max_num_requests=max_num_requests,
+            spec_resource_manager=None,
+            **others,
+        )
+        manager = getattr(spec_resource_manager, "mtp_plugin_manager", None)
+        expect(
+            manager is not None,
+            ConfigError,
+            "get_spec_metadata: spec_resource_manager: expected the plugin's manager, got "
+            f"{type(spec_resource_manager).__name__}: an engine that was built without the plugin",
+        )
+        options = read_options(spec_config)
+        vanilla, k = options.is_vanilla, options.decoding.max_draft_len
+        modes = SpeculativeDecodingMode
+        own = MTPSpecMetadata(
+            max_num_requests=max_num_requests,
+            max_draft_len=k,
+            spec_dec_mode=modes.MTP if vanilla else modes.MTP_EAGLE_ONE_MODEL,
+            mtp_num_modules=k if vanilla else 1,
+            mtp_hidden_states_manager=manager,
+            max_position=spec_resource_manager.mtp_plugin_max_seq_len - 1,
+            draft_window=options.decoding.mtp.draft_window,
+        )
+        return adopt(metadata, own, greedy_key=self.greedy_key)
+
+    def get_spec_decoder(
+        self, _original: Callable[..., Any], *, sampler_args: Any, spec_config: Any
+    ) -> Any:
+        """A sampler of the host's base class."""
+        options = read_options(spec_config)
+        sampler = self.classes.sampler()
+        sampler.mtp_plugin_sampler = make_sampler(options, sampler_args, self.finish_reasons())
+        return sampler
+
+    # ---- what a line may say otherwise -------------------------------------------------------
+
+    def finish_reasons(self) -> Any:
+        """The host's enum of why requests end."""
+        return (
+            named(f"{PYEXECUTOR}.llm_request", "FinishReason")
+            or named(f"{PYEXECUTOR}.sampler", "FinishReason")
+            or FinishReason
+        )
+
+    def _state_classes(self) -> tuple[Any, Any]:
+        for module, state, tensors in self.state_names:
+            found = named(module, state), named(module, tensors)
+            if None not in found:
+                return found
+        raise ConfigError(f"{self.line}: no class of sampler states")  # `needs` look for it
+
+
+def make_worker(spec_config: Any, is_vanilla: bool, mapping: Any, model_config: Any) -> SpecWorker:
+    """Our worker, by a host's config as it is now."""
+    options = read_options(spec_config).decoding
+    worker_type = MTPWorker if is_vanilla else MTPEagleWorker
+    if mapping is None:
+        mapping = getattr(model_config, "mapping", None)
+    return worker_type(options, mapping=mapping, chain=options.mtp.chain)
+
+
+def make_manager(
+    options: HostOptions,
+    *,
+    dtype: torch.dtype,
+    hidden_size: int,
+    vocab_size: int,
+    max_batch_size: int,
+    max_seq_len: int,  # noqa: ARG001
+) -> SlotStateManager:
+    """Our manager: with past pairs where layers of their own depth read them."""
+    decoding = options.decoding
+    if options.is_vanilla:
+        return MTPHiddenStatesManager(
+            decoding, dtype, hidden_size, max_batch_size, vocab_size=vocab_size
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return SlotStateManager(
+        make_modes(decoding, device),
+        max_batch_size,
+        device=device,
+        vocab_size=vocab_size,
+        thinking_end=decoding.thinking_end,
+        engine_seed=decoding.mtp.seed,
+    )
+
+
+def make_sampler(options: HostOptions, args: Any, finish_reasons: Any) -> MTPSampler:
+    """Our sampler, told what the worker's modes give."""
+    decoding = options.decoding
+    label = label_of(decoding)
+    alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
+    worker_type = MTPWorker if options.is_vanilla else MTPEagleWorker
+    return MTPSampler(
+        args,
+        nextn=decoding.max_draft_len,
+        kernels=decoding.mtp.kernels,
+        served_options=worker_type(decoding).served_options,
+        finish_reasons=finish_reasons,
+        on_step=None if alarms is None else alarms.record,
+    )
+
+
+def hidden_size_of(config: Any) -> int:
+    """Width of the states that draft layers read; a host may have a rule of its own."""
+    rule = named(UTILS, "get_mtp_hidden_size")
+    return int(config.hidden_size if rule is None else rule(config))
+
+
+def _with_draft_len(spec_config: Any) -> Any:
+    """The config, or a view of it with a K while the host knows none: options are checked."""
+    if getattr(spec_config, "max_draft_len", None) is not None:
+        return spec_config
+    if getattr(spec_config, "num_nextn_predict_layers", None) is not None:
+        return spec_config
+    return _Unresolved(spec_config)
+
+
+class _Unresolved:
+    """A config whose K the host has yet to find out."""
+
+    max_draft_len = 1
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)

@@ -1,0 +1,24 @@
+"""TensorRT-LLM 1.3, newest: one ``SpecSampler`` for every way to speculate."""
+
+from __future__ import annotations
+
+from mtp_plugin.hosts.tensorrt_llm.adapter import Adapter
+from mtp_plugin.hosts.tensorrt_llm.lines.shared import NEEDS_OF_1_3
+from mtp_plugin.hosts.tensorrt_llm.seams import SPECULATIVE, UTILS, Need
+
+
+class Line13b(Adapter):
+    """As 1.3a, without samplers of their own."""
+
+    line = "1.3b"
+    needs = (
+        *NEEDS_OF_1_3,
+        Need(UTILS, "SpecSampler", ("accepted_path_len", "enable_penalty", "penalty_supported")),
+        Need(UTILS, "MTPSampler", absent=True),
+    )
+    step_method = "_forward_impl"
+    state_names = (
+        (f"{SPECULATIVE}.spec_sampler_base", "SampleStateSpec", "SampleStateTensorsSpec"),
+    )
+    state_requests = "requests"
+    greedy_key = True

@@ -1,0 +1,71 @@
+"""What the pieces need of a host's decoding config, and of the plugin's own options beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.hosts.tensorrt_llm.side_file import read_side_file
+from mtp_plugin.speculative.host import DecodingOptions, is_vanilla
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """A host's config as the pieces read it."""
+
+    decoding: DecodingOptions
+    is_vanilla: bool
+
+
+def serves(spec_config: Any) -> bool:
+    """Whether a host's config is one that the plugin answers for: MTP in one engine, linear drafts
+    of MTP heads."""
+    mode = getattr(spec_config, "spec_dec_mode", None)
+    if mode is None:
+        return False
+    if not any(
+        getattr(mode, name, bool)() for name in ("is_mtp_vanilla", "is_mtp_eagle_one_model")
+    ):
+        return False
+    return not getattr(spec_config, "use_dynamic_tree", False)
+
+
+def read_options(spec_config: Any) -> HostOptions:
+    """The options of a host's config; K is what it says by now.
+
+    The plugin's own are its ``mtp``, else the side file's (`read_side_file`). A host's
+    ``use_rejection_sampling`` is our verification ``rejection`` where the plugin's options say
+    nothing of it. Rows of vanilla layers are the host's own (``draft_window: trtllm``) unless they
+    are asked for.
+
+    Raises:
+        ConfigError: an option that cannot be, or one that this host cannot serve.
+    """
+    own = getattr(spec_config, "mtp", None)
+    mtp = own if isinstance(own, MTPPluginOptions) else None
+    if mtp is None or not mtp.model_fields_set:
+        mtp = read_side_file() or mtp or MTPPluginOptions()
+    expect(
+        getattr(spec_config, "sa_config", None) is None,
+        ConfigError,
+        "sa_config: not served with mtp_plugin: drafts are those of MTP layers; leave it out, or "
+        "uninstall() the plugin",
+    )
+    expect(
+        mtp.draft_vocab is None,
+        ConfigError,
+        "mtp.draft_vocab: not served inside TensorRT-LLM, whose draft layers have the target's "
+        "head",
+    )
+    told = mtp.model_fields_set
+    values: dict[str, Any] = {}
+    if getattr(spec_config, "use_rejection_sampling", False) and "verification" not in told:
+        values["verification"] = "rejection"
+    if "draft_window" not in told:
+        values["draft_window"] = "trtllm"
+    if values:
+        mtp = MTPPluginOptions.model_validate({**mtp.model_dump(exclude_unset=True), **values})
+    decoding = replace(DecodingOptions.read(spec_config), mtp=mtp)
+    return HostOptions(decoding, is_vanilla(spec_config.spec_dec_mode))

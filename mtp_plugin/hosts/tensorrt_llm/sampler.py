@@ -1,0 +1,125 @@
+"""A host's sampler that holds ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from mtp_plugin.speculative.result_store import SampleStateTensorsMTP
+from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP
+
+
+class SamplerBody:
+    """What a host asks of its sampler, answered by ours.
+
+    States are of the host's own class, with its tensors: executors tell speculative steps by it.
+    """
+
+    SampleState: ClassVar[Any]
+    mtp_plugin_tensors: ClassVar[Any]
+    """The host's class of a state's tensors."""
+    mtp_plugin_requests: ClassVar[str]
+    """What the host's states call their requests: ``scheduled_requests`` or ``requests``."""
+    mtp_plugin_sampler: MTPSampler
+
+    @property
+    def draft_len(self) -> int:
+        """K."""
+        return self.mtp_plugin_sampler.draft_len
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a request can hold."""
+        return self.mtp_plugin_sampler.max_seq_len
+
+    @property
+    def store(self) -> Any:
+        """The device tensors of the last step."""
+        return self.mtp_plugin_sampler.store
+
+    def is_generation_model(self) -> bool:
+        """True."""
+        return True
+
+    @staticmethod
+    def beam_width(scheduled_requests: Sequence[Any]) -> int:
+        """1: speculation has no beams."""
+        return MTPSampler.beam_width(scheduled_requests)
+
+    def should_provide_draft_probs(self, request: Any) -> bool:
+        """False: what drafts were drawn from stays on the device."""
+        return self.mtp_plugin_sampler.should_provide_draft_probs(request)
+
+    def setup_sampler_step(self, scheduled_requests: Any) -> None:
+        """Nothing to prepare."""
+
+    def validate_request(self, request: Any) -> None:
+        """Raises:
+        ConfigError: the request asks for what cannot be given.
+        """
+        self.mtp_plugin_sampler.validate_request(request)
+
+    def sample_async(
+        self,
+        scheduled_requests: Any,
+        outputs: Any = None,
+        num_context_logits_prefix_sum: Any = None,  # noqa: ARG002 - the host's signature
+        resource_manager: Any = None,  # noqa: ARG002
+        *,
+        model_outputs: Any = None,
+    ) -> Any:
+        """Copy a step's outputs into the store and start their way to the host."""
+        given = outputs if outputs is not None else model_outputs
+        own = self.mtp_plugin_sampler.sample_async(scheduled_requests, given)
+        told: dict[str, Any] = {"scheduled_requests": scheduled_requests}
+        if self.mtp_plugin_requests == "requests":
+            told = {"requests": own.requests, "runtime_draft_len": own.runtime_draft_len}
+        state = self.SampleState(
+            **told,
+            device=self._tensors(own.device),
+            host=self._tensors(own.host),
+            sampler_event=own.sampler_event,
+        )
+        state.mtp_plugin = own
+        return state
+
+    def update_requests(self, state: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
+        """Append a step's tokens to its requests."""
+        own = getattr(state, "mtp_plugin", None)
+        self.mtp_plugin_sampler.update_requests(own if own is not None else self._received(state))
+
+    def _tensors(self, own: SampleStateTensorsMTP | None) -> Any:
+        if own is None:
+            return None
+        return self.mtp_plugin_tensors(
+            new_tokens=own.new_tokens,
+            new_tokens_lens=own.new_tokens_lens,
+            next_draft_tokens=own.next_draft_tokens,
+        )
+
+    def _received(self, state: Any) -> SampleStateMTP:
+        """A state that the host built itself, as a rank does that got it from another."""
+        host = state.host
+        return SampleStateMTP(
+            scheduled_requests=getattr(state, "scheduled_requests", None),
+            requests=list(getattr(state, "requests", None) or ()),
+            host=SampleStateTensorsMTP(
+                host.new_tokens, host.new_tokens_lens, host.next_draft_tokens
+            ),
+            sampler_event=state.sampler_event,
+            runtime_draft_len=getattr(state, "runtime_draft_len", None),
+        )
+
+
+def sampler_class(base: type, state: Any, tensors: Any, requests: str) -> type:
+    """A subclass of a host's sampler base, with the host's classes of states."""
+    return type(
+        "MTPPluginSampler",
+        (SamplerBody, base),
+        {
+            "SampleState": state,
+            "mtp_plugin_tensors": tensors,
+            "mtp_plugin_requests": requests,
+            "__module__": __name__,
+        },
+    )

@@ -1,0 +1,149 @@
+"""A host's spec worker that holds ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.speculative.drafting.worker import SpecWorker
+
+_HELD = "_mtp_plugin_worker"
+
+
+class WorkerBody:
+    """What a host asks of its worker, answered by ours.
+
+    Ours is built when it is first needed: a host may still write into its config while the model,
+    and this worker in it, is being built. It is no submodule: a host that walks its modules for
+    weights finds none.
+    """
+
+    mtp_plugin_make: Callable[[], SpecWorker]
+    mtp_plugin_draft_kv: bool
+
+    @property
+    def mtp_plugin_worker(self) -> SpecWorker:
+        """Our worker.
+
+        Raises:
+            ConfigError: as its constructor.
+        """
+        held = self.__dict__.get(_HELD)
+        if held is None:
+            held = self.__dict__[_HELD] = self.mtp_plugin_make()
+        return cast(SpecWorker, held)
+
+    @property
+    def max_draft_len(self) -> int:
+        """K."""
+        return self.mtp_plugin_worker.max_draft_len
+
+    def mtp_plugin_run(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any,
+        resource_manager: Any = None,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        """A step; arguments and result as :meth:`SpecWorker.forward`."""
+        with self._draft_cache(attn_metadata, resource_manager):
+            return self.mtp_plugin_worker.forward(
+                input_ids,
+                position_ids,
+                hidden_states,
+                logits,
+                attn_metadata=attn_metadata,
+                spec_metadata=spec_metadata,
+                draft_model=draft_model,
+            )
+
+    def skip_forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any,  # noqa: ARG002 - the host's signature
+        resource_manager: Any = None,  # noqa: ARG002
+    ) -> dict[str, torch.Tensor]:
+        """Outputs of the right shapes, on ranks that have no logits."""
+        return self.mtp_plugin_worker.skip_forward(
+            input_ids,
+            position_ids,
+            hidden_states,
+            logits,
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+        )
+
+    def skip_drafting(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any,
+        resource_manager: Any = None,
+    ) -> dict[str, torch.Tensor]:
+        """A step without drafts: one token a request."""
+        with self._draft_cache(attn_metadata, resource_manager):
+            return self.mtp_plugin_worker.skip_drafting(
+                input_ids,
+                position_ids,
+                hidden_states,
+                logits,
+                attn_metadata,
+                spec_metadata,
+                draft_model,
+            )
+
+    def set_guided_decoder(self, guided_decoder: Any) -> bool:
+        """False: no mask is applied, and the host must not take the requests."""
+        return self.mtp_plugin_worker.set_guided_decoder(guided_decoder)
+
+    def set_draft_model(self, draft_model: Any) -> None:
+        """The layers of the checkpoint are there; nothing is kept of them."""
+        self.mtp_plugin_worker.set_draft_model(draft_model)
+
+    def _draft_cache(
+        self, attn_metadata: Any, resource_manager: Any
+    ) -> AbstractContextManager[Any]:
+        """The cache of the draft layers, where the host keeps one for them."""
+        if not self.mtp_plugin_draft_kv:
+            return nullcontext()
+        host = cast(Any, self)
+        manager = host.get_draft_kv_cache_manager(resource_manager)
+        return cast(
+            AbstractContextManager[Any], host.draft_kv_cache_context(attn_metadata, manager)
+        )
+
+
+def worker_class(base: type, method: str) -> type:
+    """A subclass of a host's worker base whose step is the method of this name."""
+    run = WorkerBody.mtp_plugin_run
+    return type("MTPPluginWorker", (WorkerBody, base), {method: run, "__module__": __name__})
+
+
+def check_draft_cache(base: type) -> None:
+    """Raises:
+    ConfigError: the host's base does not know how to switch to a cache of the draft layers.
+    """
+    for name in ("draft_kv_cache_context", "get_draft_kv_cache_manager"):
+        expect(
+            hasattr(base, name),
+            ConfigError,
+            f"use_separate_draft_kv_cache=True: {base.__module__}.{base.__name__} has no {name}",
+        )
