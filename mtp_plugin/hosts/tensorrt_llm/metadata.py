@@ -41,6 +41,8 @@ class MetadataBody:
         self.mtp_hidden_states_manager = own.mtp_hidden_states_manager
         self.slot_ids = own.slot_ids
         self.max_position = own.max_position
+        # 1.3 tells the token behind a prompt chunk, by a name of its own
+        self.next_prompt_tokens = getattr(self, "context_prompt_lookahead_tokens", None)
         self.edits_logits = own.edits_logits
         self.only_draws = own.only_draws
         if self.is_cuda_graph:
@@ -65,7 +67,7 @@ class MetadataBody:
 
 
 @cache
-def _with_body(base: type) -> type:
+def _with_body(base: Any) -> type:
     return type(base.__name__, (MetadataBody, base), {"__module__": base.__module__})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -55,6 +56,7 @@ class WorkerBody:
         **_: Any,
     ) -> dict[str, torch.Tensor]:
         """A step; arguments and result as :meth:`SpecWorker.forward`."""
+        _tell_recurrent_states(attn_metadata)
         with self._draft_cache(attn_metadata, resource_manager):
             return self.mtp_plugin_worker.forward(
                 input_ids,
@@ -129,6 +131,19 @@ class WorkerBody:
         return cast(
             AbstractContextManager[Any], host.draft_kv_cache_context(attn_metadata, manager)
         )
+
+
+def _tell_recurrent_states(attn_metadata: Any) -> None:
+    """Have a host's recurrent states move on by what was accepted, before drafts are made."""
+    cache = getattr(attn_metadata, "kv_cache_manager", None)
+    update = getattr(cache, "update_mamba_states", None)
+    if update is None or attn_metadata.num_generations == 0:
+        return
+    told: dict[str, Any] = {"attn_metadata": attn_metadata}
+    states = getattr(attn_metadata, "mamba_metadata", None)
+    if "state_indices" in inspect.signature(update).parameters:
+        told["state_indices"] = states.state_indices
+    attn_metadata.after_acceptance = lambda accepted: update(num_accepted_tokens=accepted, **told)
 
 
 def worker_class(base: type, method: str) -> type:
