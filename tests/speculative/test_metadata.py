@@ -374,12 +374,29 @@ def test_refreshes_follow_every_change() -> None:
     attn = KVAttention([5, 4, 4], 1, [5, 13, 14])
     with draft_loop(attn) as loop:
         loop.feed_single_rows(N, 3)
-        assert attn.refreshed == {"kv_lens": 1, "spec_dec": 1}
+        assert attn.refreshed == {"spec_dec": 1}
         assert attn.num_ctx_tokens == 0
         loop.advance()
-        assert attn.refreshed == {"kv_lens": 2, "spec_dec": 2}
-    assert attn.refreshed == {"kv_lens": 3, "spec_dec": 3}
+        assert attn.refreshed == {"spec_dec": 2}
+    assert attn.refreshed == {"spec_dec": 2, "kv_lens": 1}
     assert attn.num_ctx_tokens == 5
+
+
+def test_windows_refresh_lengths_alone() -> None:
+    """Contexts stay contexts there: tables of a loop of single rows would not fit them."""
+    attn = KVAttention([5, 4, 4], 1, [5, 13, 14])
+    with draft_loop(attn) as loop:
+        loop.feed_window(N, step_rows=4, window=4)
+        assert attn.refreshed == {"kv_lens": 1}
+    assert attn.refreshed == {"kv_lens": 2}
+
+
+def test_a_host_of_one_hook_is_refreshed_by_it() -> None:
+    attn = KVAttention([5, 4, 4], 1, [5, 13, 14])
+    attn.update_for_spec_dec = None
+    with draft_loop(attn) as loop:
+        loop.feed_single_rows(N, 3)
+        assert attn.refreshed == {"kv_lens": 1}
 
 
 class Viewing(KVAttention):

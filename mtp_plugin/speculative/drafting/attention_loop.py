@@ -23,6 +23,23 @@ def kv_floor(attn_metadata: Any, rows: int) -> int | None:
     return None if getattr(attn_metadata, "supports_dead_rows", False) else rows
 
 
+def _reads_counts(attn_metadata: Any) -> bool:
+    """Whether a backend reads ``num_cached_tokens_per_seq`` between draft passes.
+
+    What the host declares; else where it has no KV lengths on the device, so that nothing else
+    tells them. To follow acceptance on the host waits for the device.
+    """
+    params = getattr(attn_metadata, "kv_cache_params", None)
+    if params is None:
+        return False
+    declared: bool | None = getattr(attn_metadata, "reads_cached_token_counts", None)
+    if declared is not None:
+        return declared
+    if isinstance(getattr(attn_metadata, "kv_lens_cuda", None), torch.Tensor):
+        return False
+    return isinstance(getattr(params, "num_cached_tokens_per_seq", None), list)
+
+
 @contextmanager
 def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
     """Change attention metadata for the draft loop; every field is put back on exit.
@@ -63,9 +80,8 @@ class DraftLoop:
             "draft loop: this attention metadata is already changed for a draft loop",
         )
         self._num_contexts = metadata.num_contexts
-        params = getattr(metadata, "kv_cache_params", None)
-        reads_counts = getattr(metadata, "reads_cached_token_counts", False)
-        if params is not None and reads_counts and not metadata.is_cuda_graph:
+        if not metadata.is_cuda_graph and _reads_counts(metadata):
+            params = metadata.kv_cache_params
             counts = params.num_cached_tokens_per_seq
             expect(
                 len(counts) == metadata.num_seqs,
@@ -87,7 +103,7 @@ class DraftLoop:
             self._num_cached_tokens = None
         metadata.num_contexts = self._num_contexts
         del metadata._draft_loop_open
-        self._changed()
+        self._changed("on_update_kv_lens")
 
     @property
     def kv_lens(self) -> torch.Tensor | None:
@@ -118,16 +134,14 @@ class DraftLoop:
         if has_history or window != step_rows:
             host, device = metadata._seq_lens.clone(), metadata._seq_lens_cuda.clone()
             if has_history:
-                contexts = slice(0, metadata.num_contexts)
-                lens = history_lens or []
-                host[contexts] += torch.tensor(lens, dtype=host.dtype)
-                device[contexts] += to_device(lens, device.dtype, device.device)
+                self._lengthen(history_lens or [], host, device)
+                self._lengthen_prompts(history_lens or [])
             generations = slice(metadata.num_contexts, metadata.num_seqs)
             host[generations] -= step_rows - window
             device[generations] -= step_rows - window
             self._rebind_seq_lens(host, device)
         self._rewind(num_accepted, step_rows, window, 0, kv_lens)
-        self._changed()
+        self._changed("on_update_kv_lens")
 
     def feed_single_rows(
         self,
@@ -159,8 +173,14 @@ class DraftLoop:
                 limit = limit.clone()
                 limit[:num_contexts] *= real_contexts.to(limit.dtype)
             self._rebind("kv_write_limit", limit)
+        if num_contexts > 0 and getattr(metadata, "enable_flash_mla", False):
+            # a table whose first row is the first generation's: that is request 0 from here on
+            self._rebind("block_ids_per_seq", metadata.kv_block_ids_per_seq)
+        if getattr(metadata, "use_spec_decoding", False):
+            # kernels for K+1 query rows per generation
+            self._rebind("use_spec_decoding", False)
         metadata.num_contexts = 0
-        self._changed()
+        self._changed("update_for_spec_dec", "on_update_kv_lens")
 
     def advance(self, *, moved: bool = False) -> None:
         """Eagle, between later passes: every request one row further.
@@ -172,9 +192,25 @@ class DraftLoop:
             self.kv_lens[: self._metadata.num_seqs] += 1
         if self._host_kv_lens is not None:
             self._host_kv_lens += 1
-        self._changed()
+        self._changed("update_for_spec_dec", "on_update_kv_lens")
 
-    def _rebind(self, name: str, value: torch.Tensor) -> None:
+    def _lengthen(self, rows: list[int], host: torch.Tensor, device: torch.Tensor) -> None:
+        """Add a number of rows to each context, in lengths on the host and on the device."""
+        contexts = slice(0, self._metadata.num_contexts)
+        host[contexts] += torch.tensor(rows, dtype=host.dtype)
+        device[contexts] += to_device(rows, device.dtype, device.device)
+
+    def _lengthen_prompts(self, rows: list[int]) -> None:
+        """The same for ``prompt_lens``, which kernels read as the query rows of contexts."""
+        host = getattr(self._metadata, "prompt_lens_cpu", None)
+        device = getattr(self._metadata, "prompt_lens_cuda", None)
+        if isinstance(host, torch.Tensor) and isinstance(device, torch.Tensor):
+            host, device = host.clone(), device.clone()
+            self._lengthen(rows, host, device)
+            self._rebind("prompt_lens_cpu", host)
+            self._rebind("prompt_lens_cuda", device)
+
+    def _rebind(self, name: str, value: Any) -> None:
         metadata = self._metadata
         self._originals.setdefault(name, getattr(metadata, name))
         setattr(metadata, name, value)
@@ -212,7 +248,7 @@ class DraftLoop:
                 continue
             if context_rows:
                 lens[contexts] += context_rows
-            # only backends that declare to read the host list pay for this read-back
+            # only backends that read the host list pay for this read-back
             lens[generations] -= (step_rows - num_accepted[generations]).to(lens)
             floor = kv_floor(metadata, fed_rows)
             if floor is not None:
@@ -236,13 +272,15 @@ class DraftLoop:
             kept.append(ones)
         return kept[-1][:size]
 
-    def _changed(self) -> None:
+    def _changed(self, *hooks: str) -> None:
+        """Refresh what follows of the lengths: on the host, and by the first hook that is there."""
         metadata = self._metadata
         if self._num_cached_tokens is not None and self._host_kv_lens is not None:
             cached = self._host_kv_lens - metadata._seq_lens
             metadata.kv_cache_params.num_cached_tokens_per_seq[:] = cached.tolist()
         metadata.on_update()
-        for hook in ("on_update_kv_lens", "update_for_spec_dec"):
+        for hook in hooks:
             method = getattr(metadata, hook, None)
             if method is not None:
                 method()
+                return

@@ -69,16 +69,21 @@ class AttentionMetadata(Protocol):
     """The fields of a host's attention metadata that a worker reads or changes.
 
     Optional, used where present: ``kv_lens_cuda`` [R] int32,
-    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R], of these tensors the
-    views ``kv_lens_cuda_runtime`` and ``host_request_types_runtime``,
-    ``update_for_spec_dec()``, ``on_update_kv_lens()``, and three of the
-    embedded executor: ``supports_dead_rows`` (rows at negative positions are legal; elsewhere KV
-    lengths are clamped to the query rows), ``kv_write_limit`` [R] int32 (rows at or past it write
-    to the sentinel block), ``kv_capacity`` [R] int32 (rows that the request has reserved),
-    ``reads_cached_token_counts`` (the backend reads the host list, so the draft loop must change
-    it). ``after_acceptance(num_accepted)`` [R] int32 is called between verification and the first
-    draft pass: states that cannot be cut back, as those of recurrent layers, move on there, in
-    place.
+    ``kv_cache_params.num_cached_tokens_per_seq``, ``host_request_types`` [R], ``prompt_lens_cpu``
+    and ``prompt_lens_cuda`` [R] (query rows of contexts), of these tensors the views of the step's
+    rows, under the same names with ``_runtime`` behind; ``use_spec_decoding`` (kernels of K+1 query
+    rows per generation); ``enable_flash_mla`` with ``block_ids_per_seq`` (tables of generations)
+    and ``kv_block_ids_per_seq`` (of all requests in the batch's order); ``update_for_spec_dec()``,
+    called after every change of lengths for passes of one row per request, and
+    ``on_update_kv_lens()``, called after every other one; ``all_rank_num_tokens`` (rows of the
+    target per rank). ``reads_cached_token_counts`` says whether the backend reads the host list in
+    every pass, so that the draft loop must change it; without it, a host without ``kv_lens_cuda``
+    does. Three more are the embedded executor's: ``supports_dead_rows`` (rows at negative positions
+    are legal; elsewhere KV lengths are clamped to the query rows), ``kv_write_limit`` [R] int32
+    (rows at or past it write to the sentinel block), ``kv_capacity`` [R] int32 (rows that the
+    request has reserved). ``after_acceptance(num_accepted)`` [R] int32 is called between
+    verification and the first draft pass: states that cannot be cut back, as those of recurrent
+    layers, move on there, in place.
     """
 
     _seq_lens: torch.Tensor
