@@ -41,6 +41,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
             "eagle MTP drafts with one layer, got none",
         )
         layer = layers[0]
+        step = step.with_ranks(self.ranks, 0)
         max_position = step.host.max_position
         first = build_reused_inputs(
             step.layout,

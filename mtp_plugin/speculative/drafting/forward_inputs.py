@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
-from mtp_plugin.speculative.host import AttentionMetadata, HostStep, part_of
+from mtp_plugin.speculative.host import AttentionMetadata, HostStep, Ranks, part_of
 from mtp_plugin.speculative.ops.draft_inputs import History, LoopKVLens, TargetRows
 from mtp_plugin.speculative.step import StepLayout
 
@@ -46,8 +46,13 @@ class ForwardInputs:
         spec_metadata: Any,
         mtp_layers: Any,
         draft_model: Any,
+        *,
+        draft_len: int | None = None,
     ) -> ForwardInputs:
         """Check them, and read what a ``draft_model`` has of them.
+
+        Args:
+            draft_len: K of the step, whatever the host's metadata says; None: as they say.
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
@@ -65,7 +70,9 @@ class ForwardInputs:
             return value if value is not None else part_of(draft_model, name)
 
         return cls(
-            host=HostStep.read(attn_metadata, spec_metadata, max_draft_len, positions),
+            host=HostStep.read(
+                attn_metadata, spec_metadata, max_draft_len, positions, draft_len=draft_len
+            ),
             rows=TargetRows(ids, hidden_states),
             positions=positions,
             logits=as_rows(logits),
@@ -74,6 +81,22 @@ class ForwardInputs:
             attn_metadata=attn_metadata,
             mtp_layers=given(mtp_layers, "mtp_layers"),
         )
+
+    def with_ranks(self, ranks: Ranks, further_rows: int) -> ForwardInputs:
+        """The same, with what draft layers are told of other ranks in a first pass.
+
+        Args:
+            further_rows: that a generation feeds beyond those of the target.
+
+        Raises:
+            MetadataError: the host counted other rows.
+        """
+        if not ranks.attention_dp:
+            return self
+        layout = self.layout
+        rows = layout.num_tokens + layout.num_generations * further_rows
+        told = self.host.ranks.of_first_pass(ranks, rows, further_rows)
+        return replace(self, host=replace(self.host, ranks=told))
 
     def kv(self, fed_rows: int) -> LoopKVLens | None:
         """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class PublicSteps:
     backend: Backend
     verifier: Verifier
     draft_vocab_ids: torch.Tensor | None
+    gather_logits: Callable[[torch.Tensor], torch.Tensor] | None
     _public_loop: DraftLoop | None = None
 
     def sample_and_accept_draft_tokens(
@@ -96,7 +98,10 @@ class PublicSteps:
         self._public_loop = None
 
     def draft_sampler(self, logits: torch.Tensor) -> torch.Tensor:
-        """Greedy drafts of logits [N, V] -> [N] int32; of [N, V'] with ``draft_vocab_ids``."""
+        """Greedy drafts of logits [N, V] -> [N] int32; of [N, V'] with ``draft_vocab_ids``, of this
+        rank's columns with ``gather_logits``."""
+        if self.gather_logits is not None:
+            logits = self.gather_logits(logits)
         drafts = draft_argmax(logits, backend=self.backend)
         if self.draft_vocab_ids is None:
             return drafts

@@ -45,6 +45,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             f"vanilla MTP drafts K = {num_depths} tokens with one layer each, got "
             f"{0 if layers is None else len(layers)} layers",
         )
+        step = step.with_ranks(self.ranks, self._window - layout.step_rows)
         history_lens = self._history_lens(step)
         first = advance_and_build_inputs(
             layout,
@@ -80,9 +81,9 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
 
     def _history_lens(self, step: ForwardInputs) -> list[int]:
         """History rows per context: K, cut at the prompt's start; none for hosts without
-        look-ahead."""
+        look-ahead, and none where other ranks count this one's rows without knowing of them."""
         contexts = step.layout.num_contexts
-        if contexts == 0 or step.host.next_prompt_tokens is None:
+        if contexts == 0 or step.host.next_prompt_tokens is None or self.ranks.attention_dp:
             return [0] * contexts
         cached = cached_tokens(step.attn_metadata, contexts)
         return [min(self.max_draft_len, count) for count in cached]

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.host import (
     DecodingOptions,
+    Ranks,
+    own_vocabulary,
     part_of,
     read_step_draft_len,
     refuse_unserved,
+    unserved_ranks,
 )
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
 from mtp_plugin.speculative.ops.thinking import ThinkingRule
@@ -42,7 +46,9 @@ class SpecWorker(nn.Module, ABC):
         spec_config: the project's ``MTPDecodingConfig`` or a host's object with the same fields.
         model_config: a host's; its ``mapping`` is read as that below.
         use_separate_draft_kv_cache: must be False: drafts share the target's block table.
-        mapping: a host's ranks; must be one.
+        mapping: a host's ranks: one, those of tensor parallelism (with ``gather_logits``, or each
+            with requests of its own: ``enable_attention_dp``), or a stage of a pipeline that is not
+            the last, for :meth:`skip_forward`.
         chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what
             the config says, else ``output``.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
@@ -50,6 +56,9 @@ class SpecWorker(nn.Module, ABC):
             present.
         draft_vocab_ids: [V'] int32, ascending: ids that may be drafted; the ``lm_head`` of a step
             is then one over these rows. Needed where the config has a ``draft_vocab``.
+        gather_logits: columns of a draft head that is split over the vocabulary, [R, V/ranks] of
+            this rank, -> [R, V] of all, in the order of ranks; columns past V are padding. Every
+            rank then draws the same drafts.
 
     Raises:
         ConfigError: an option of the config that cannot be, or an argument of a host, named here or
@@ -70,14 +79,20 @@ class SpecWorker(nn.Module, ABC):
         thinking_tokens: tuple[int, int] | None = None,
         device: torch.device | str | None = None,
         draft_vocab_ids: torch.Tensor | None = None,
+        gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
-        unserved = {
-            "use_separate_draft_kv_cache": use_separate_draft_kv_cache,
-            "mapping": mapping if mapping is not None else part_of(model_config, "mapping"),
-        }
-        refuse_unserved(type(self).__name__, unserved | others)
+        mapping = mapping if mapping is not None else part_of(model_config, "mapping")
+        reason = unserved_ranks(mapping, gathers_logits=gather_logits is not None)
+        refuse_unserved(
+            type(self).__name__,
+            {"use_separate_draft_kv_cache": use_separate_draft_kv_cache, "mapping": mapping}
+            | others,
+            {"mapping": reason},
+        )
+        self.ranks = Ranks.read(mapping)
+        self.gather_logits = None if self.ranks.attention_dp else gather_logits
         options = DecodingOptions.read(
             spec_config, least_draft_len=self.min_draft_len, thinking_tokens=thinking_tokens
         )
@@ -131,19 +146,76 @@ class SpecWorker(nn.Module, ABC):
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
+            ConfigError: a stage of a pipeline that is not the last.
         """
-        step = ForwardInputs.read(
-            self.max_draft_len,
-            input_ids,
-            position_ids,
-            hidden_states,
+        return self._run(
+            ForwardInputs.read(
+                self.max_draft_len,
+                input_ids,
+                position_ids,
+                hidden_states,
+                logits,
+                lm_head,
+                embed_tokens,
+                attn_metadata,
+                spec_metadata,
+                mtp_layers,
+                draft_model,
+            ),
             logits,
-            lm_head,
-            embed_tokens,
-            attn_metadata,
-            spec_metadata,
-            mtp_layers,
-            draft_model,
+        )
+
+    @torch.no_grad()
+    def skip_drafting(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any = None,
+        *,
+        lm_head: Any = None,
+        embed_tokens: Any = None,
+        mtp_layers: Any = None,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        """One token per request and no draft: :meth:`forward` of a step with K = 0, whatever
+        ``spec_metadata.runtime_draft_len`` says.
+
+        Args:
+            logits: [C + G, V], one row per request; the others as :meth:`forward`.
+
+        Raises:
+            TensorContractError, MetadataError: an input that does not fit the others.
+            ConfigError: a stage of a pipeline that is not the last.
+        """
+        return self._run(
+            ForwardInputs.read(
+                self.max_draft_len,
+                input_ids,
+                position_ids,
+                hidden_states,
+                logits,
+                lm_head,
+                embed_tokens,
+                attn_metadata,
+                spec_metadata,
+                mtp_layers,
+                draft_model,
+                draft_len=0,
+            ),
+            logits,
+        )
+
+    def _run(self, step: ForwardInputs, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A step; ``logits`` as the host gave them."""
+        expect(
+            self.ranks.is_last_stage,
+            ConfigError,
+            f"{type(self).__name__}: this stage of the pipeline is not the last, where no step "
+            f"runs; expected skip_forward",
         )
         layout = step.layout
         int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
@@ -154,10 +226,11 @@ class SpecWorker(nn.Module, ABC):
         if step.host.after_acceptance is not None:
             step.host.after_acceptance(accepted.num_accepted)
         if layout.draft_len > 0 or (self.keeps_warm and self.max_draft_len > 0):
-            before = MetadataFingerprint.take(attn_metadata) if self.check_metadata else None
+            metadata = step.attn_metadata
+            before = MetadataFingerprint.take(metadata) if self.check_metadata else None
             self._draft(step, accepted, drafts, next_tokens)
             if before is not None:
-                before.compare(attn_metadata)
+                before.compare(metadata)
         return StepOutput(
             logits=logits,
             new_tokens=accepted.tokens,
@@ -227,6 +300,24 @@ class SpecWorker(nn.Module, ABC):
             status=torch.zeros(num_seqs, **int32),
         ).as_dict()
 
+    def set_guided_decoder(self, guided_decoder: Any) -> bool:  # noqa: ARG002
+        """False: grammars are not served, so that the host refuses requests that have one."""
+        return False
+
+    def set_draft_model(self, draft_model: Any) -> None:
+        """Take note of the host's draft model, whose layers come with every step.
+
+        Raises:
+            ConfigError: one with a vocabulary of its own.
+        """
+        ids = own_vocabulary(draft_model)
+        expect(
+            ids is None,
+            ConfigError,
+            f"{type(self).__name__}: expected a draft model with the target's vocabulary, got one "
+            f"with a map of its own, d2t",
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``nn.Module.to``, for the tensors of modes too."""
         self.verifier.move(fn)
@@ -235,8 +326,33 @@ class SpecWorker(nn.Module, ABC):
     def _propose(
         self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, place: DraftColumn
     ) -> None:
-        """Draft from ``logits`` [R, V] into every place that reads the draft."""
+        """Draft from ``logits`` [R, V], or this rank's columns, into every place that reads it."""
+        logits = self._whole_vocabulary(logits, step.logits.shape[1])
         if self.draft_vocab_ids is not None:
             place = replace(place, vocab_ids=self.draft_vocab_ids)
         draft_pass = DraftPass(step.host, accepted.num_accepted, place)
         self.verifier.draft_rule.propose(logits, draft_pass, backend=self.backend)
+
+    def _whole_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Columns of every rank [R, V].
+
+        Args:
+            vocab_size: V of the target; that of a cut draft vocabulary is known.
+
+        Raises:
+            TensorContractError: the ranks have fewer columns together.
+        """
+        if self.gather_logits is None:
+            return logits
+        if self.draft_vocab_ids is not None:
+            vocab_size = self.draft_vocab_ids.shape[0]
+        if logits.shape[-1] == vocab_size:
+            return logits  # the head gathered them
+        whole = self.gather_logits(logits)
+        expect(
+            whole.dim() == 2 and len(whole) == len(logits) and whole.shape[1] >= vocab_size,
+            TensorContractError,
+            f"gather_logits: expected [{len(logits)}, {vocab_size}] of columns "
+            f"{list(logits.shape)} of each rank, got {list(whole.shape)}",
+        )
+        return whole[:, :vocab_size]

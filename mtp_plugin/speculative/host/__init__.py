@@ -19,6 +19,7 @@ from mtp_plugin.speculative.host.protocols import (
     ScheduledBatch,
     SpecRequest,
 )
+from mtp_plugin.speculative.host.ranks import RankRows, Ranks, unserved_ranks
 from mtp_plugin.speculative.host.request import (
     UNBOUNDED,
     RequestFacts,
@@ -37,10 +38,10 @@ from mtp_plugin.speculative.host.request import (
 )
 from mtp_plugin.speculative.host.step import (
     HostStep,
-    RankRows,
     cached_tokens,
     is_eagle,
     is_vanilla,
+    own_vocabulary,
     part_of,
     read_layout,
     read_step_draft_len,
@@ -54,6 +55,7 @@ __all__ = [
     "DraftLayer",
     "HostStep",
     "RankRows",
+    "Ranks",
     "RequestFacts",
     "ResourceManager",
     "Sampler",
@@ -72,6 +74,7 @@ __all__ = [
     "num_drafted_of",
     "num_ranks",
     "own_facts",
+    "own_vocabulary",
     "part_of",
     "phase_of",
     "read_layout",
@@ -82,4 +85,5 @@ __all__ = [
     "take_back_tokens",
     "takes_output_rows",
     "tell_logprobs",
+    "unserved_ranks",
 ]

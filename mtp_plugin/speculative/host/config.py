@@ -133,20 +133,29 @@ def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
     return found
 
 
-def refuse_unserved(piece: str, arguments: Mapping[str, Any]) -> None:
+def refuse_unserved(
+    piece: str, arguments: Mapping[str, Any], reasons: Mapping[str, str | None] | None = None
+) -> None:
     """Refuse what a host hands to a constructor and this version does not serve.
 
     Hosts of several versions pass arguments of their own. None, False, 0 and what is empty ask for
     nothing, and so does a ``mapping`` of one rank.
 
+    Args:
+        reasons: why an argument is not served, by its name; None: it is.
+
     Raises:
         ConfigError: naming every other argument and its value.
     """
-    asked = [
-        f"{name}={value!r}"
-        for name, value in arguments.items()
-        if not (_is_nothing(value) or (name == "mapping" and num_ranks(value) == 1))
-    ]
+    reasons = reasons or {}
+    asked = []
+    for name, value in arguments.items():
+        if _is_nothing(value) or (name == "mapping" and num_ranks(value) == 1):
+            continue
+        if name not in reasons:
+            asked.append(f"{name}={value!r}")
+        elif (reason := reasons[name]) is not None:
+            asked.append(f"{name}={value!r} ({reason})")
     if asked:
         raise ConfigError(f"{piece}: not served in this version: {', '.join(asked)}")
 

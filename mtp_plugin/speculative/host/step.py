@@ -11,25 +11,8 @@ from typing_extensions import Self
 
 from mtp_plugin.errors import MetadataError
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
-from mtp_plugin.speculative.step import SlotRows, StepLayout
-
-
-@dataclass(frozen=True)
-class RankRows:
-    """Rows per rank under attention data parallelism; None: this rank is alone."""
-
-    counts: Sequence[int] | None = None  # of a first pass
-    later_counts: Sequence[int] | None = None  # of passes of one row per request
-    largest: int | None = None
-
-    def arguments(self, *, single_rows: bool) -> dict[str, Any]:
-        """What a draft layer is told of them."""
-        counts, largest = self.counts, self.largest
-        if single_rows:
-            counts = self.later_counts
-            largest = max(counts) if largest is not None and counts is not None else largest
-        given = {"all_rank_num_tokens": counts, "all_rank_max_num_tokens": largest}
-        return {name: value for name, value in given.items() if value is not None}
+from mtp_plugin.speculative.host.ranks import ALONE, RankRows
+from mtp_plugin.speculative.step import SlotRows, StepLayout, to_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +40,7 @@ class HostStep:
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
     """Told how many tokens were accepted [R] int32, before drafts are made."""
-    ranks: RankRows = RankRows()
+    ranks: RankRows = ALONE
 
     @classmethod
     def read(
@@ -66,17 +49,22 @@ class HostStep:
         spec_metadata: Any,
         max_draft_len: int,
         positions: torch.Tensor | None = None,
+        *,
+        draft_len: int | None = None,
     ) -> Self:
         """Read a host's metadata.
 
         Args:
             max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
+            draft_len: K of the step, whatever the host's metadata says; None: as they say.
 
         Raises:
             MetadataError: a draft length that cannot be.
             TensorContractError: counts and tensors that do not fit each other.
         """
-        layout = read_layout(attn_metadata, spec_metadata, max_draft_len, positions)
+        if draft_len is None:
+            draft_len = read_step_draft_len(spec_metadata, max_draft_len)
+        layout = read_layout(attn_metadata, spec_metadata, draft_len, positions)
         drafts = getattr(spec_metadata, "draft_tokens", None)
         if drafts is None:
             device = attn_metadata.seq_lens_cuda.device
@@ -91,7 +79,7 @@ class HostStep:
         return cls(
             layout=layout,
             draft_tokens=drafts.reshape(-1)[: layout.num_generations * layout.draft_len],
-            draft_lens=None if lens is None else lens[: layout.num_generations],
+            draft_lens=_draft_lens(lens, layout, drafts.device, attn_metadata),
             next_prompt_tokens=prompts,
             final_context=prompts < 0 if prompts is not None and layout.num_contexts else None,
             manager=manager,
@@ -102,11 +90,7 @@ class HostStep:
             max_position=getattr(spec_metadata, "max_position", None),
             kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
-            ranks=RankRows(
-                getattr(spec_metadata, "all_rank_num_tokens", None),
-                getattr(spec_metadata, "subseq_all_rank_num_tokens", None),
-                getattr(spec_metadata, "all_rank_max_num_tokens", None),
-            ),
+            ranks=RankRows.read(attn_metadata, spec_metadata),
         )
 
     @property
@@ -168,25 +152,51 @@ def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
     return int(chosen)
 
 
+def _draft_lens(
+    lens: torch.Tensor | Sequence[int] | None,
+    layout: StepLayout,
+    device: torch.device,
+    attn_metadata: AttentionMetadata,
+) -> torch.Tensor | None:
+    """Drafts that each generation has [G] integer on ``device``; None: K everywhere.
+
+    A host's list is read on the host, so that a step of K everywhere costs nothing.
+    """
+    if lens is None or isinstance(lens, torch.Tensor):
+        return None if lens is None else lens[: layout.num_generations]
+    told = list(lens[: layout.num_generations])
+    if len(told) != layout.num_generations:
+        raise MetadataError(
+            f"draft_lens: expected one of each of {layout.num_generations} generations, got {told}"
+        )
+    if all(length == layout.draft_len for length in told):
+        return None
+    if attn_metadata.is_cuda_graph:
+        raise MetadataError(
+            f"draft_lens: a graph would keep the list {told} for every replay; expected K = "
+            f"{layout.draft_len} everywhere, or a tensor"
+        )
+    return to_device(told, torch.int32, device)
+
+
 def read_layout(
     attn_metadata: Any,
     spec_metadata: Any,
-    max_draft_len: int,
+    draft_len: int,
     positions: torch.Tensor | None = None,
 ) -> StepLayout:
     """The shape of a step, from a host's metadata.
 
     Args:
-        max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
+        draft_len: K of the step. positions: [T], where the caller has them.
 
     Raises:
-        MetadataError: a draft length that cannot be.
+        MetadataError: positions of another number of rows.
         TensorContractError: counts and tensors that do not fit each other.
     """
     contexts = int(attn_metadata.num_contexts)
     chunk_lens = tuple(attn_metadata._seq_lens[:contexts].tolist()) if contexts else ()
     generations = int(attn_metadata.num_seqs) - contexts
-    draft_len = read_step_draft_len(spec_metadata, max_draft_len)
     if positions is not None:
         expected = sum(chunk_lens) + generations * (draft_len + 1)
         if positions.shape[0] != expected:
@@ -219,6 +229,12 @@ def takes_output_rows(layer: Any) -> bool:
 def part_of(draft_model: Any, name: str) -> Any:
     """A part of the model that a host hands in as one; None: it has no such part."""
     return getattr(draft_model, name, None)
+
+
+def own_vocabulary(draft_model: Any) -> Any:
+    """What maps the ids of a draft model that has a vocabulary of its own; None: it has the
+    target's."""
+    return getattr(getattr(draft_model, "model", None), "d2t", None)
 
 
 def is_eagle(mode: Any) -> bool:

@@ -49,6 +49,8 @@ FIELDS = {
     "all_rank_num_tokens",
     "subseq_all_rank_num_tokens",
     "all_rank_max_num_tokens",
+    "all_rank_num_seqs",
+    "all_rank_num_gens",
 }
 """What a step reads of speculative metadata."""
 
