@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
 
@@ -128,3 +129,160 @@ def test_the_host_hears_of_acceptance_before_drafts_are_made() -> None:
 def test_a_config_of_a_host_has_few_fields() -> None:
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=2), device="cpu")
     assert (worker.max_draft_len, worker.keeps_warm, worker.chain) == (2, True, "output")
+
+
+# --- rows whose drafts the host cut ---
+
+
+def cut_step(draft_len: int, lens: list[int | None], **options: Any) -> Step:
+    """Generations whose drafts are all right, as far as the host left them."""
+    drafts = [20, 21, 22][:draft_len]
+    turns = [Turn([1, 2, 3], drafts, [*drafts, 30], draft_len=n) for n in lens]
+    step = Step(draft_len, [Prompt([1, 2], choice=9)], turns, **options)
+    step.spec.runtime_draft_len = draft_len
+    return step
+
+
+def results(kind: type, step: Step, slot_dtype: torch.dtype = torch.int64) -> dict[str, Any]:
+    if kind is MTPWorker:
+        widen(step)
+    step.spec.slot_ids = step.spec.slot_ids.to(slot_dtype)
+    layers = [ScriptedLayer(depth) for depth in range(K)]
+    return kind(MTPDecodingConfig(max_draft_len=K), device="cpu")(
+        **step.inputs(), mtp_layers=layers
+    )
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_cut_drafts_of_a_shorter_step(kind: type) -> None:
+    """Two drafts of three, of which the host left none, one and both."""
+    outputs = results(kind, cut_step(2, [0, 1, 2]))
+    assert outputs["new_tokens_lens"].tolist() == [1, 1, 2, 3]
+    assert outputs["new_tokens"].tolist() == [[9, -1, -1], [20, -1, -1], [20, 21, -1], [20, 21, 30]]
+    assert outputs["next_draft_tokens"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("lens", [[0, 1, 2], [2, 2, 2]])
+def test_a_list_of_draft_lengths_is_as_good_as_a_tensor(kind: type, lens: list[int]) -> None:
+    told, same = cut_step(2, lens), cut_step(2, lens)
+    told.spec.draft_lens = [*lens, 7]  # longer than the batch, as buffers are
+    expected, outputs = results(kind, same), results(kind, told)
+    for name, value in expected.items():
+        assert torch.equal(outputs[name], value), name
+
+
+def test_a_list_of_full_lengths_costs_nothing() -> None:
+    step = cut_step(2, [2, 2])
+    for lens, told in (([2, 2], None), ([2, 1], [2, 1])):
+        step.spec.draft_lens = lens
+        read = HostStep.read(step.attn, step.spec, K).draft_lens
+        assert (None if read is None else read.tolist()) == told
+
+
+def test_lists_of_draft_lengths_that_cannot_be() -> None:
+    step = cut_step(2, [2, 1])
+    step.spec.draft_lens = [2]
+    with pytest.raises(MetadataError, match=r"draft_lens: expected one of each of 2 .* got \[2\]"):
+        HostStep.read(step.attn, step.spec, K)
+    step.spec.draft_lens, step.attn.is_cuda_graph = [2, 1], True
+    with pytest.raises(MetadataError, match=r"draft_lens: a graph would keep the list \[2, 1\]"):
+        HostStep.read(step.attn, step.spec, K)
+    step.spec.draft_lens = [2, 2]
+    assert HostStep.read(step.attn, step.spec, K).draft_lens is None
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_slots_may_be_of_any_integer_type(kind: type) -> None:
+    outputs = [
+        results(kind, cut_step(3, [1, 3], slots=[3, 0, 1], num_slots=4), dtype)
+        for dtype in (torch.int64, torch.int32)
+    ]
+    for name, value in outputs[0].items():
+        assert torch.equal(outputs[1][name], value), name
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("modules", [0, 1, 7])
+def test_the_number_of_modules_is_no_draft_length(kind: type, modules: int) -> None:
+    """Some hosts have 1 there, some K: how many drafts a step makes stands elsewhere."""
+    told, same = cut_step(2, [1, 2]), cut_step(2, [1, 2])
+    told.spec.mtp_num_modules = modules
+    expected, outputs = results(kind, same), results(kind, told)
+    for name, value in expected.items():
+        assert torch.equal(outputs[name], value), name
+
+
+# --- steps without drafts, by name ---
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("keep_warm", [True, False])
+@pytest.mark.parametrize("told", [0, None, K])
+@pytest.mark.parametrize("positional", [True, False])
+def test_skip_drafting_is_a_step_of_no_drafts(
+    kind: type, keep_warm: bool, told: int | None, positional: bool
+) -> None:
+    """Whatever the host's metadata say of drafts; layers run as in that step."""
+    config = MTPDecodingConfig(max_draft_len=K, mtp={"keep_warm": keep_warm})
+    steps = [Step(0, [Prompt([1, 2], choice=9)], [turn(0), turn(0)]) for _ in range(2)]
+    outputs, passes, pools = [], [], []
+    for step, draft_len in zip(steps, (0, told), strict=True):
+        step.spec.runtime_draft_len = draft_len
+        if kind is MTPWorker:
+            widen(step)
+        layers = [CountingLayer(depth) for depth in range(K)]
+        model = SimpleNamespace(lm_head=None, embed_tokens=None, mtp_layers=layers)
+        worker, inputs = kind(config, device="cpu"), step.inputs()
+        if step is steps[0]:
+            outputs.append(worker(**inputs, mtp_layers=layers))
+        else:
+            del inputs["lm_head"], inputs["embed_tokens"]
+            order = [
+                "input_ids", "position_ids", "hidden_states", "logits",
+                "attn_metadata", "spec_metadata",
+            ]  # fmt: skip
+            if positional:
+                result = worker.skip_drafting(*[inputs[name] for name in order], model)
+            else:
+                result = worker.skip_drafting(**inputs, draft_model=model, resource_manager=None)
+            outputs.append(result)
+        passes.append([layer.passes for layer in layers])
+        manager = step.spec.mtp_hidden_states_manager
+        pools.append(None if manager is None else manager.mtp_past_tokens_pool.tolist())
+    assert outputs[0].pop("logits") is steps[0].logits
+    assert outputs[1].pop("logits") is steps[1].logits
+    for name, value in outputs[0].items():
+        assert torch.equal(outputs[1][name], value), name
+    assert outputs[1]["new_tokens_lens"].tolist() == [1, 1, 1]
+    assert outputs[1]["next_new_tokens"].tolist() == [[9], [20], [20]]
+    assert outputs[1]["next_draft_tokens"].shape == (3, 0)
+    assert passes[0] == passes[1]
+    assert pools[0] == pools[1]
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_skip_drafting_of_rows_with_drafts(kind: type) -> None:
+    step = Step(K, [], [turn(K)])
+    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    with pytest.raises(MetadataError, match="expected T = 1 rows"):
+        worker.skip_drafting(**step.inputs())
+
+
+# --- what hosts hand to a worker when they start ---
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_grammars_are_not_served(kind: type) -> None:
+    """A host that is told so refuses requests that have one."""
+    assert kind(MTPDecodingConfig(max_draft_len=K)).set_guided_decoder(object()) is False
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_a_draft_model_has_the_targets_vocabulary(kind: type) -> None:
+    worker = kind(MTPDecodingConfig(max_draft_len=K))
+    for model in (None, SimpleNamespace(), SimpleNamespace(model=SimpleNamespace(d2t=None))):
+        assert worker.set_draft_model(model) is None
+    own = SimpleNamespace(model=SimpleNamespace(d2t=torch.arange(3)))
+    with pytest.raises(ConfigError, match=r"expected a draft model with the target's vocabulary"):
+        worker.set_draft_model(own)
