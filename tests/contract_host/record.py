@@ -2,13 +2,15 @@
 
 ``python -m tests.contract_host.record --texts DIR --line 1.2 --output lines/1.2.json``
 
-``DIR/LINE/`` holds source files at their paths in the repository (``tensorrt_llm/...``), or skeletons
-of them, and ``sources.json``: path to ``{"commit", "id", "note"}``. Without that file ``--commit``
-names the commit of a checkout. ``line.json``, where there is one, holds ``transcribed`` (true: copied
-by hand from the texts that ``sources.json`` names) and ``pins`` (distribution to version specifier).
+``DIR/LINE/`` holds source files at their paths in the repository (``tensorrt_llm/...``), or
+skeletons of them, and ``sources.json``: path to ``{"commit", "id", "note"}``. Without that file
+``--commit`` names the commit of a checkout. ``line.json``, where there is one, holds
+``transcribed`` (true: copied by hand from the texts that ``sources.json`` names) and ``pins``
+(distribution to version specifier).
 
-Only facts are written: names, parameters, defaults, annotations, fields, enum members, bases, imports
-by value, calls of our pieces. Bodies, docstrings and descriptions of fields never reach the result.
+Only facts are written: names, parameters, defaults, annotations, fields, enum members, bases,
+imports by value, calls of our pieces. Bodies, docstrings and descriptions of fields never reach
+the result.
 """
 
 from __future__ import annotations
@@ -452,11 +454,10 @@ def _ellipsis(node: ast.expr) -> bool:
 
 
 def _keys(text: str) -> dict[str, str]:
-    """Keys of a published list: the parameters of ``__init__``, else the fields, with their annotations."""
-    tree = yaml.safe_load(text) or {}
-    entries = tree.get("methods", {}).get("__init__", {}).get("parameters") or tree.get(
-        "fields", tree
-    )
+    """Keys of a published list, with annotations: parameters of ``__init__``, else fields."""
+    tree: dict[str, Any] = yaml.safe_load(text) or {}
+    initializer = tree.get("methods", {}).get("__init__", {})
+    entries: dict[str, Any] = initializer.get("parameters") or tree.get("fields", tree)
     return {
         key: str(entry.get("annotation", "")) if isinstance(entry, dict) else ""
         for key, entry in entries.items()

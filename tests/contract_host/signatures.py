@@ -1,8 +1,8 @@
 """The recorded facts of one line of TensorRT-LLM, typed: what ``lines/LINE.json`` holds.
 
 Facts only: names, parameters, fields, members, bases, calls. No body, no sentence of the recorded
-package. A line whose ``transcribed`` is true was copied by hand from the texts that its modules name;
-the others were recorded from source files.
+package. A line whose ``transcribed`` is true was copied by hand from the texts that its modules
+name; the others were recorded from source files.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Any
 
 LINES = ("1.2", "1.3a", "1.3b")
 FOLDER = Path(__file__).parent / "lines"
+
+# what evaluating a text raises that uses more than is recorded
+UNKNOWN = (NameError, AttributeError, SyntaxError, TypeError, NotImplementedError)
 
 KINDS = {
     "positional": inspect.Parameter.POSITIONAL_ONLY,
@@ -87,8 +90,8 @@ class Field:
 class Class:
     """A class: bases and keywords as written, its members by name.
 
-    ``dataclass`` holds the decorator's options where it is one. ``attributes`` are plain assignments
-    of names or literals, ``members`` those of an enum, ``config`` is pydantic's ``model_config``.
+    ``dataclass`` holds the decorator's options where it is one. ``attributes`` are assignments of
+    names or literals, ``members`` those of an enum, ``config`` is pydantic's ``model_config``.
     ``instance`` are names assigned to ``self``.
     """
 
@@ -198,7 +201,8 @@ class Line:
 
 def load_line(line: str) -> Line:
     """The recorded line; FileNotFoundError where ``lines/`` has none."""
-    return from_json(Line, json.loads((FOLDER / f"{line}.json").read_text()))
+    result: Line = from_json(Line, json.loads((FOLDER / f"{line}.json").read_text()))
+    return result
 
 
 def parameter_default(parameter: Parameter, evaluate: Callable[[str], Any] | None = None) -> Any:
@@ -212,7 +216,7 @@ def parameter_default(parameter: Parameter, evaluate: Callable[[str], Any] | Non
     if evaluate is not None:
         try:
             return evaluate(parameter.default)
-        except (NameError, AttributeError):
+        except UNKNOWN:
             pass
     return Unevaluated(parameter.default)
 
