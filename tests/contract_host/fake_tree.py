@@ -270,7 +270,7 @@ class _Tree:
                 continue
         if not _is_metaclass(keywords.get("metaclass", type)):
             del keywords["metaclass"]
-        model = any(issubclass(base, pydantic.BaseModel) for base in bases)
+        model = any(isinstance(b, type) and issubclass(b, pydantic.BaseModel) for b in bases)
         made: list[type[Any]] = []
 
         def body(namespace: dict[str, Any]) -> None:
@@ -302,8 +302,8 @@ class _Tree:
             result = dataclasses.dataclass(**facts.dataclass)(result)
         return result
 
-    def _bases(self, module: str, facts: Class, outer: Mapping[str, Any]) -> tuple[type[Any], ...]:
-        bases: list[type[Any]] = []
+    def _bases(self, module: str, facts: Class, outer: Mapping[str, Any]) -> tuple[Any, ...]:
+        bases: list[Any] = []
         generic = False
         for text in facts.bases:
             plain = text.partition("[")[0]
@@ -314,7 +314,7 @@ class _Tree:
                 base = self.evaluate(module, plain, outer)
             except UNKNOWN:
                 base = _unrecorded(module, plain.rpartition(".")[2])
-            if not isinstance(base, type):
+            if not isinstance(base, type) and not hasattr(base, "__mro_entries__"):
                 raise TypeError(f"{module}: base {text} is {base!r}, no class")
             bases.append(base)
         if generic and not any(hasattr(base, "__class_getitem__") for base in bases):
