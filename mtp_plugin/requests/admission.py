@@ -1,8 +1,23 @@
-"""What a host's request asks for, and what of it its pieces do not give."""
+"""What a host's request asks for, and what of it its pieces do not give.
+
+Decoding is greedy as TensorRT-LLM has it: with a temperature of 0, a top-k of 1 or a top-p of 0,
+and with none of temperature, top-k, top-p, min-p and top-p decay. Where one of them is there the
+others have their defaults: temperature 1, top-k 0 and top-p 1 (all ids), min-p 0. Differences:
+
+- Its MTP of line 1.2 takes the first choice whatever a request says; ours draws in every line.
+- Its one-model sampling of 1.3 reads an unset temperature beside a top-k or a top-p as greedy, its
+  own documentation and ours as 1.
+- Its temperatures below 1e-4 are greedy, ours draw with them; a min-p of 1 is greedy there, here it
+  draws among the ids that are as likely as the first.
+- An unset seed is 0 there for every request; here each has its own, of the engine's.
+- ``min_length`` holds back end ids there; here stop words as well.
+- Of a token that fills the length and completes a stop word the length is told there, the stop word
+  here; words do not begin in the prompt here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -18,6 +33,12 @@ from mtp_plugin.requests.options import (
 from mtp_plugin.requests.stopping import stop_words
 
 _CONFIG = "config."
+_LOGPROBS = "py_return_log_probs"
+_NUM_LOGPROBS = "py_num_logprobs"
+_CONTEXT_LOGITS = "py_return_context_logits"
+_MODE = "py_logprobs_mode"
+_DECAY = "top_p_decay"
+_PLAIN_WORDS = "py_bad_words"
 
 
 class HostAsks(NamedTuple):
@@ -28,9 +49,14 @@ class HostAsks(NamedTuple):
     value: Any
 
     def __str__(self) -> str:
-        if isinstance(self.value, bool) or not isinstance(self.value, Real):
-            return self.field.removeprefix(_CONFIG)
-        return f"{self.option.host[0].removeprefix(_CONFIG)}={self.value}"
+        name, value = self.field.removeprefix(_CONFIG), getattr(self.value, "value", self.value)
+        if name == _CONTEXT_LOGITS:
+            return f"{name} (of prompt_logprobs too)"
+        if isinstance(value, str):
+            return f"{name}={value}"
+        if isinstance(value, bool) or not isinstance(value, Real) or name == _LOGPROBS:
+            return name
+        return f"{self.option.host[0].removeprefix(_CONFIG)}={value}"
 
 
 def _rows() -> Iterator[Option]:
@@ -41,6 +67,7 @@ def _rows() -> Iterator[Option]:
 
 
 _ROWS = tuple(_rows())
+_DRAWS = frozenset({"temperature", "top_k", "top_p", "min_p", _DECAY})
 
 
 def host_options(request: Any) -> list[HostAsks]:
@@ -51,20 +78,30 @@ def host_options(request: Any) -> list[HostAsks]:
             fields of its own; one that is not there asks for nothing.
     """
     config = getattr(request, "sampling_config", None)
-    asked = [_asked(request, config, row) for row in _ROWS]
-    return [one for one in asked if one is not None]
+    found = (_asked(request, config, row) for row in _ROWS)
+    asked = [one for one in found if one is not None]
+    if not getattr(request, _LOGPROBS, False):
+        return [one for one in asked if one.field != _MODE]
+    # beside the flag stands how many; hosts without the number tell of the token alone
+    number = getattr(request, _NUM_LOGPROBS, None) or 0
+    return [one._replace(value=number) if one.field == _LOGPROBS else one for one in asked]
 
 
 def host_values(request: Any) -> dict[str, Any]:
     """What a request, as TensorRT-LLM holds it, asks for: by our names and in our form.
 
-    Bad words are tuples of ids; a bias is a mapping, or the host's dense tensor as [V]. What cannot
-    be read is left out: `unsupported_options` names it.
+    Bad words are tuples of ids; a bias is a mapping, or the host's dense tensor as [V]. How a token
+    would be drawn is left out where decoding is greedy, and so is what cannot be read:
+    `unsupported_options` names it.
     """
+    asked = host_options(request)
+    ignores_draws = _is_greedy(asked)
     return {
         one.option.name: _read(one)
-        for one in host_options(request)
-        if one.option.name in OPTIONS and _problem(one) is None
+        for one in asked
+        if one.option.name in OPTIONS
+        and not (one.option.draws and ignores_draws)
+        and _problem(one) is None
     }
 
 
@@ -74,8 +111,7 @@ def unsupported_options(
     """Every option of a request, as TensorRT-LLM holds it, that would change its output, and every
     one with a value that cannot be.
 
-    A temperature of 0, a top-k of 1, a top-p of 0, or none of these and no min-p: decoding is
-    greedy, and how a token would be drawn does not matter.
+    How a token would be drawn does not matter where decoding is greedy.
 
     Args:
         request: as `host_options`.
@@ -87,7 +123,7 @@ def unsupported_options(
         too.
     """
     asked = host_options(request)
-    ignores_draws = always_greedy or is_greedy({one.option.name: one.value for one in asked})
+    ignores_draws = always_greedy or _is_greedy(asked)
     told = []
     for one in asked:
         if one.option.draws and ignores_draws:
@@ -97,6 +133,12 @@ def unsupported_options(
         elif (problem := _problem(one)) is not None:
             told.append(problem)
     return told
+
+
+def _is_greedy(asked: Sequence[HostAsks]) -> bool:
+    """Whether first choices are asked for; a top-p that decays is a draw where nothing else is."""
+    values = {one.option.name: one.value for one in asked}
+    return is_greedy({**values, "top_p": 1.0} if values.keys() & _DRAWS == {_DECAY} else values)
 
 
 def _problem(one: HostAsks) -> str | None:
@@ -114,7 +156,7 @@ def _read(one: HostAsks) -> Any:
     Raises:
         RequestError: one that cannot be; what was expected, and what came.
     """
-    read = _READERS.get(one.option.name)
+    read = _plain_words if one.field == _PLAIN_WORDS else _READERS.get(one.option.name)
     if read is not None:
         return read(one.value)
     if isinstance(one.value, bool) or not isinstance(one.value, Real):
@@ -125,9 +167,14 @@ def _read(one: HostAsks) -> Any:
     return value
 
 
-def _words(listed: Any) -> tuple[tuple[int, ...], ...]:
+def _plain_words(listed: Any) -> tuple[tuple[int, ...], ...]:
+    return _words(listed, are_plain=True)
+
+
+def _words(listed: Any, *, are_plain: bool = False) -> tuple[tuple[int, ...], ...]:
     try:
-        words = tuple(tuple(int(token) for token in word) for word in stop_words(listed))
+        given = stop_words(listed, are_plain=are_plain)
+        words = tuple(tuple(int(token) for token in word) for word in given)
     except (TypeError, ValueError):
         words = ()
     if not OPTIONS["bad_words"].values.allows(words) or not words:
@@ -160,9 +207,17 @@ def _top_k(count: Any) -> int:
     return max(int(count), 0)
 
 
+def _num_logprobs(number: Any) -> int:
+    option = OPTIONS["logprobs"]
+    if not isinstance(number, Integral) or not option.values.allows(int(number)):
+        raise RequestError(f"expected {_NUM_LOGPROBS} to be {option.values.words}, got {number!r}")
+    return int(number)
+
+
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "bad_words": _words,
     "logit_bias": _bias,
+    "logprobs": _num_logprobs,
     "top_k": _top_k,
 }
 

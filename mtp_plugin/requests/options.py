@@ -327,6 +327,7 @@ class SamplingParams:
         (),
         _each("a sequence of strings, or of sequences of token ids, none empty", _is_word),
         "words that are never written",
+        "py_bad_words",
         "bad_words_list",
         "py_bad_words_list",
         edits_logits=True,
@@ -350,7 +351,14 @@ class SamplingParams:
         None, _LOGPROBS, "log-probabilities of the prompt, and of so many most likely tokens"
     )
     # ---- what stays refused
-    n: int = _option(1, _integer(1), "samples of the prompt", "config.num_return_sequences")
+    n: int = _option(
+        1,
+        _integer(1),
+        "samples of the prompt",
+        "config.num_return_sequences",
+        host_neutral=lambda count: count >= 1,
+        differs="TensorRT-LLM makes a request of each sample, and these are served",
+    )
     best_of: int | None = _option(None, _ANYTHING, "samples of which the best are told", neutral=1)
     use_beam_search: bool = _option(False, _ANYTHING, "beams")
     length_penalty: float | None = _option(
@@ -543,6 +551,11 @@ HOST_OPTIONS: tuple[Option, ...] = (
     ),
     _of_the_host(
         "py_return_generation_logits", "the logits of the text", host_neutral=lambda flag: not flag
+    ),
+    _of_the_host(
+        "py_logprobs_mode",
+        "which distribution log-probabilities are of",
+        host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     ),
     _of_the_host("py_additional_outputs", "further outputs of the model"),
     _of_the_host("beam_width", "beams", "config.beam_width", "py_beam_width", neutral=1),

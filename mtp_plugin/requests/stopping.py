@@ -161,10 +161,16 @@ class StopRule:
         return any(word and output[-len(word) :] == word for word in self.words)
 
 
-def stop_words(listed: Any) -> list[list[int]]:
+def stop_words(listed: Any, *, are_plain: bool = False) -> list[list[int]]:
     """The words of ``py_stop_words_list`` or ``bad_words_list``: TensorRT-LLM's pair of flat tokens
     and their running ends, equally long (-1 behind the last end), or a plain list of words; as
-    lists, or the pair as a tensor [2, N] or [1, 2, N]."""
+    lists, or the pair as a tensor [2, N] or [1, 2, N].
+
+    Args:
+        are_plain: it is no pair, whatever it looks like: two words equally long may look like one.
+    """
+    if are_plain and all(token >= 0 for word in listed or () for token in word):
+        return [list(word) for word in listed or ()]
     if hasattr(listed, "tolist"):
         listed = listed.tolist()
         if len(listed) == 1 and listed[0] and isinstance(listed[0][0], list):

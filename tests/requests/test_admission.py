@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"top_p": [0.0]},
         {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": [0.0]},
         {"no_repeat_ngram_size": [1 << 30], "frequency_penalty": [0.0]},
-        {"no_repeat_ngram_size": [0], "num_return_sequences": 1, "top_p_decay": [0.5]},
+        {"no_repeat_ngram_size": [0], "num_return_sequences": 1, "top_p_decay": [1.0]},
+        {"temperature": [0.0], "top_p_decay": [0.5]},
+        {"num_return_sequences": 2},  # the host makes a request of each
         {"temperature": []},
         {"min_p": [0.0]},
         {"beam_width_array": [1]},
@@ -55,7 +58,8 @@ def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
         ({"min_p": [0.05]}, ["min_p=0.05"]),
         ({"temperature": [1.0], "top_p_decay": [0.5]}, ["temperature=1.0", "top_p_decay=0.5"]),
         ({"beam_width": 4}, ["beam_width=4"]),
-        ({"num_return_sequences": 2}, ["num_return_sequences=2"]),
+        ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
+        ({"top_p_decay": [0.5]}, ["top_p_decay=0.5"]),
         ({"min_length": [8]}, ["min_length=8"]),
         ({"repetition_penalty": [1.3]}, ["repetition_penalty=1.3"]),
         ({"presence_penalty": [-0.5]}, ["presence_penalty=-0.5"]),
@@ -67,12 +71,25 @@ def test_sampling_options(sampling: dict[str, Any], told: list[str]) -> None:
     assert asked(sampling) == told
 
 
+class Raw(Enum):
+    """A host's names for what log-probabilities are of."""
+
+    RAW = "raw"
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"py_return_log_probs": True}, ["py_return_log_probs"]),
         ({"py_beam_width": 2}, ["beam_width=2"]),
         ({"embedding_bias": torch.zeros(3)}, ["embedding_bias"]),
+        ({"py_return_log_probs": True, "py_num_logprobs": 2}, ["py_return_log_probs"]),
+        (
+            {"py_return_log_probs": True, "py_logprobs_mode": "processed"},
+            ["py_logprobs_mode=processed", "py_return_log_probs"],
+        ),
+        ({"py_return_log_probs": True, "py_logprobs_mode": Raw.RAW}, ["py_return_log_probs"]),
+        ({"py_return_log_probs": False, "py_logprobs_mode": "processed"}, []),
         ({"py_bad_words_list": [[5]]}, ["py_bad_words_list"]),
         ({"py_logits_post_processors": [print]}, ["py_logits_post_processors"]),
         ({"py_additional_outputs": ["x"]}, ["py_additional_outputs"]),
@@ -97,7 +114,7 @@ def test_every_option_is_named_at_once() -> None:
         bad_words_list=[[3]],
     )
     assert told == [
-        "py_return_context_logits",
+        "py_return_context_logits (of prompt_logprobs too)",
         "bad_words_list",
         "temperature=0.7",
         "repetition_penalty=1.3",
@@ -131,6 +148,12 @@ def test_what_is_served_is_not_refused() -> None:
         ({"bad_words_list": [[5, -1]]}, {}, "bad_words_list: expected lists of token ids >= 0"),
         ({"bad_words_list": [[5], []]}, {}, "bad_words_list: expected lists of token ids >= 0"),
         ({"bad_words_list": 7}, {}, "bad_words_list: expected lists of token ids >= 0"),
+        ({"py_bad_words": [[5], []]}, {}, "py_bad_words: expected lists of token ids >= 0"),
+        (
+            {"py_return_log_probs": True, "py_num_logprobs": 21},
+            {},
+            "py_return_log_probs: expected py_num_logprobs to be an integer from 0 to 20, got 21",
+        ),
         (
             {"py_bad_words_list": [[n] for n in range(65)]},
             {},
@@ -179,13 +202,13 @@ def test_a_draw_that_cannot_be_is_told_where_there_are_draws() -> None:
 
 
 def test_options_are_found_under_our_names() -> None:
-    sampling = SimpleNamespace(min_length=[8], num_return_sequences=2, beam_width=3)
-    request = SimpleNamespace(sampling_config=sampling, py_return_log_probs=True)
+    sampling = SimpleNamespace(min_length=[8], num_return_sequences=0, beam_width=3)
+    request = SimpleNamespace(sampling_config=sampling, py_return_log_probs=True, py_num_logprobs=5)
     found = {one.option.name: (one.field, one.value) for one in host_options(request)}
     assert found == {
-        "logprobs": ("py_return_log_probs", True),
+        "logprobs": ("py_return_log_probs", 5),
         "min_tokens": ("config.min_length", 8),
-        "n": ("config.num_return_sequences", 2),
+        "n": ("config.num_return_sequences", 0),
         "beam_width": ("config.beam_width", 3),
     }
 
@@ -204,17 +227,46 @@ def having(fields: dict[str, Any]) -> SimpleNamespace:
 @pytest.mark.parametrize("row", READ, ids=lambda row: row.name)
 def test_the_first_field_that_is_there_counts(row: Option) -> None:
     asks: Any = not row.neutral if isinstance(row.neutral, bool) else 7
+    asks = 0 if row.name == "n" else asks
+    value = 0 if row.name == "logprobs" else asks  # a flag beside a number
     names = row.host
+    if row.name == "py_logprobs_mode":  # of nothing where nothing is told
+        assert host_options(having({"py_logprobs_mode": "processed"})) == []
+        return
     for place, name in enumerate(names):
         before = dict.fromkeys(names[:place])  # they are there, and say nothing
         behind = dict.fromkeys(names[place + 1 :], asks)
         (found,) = host_options(having({**before, name: asks, **behind}))
-        assert (found.option, found.field, found.value) == (row, name, asks)
+        assert (found.option, found.field, found.value) == (row, name, value)
         neutral = row.neutral
         if isinstance(neutral, (int, float)):
             assert host_options(having({**before, name: neutral, **behind})) == []
     assert host_options(having(dict.fromkeys(names))) == []
     assert host_options(having(dict.fromkeys(names, ()))) == []
+
+
+def test_how_many_log_probabilities() -> None:
+    for number, told in ((None, 0), (0, 0), (3, 3), (True, 1)):
+        request = SimpleNamespace(py_return_log_probs=True, py_num_logprobs=number)
+        assert host_values(request) == {"logprobs": told}
+    assert host_values(SimpleNamespace(py_return_log_probs=True)) == {"logprobs": 0}
+    assert host_values(SimpleNamespace(py_return_log_probs=False, py_num_logprobs=3)) == {}
+
+
+def test_plain_words_are_never_taken_for_a_pair() -> None:
+    """Two words as long as each other look like words and their ends."""
+    pair = [[5, 9], [1, 2]]
+    assert host_values(SimpleNamespace(bad_words_list=pair)) == {"bad_words": ((5,), (9,))}
+    assert host_values(SimpleNamespace(py_bad_words=pair)) == {"bad_words": ((5, 9), (1, 2))}
+    both = SimpleNamespace(py_bad_words=[[5], [1]], bad_words_list=torch.tensor([[[5, 1], [1, 2]]]))
+    assert host_values(both) == {"bad_words": ((5,), (1,))}
+
+
+def test_draws_are_left_out_of_greedy_decoding() -> None:
+    greedy = SimpleNamespace(temperature=[0.0], top_k=[50], random_seed=[7], min_length=[3])
+    assert host_values(SimpleNamespace(sampling_config=greedy)) == {"min_tokens": 3}
+    drawn = SimpleNamespace(top_p_decay=[0.5])
+    assert host_values(SimpleNamespace(sampling_config=drawn)) == {"top_p_decay": 0.5}
 
 
 def test_a_request_without_a_config() -> None:
