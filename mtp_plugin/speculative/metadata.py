@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.requests.slots import slot_or_sentinel
-from mtp_plugin.speculative.host import is_eagle, is_vanilla
+from mtp_plugin.speculative.host import asked_of, asks_beyond_choice, is_eagle, is_vanilla
 
 
 @dataclass(kw_only=True)
@@ -52,12 +52,18 @@ class MTPSpecMetadata:
     batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
-    edits_logits: bool = False  # a request asks for it; what, stands in its slot
-    only_draws: bool = False  # no request asks for more than draws
+    edits_logits: bool | None = None
+    """A request asks for more than the first choice of its logits; what, stands in its slot. None:
+    the manager knows of ``request_ids``."""
+    only_draws: bool = False  # no request asks for more than draws; read beside edits_logits
+    is_all_greedy_sample: bool = True
+    """First choices are all that the requests of :meth:`update_is_all_greedy_sample` ask for."""
+    group_all_greedy_sample: bool | None = None  # as ranks have agreed since; None: they did not
     max_position: int | None = None  # highest legal position id; None: unbounded
     draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
     device: torch.device | None = None
     _all_rank_num_seqs: list[int] | None = None
+    _force_non_greedy_for_capture: bool = False  # set while a host captures the other kind
     _num_indices: int = 0  # so many of batch_indices_cuda are there
 
     def __post_init__(self) -> None:
@@ -97,7 +103,8 @@ class MTPSpecMetadata:
         """Fill the device buffers of this step; call once, on the object that the forward uses.
 
         Raises:
-            MetadataError: a request without a slot, or more requests than the buffers hold.
+            MetadataError: a request without a slot, more requests than the buffers hold, or one
+                that asks for more than the captured step gives.
         """
         request_ids = self.request_ids
         expect(
@@ -119,6 +126,7 @@ class MTPSpecMetadata:
         if self.mtp_hidden_states_manager is not None:
             slots = [self.slot_of(request_id) for request_id in request_ids or ()]
             self._upload(self.slot_ids, slots, torch.int64)
+            self._expect_what_is_captured()
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
         """A view for graphs of up to ``max_batch_size`` rows with buffers of its own."""
@@ -130,16 +138,26 @@ class MTPSpecMetadata:
         view.__post_init__()
         return view
 
-    @property
-    def is_all_greedy_sample(self) -> bool:
-        """True: hosts that draw otherwise capture graphs of their own for that."""
-        return True
+    def update_is_all_greedy_sample(self, requests: Iterable[Any]) -> None:
+        """Tell by ``is_all_greedy_sample`` whether first choices are all that a batch asks for.
 
-    def populate_sampling_params_for_one_model(self, requests: Any) -> None:
-        """Nothing: decoding is greedy."""
+        Hosts call it before they choose a graph, so edits of the logits and log-probabilities count
+        as draws do. What ranks had agreed on was about the batch before.
+        """
+        self.group_all_greedy_sample = None
+        self.populate_sampling_params_for_one_model(requests)
 
-    def update_is_all_greedy_sample(self, requests: Any) -> None:
-        """Nothing: it always is."""
+    def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
+        """As :meth:`update_is_all_greedy_sample`, but what ranks have agreed on counts.
+
+        How tokens are drawn stands in the slots, since their requests have them.
+        """
+        if self.group_all_greedy_sample is not None:
+            self.is_all_greedy_sample = self.group_all_greedy_sample
+        elif self._force_non_greedy_for_capture:
+            self.is_all_greedy_sample = False
+        else:
+            self.is_all_greedy_sample = not any(map(asks_beyond_choice, requests))
 
     def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
         """False: MTP reads the target's last states alone."""
@@ -166,6 +184,25 @@ class MTPSpecMetadata:
         if slot is None:
             raise MetadataError(f"request {request_id} has no slot in the MTP manager")
         return int(slot)
+
+    def _expect_what_is_captured(self) -> None:
+        """Refuse to replay a step of first choices for a request that asks for more.
+
+        Raises:
+            MetadataError: naming such a request.
+        """
+        if not self.is_cuda_graph or self.edits_logits is not None or not self.is_all_greedy_sample:
+            return
+        manager, request_ids = self.mtp_hidden_states_manager, self.request_ids or ()
+        always, (edits_logits, _) = asked_of(manager, ())[0], asked_of(manager, request_ids)
+        if always or not edits_logits:
+            return
+        asking = next(number for number in request_ids if asked_of(manager, (number,))[0])
+        raise MetadataError(
+            f"prepare(): request {asking} asks for more than the first choice of its logits, and "
+            "this graph was chosen with is_all_greedy_sample=True: call "
+            "update_is_all_greedy_sample() first, or set the manager's always_edits before capture"
+        )
 
     @staticmethod
     def _upload(buffer: torch.Tensor | None, values: list[int], dtype: torch.dtype) -> None:

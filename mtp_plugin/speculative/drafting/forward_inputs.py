@@ -114,9 +114,9 @@ class ForwardInputs:
         if contexts == 0:
             return None
         emitted = last_tokens[:contexts]
-        if self.host.next_prompt_tokens is None:
+        if self.host.known_successors is None:
             return emitted
-        known = self.host.next_prompt_tokens.to(emitted.dtype)
+        known = self.host.known_successors.to(emitted.dtype)
         return torch.where(known >= 0, known, emitted)
 
 

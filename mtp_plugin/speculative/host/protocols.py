@@ -21,12 +21,17 @@ class SpecRequest(Protocol):
     prompt to be read (again), ``GENERATION_COMPLETE`` has ended; their results are dropped.
 
     Optional attributes: ``facts`` (`RequestFacts`; without them they are read of the host's fields,
-    see `read_request`, and kept in ``py_mtp_facts``), ``py_epoch`` (int, grows with every
-    preemption), ``py_num_drafted`` (drafts of the step at hand), ``is_last_context_chunk`` (bool),
+    see `read_request`, and kept in ``py_mtp_facts``; whether it asks for more than first choices in
+    ``py_mtp_asks``, why it cannot be served in ``py_mtp_refused``), ``seq_slot`` (where there is no
+    ``py_seq_slot``), ``py_epoch`` (int, grows with every preemption), ``py_num_drafted`` (drafts of
+    the step at hand, else those of ``py_draft_tokens``, at most
+    ``py_draft_tokens_effective_len``), ``is_last_context_chunk`` (bool), and beside it
+    ``context_current_position``, ``context_chunk_size`` and ``get_token(beam, position)``,
     ``py_disable_speculative_decoding`` (bool), ``is_finished`` (bool), ``take_back_tokens(count)``
     (drops the last tokens, for a ``stop_callback`` that cuts inside a run) and, where the host lets
     the plugin choose draft lengths, ``py_draft_state`` (a ``DraftState``, one per request). The
-    sampler writes ``py_error`` (str) into a request that it ends with an error.
+    sampler writes ``py_error`` (str) into a request that it ends with an error, and the verified
+    drafts of a step into ``py_num_draft_tokens_verified`` where that is there.
     """
 
     request_id: int
@@ -54,7 +59,11 @@ class SpecRequest(Protocol):
 
 
 class ScheduledBatch(Protocol):
-    """The requests of one step, contexts before generations."""
+    """The requests of one step, contexts before generations.
+
+    Optional: ``context_requests_chunking``, the first of the contexts, whose chunks do not end
+    their prompts.
+    """
 
     @property
     def context_requests(self) -> Sequence[Any]: ...

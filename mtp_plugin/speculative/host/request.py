@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from typing_extensions import Self
 
+from mtp_plugin.errors import RequestError
 from mtp_plugin.requests.admission import host_values
 from mtp_plugin.requests.columns import Number
-from mtp_plugin.requests.logprobs import TokenLogprobs
+from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
 
+_NO_ATTRIBUTE: Any = object()
 UNBOUNDED = sys.maxsize
 """A length that no request reaches."""
 
@@ -40,6 +43,8 @@ class RequestFacts:
     """Takes the counts of its steps."""
     is_dummy: bool = False
     """Nobody reads what it emits."""
+    refused: str | None = None
+    """Why it gets no token: options that do not go together."""
 
     @classmethod
     def of(
@@ -79,6 +84,12 @@ class RequestFacts:
         """Whether it asks for nothing but draws, if for anything that changes tokens."""
         asked = (OPTIONS[name] for name in self.options)
         return all(option.draws for option in asked if option.beyond_first_choice)
+
+    def without(self, names: Iterable[str]) -> Self:
+        """The facts of a request that does not ask for these options."""
+        left_out = frozenset(names)
+        kept = {name: value for name, value in self.options.items() if name not in left_out}
+        return self if len(kept) == len(self.options) else replace(self, options=kept)
 
     @property
     def number(self) -> int:
@@ -121,9 +132,24 @@ def facts_of(request: Any, max_seq_len: int, *, reads_prompt: bool) -> RequestFa
     if own is not None:
         return own
     kept: RequestFacts | None = getattr(request, "py_mtp_facts", None)
-    if kept is None or reads_prompt:
+    # hosts copy the attributes of a request for its further samples
+    if kept is None or reads_prompt or kept.request_id != request.request_id:
         kept = request.py_mtp_facts = read_request(request, max_seq_len)
     return kept
+
+
+def asks_beyond_choice(request: Any) -> bool:
+    """Whether a request asks for more than the first choice of the logits; kept in a request that
+    brings no facts."""
+    told: bool | None = getattr(request, "py_mtp_asks", None)
+    if told is not None:
+        return told
+    own = own_facts(request)
+    if own is not None:
+        return own.edits_logits
+    asked = host_values(request)
+    told = request.py_mtp_asks = any(OPTIONS[name].beyond_first_choice for name in asked)
+    return told
 
 
 def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
@@ -146,22 +172,60 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
     listed: list[Any] = [getattr(request, "py_end_id", None), getattr(request, "end_id", None)]
     listed += getattr(request, "py_stop_ids", None) or ()
     ends = [int(token) for token in listed if token is not None and token >= 0]
-    words = stop_words(getattr(request, "py_stop_words_list", None))
+    options = host_values(request)
+    rule = partial(
+        StopRule,
+        max_length=longest,
+        prompt_len=prompt_len,
+        end_ids=tuple(dict.fromkeys(ends)),
+        words=tuple(map(tuple, _stop_words_of(request))),
+    )
+    refused = None
+    try:
+        stop = rule(min_tokens=options.get("min_tokens", 0))
+    except RequestError as error:
+        # whoever runs the batch has no way to refuse one of its requests
+        stop, refused = rule(), str(error)
+        options.pop("min_tokens")
     return RequestFacts(
         request_id=request.request_id,
-        stop=StopRule(
-            max_length=longest,
-            prompt_len=prompt_len,
-            end_ids=tuple(dict.fromkeys(ends)),
-            words=tuple(map(tuple, words)),
-        ),
+        stop=stop,
         full_length=getattr(request, "max_length", max_seq_len),
-        options=host_values(request),
+        options=options,
         stats=getattr(request, "py_acceptance", None),
         is_dummy=any(
             getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy")
         ),
+        refused=refused,
     )
+
+
+def _stop_words_of(request: Any) -> list[list[int]]:
+    """The stop words of a request, as ids.
+
+    A host whose requests have them as a tensor too, ``stop_words_list``, has the pair there; where
+    that is None the list is one of words.
+    """
+    listed = getattr(request, "py_stop_words_list", None)
+    pair = getattr(request, "stop_words_list", listed)
+    return stop_words(listed if pair is None else pair, are_plain=pair is None)
+
+
+def refuse(request: Any, why: str) -> None:
+    """Have the sampler end a request with this error, when its prompt has been read."""
+    request.py_mtp_refused = why
+
+
+def refusal_of(request: Any) -> str | None:
+    """Why the sampler is to end a request; None: it is not."""
+    told: str | None = getattr(request, "py_mtp_refused", None)
+    return told
+
+
+def slot_of(request: Any) -> int | None:
+    """The request's sequence slot, ``py_seq_slot`` or the older ``seq_slot``; None: it has none."""
+    slot: int | None = getattr(request, "py_seq_slot", _NO_ATTRIBUTE)
+    return getattr(request, "seq_slot", None) if slot is _NO_ATTRIBUTE else slot
 
 
 def epoch_of(request: Any) -> int:
@@ -180,19 +244,71 @@ def ends_prompt(request: Any) -> bool | None:
     return told
 
 
+def token_behind_chunk(request: Any) -> int:
+    """The prompt's token behind the scheduled chunk, which does not end it; 0 where the host does
+    not say where the chunk ends."""
+    begin = getattr(request, "context_current_position", None)
+    size = getattr(request, "context_chunk_size", None)
+    if begin is None or size is None:
+        return 0
+    tell = getattr(request, "get_token", None)  # a list of all of them is a copy
+    return int(request.get_tokens(0)[begin + size] if tell is None else tell(0, begin + size))
+
+
+def num_listed_chunks(batch: Any) -> int:
+    """Contexts of a batch, first among them, whose chunks do not end their prompts, where the host
+    lists them by themselves."""
+    return len(getattr(batch, "context_requests_chunking", None) or ())
+
+
 def num_drafted_of(request: Any) -> int:
     """Drafts that the step at hand verifies for a request."""
     told = getattr(request, "py_num_drafted", None)
-    return len(request.py_draft_tokens or ()) if told is None else int(told)
+    if told is not None:
+        return int(told)
+    count = len(request.py_draft_tokens or ())
+    # drafts that only fill a graph's rows are not among those
+    effective = getattr(request, "py_draft_tokens_effective_len", None)
+    return count if effective is None else min(count, int(effective))
 
 
-def tell_logprobs(request: Any, logprobs: Iterable[TokenLogprobs]) -> None:
+def tell_verified(request: Any, count: int) -> None:
+    """Tell how many drafts of a request its step verified, where a host counts them."""
+    if hasattr(request, "py_num_draft_tokens_verified"):
+        request.py_num_draft_tokens_verified = count
+
+
+def tell_logprobs(
+    request: Any, logprobs: Iterable[TokenLogprobs], logprob_class: Callable[..., Any] = Logprob
+) -> None:
     """Append what is told of emitted tokens to TensorRT-LLM's ``py_result``, where a request has
-    one that takes it."""
+    one that takes it: a number a token where it asks for the ``py_logprobs_simple_format`` and for
+    no others beside it.
+
+    Args:
+        logprob_class: the host's own, of ``logprob`` and ``rank``.
+    """
     append = getattr(getattr(request, "py_result", None), "append_log_probs", None)
-    if append is not None:
-        for told in logprobs:
+    if append is None:
+        return
+    is_simple = getattr(request, "py_logprobs_simple_format", False)
+    is_simple = is_simple and not getattr(request, "py_num_logprobs", None)
+    for told in logprobs:
+        if is_simple:
+            append([[next(iter(told.values())).logprob]])
+        elif logprob_class is Logprob:
             append([[told]])
+        else:
+            append(
+                [
+                    [
+                        {
+                            token: logprob_class(logprob=one.logprob, rank=one.rank)
+                            for token, one in told.items()
+                        }
+                    ]
+                ]
+            )
 
 
 def has_finished(request: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,9 @@ class HostStep:
     next_prompt_tokens: torch.Tensor | None = None
     """[C] integer: the token behind each chunk, -1 where it ends its prompt; None: the host tells
     nothing of prompts beyond a chunk."""
+    known_successors: torch.Tensor | None = None
+    """[C] integer: as ``next_prompt_tokens``, of a host that tells nothing of them, by what its
+    manager knows; None: all chunks end their prompts, as far as one can tell."""
     final_context: torch.Tensor | None = None
     """[C] bool: the chunk ends its prompt; None: all do."""
     manager: Any = None
@@ -72,21 +75,32 @@ class HostStep:
         lens = getattr(spec_metadata, "draft_lens", None)
         prompts = getattr(spec_metadata, "next_prompt_tokens", None)
         prompts = None if prompts is None else prompts[: layout.num_contexts]
+        successors = prompts
         manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
         slot_ids = getattr(spec_metadata, "slot_ids", None)
         slot_ids = None if slot_ids is None else slot_ids[: layout.num_requests]
         rows_of = getattr(manager, "slot_rows", None)
+        request_ids = () if manager is None else getattr(spec_metadata, "request_ids", None) or ()
+        edits_logits, only_draws = read_asks(spec_metadata, manager, request_ids)
+        if prompts is None and layout.num_contexts:
+            known = known_successors(manager, request_ids[: layout.num_contexts])
+            if known is not None:
+                device = attn_metadata.seq_lens_cuda.device
+                successors = to_device(known, torch.int32, device)
         return cls(
             layout=layout,
             draft_tokens=drafts.reshape(-1)[: layout.num_generations * layout.draft_len],
             draft_lens=_draft_lens(lens, layout, drafts.device, attn_metadata),
             next_prompt_tokens=prompts,
-            final_context=prompts < 0 if prompts is not None and layout.num_contexts else None,
+            known_successors=successors,
+            final_context=successors < 0
+            if successors is not None and layout.num_contexts
+            else None,
             manager=manager,
             slot_ids=slot_ids,
             slots=None if rows_of is None or slot_ids is None else rows_of(slot_ids),
-            edits_logits=bool(getattr(spec_metadata, "edits_logits", False)),
-            only_draws=bool(getattr(spec_metadata, "only_draws", False)),
+            edits_logits=edits_logits,
+            only_draws=only_draws,
             max_position=getattr(spec_metadata, "max_position", None),
             kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
@@ -134,6 +148,48 @@ class HostStep:
         if self.slot_ids is None:
             raise MetadataError("this step needs spec_metadata.slot_ids: call prepare() first")
         return self.manager, self.slot_ids
+
+
+def read_asks(spec_metadata: Any, manager: Any, request_ids: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a request of the step asks for more than the first choice of its logits, and whether
+    all who do ask for draws alone.
+
+    ``edits_logits`` and ``only_draws`` of the host's metadata; where the first is None or missing,
+    what the manager knows of the requests. A host whose graphs go by
+    ``is_all_greedy_sample`` captures with requests that the manager does not know: where it is
+    False the step gives everything. A captured step gives everything or first choices: others may
+    replay it.
+    """
+    told = getattr(spec_metadata, "edits_logits", None)
+    if told is not None:
+        return bool(told), bool(getattr(spec_metadata, "only_draws", False))
+    if manager is None:
+        return False, False
+    edits_logits, only_draws = asked_of(manager, request_ids)
+    is_graph = bool(getattr(spec_metadata, "is_cuda_graph", False))
+    if not edits_logits and not getattr(spec_metadata, "is_all_greedy_sample", True):
+        edits_logits = True
+    return edits_logits, only_draws and not is_graph
+
+
+def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
+    """Whether one of these requests asks for more than the first choice of its logits, and whether
+    all who do ask for draws alone; of a manager that does not know, none does."""
+    asks_of = getattr(manager, "asks_of", None)
+    if asks_of is None:
+        return False, False
+    told: tuple[bool, bool] = asks_of(request_ids)
+    return told
+
+
+def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | None:
+    """The prompt token behind the chunk of each of these contexts, -1 where it ends the prompt;
+    None: all do, as far as the manager knows."""
+    successors_of = getattr(manager, "successors_of", None)
+    if successors_of is None:
+        return None
+    told: list[int] | None = successors_of(request_ids)
+    return told
 
 
 def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:

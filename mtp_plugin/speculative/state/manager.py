@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import ConfigError, MetadataError, expect
+from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect
 from mtp_plugin.requests.columns import NO_TOKEN
-from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import is_graph_dummy_id
@@ -20,8 +20,12 @@ from mtp_plugin.speculative.host import (
     RequestFacts,
     ScheduledBatch,
     SpecRequest,
+    ends_prompt,
+    own_facts,
     read_request,
+    refuse,
     refuse_unserved,
+    token_behind_chunk,
 )
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
@@ -30,6 +34,8 @@ from mtp_plugin.speculative.verification import VerificationMode, make_modes
 
 ATTENTION_DP_DUMMIES = 2
 BUDGET = "thinking_token_budget"
+DRAWN = frozenset(name for name, option in OPTIONS.items() if option.draws)
+"""Options that say how tokens are drawn."""
 
 
 class SlotStateManager:
@@ -43,6 +49,11 @@ class SlotStateManager:
     ``mtp_relaxed_delta_pool`` [S] float32.
 
     ``draft_probs`` [S, K, V] float32 is what drafts were drawn from, where a mode reads it.
+
+    Of a host's request without facts of its own, what cannot be kept is told in the request, which
+    the sampler then ends: it has a slot, and is decoded greedily until then.
+
+    A host may set ``always_edits`` and ``always_greedy``.
 
     Args:
         modes: of verification, whose columns the table has.
@@ -91,6 +102,15 @@ class SlotStateManager:
         for name in self._pools:
             setattr(self, name, self.table.column(name))
         self.draft_probs = self._make_draft_probs(vocab_size)
+        self.always_edits = False
+        """Every step is one in which requests ask for anything, unless its host says otherwise:
+        for hosts that choose captured steps without knowing what was captured. Steps of greedy
+        requests then cost what those of a penalty and log-probabilities do: the draws' reduction,
+        a pass over the rows' log-probabilities, the notes of what was emitted."""
+        self.always_greedy = False
+        """How requests want their tokens drawn is left out."""
+        self._asking: dict[int, bool] = {}
+        self._contexts: Sequence[Any] = ()
 
     @property
     def num_rows(self) -> int:
@@ -101,23 +121,67 @@ class SlotStateManager:
         """Give every request on its first prompt chunk a slot with a row of its own values.
 
         Raises:
-            NoFreeSlotsError: more sequences than slots, or more that edit logits than pools have
-                rows. MetadataError: what it asks for cannot be. Who fails has no slot.
+            NoFreeSlotsError: more sequences than slots, or more with facts that edit logits than
+                pools have rows. MetadataError: what facts ask for cannot be. Who fails has no slot.
         """
         fresh: dict[int, SlotValues] = {}
+        self._contexts = tuple(scheduled_batch.context_requests)
         try:
-            for request in scheduled_batch.context_requests:
+            for request in self._contexts:
                 if request.is_first_context_chunk:
-                    facts = read_request(request)
-                    values = self._values_of(request, facts)
-                    slot = self.slot_manager.add_slot(request.request_id)
-                    try:
-                        fresh[slot] = values | self._rows_of(request, facts)
-                    except BaseException:
-                        self.free_resources(request)
-                        raise
+                    slot, values = self._admit(request)
+                    fresh[slot] = values
         finally:
             self._reset(fresh)
+
+    def _admit(self, request: SpecRequest) -> tuple[int, SlotValues]:
+        """A slot for a request, and what stands in it."""
+        facts = read_request(request)
+        if self.always_greedy:
+            facts = facts.without(DRAWN)
+        values = self._values_of(request, facts)
+        slot = self.slot_manager.add_slot(request.request_id)
+        try:
+            values |= self._rows_of(request, facts)
+        except (MetadataError, NoFreeSlotsError) as error:
+            if own_facts(request) is not None:
+                self.free_resources(request)
+                raise
+            refuse(request, str(error))
+            facts = facts.without(OPTIONS)
+            values = self._values_of(request, facts)
+        except BaseException:
+            self.free_resources(request)
+            raise
+        if facts.edits_logits:
+            self._asking[facts.request_id] = facts.only_draws
+        return slot, values
+
+    def asks_of(self, request_ids: Iterable[int]) -> tuple[bool, bool]:
+        """What a step of these requests gives: whether one asks for more than the first choice of
+        its logits, and whether all who do ask for draws alone."""
+        if self.always_edits:
+            return True, False
+        if not self._asking:
+            return False, False
+        asking = self._asking
+        told = [asking[number] for number in request_ids if number in asking]
+        return bool(told), bool(told) and all(told)
+
+    def successors_of(self, request_ids: Sequence[int]) -> list[int] | None:
+        """The prompt token behind the chunk of each of these contexts of the step at hand, -1 where
+        it ends the prompt or nobody knows it; None: of all."""
+        unfinished = {
+            request.request_id: request
+            for request in self._contexts
+            if ends_prompt(request) is False
+        }
+        if not unfinished:
+            return None
+        return [
+            token_behind_chunk(unfinished[number]) if number in unfinished else -1
+            for number in request_ids
+        ]
 
     def update_resources(self, scheduled_batch: ScheduledBatch) -> None:
         """Nothing to do: what is kept moves on on the device."""
@@ -125,6 +189,7 @@ class SlotStateManager:
     def free_resources(self, request: SpecRequest) -> None:
         """Give the request's slot back; a request that never had one changes nothing."""
         self.slot_manager.remove_slot(request.request_id)
+        self._asking.pop(request.request_id, None)
         if self.edit_rows is not None:
             self.edit_rows.give_back(request.request_id)
 
@@ -141,6 +206,8 @@ class SlotStateManager:
     def shutdown(self) -> None:
         """Give every slot back."""
         self.slot_manager.shutdown()
+        self._asking.clear()
+        self._contexts = ()
         if self.edit_rows is not None:
             self.edit_rows.shutdown()
 

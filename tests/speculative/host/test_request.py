@@ -19,14 +19,19 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import (
     UNBOUNDED,
     RequestFacts,
+    asks_beyond_choice,
     ends_prompt,
     epoch_of,
     facts_of,
     has_finished,
     may_speculate,
     num_drafted_of,
+    num_listed_chunks,
     phase_of,
     read_request,
+    slot_of,
+    tell_verified,
+    token_behind_chunk,
 )
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
@@ -144,9 +149,13 @@ def test_dummies(name: str) -> None:
         ({"min_length": [1]}, {}),
         ({"min_length": []}, {}),
         ({"temperature": [0.7], "top_k": [0]}, {"temperature": 0.7, "top_k": 0}),
-        ({"random_seed": [5]}, {"seed": 5}),
-        ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
-        ({"random_seed": [-5]}, {"seed": -5}),
+        ({"top_k": [9], "random_seed": [5]}, {"top_k": 9, "seed": 5}),
+        ({"top_k": 9, "random_seed": 2**64 - 1}, {"top_k": 9, "seed": 2**64 - 1}),
+        ({"top_p": [0.5], "random_seed": [-5]}, {"top_p": 0.5, "seed": -5}),
+        # greedy: nothing is said of how a token is drawn
+        ({"random_seed": [5]}, {}),
+        ({"temperature": [0.0], "top_k": [9], "random_seed": [5]}, {}),
+        ({"temperature": [0.9], "top_k": [1], "top_p": [0.5]}, {}),
         ({"top_k": [-1], "top_p": [1.0]}, {"top_k": 0, "top_p": 1.0}),
         (
             {"repetition_penalty": [1.5], "presence_penalty": [-1.0], "frequency_penalty": 0.5},
@@ -290,6 +299,55 @@ def test_managers_read_the_fields_afresh() -> None:
     assert read_request(theirs).stop.max_length == UNBOUNDED
 
 
+def test_facts_of_a_copied_request_are_read_anew() -> None:
+    theirs = request(py_end_id=2)
+    first = facts_of(theirs, 64, reads_prompt=False)
+    copied = request(py_end_id=2, request_id=8, py_mtp_facts=first)
+    assert facts_of(copied, 64, reads_prompt=False).request_id == 8
+
+
+def test_what_goes_beyond_first_choices() -> None:
+    asked = {
+        "min_length": [4],
+        "temperature": [0.5],
+        "repetition_penalty": [2.0],
+        "prompt_ignore_length": [2],
+    }
+    for name, value in asked.items():
+        assert asks_beyond_choice(sampling(**{name: value})), name
+    assert asks_beyond_choice(request(py_return_log_probs=True))
+    for nothing in (request(), sampling(temperature=[0.0], top_k=[4]), sampling(min_length=[1])):
+        assert not asks_beyond_choice(nothing)
+    mine = own()
+    assert asks_beyond_choice(mine)
+    assert "py_mtp_asks" not in vars(mine)
+    # asked once
+    theirs = sampling(temperature=[0.5])
+    assert asks_beyond_choice(theirs)
+    del theirs.sampling_config
+    assert asks_beyond_choice(theirs)
+
+
+def test_more_end_ids_than_can_be_held_back() -> None:
+    """The request is told why, and nothing is held back until it ends."""
+    ids = tuple(range(MAX_STOP_IDS + 1))
+    facts = read_request(
+        request(py_stop_ids=ids, sampling_config=SimpleNamespace(min_length=[5]), py_end_id=0)
+    )
+    assert facts.refused == (
+        "min_tokens=5 beside 33 ids that end the text: at most 32 can be held back"
+    )
+    assert (facts.stop.min_tokens, facts.options) == (0, {})
+    held = read_request(request(py_end_id=3, sampling_config=SimpleNamespace(min_length=[5])))
+    assert (held.stop.min_tokens, held.refused) == (5, None)
+
+
+def test_options_that_are_left_out() -> None:
+    facts = read_request(sampling(temperature=[0.5], random_seed=[3], min_length=[5]))
+    assert facts.without(["temperature", "seed"]).options == {"min_tokens": 5}
+    assert facts.without(["logit_bias"]) is facts
+
+
 def test_facts_are_for_good() -> None:
     facts = read_request(request())
     for field in fields(facts):
@@ -317,6 +375,30 @@ def test_what_is_read_at_every_step() -> None:
     assert num_drafted_of(request(py_draft_tokens=[4, 5])) == 2
     assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=None)) == 2
     assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=0)) == 0
+    for effective, told in ((None, 2), (1, 1), (5, 2)):
+        drafted = request(py_draft_tokens=[4, 5], py_draft_tokens_effective_len=effective)
+        assert num_drafted_of(drafted) == told
+    assert slot_of(request(py_seq_slot=3, seq_slot=4)) == 3
+    assert slot_of(request(py_seq_slot=None, seq_slot=4)) is None  # taken back
+    assert (slot_of(request(seq_slot=4)), slot_of(request())) == (4, None)
     assert (has_finished(request()), has_finished(request(is_finished=True))) == (False, True)
     assert may_speculate(request())
     assert not may_speculate(request(py_disable_speculative_decoding=True))
+
+
+def test_tokens_behind_chunks() -> None:
+    where = {"context_current_position": 1, "context_chunk_size": 1}
+    assert token_behind_chunk(request(**where)) == 3
+    told = request(**where, get_token=lambda beam, position: 10 * position + beam)
+    assert token_behind_chunk(told) == 20
+    assert token_behind_chunk(request()) == 0  # nobody says where it ends
+    batch = SimpleNamespace(context_requests_chunking=[1, 2])
+    assert (num_listed_chunks(batch), num_listed_chunks(SimpleNamespace())) == (2, 0)
+
+
+def test_verified_drafts_are_told_where_they_are_counted() -> None:
+    counting, other = request(py_num_draft_tokens_verified=0), request()
+    for each in (counting, other):
+        tell_verified(each, 2)
+    assert counting.py_num_draft_tokens_verified == 2
+    assert not hasattr(other, "py_num_draft_tokens_verified")

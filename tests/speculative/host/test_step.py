@@ -44,7 +44,9 @@ FIELDS = {
     "mtp_hidden_states_manager",
     "slot_ids",
     "edits_logits",
-    "only_draws",
+    "request_ids",
+    "is_cuda_graph",
+    "is_all_greedy_sample",
     "max_position",
     "all_rank_num_tokens",
     "subseq_all_rank_num_tokens",
@@ -100,7 +102,8 @@ def test_decoding_without_drafts_reads_every_field_once() -> None:
     counted = Counted(step.spec)
     worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu")
     worker(**step.inputs() | {"spec_metadata": counted})
-    assert counted._asked == dict.fromkeys(FIELDS, 1)
+    of_a_manager = {"request_ids", "is_cuda_graph", "is_all_greedy_sample"}
+    assert counted._asked == dict.fromkeys(FIELDS - of_a_manager, 1)
 
 
 def test_what_is_read() -> None:

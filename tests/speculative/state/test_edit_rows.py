@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.requests.columns import POOL_ROWS
+from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
@@ -346,11 +346,16 @@ def test_a_prompt_outside_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("size", [VOCAB - 1, VOCAB + 2])
 def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
+    """The host's own requests are refused one by one, and the batch goes on."""
     manager = managed()
     asked = Request(1, embedding_bias=torch.zeros(size), py_orig_prompt_len=1)
-    with pytest.raises(MetadataError, match=f"logit_bias: expected 70 values.* got {size}"):
-        manager.prepare_resources(batch(asked))
-    assert manager.slot_manager.slot_mapping == {}
+    other = Request(2, embedding_bias=torch.ones(VOCAB), py_orig_prompt_len=1)
+    manager.prepare_resources(batch(asked, other))
+    assert asked.py_mtp_refused == (f"logit_bias: expected 70 values, one per id, got {size}")
+    assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
+    assert taken(manager) == {2: 0}
+    assert manager.table.column("bias_row").tolist()[:2] == [NO_ROW, 0]
+    assert (manager.asks_of([1]), manager.asks_of([1, 2])) == ((False, False), (True, False))
 
 
 @pytest.mark.parametrize(
