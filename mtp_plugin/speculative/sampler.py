@@ -12,7 +12,7 @@ import torch
 from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
-from mtp_plugin.requests.logprobs import LogprobEntries, Logprobs
+from mtp_plugin.requests.logprobs import Logprob, LogprobEntries, Logprobs
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
@@ -26,12 +26,16 @@ from mtp_plugin.speculative.host import (
     epoch_of,
     facts_of,
     num_drafted_of,
+    num_listed_chunks,
     own_facts,
     phase_of,
     read_reasons,
+    refusal_of,
     refuse_unserved,
+    slot_of,
     take_back_tokens,
     tell_logprobs,
+    tell_verified,
 )
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.result_store import (
@@ -49,6 +53,14 @@ OWN_OPTIONS = SERVED_OPTIONS | {
     "relaxed_acceptance",
     "prompt_logprobs",
 }
+_READ = (
+    "new_tokens",
+    "new_tokens_lens",
+    "next_draft_tokens",
+    "next_new_tokens",
+    "status",
+    "logprob_entries",
+)
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 NO_LOGPROBS = "logprobs: the step told no log-probabilities"
 
@@ -92,13 +104,17 @@ class MTPSampler:
         device: of the store; default CUDA where present.
         kernels: what writes the store, see `kernels.backend.Backend`.
         always_greedy: take requests that ask for a temperature and the like, and decode them
-            greedily, as TensorRT-LLM's own MTP sampler does; servers may put a temperature of 1
-            into every request. False: refuse them.
+            greedily, as TensorRT-LLM's own MTP sampler of line 1.2 does; servers may put a
+            temperature of 1 into every request. The manager's ``always_greedy`` goes with it.
+            False: draw as they ask, or refuse them where the worker cannot.
         served_options: names of options of a request that the worker gives; the sampler knows its
-            own, and those of prompts and drafts, which change nothing for it.
+            own, and those of prompts and drafts, which change nothing for it. What a request asks
+            for reaches its steps by the manager, which host metadata must name.
         finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
             ERROR among them a request that fails ends as CANCELLED. Why stands in its
             ``py_error``, and in the log.
+        logprob_class: the host's own, called with ``logprob`` and ``rank`` for what goes into its
+            requests' ``py_result``.
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after the step's tokens were appended, in the batch's order.
         stop_callback: a rule of stopping of the host's own, called once a step, after its tokens
@@ -128,6 +144,7 @@ class MTPSampler:
         always_greedy: bool = False,
         served_options: Collection[str] = (),
         finish_reasons: Any = FinishReason,
+        logprob_class: Callable[..., Any] = Logprob,
         on_step: Callable[[Any, int, int], None] | None = None,
         stop_callback: StopCallback | None = None,
         **others: Any,
@@ -142,6 +159,7 @@ class MTPSampler:
         self.draft_len = nextn
         self.always_greedy = always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
+        self.logprob_class = logprob_class
         self.on_step = on_step
         self.stop_callback = stop_callback
         self.max_seq_len = sizes.max_seq_len
@@ -200,7 +218,12 @@ class MTPSampler:
             raise ConfigError(f"request {request.request_id}: {why}")
 
     def sample_async(
-        self, scheduled_requests: ScheduledBatch, model_outputs: dict[str, Any], *_: Any, **__: Any
+        self,
+        scheduled_requests: ScheduledBatch,
+        model_outputs: dict[str, Any] | None = None,
+        *_: Any,
+        outputs: dict[str, Any] | None = None,
+        **__: Any,
     ) -> SampleStateMTP:
         """Copy a step's outputs into the store and start their way to the host.
 
@@ -209,18 +232,29 @@ class MTPSampler:
 
         Args:
             scheduled_requests: the batch; its contexts, then its generations, are the first rows.
+                Those contexts that a host lists as chunks of prompts which go on come first, and
+                get nothing.
             model_outputs: a worker's mapping; further rows are padding and are left alone.
+            outputs: the same, as newer hosts call it.
+
+        Raises:
+            ExecutorError: no mapping, or a request without a sequence slot of its own.
         """
-        contexts = list(scheduled_requests.context_requests)
+        given = model_outputs if model_outputs is not None else outputs
+        if given is None:
+            raise ExecutorError("sample_async: expected model_outputs or outputs, got neither")
+        num_skipped = num_listed_chunks(scheduled_requests)
+        contexts = list(scheduled_requests.context_requests)[num_skipped:]
         generations = list(scheduled_requests.generation_requests)
         requests = contexts + generations
         rows = [self._with_refusal(self._pending(request, True)) for request in contexts]
         rows += [self._pending(request, False) for request in generations]
+        model_outputs = _behind(given, num_skipped)
         self._write_store(rows, model_outputs)
         copy = self.store.to_host()
-        for request in contexts:
+        for row in rows[: len(contexts)]:
             # the next schedule must reserve rows for the drafts that the device already holds
-            request.py_draft_tokens = [1] * self.draft_len
+            row.request.py_draft_tokens = [1] * self.draft_len
         return SampleStateMTP(
             scheduled_requests=scheduled_requests,
             device=self.device_tensors(),
@@ -261,7 +295,7 @@ class MTPSampler:
             results = self._stopped(self.stop_callback, rows, results)
         for row, result in zip(rows, results, strict=True):
             if result.logprobs is not None:
-                tell_logprobs(row.request, result.logprobs)
+                tell_logprobs(row.request, result.logprobs, self.logprob_class)
             self._count(row, result)
         return results
 
@@ -270,19 +304,20 @@ class MTPSampler:
     def _refusal(self, request: SpecRequest) -> str | None:
         """Why a request cannot be served; None: it can."""
         own, served = own_facts(request), self.served_options
+        why = None
         if own is None:
-            # who has no facts cannot tell a step that first choices are not enough
-            served = frozenset(name for name in served if not OPTIONS[name].beyond_first_choice)
             unsupported = unsupported_options(
                 request, always_greedy=self.always_greedy, served=served
             )
+            facts = facts_of(request, self.max_seq_len, reads_prompt=False)
+            why = facts.refused or refusal_of(request)
         else:
             unsupported = [
                 f"{name}={value!r}"
                 for name, value in own.options.items()
                 if name not in served and not (OPTIONS[name].draws and self.always_greedy)
             ]
-        return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else None
+        return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else why
 
     def _with_refusal(self, row: PendingRow) -> PendingRow:
         """The row of a context; once per prompt, with its last row, its request is looked at."""
@@ -305,6 +340,7 @@ class MTPSampler:
         request.py_num_accepted_draft_tokens = num_matches
         request.py_rewind_len = 0 if is_context else draft_len - num_matches
         request.py_decoding_iter += 1
+        tell_verified(request, 0 if is_context else min(row.num_drafted, draft_len))
         refused = row.refused
         if refused is None and facts.num_logprobs is not None and entries is None:
             refused = NO_LOGPROBS
@@ -404,7 +440,7 @@ class MTPSampler:
             request,
             facts_of(request, self.max_seq_len, reads_prompt=is_context),
             epoch_of(request),
-            request.py_seq_slot,
+            slot_of(request),
             is_context,
             num_drafted=0 if is_context else num_drafted_of(request),
             emits=ends_prompt(request) if is_context else True,
@@ -417,7 +453,8 @@ class MTPSampler:
             # without a batch to ask: a request's first result is that of its prompt
             listed = [(request, request.py_decoding_iter == 0) for request in state.requests]
         else:
-            listed = [(request, True) for request in batch.context_requests]
+            contexts = list(batch.context_requests)[num_listed_chunks(batch) :]
+            listed = [(request, True) for request in contexts]
             listed += [(request, False) for request in batch.generation_requests]
         rows = [self._pending(request, is_context) for request, is_context in listed]
         return [self._with_refusal(row) if row.is_context else row for row in rows]
@@ -476,6 +513,14 @@ class MTPSampler:
             self._device_slots = to_device(slots, torch.int64, self.device)
             self._slots = slots
         return self._device_slots
+
+
+def _behind(outputs: dict[str, Any], num_skipped: int) -> dict[str, Any]:
+    """What is read of a worker's mapping, without its first rows."""
+    if num_skipped == 0:
+        return outputs
+    told = {name: outputs.get(name) for name in _READ}
+    return {name: None if value is None else value[num_skipped:] for name, value in told.items()}
 
 
 def _logprobs_told(

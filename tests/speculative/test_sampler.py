@@ -155,8 +155,8 @@ def test_unsupported_outputs_are_refused_at_admission() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match="request 100: not supported with MTP: py_return_context_logits, "
-        r"py_return_log_probs, temperature=0\.7",
+        match=r"request 100: not supported with MTP: py_return_context_logits \(of prompt_logprobs "
+        r"too\), py_return_log_probs, temperature=0\.7",
     ):
         sampler.validate_request(asked)
 
@@ -984,14 +984,16 @@ def test_facts_of_a_host_are_judged_as_they_are() -> None:
         sampler.validate_request(request)
 
 
-def test_edits_of_the_logits_are_for_who_has_facts() -> None:
-    """A host that says in its own way what it asks for cannot tell its steps of it."""
+def test_what_is_served_is_so_whoever_asks_for_it() -> None:
     args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
     served = {"min_tokens", "temperature"}
     sampler = MTPSampler(args, nextn=K, device="cpu", served_options=served)
-    plain = Request(0, sampling_config=SimpleNamespace(min_length=[8], temperature=[0.7]))
-    with pytest.raises(ConfigError, match=r"MTP: min_length=8, temperature=0\.7$"):
+    config = SimpleNamespace(min_length=[8], temperature=[0.7], repetition_penalty=[1.5])
+    plain = Request(0, sampling_config=config)
+    with pytest.raises(ConfigError, match=r"MTP: repetition_penalty=1\.5$"):
         sampler.validate_request(plain)
+    config.repetition_penalty = None
+    sampler.validate_request(plain)
     params = SamplingParams(min_tokens=8, temperature=0.7)
     plain.facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)
     sampler.validate_request(plain)
