@@ -1,0 +1,1 @@
+"""TensorRT-LLM as the adapters see it: its signatures, its behaviours, its loop."""
