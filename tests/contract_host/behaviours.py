@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002, B027 - signatures are the host's
 """What the host's own base classes do, in plain classes of our own words.
 
 `bodies` gives their methods by the recorded names, so that a generated package can take them in.
@@ -90,7 +91,7 @@ class DecodingConfig:
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
         """By the checkpoint's layers, which are known only once the host has written them here."""
-        layers = self.num_nextn_predict_layers_from_model_config
+        layers = self.num_nextn_predict_layers_from_model_config or self.num_nextn_predict_layers
         if layers == 1 and not self.use_mtp_vanilla:
             return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         return SpeculativeDecodingMode.MTP
@@ -100,13 +101,22 @@ class DecodingConfig:
         return 1 + (self.max_total_draft_tokens or 0)
 
 
-def update_spec_config_from_model_config(config: Any, num_layers: int) -> None:
+def user_config(line: Line, draft_len: int, **more: Any) -> DecodingConfig:
+    """As a user gives it; the older line knows K by the number of layers alone."""
+    if line.is_newer:
+        return DecodingConfig(max_draft_len=draft_len, max_total_draft_tokens=draft_len, **more)
+    lens = dict.fromkeys(
+        ("num_nextn_predict_layers", "max_draft_len", "max_total_draft_tokens"), draft_len
+    )
+    return DecodingConfig(**lens, **more)
+
+
+def update_spec_config_from_model_config(line: Line, config: Any, num_layers: int) -> None:
     """The host writes what the checkpoint says into the config that the user gave."""
-    wanted = config.max_draft_len or config.num_nextn_predict_layers or num_layers
-    config.num_nextn_predict_layers_from_model_config = num_layers
-    config.max_draft_len = wanted
-    config.max_total_draft_tokens = wanted
-    config.num_nextn_predict_layers = wanted
+    setattr(config, line.writes_layers_to, num_layers)
+    if not line.is_newer:
+        config.max_draft_len = config.num_nextn_predict_layers
+    config.max_total_draft_tokens = config.max_draft_len
 
 
 # ---- resource managers --------------------------------------------------------------------------
@@ -259,10 +269,9 @@ class Sampler(ABC):
 class OpenSpecWorkerBase(nn.Module, ABC):
     """Line 1.2: subclasses write ``forward``."""
 
-    def __init__(self, use_separate_draft_kv_cache: bool = False) -> None:
+    def __init__(self) -> None:
         nn.Module.__init__(self)
         self.guided_decoder: Any = None
-        self.use_separate_draft_kv_cache = use_separate_draft_kv_cache
 
     @property
     @abstractmethod
@@ -297,10 +306,17 @@ class SpecWorkerBase(nn.Module, ABC):
         try:
             return self._forward_impl(*args, **kwargs)
         finally:
-            metadata = kwargs.get("attn_metadata")
-            if metadata is not None and metadata.has_spec_dec_saved_state:
-                metadata.restore_from_spec_dec()
-                metadata.on_update()
+            self._ensure_spec_dec_state_restored(
+                kwargs.get("attn_metadata"), kwargs.get("spec_metadata")
+            )
+
+    def _ensure_spec_dec_state_restored(self, attn_metadata: Any, spec_metadata: Any) -> None:
+        if attn_metadata is not None and attn_metadata.has_spec_dec_saved_state:
+            self._restore_attn_metadata_from_spec_dec(attn_metadata)
+
+    def _restore_attn_metadata_from_spec_dec(self, attn_metadata: Any) -> None:
+        attn_metadata.restore_from_spec_dec()
+        attn_metadata.on_update()
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:
         self.guided_decoder = guided_decoder
@@ -364,9 +380,6 @@ class SpecMetadata:
     def populate_sampling_params_for_one_model(self, requests: Sequence[Any]) -> None:
         """Nothing in this model of it: tensors of temperatures and the like."""
 
-    def update_is_all_greedy_sample(self, requests: Sequence[Any]) -> None:
-        """Nothing in this model of it."""
-
 
 @dataclass
 class RuntimeSpecMetadata(SpecMetadata):
@@ -376,7 +389,24 @@ class RuntimeSpecMetadata(SpecMetadata):
     runtime_tokens_per_gen_step: int = 1
     is_all_greedy_sample: bool = True
     vocab_size: int = 0
-    num_seq_slots: int | None = None
+    num_seq_slots: int = 0
+    context_prompt_lookahead_tokens: torch.Tensor | None = None
+
+    def update_is_all_greedy_sample(self, requests: Sequence[Any]) -> None:
+        """Nothing in this model of it."""
+
+    def write_padding_onehot_draft_probs(self, padding_slot_ids: Any, draft_len: int) -> None:
+        """Nothing in this model of it."""
+
+    def allocate_context_prompt_lookahead(self) -> None:
+        self.context_prompt_lookahead_tokens = torch.full(
+            (self.max_num_requests,), -1, dtype=torch.int32
+        )
+
+    def populate_context_prompt_lookahead(self, lookahead_tokens: list[int]) -> None:
+        if self.context_prompt_lookahead_tokens is not None:
+            told = torch.tensor(lookahead_tokens, dtype=torch.int32)
+            self.context_prompt_lookahead_tokens[: len(told)] = told
 
 
 def _fill_batch_indices(metadata: Any) -> None:
@@ -389,6 +419,10 @@ def _fill_slots(metadata: Any, manager: Any) -> list[int]:
     # a request without a slot is a None here, of which no tensor can be made
     metadata.slot_ids[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
     return slots
+
+
+def _has_slots(manager: Any) -> bool:
+    return getattr(manager, "slot_manager", None) is not None
 
 
 class _MTPBuffers:
@@ -445,13 +479,22 @@ class Eagle3OneModelSpecMetadata(RuntimeSpecMetadata):
 
     def __post_init__(self) -> None:
         self.batch_indices_cuda = torch.empty(self.max_num_requests, dtype=torch.int32)
-        if self.spec_resource_manager is not None:
+        if _has_slots(self.spec_resource_manager):
             self.slot_ids = torch.empty(self.max_num_requests, dtype=torch.int64)
 
     def prepare(self) -> None:
         _fill_batch_indices(self)
-        if self.spec_resource_manager is not None:
+        if _has_slots(self.spec_resource_manager):
             _fill_slots(self, self.spec_resource_manager)
+
+
+@dataclass
+class LookAheadSpecMetadata(Eagle3OneModelSpecMetadata):
+    """``Eagle3OneModelSpecMetadata`` of the newest line."""
+
+    def __post_init__(self) -> None:
+        Eagle3OneModelSpecMetadata.__post_init__(self)
+        self.allocate_context_prompt_lookahead()
 
 
 # ---- by line, and by name -----------------------------------------------------------------------
@@ -470,12 +513,20 @@ class HostClasses:
 
 def host_classes(line: Line) -> HostClasses:
     """Of our own, where no generated package is asked for them."""
-    vanilla = RuntimeMTPSpecMetadata if line.tells_draft_len else MTPSpecMetadata
+    if not line.is_newer:
+        return HostClasses(
+            worker_base=OpenSpecWorkerBase,
+            vanilla_metadata=MTPSpecMetadata,
+            eagle_metadata=MTPSpecMetadata,
+            state=SampleStateMTP,
+            tensors=SampleStateTensorsSpec,
+        )
+    looks_ahead = line.tells_look_ahead
     return HostClasses(
-        worker_base=OpenSpecWorkerBase if line.implements == "forward" else SpecWorkerBase,
-        vanilla_metadata=vanilla,
-        eagle_metadata=Eagle3OneModelSpecMetadata if line.shares_eagle_classes else vanilla,
-        state=SampleStateSpec if line.state_lists_requests else SampleStateMTP,
+        worker_base=SpecWorkerBase,
+        vanilla_metadata=RuntimeMTPSpecMetadata,
+        eagle_metadata=LookAheadSpecMetadata if looks_ahead else Eagle3OneModelSpecMetadata,
+        state=SampleStateSpec,
         tensors=SampleStateTensorsSpec,
     )
 
@@ -486,20 +537,23 @@ _TORCH = "tensorrt_llm._torch"
 def bodies(line: Line) -> dict[str, Callable[..., Any]]:
     """The methods of this module's classes as ``module:Class.method``, for a generated package."""
     classes = host_classes(line)
-    homes = {
-        "pyexecutor.resource_manager:BaseResourceManager": BaseResourceManager,
-        "pyexecutor.resource_manager:SlotManager": SlotManager,
-        "pyexecutor.sampler:Sampler": Sampler,
-        "speculative.interface:SpecWorkerBase": classes.worker_base,
-        "speculative.interface:SpecMetadata": SpecMetadata,
-        "speculative.mtp:MTPSpecMetadata": _MTPBuffers,
+    homes: dict[str, tuple[type, ...]] = {
+        "pyexecutor.resource_manager:BaseResourceManager": (BaseResourceManager,),
+        "pyexecutor.resource_manager:SlotManager": (SlotManager,),
+        "pyexecutor.sampler:Sampler": (Sampler,),
+        "speculative.interface:SpecWorkerBase": (classes.worker_base,),
+        "speculative.interface:SpecMetadata": (SpecMetadata,),
+        "speculative.mtp:MTPSpecMetadata": (_MTPBuffers,),
     }
-    if line.shares_eagle_classes:
-        homes["speculative.eagle3:Eagle3OneModelSpecMetadata"] = Eagle3OneModelSpecMetadata
+    if line.is_newer:
+        homes["speculative.interface:SpecMetadata"] += (RuntimeSpecMetadata,)
+        eagle = (Eagle3OneModelSpecMetadata, classes.eagle_metadata)
+        homes["speculative.eagle3:Eagle3OneModelSpecMetadata"] = eagle
     found: dict[str, Callable[..., Any]] = {}
-    for home, source in homes.items():
-        for name, value in vars(source).items():
+    for home, sources in homes.items():
+        for name, value in [item for source in sources for item in vars(source).items()]:
             body = value.__func__ if isinstance(value, classmethod) else value
+            # dataclasses make methods of their own
             is_ours = isinstance(body, FunctionType) and body.__code__.co_filename == __file__
             if is_ours and not getattr(body, "__isabstractmethod__", False):
                 found[f"{_TORCH}.{home}.{name}"] = body

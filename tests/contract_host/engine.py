@@ -29,11 +29,6 @@ SPEC = "spec_resource_manager"
 KV = "kv_cache_manager"
 
 
-def num_extra_kv_tokens(line: Line, config: Any) -> int:
-    """``get_num_extra_kv_tokens``."""
-    return config.max_draft_len - 1 if line.eagle_loop_rows else 0
-
-
 @dataclass
 class _Rows:
     """What the host lists say of a step."""
@@ -52,7 +47,8 @@ class ModelEngine:
     Args:
         line, model, config: the config gets written into, as hosts do.
         sizes: see `Sizes`.
-        pools: KV rows of all layers.
+        kv_cache: blocks of all layers, target and draft.
+        num_mtp_layers: that the checkpoint is said to have.
         padded_sizes: batch sizes that generation-only batches are padded to, with graph copies of
             the metadata; none: no padding, no copies.
     """
@@ -73,21 +69,22 @@ class ModelEngine:
         self.spec_config = config
         self.sizes = sizes
         self.padded_sizes = sorted(padded_sizes)
-        text = model.target.config
         self.model_config = SimpleNamespace(
             vocab_size=model.facts.vocab_size,
             hidden_size=model.facts.hidden_size,
             num_hidden_layers=model.facts.num_hidden_layers,
             torch_dtype=model.lm_head.weight.dtype,
-            pretrained_config=text,
+            num_nextn_predict_layers=num_mtp_layers,
         )
-        update_spec_config_from_model_config(config, num_mtp_layers)
+        update_spec_config_from_model_config(line, config, num_mtp_layers)
         self.draft_model = SimpleNamespace(
             mtp_layers=list(model.mtp_layers)[:num_mtp_layers],
             embed_tokens=model.embed_tokens,
             lm_head=model.lm_head,
         )
         self.pieces: Pieces = build_pieces(line, config, self.model_config, sizes)
+        # written once more behind the pieces' backs
+        update_spec_config_from_model_config(line, config, num_mtp_layers)
         self.kv_cache = kv_cache
         pools = PagedKVPools(kv_cache.num_blocks, kv_cache.block_size, fill=1e4)
         self.attn_metadata = AttentionMetadata(sizes.max_num_requests, kv_cache, pools)
@@ -122,9 +119,10 @@ class ModelEngine:
         k = self.max_draft_len if draft_len is None else draft_len
         with self._padded(scheduled, managers, k) as batch:
             attn, spec = self._metadata_for(batch, k)
-            rows, inputs = self._prepare_inputs(batch, attn, spec, new_tensors_device, k)
+            inputs = self._prepare_inputs(batch, attn, spec, new_tensors_device, k)
             before = _fingerprint(attn)
-            outputs = self._run(attn, spec, rows, inputs, managers, batch)
+            outputs = self._run(attn, spec, inputs, managers)
+            _check_outputs(outputs, batch, k)
             assert _fingerprint(attn) == before, "the worker has left a trace in the metadata"
             self.num_forwards += 1
             return outputs
@@ -151,7 +149,7 @@ class ModelEngine:
 
     def _dummy(self, managers: ResourceManager, k: int) -> LlmRequest:
         """The permanent dummy, one per draft length where lines know of them."""
-        dummy_id = GRAPH_DUMMY_ID - (k if self.line.tells_draft_len else 0)
+        dummy_id = GRAPH_DUMMY_ID - (k if self.line.is_newer else 0)
         if dummy_id not in self._dummies:
             dummy = self.kv_cache.add_dummy_requests([dummy_id], k)[0]
             dummy.is_cuda_graph_dummy = True
@@ -178,7 +176,7 @@ class ModelEngine:
 
     def _prepare_inputs(
         self, batch: Batch, attn: AttentionMetadata, spec: Any, previous: Any, k: int
-    ) -> tuple[_Rows, dict[str, torch.Tensor]]:
+    ) -> dict[str, torch.Tensor]:
         if previous is not None:
             # a look-alike would silently be taken for a batch without speculation
             assert isinstance(previous, self.pieces.classes.tensors), type(previous)
@@ -227,9 +225,9 @@ class ModelEngine:
         positions = torch.tensor(rows.position_ids) + position_offsets
         attn.kv_lens_cuda[: attn.num_seqs] += kv_offsets
         attn.on_update_kv_lens()
-        inputs = {"input_ids": self._input_ids[:place], "position_ids": positions.unsqueeze(0)}
-        assert int(inputs["input_ids"].min()) >= 0, "a negative id on its way to the embedding"
-        return rows, inputs
+        input_ids = self._input_ids[:place]
+        assert int(input_ids.min()) >= 0, "a negative id on its way to the embedding"
+        return {"input_ids": input_ids, "position_ids": positions.unsqueeze(0)}
 
     @staticmethod
     def _num_rows(batch: Batch, num_ctx_tokens: int, k: int) -> int:
@@ -266,22 +264,30 @@ class ModelEngine:
         attn.kv_cache_params.num_cached_tokens_per_seq = rows.num_cached
         attn.kv_cache_params.num_extra_kv_tokens = self.kv_cache.num_extra_kv_tokens
         attn.num_contexts = 0
-        attn.seq_lens = torch.tensor(rows.seq_lens, dtype=torch.int32)
+        if attn.is_cuda_graph:
+            assert attn.seq_lens.tolist() == rows.seq_lens, "a graph's lengths were changed"
+        else:
+            attn.seq_lens = torch.tensor(rows.seq_lens, dtype=torch.int32)
         attn.num_contexts = len(batch.context_requests)
         attn.prepare()
         spec.draft_tokens = self._draft_tokens[:num_drafts]
         spec.request_ids = rows.request_ids
-        spec.gather_ids = torch.tensor(rows.gather_ids)
+        spec.gather_ids = torch.tensor(rows.gather_ids, dtype=torch.int32)
         spec.num_generations = len(batch.generation_requests)
         spec.num_tokens = sum(rows.seq_lens)
         spec.seq_lens = rows.seq_lens
-        if self.line.tells_draft_len:
+        requests = batch.all_requests()
+        if self.line.is_newer:
             spec.runtime_draft_len = k
             spec.runtime_tokens_per_gen_step = k + 1
-        requests = batch.all_requests()
-        spec.update_is_all_greedy_sample(requests)
-        spec.populate_sampling_params_for_one_model(requests)
+            spec.update_is_all_greedy_sample(requests)
+            if self.line.tells_look_ahead:
+                behind = [_token_behind(request) for request in batch.context_requests]
+                spec.populate_context_prompt_lookahead(behind)
+            spec.populate_sampling_params_for_one_model(requests)
         spec.prepare()
+        if self.line.is_newer:
+            spec.write_padding_onehot_draft_probs([], k)
 
     # ---- the model ----
 
@@ -289,15 +295,13 @@ class ModelEngine:
         self,
         attn: AttentionMetadata,
         spec: Any,
-        rows: _Rows,
         inputs: dict[str, torch.Tensor],
         managers: ResourceManager,
-        batch: Batch,
     ) -> dict[str, torch.Tensor]:
         hidden = self.model.forward_target(inputs["input_ids"], inputs["position_ids"], attn)
         logits = self.model.lm_head(hidden[spec.gather_ids])
         kept = logits.clone()
-        extra = {"resource_manager": managers} if self.line.worker_gets_managers else {}
+        extra = {"resource_manager": managers} if self.line.is_newer else {}
         with _prepared_once(spec):
             outputs: dict[str, torch.Tensor] = self.pieces.worker(
                 **inputs,
@@ -308,11 +312,15 @@ class ModelEngine:
                 draft_model=self.draft_model,
                 **extra,
             )
-        _check_outputs(outputs, kept, batch, self._step_len(spec))
+        assert torch.equal(outputs["logits"], kept), "the target's logits were changed"
         return outputs
 
-    def _step_len(self, spec: Any) -> int:
-        return int(spec.runtime_draft_len) if self.line.tells_draft_len else self.max_draft_len
+
+def _token_behind(request: LlmRequest) -> int:
+    """The prompt token behind a context's chunk; -1 where the chunk ends the prompt."""
+    if request.is_last_context_chunk:
+        return -1
+    return request.get_tokens(0)[request.context_current_position + request.context_chunk_size]
 
 
 @contextmanager
@@ -339,11 +347,8 @@ def _fingerprint(attn: AttentionMetadata) -> list[Any]:
     return told
 
 
-def _check_outputs(
-    outputs: dict[str, torch.Tensor], logits: torch.Tensor, batch: Batch, k: int
-) -> None:
+def _check_outputs(outputs: dict[str, torch.Tensor], batch: Batch, k: int) -> None:
     size = batch.batch_size
-    assert torch.equal(outputs["logits"], logits), "the target's logits were changed"
     shapes = {
         "new_tokens": (size, k + 1),
         "new_tokens_lens": (size,),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_plugin.executor.models import LoadedModel
-from tests.contract_host.behaviours import DecodingConfig
-from tests.contract_host.engine import KV, SPEC, ModelEngine, num_extra_kv_tokens, warm_up
+from tests.contract_host.behaviours import user_config
+from tests.contract_host.engine import KV, SPEC, ModelEngine, warm_up
 from tests.contract_host.kv_cache import KVCacheManager, ResourceManager, SeqSlotManager
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.loop import SEQ_SLOTS, PyExecutor
@@ -60,16 +60,19 @@ def make_host(
     block_size: int = 8,
     padded_sizes: tuple[int, ...] = (),
     reuses_blocks: bool = False,
+    extra_kv_tokens: int | None = None,
     config: dict[str, Any] | None = None,
     warms_up: bool = True,
     **loop: Any,
 ) -> Host:
     """A warm host: engine, managers in the host's order, and the loop."""
     line = LINES[line_name]
-    spec_config = DecodingConfig(max_draft_len=k, use_mtp_vanilla=vanilla, **(config or {}))
-    extra = k - 1 if line.eagle_loop_rows else 0
+    spec_config = user_config(line, k, use_mtp_vanilla=vanilla, **(config or {}))
     kv_cache = KVCacheManager(
-        num_blocks, block_size, num_extra_kv_tokens=extra, reuses_blocks=reuses_blocks
+        num_blocks,
+        block_size,
+        num_extra_kv_tokens=k - 1 if extra_kv_tokens is None else extra_kv_tokens,
+        reuses_blocks=reuses_blocks,
     )
     slots = batch if num_seq_slots is None else num_seq_slots
     sizes = Sizes(batch, 1024, max_seq_len, slots)
@@ -82,7 +85,6 @@ def make_host(
         num_mtp_layers=k if vanilla else 1,
         padded_sizes=padded_sizes,
     )
-    assert kv_cache.num_extra_kv_tokens == num_extra_kv_tokens(line, spec_config)
     seq_slots = SeqSlotManager(slots)
     managers = {SEQ_SLOTS: seq_slots, KV: kv_cache}
     if engine.pieces.manager is not None:

@@ -66,7 +66,6 @@ class KVCacheManager(BaseResourceManager):
         for request in scheduled_batch.context_requests:
             if request.request_id not in self.tables:
                 self._add_sequence(request)
-                self._grow(request.request_id, draft_length(request))
         for request in scheduled_batch.generation_requests:
             if not request.is_dummy:
                 self._grow(request.request_id, 1 + draft_length(request))
@@ -185,7 +184,7 @@ class SeqSlotManager(BaseResourceManager):
     def get_max_resource_count(self) -> int:
         return self.slot_manager.max_num_requests
 
-    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:  # noqa: ARG002
         return 1
 
     def prepare_resources(self, scheduled_batch: Any) -> None:

@@ -22,6 +22,7 @@ class BatchState:
 
     batch: Batch
     state: Any
+    draft_len: int
 
 
 class PyExecutor:
@@ -55,9 +56,8 @@ class PyExecutor:
         self.chunk_tokens = chunk_tokens
         self.late_frees = late_frees
         self.attention_dp = attention_dp
-        line = engine.line
         self.updates_first = (
-            line.updates_before_sampling
+            engine.line.updates_before_sampling
             if updates_before_sampling is None
             else updates_before_sampling
         )
@@ -76,7 +76,9 @@ class PyExecutor:
         return sum(n * count for n, count in self.histogram.items()) / self.histogram.total()
 
     def add(self, request: LlmRequest) -> None:
-        self.sampler.validate_request(request)
+        """Take a request in; only newer lines ask the sampler about it."""
+        if self.engine.line.is_newer:
+            self.sampler.validate_request(request)
         self.waiting.append(request)
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -102,33 +104,41 @@ class PyExecutor:
     def _plain_step(self, batch: Batch) -> None:
         if batch.batch_size == 0:
             return
-        draft_len = self._draft_len(batch)
-        self.managers.prepare_resources(batch)
-        outputs = self.engine.forward(batch, self.managers, None, draft_len)
-        state = self._sample(batch, outputs)
-        self._update_request_states(batch)
-        self._update_requests(state)
-        self._respond(batch)
+        launched = self._launch(batch, None)
+        self._update_requests(launched)
+        self._respond()
         self.managers.update_resources(batch)
+        self._check_kv_tokens(launched.batch, in_flight=0)
 
     def _overlap_step(self, batch: Batch) -> None:
         previous, self.previous = self.previous, None
-        outputs = None
+        if previous is None:
+            if batch.batch_size > 0:
+                self.previous = self._launch(batch, None)
+            return
         if batch.batch_size > 0:
-            draft_len = self._draft_len(batch)
-            self.managers.prepare_resources(batch)
-            device = None if previous is None else previous.state.device
-            outputs = self.engine.forward(batch, self.managers, device, draft_len)
+            self.previous = self._launch(batch, previous)
+        if batch.batch_size == 0 or not self.updates_first:
+            self._update_requests(previous)
+        self._respond()
+        self.managers.update_resources(previous.batch)
+        in_flight = 0 if self.previous is None else 1 + self.previous.draft_len
+        if self.previous is not None:
+            self._check_kv_tokens(self.previous.batch, in_flight)
+
+    def _launch(self, batch: Batch, previous: BatchState | None) -> BatchState:
+        """Prepare, run and sample; the results before are read in between, as lines do."""
+        draft_len = self._choose_draft_len(batch)
+        self.managers.prepare_resources(batch)
+        spec = self.managers.get_resource_manager(SPEC)
+        self.most_slots = max(self.most_slots, len(spec.slot_manager.slot_mapping))
+        device = None if previous is None else previous.state.device
+        outputs = self.engine.forward(batch, self.managers, device, draft_len)
         if previous is not None and self.updates_first:
-            self._update_requests(previous.state, previous.batch)
-        if outputs is not None:
-            self.previous = BatchState(batch, self._sample(batch, outputs))
-            self._update_request_states(batch)
-        if previous is not None:
-            if not self.updates_first:
-                self._update_requests(previous.state, previous.batch)
-            self._respond(previous.batch)
-            self.managers.update_resources(previous.batch)
+            self._update_requests(previous)
+        launched = BatchState(batch, self._sample(batch, outputs), draft_len)
+        self._update_request_states(batch)
+        return launched
 
     # ---- pieces ----
 
@@ -136,30 +146,28 @@ class PyExecutor:
         prefix_sum = [0]
         for _ in batch.context_requests:
             prefix_sum.append(prefix_sum[-1] + 1)
-        extra = {}
-        if self.engine.line.sampling_gets_managers:
-            extra["resource_manager"] = self.managers
-        state = self.sampler.sample_async(batch, outputs, prefix_sum, **extra)
+        state = self.sampler.sample_async(batch, outputs, prefix_sum)
         assert isinstance(state, self.sampler.SampleState)
         assert isinstance(state, self.engine.pieces.classes.state)
+        if self.engine.line.is_newer:
+            assert state.runtime_draft_len == outputs["next_draft_tokens"].shape[1]
         return state
 
-    def _update_requests(self, state: Any, batch: Batch | None = None) -> None:
-        going = {LlmRequestState.GENERATION_IN_PROGRESS, LlmRequestState.GENERATION_TO_COMPLETE}
-        listed = batch or self._batch
-        before = {
+    def _update_requests(self, launched: BatchState) -> None:
+        going = LlmRequestState.GENERATION_IN_PROGRESS
+        generations = launched.batch.generation_requests
+        lengths = {
             request.request_id: request.get_num_tokens(0)
-            for request in listed.generation_requests
-            if request.state in going and not request.is_dummy
+            for request in generations
+            if request.state is going and not request.is_dummy
         }
-        self.sampler.update_requests(state, self.managers)
-        for request in listed.generation_requests:
-            if request.request_id in before:
-                emitted = request.get_num_tokens(0) - before[request.request_id]
+        self.sampler.update_requests(launched.state, self.managers)
+        for request in generations:
+            if request.request_id in lengths:
+                emitted = request.get_num_tokens(0) - lengths[request.request_id]
                 self.histogram[emitted] += 1
 
     def _update_request_states(self, batch: Batch) -> None:
-        self._batch = batch
         for request in batch.context_requests:
             if not request.is_finished:
                 request.move_to_next_context_chunk()
@@ -170,7 +178,7 @@ class PyExecutor:
             self.active.remove(request)
             self.managers.free_resources(request)
 
-    def _respond(self, batch: Batch) -> None:
+    def _respond(self) -> None:
         """Finished requests leave."""
         for request in [r for r in self.active if r.is_finished]:
             self.active.remove(request)
@@ -180,12 +188,20 @@ class PyExecutor:
             self.managers.free_resources(request)
         self._to_free.append([])
 
+    def _check_kv_tokens(self, batch: Batch, in_flight: int) -> None:
+        """A generation's cache holds all tokens but the last, and what a running step may add."""
+        for request in batch.generation_requests:
+            if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
+                held = self.kv_cache.num_tokens[request.request_id]
+                known = request.get_num_tokens(0) - 1
+                assert held == known + in_flight, (request.request_id, held, known, in_flight)
+
     # ---- schedule ----
 
-    def _draft_len(self, batch: Batch) -> int | None:
+    def _choose_draft_len(self, batch: Batch) -> int:
         """Of the step; every generation's drafts are cut or filled up to it."""
         if self.choose_draft_len is None:
-            return None
+            return self.engine.max_draft_len
         chosen = self.choose_draft_len(batch.batch_size)
         for request in batch.generation_requests:
             drafts = request.py_draft_tokens[:chosen]

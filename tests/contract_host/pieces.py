@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002 - signatures are the host's
 """Where the pieces come from: four functions, called as a line calls its ``get_spec_*``.
 
 Today they build `mtp_plugin.speculative` behind small adapters of the host's own classes; an
@@ -11,10 +12,14 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from mtp_plugin.speculative.host import facts_of
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts, read_request
+from mtp_plugin.speculative.sampler import OWN_OPTIONS, MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.verification import make_modes
 from tests.contract_host.behaviours import (
     BaseResourceManager,
     FinishReason,
@@ -26,6 +31,7 @@ from tests.contract_host.behaviours import (
 from tests.contract_host.line_rules import Line
 
 DEVICE = "cpu"
+MANAGER = "mtp_hidden_states_manager"
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,17 @@ def build_pieces(line: Line, spec_config: Any, model_config: Any, sizes: Sizes) 
     """Called in the host's order: worker with the model, then manager, sampler and metadata."""
     factories = find_factories(line)
     mapping = SimpleNamespace(world_size=1, tp_size=1, pp_size=1, cp_size=1, rank=0)
-    worker = factories.get_spec_worker(spec_config, model_config, mapping, False)
+    whole = SimpleNamespace(
+        pretrained_config=model_config, mapping=mapping, spec_config=spec_config
+    )
+    separate_cache = (False,) if line.is_newer else ()
+    worker = factories.get_spec_worker(spec_config, whole, mapping, *separate_cache)
     engine = SimpleNamespace(
         spec_config=spec_config,
         model=SimpleNamespace(config=model_config),
         batch_size=sizes.max_num_requests,
         max_seq_len=sizes.max_seq_len,
         max_num_tokens=sizes.max_num_tokens,
-        spec_worker=worker,
     )
     manager = factories.get_spec_resource_manager(engine, None)
     args = SamplerArgs(
@@ -79,11 +88,11 @@ def build_pieces(line: Line, spec_config: Any, model_config: Any, sizes: Sizes) 
         max_draft_len=spec_config.max_draft_len,
         max_num_sequences=sizes.num_seq_slots,
         max_beam_width=1,
-        max_total_draft_tokens=spec_config.tokens_per_gen_step - 1,
+        max_total_draft_tokens=spec_config.max_total_draft_tokens,
     )
     sampler = factories.get_spec_decoder(args, spec_config)
     told: dict[str, Any] = {}
-    if line.tells_seq_slots:
+    if line.is_newer:
         told = {"max_seq_len": sizes.max_seq_len, "num_seq_slots": sizes.num_seq_slots}
 
     def make_metadata() -> Any:
@@ -134,42 +143,32 @@ class _Direct:
         )
         self.served = ours.served_options
 
-        class Worker(self.classes.worker_base):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                super().__init__(separate)
-                self.ours = ours
-
-            @property
-            def max_draft_len(self) -> int:
-                return int(self.ours.max_draft_len)
-
         def step(self: Any, **inputs: Any) -> Any:
             inputs.pop("resource_manager", None)
             return self.ours(**inputs)
 
-        setattr(Worker, self.line.implements, step)
-        Worker.__abstractmethods__ = frozenset()
-        return Worker()
+        body = {
+            self.line.implements: step,
+            "max_draft_len": property(lambda self: self.ours.max_draft_len),
+        }
+        worker = type("SpecWorker", (self.classes.worker_base,), body)()
+        worker.ours = ours
+        return worker
 
     def get_spec_resource_manager(self, model_engine: Any, draft_model_engine: Any = None) -> Any:
+        """Eagle gets one too."""
         config, model = model_engine.spec_config, model_engine.model.config
+        told = {"device": DEVICE, "vocab_size": model.vocab_size}
+        batch = model_engine.batch_size
+        ours: SlotStateManager
         if config.spec_dec_mode.is_mtp_vanilla():
-            ours: SlotStateManager = MTPHiddenStatesManager(
-                config,
-                model.torch_dtype,
-                model.hidden_size,
-                model_engine.batch_size,
-                device=DEVICE,
-                vocab_size=model.vocab_size,
+            ours = MTPHiddenStatesManager(
+                config, model.torch_dtype, model.hidden_size, batch, **told
             )
         else:
-            ours = SlotStateManager(
-                model_engine.spec_worker.ours.verifier.modes,
-                model_engine.batch_size,
-                device=DEVICE,
-                vocab_size=model.vocab_size,
-            )
-        return _Manager(ours)
+            modes = make_modes(DecodingOptions.read(config), torch.device(DEVICE))
+            ours = SlotStateManager(modes, batch, **told)
+        return _Manager(ours, self.served, model_engine.max_seq_len)
 
     def get_spec_decoder(self, sampler_args: Any, spec_config: Any) -> Any:
         ours = MTPSampler(
@@ -193,26 +192,14 @@ class _Direct:
     ) -> Any:
         is_vanilla = spec_config.spec_dec_mode.is_mtp_vanilla()
         base = self.classes.vanilla_metadata if is_vanilla else self.classes.eagle_metadata
-        held_as = "mtp_hidden_states_manager"
-        if held_as not in {field.name for field in fields(base)}:
-            held_as = "spec_resource_manager"
-
-        class Metadata(base):  # type: ignore[misc, valid-type]
-            edits_logits = False
-            only_draws = False
-
-            @property
-            def mtp(self) -> Any:
-                return getattr(self, held_as)
-
-            def populate_sampling_params_for_one_model(self, requests: Any) -> None:
-                facts = [facts_of(r, 2**31, reads_prompt=False) for r in requests if not r.is_dummy]
-                self.edits_logits = any(f.edits_logits for f in facts)
-                self.only_draws = self.edits_logits and all(f.only_draws for f in facts)
-
-        if held_as == "spec_resource_manager":
-            Metadata.mtp_hidden_states_manager = property(lambda self: self.spec_resource_manager)
-        return Metadata(
+        names = {field.name for field in fields(base)}
+        held_as = MANAGER if MANAGER in names else "spec_resource_manager"
+        body: dict[str, Any] = {"prepare": _prepare, "manager_name": held_as}
+        if held_as != MANAGER:
+            body[MANAGER] = property(lambda self: self.spec_resource_manager)
+        if "context_prompt_lookahead_tokens" in names:
+            body["next_prompt_tokens"] = property(lambda self: self.context_prompt_lookahead_tokens)
+        return type("SpecMetadata", (base,), body)(
             max_num_requests=max_num_requests,
             max_draft_len=spec_config.max_draft_len,
             max_total_draft_tokens=spec_config.tokens_per_gen_step - 1,
@@ -221,12 +208,24 @@ class _Direct:
         )
 
 
+def _prepare(self: Any) -> None:
+    """What the requests ask for, by their ids: not every line tells metadata the requests."""
+    super(type(self), self).prepare()
+    facts = getattr(self, self.manager_name).facts
+    asked = [facts[request_id] for request_id in self.request_ids if request_id in facts]
+    self.edits_logits = any(fact.edits_logits for fact in asked)
+    self.only_draws = self.edits_logits and all(fact.only_draws for fact in asked)
+
+
 class _Manager(BaseResourceManager):
     """Ours, under the host's base; its slot manager knows the sentinel of padding ids."""
 
-    def __init__(self, ours: SlotStateManager) -> None:
+    def __init__(self, ours: SlotStateManager, served: frozenset[str], max_seq_len: int) -> None:
         self.ours = ours
+        self.served = served | OWN_OPTIONS
+        self.max_seq_len = max_seq_len
         self.slot_manager = _Slots(ours)
+        self.facts: dict[int, RequestFacts] = {}
 
     def get_max_resource_count(self) -> int:
         return self.ours.get_max_resource_count()
@@ -235,13 +234,18 @@ class _Manager(BaseResourceManager):
         return self.ours.get_needed_resource_to_completion(request)
 
     def prepare_resources(self, scheduled_batch: Any) -> None:
+        for request in scheduled_batch.context_requests:
+            # who has facts may ask for more than first choices
+            if request.is_first_context_chunk and not unsupported_options(
+                request, served=self.served
+            ):
+                request.facts = read_request(request, self.max_seq_len)
+                self.facts[request.request_id] = request.facts
         self.ours.prepare_resources(scheduled_batch)
-
-    def update_resources(self, scheduled_batch: Any) -> None:
-        self.ours.update_resources(scheduled_batch)
 
     def free_resources(self, request: Any) -> None:
         self.ours.free_resources(request)
+        self.facts.pop(request.request_id, None)
 
     def add_dummy_requests(self, request_ids: Any) -> None:
         self.ours.add_dummy_requests(request_ids)
@@ -279,15 +283,11 @@ def _sampler_class(line: Line, classes: HostClasses) -> type:
             self.ours.validate_request(request)
 
         def sample_async(
-            self,
-            scheduled_requests: Any,
-            outputs: Any,
-            num_context_logits_prefix_sum: Any,
-            resource_manager: Any = None,
+            self, scheduled_requests: Any, outputs: Any, num_context_logits_prefix_sum: Any
         ) -> Any:
             state = self.ours.sample_async(scheduled_requests, outputs)
             kept: dict[str, Any] = {"scheduled_requests": scheduled_requests}
-            if line.state_lists_requests:
+            if line.is_newer:
                 kept = {"requests": state.requests, "runtime_draft_len": state.runtime_draft_len}
             told = classes.state(
                 device=_tensors(classes, state.device),

@@ -35,6 +35,8 @@ class LlmRequest:
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_draft_tokens: list[int] = []
+        self.py_draft_tokens_effective_len: int | None = None
+        self.py_num_draft_tokens_verified = 0
         self.py_rewind_len = 0
         self.py_num_accepted_draft_tokens = 0
         self.py_decoding_iter = 0
@@ -61,6 +63,7 @@ class LlmRequest:
         return list(self._tokens)
 
     def get_last_tokens(self, beam: int) -> int:
+        assert beam == 0
         return self._tokens[-1]
 
     def get_num_tokens(self, beam: int) -> int:
@@ -207,7 +210,7 @@ def batch_of(
     paused: list[LlmRequest] | None = None,
 ) -> Batch:
     """A scheduled batch of the line's kind."""
-    if not line.splits_contexts:
+    if not line.is_newer:
         return ScheduledRequests(contexts, generations, paused or [])
     return SplitScheduledRequests(
         [r for r in contexts if not r.is_last_context_chunk],

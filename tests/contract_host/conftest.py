@@ -1,0 +1,70 @@
+"""The tiny trained model, its prompts, and what plain decoding and the embedded executor make of
+them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from mtp_plugin.config import load_config
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.attention import SDPA_BACKEND
+from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.infer import decode
+from mtp_plugin.infer.decoding import Decoded
+from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
+END_ID = 0
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> LoadedModel:
+    return load_model(CHECKPOINT, num_mtp_layers=3, attn_implementation=SDPA_BACKEND)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids, 20 to 40 of each."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    told = json.loads((CHECKPOINT.parent / "prompts.json").read_text())
+    return [encode(tokenizer, item["prompt"]) for item in told]
+
+
+@pytest.fixture(scope="session")
+def decoded() -> Callable[..., Decoded]:
+    """A prompt's continuation by the target alone; every one is made once."""
+    target = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    target.float()
+    made: dict[Any, Decoded] = {}
+
+    def plain(prompt: list[int], number: int = 0, **options: Any) -> Decoded:
+        key = tuple(prompt), number, repr(options)
+        if key not in made:
+            params = SamplingParams(**options)
+            made[key] = decode(target, prompt, params, number=number, end_ids=(END_ID,))
+        return made[key]
+
+    return plain
+
+
+@pytest.fixture(scope="session")
+def embedded_steps(tiny_model: LoadedModel) -> Callable[..., Counter[int]]:
+    """Emitted tokens of every generation's step in the embedded executor, counted."""
+
+    def run(prompts: list[list[int]], max_new_tokens: list[int], *, vanilla: bool) -> Counter[int]:
+        config = load_config(ROOT / "configs" / f"tiny_{'vanilla' if vanilla else 'eagle'}.yaml")
+        asked = [SamplingParams(max_new_tokens=count) for count in max_new_tokens]
+        with LLM(config, model=tiny_model) as llm:
+            llm.generate(prompts, asked)
+            histogram = llm.executor.acceptance.histogram
+        return Counter({n: count for n, count in enumerate(histogram) if count})
+
+    return run

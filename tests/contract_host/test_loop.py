@@ -1,0 +1,126 @@
+"""Whole generations in the host's loop, on every line: the text of plain decoding, the acceptance
+of the embedded executor, and nothing left behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.contract_host.behaviours import FinishReason
+from tests.contract_host.conftest import END_ID
+from tests.contract_host.host import Host, make_host
+from tests.contract_host.line_rules import LINES
+from tests.contract_host.requests import LlmRequest
+
+lines = pytest.mark.parametrize("line", LINES)
+loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+
+LENGTHS = [24, 1, 13, 24, 2, 18]
+
+
+def ask(prompts: list[list[int]], lengths: list[int] = LENGTHS, **options: Any) -> list[LlmRequest]:
+    """A request per length, ids from 1 on."""
+    return [
+        LlmRequest(number, prompts[number - 1], count, end_id=END_ID, **options)
+        for number, count in enumerate(lengths, start=1)
+    ]
+
+
+def texts(decoded: Any, prompts: list[list[int]], lengths: list[int] = LENGTHS) -> list[list[int]]:
+    return [
+        decoded(prompt, max_new_tokens=count).token_ids
+        for prompt, count in zip(prompts, lengths, strict=False)
+    ]
+
+
+def free_strangers(host: Host) -> None:
+    """Free ids that nobody added."""
+    host.executor.managers.free_resources(LlmRequest(77_777, [1], 1))
+
+
+@lines
+@loops
+@ways
+def test_text_and_acceptance(line, overlap, vanilla, tiny_model, prompts, decoded, embedded_steps):
+    """Six requests over a batch of four, so that mates come and go; padded to three and four."""
+    host = make_host(line, tiny_model, vanilla=vanilla, overlap=overlap, padded_sizes=(3, 4))
+    free_strangers(host)
+    requests = ask(prompts)
+    assert host.generate(requests) == texts(decoded, prompts)
+    free_strangers(host)
+    expected = embedded_steps(prompts[: len(LENGTHS)], LENGTHS, vanilla=vanilla)
+    assert host.executor.histogram == expected
+    assert host.executor.acceptance_length > 2
+    assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+    assert host.engine.num_padded_steps > 0
+    assert host.engine.attn_metadata.spilled_rows == 0
+    host.assert_drained()
+
+
+@lines
+@loops
+@ways
+def test_preemption_and_chunks(line, overlap, vanilla, tiny_model, prompts, decoded):
+    """Acceptance is another then: who starts over has its steps begin elsewhere, and a chunk whose
+    successor no line but the newest tells feeds the draft layers a guess."""
+    host = make_host(
+        line,
+        tiny_model,
+        vanilla=vanilla,
+        overlap=overlap,
+        num_blocks=22,
+        chunk_tokens=16,
+        warms_up=False,
+    )
+    assert host.generate(ask(prompts)) == texts(decoded, prompts)
+    assert host.executor.num_pauses > 0
+    assert host.executor.acceptance_length > 1.7
+    host.assert_drained()
+
+
+@lines
+@loops
+def test_stops(line, overlap, tiny_model, prompts, decoded):
+    """An end id, a stop word that begins in one run and ends in the next, and one beside a mate."""
+    host = make_host(line, tiny_model, vanilla=False, overlap=overlap)
+    plain = texts(decoded, prompts, [20] * 3)
+    end, word = plain[0][9], plain[1][4:8]
+    requests = ask(prompts, [20] * 3)
+    requests[0].py_end_id = end
+    requests[1].py_stop_words_list = [[99, 98, *word], [2, 6, -1, -1, -1, -1]]
+    assert host.generate(requests) == [
+        plain[0][: plain[0].index(end) + 1],
+        plain[1][:8],
+        plain[2],
+    ]
+    reasons = [FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH]
+    assert [request.finish_reason for request in requests] == reasons
+    host.assert_drained()
+
+
+@lines
+@loops
+@ways
+def test_draws_and_log_probabilities(line, overlap, vanilla, tiny_model, prompts, decoded):
+    """Two that draw with a seed, one that is told log-probabilities, one that asks for nothing."""
+    host = make_host(line, tiny_model, vanilla=vanilla, overlap=overlap, padded_sizes=(4,))
+    requests = ask(prompts, [16] * 4)
+    requests[0].sampling_config = SimpleNamespace(temperature=[0.8], random_seed=[5])
+    requests[1].sampling_config = SimpleNamespace(temperature=[1.1], top_k=[20], top_p=[0.9])
+    requests[2].py_return_log_probs = True
+    outputs = host.generate(requests)
+    told = decoded(prompts[2], max_new_tokens=16, logprobs=0)
+    assert outputs == [
+        decoded(prompts[0], 1, max_new_tokens=16, temperature=0.8, seed=5).token_ids,
+        decoded(prompts[1], 2, max_new_tokens=16, temperature=1.1, top_k=20, top_p=0.9).token_ids,
+        told.token_ids,
+        decoded(prompts[3], max_new_tokens=16).token_ids,
+    ]
+    given = [entry[0][0] for entry in requests[2].py_result.log_probs]
+    assert len(given) == 16
+    for token, mine, expected in zip(told.token_ids, given, told.logprobs, strict=True):
+        assert mine[token].logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+    host.assert_drained()
