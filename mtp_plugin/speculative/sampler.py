@@ -252,9 +252,9 @@ class MTPSampler:
         model_outputs = _behind(given, num_skipped)
         self._write_store(rows, model_outputs)
         copy = self.store.to_host()
-        for row in rows[: len(contexts)]:
+        for request in contexts:
             # the next schedule must reserve rows for the drafts that the device already holds
-            row.request.py_draft_tokens = [1] * self.draft_len
+            request.py_draft_tokens = [1] * self.draft_len
         return SampleStateMTP(
             scheduled_requests=scheduled_requests,
             device=self.device_tensors(),

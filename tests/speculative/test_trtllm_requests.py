@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError
 from mtp_plugin.requests.logprobs import Logprob as OwnLogprob
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.speculative.drafting import MTPEagleWorker
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import HostStep, RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.sampler import MTPSampler
-from mtp_plugin.speculative.state import SlotStateManager
-from tests.speculative.drafting.host import KVAttention, ScriptedLayer, int32, number_states
+from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from tests.speculative.drafting.host import H, KVAttention, ScriptedLayer, int32, number_states
 from tests.speculative.drafting.story import VOCAB
 from tests.trtllm_request import (
     LINES,
@@ -43,7 +43,12 @@ class TableLayer(ScriptedLayer):
     def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         return number_states(input_ids.float())
 
-    def shared_head(self, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    def shared_head(
+        self, hidden: torch.Tensor, lm_head: Any, attn_metadata: Any, return_all: bool = False
+    ) -> torch.Tensor:
+        assert lm_head is None
+        if not return_all:
+            hidden = hidden[attn_metadata.seq_lens_cuda.long().cumsum(0) - 1]
         ids = hidden[:, 0].long()
         return TABLE[torch.where(ids % 3 == 0, (ids + 1) % VOCAB, ids)]
 
@@ -72,15 +77,24 @@ class TheirMetadata:
 class Host:
     """TensorRT-LLM's loop in small: our pieces, its requests, batches and names of arguments."""
 
-    def __init__(self, line: str = "1.3b", *, theirs: bool = False, **config: Any) -> None:
+    def __init__(
+        self, line: str = "1.3b", *, theirs: bool = False, vanilla: bool = False, **config: Any
+    ) -> None:
         self.line = line
         spec_config = MTPDecodingConfig(
             max_draft_len=K, mtp={"kernels": "reference", "draft_sampling": "coupled", **config}
         )
-        self.worker = MTPEagleWorker(spec_config, device="cpu")
-        self.manager = SlotStateManager(
-            self.worker.verifier.modes, SLOTS, device="cpu", vocab_size=VOCAB
-        )
+        kind = MTPWorker if vanilla else MTPEagleWorker
+        self.worker = kind(spec_config, device="cpu")
+        self.layers = [TableLayer() for _ in range(K if vanilla else 1)]
+        self.manager: SlotStateManager
+        if vanilla:
+            self.manager = MTPHiddenStatesManager(
+                spec_config, torch.float32, H, SLOTS, device="cpu", vocab_size=VOCAB
+            )
+        else:
+            modes = self.worker.verifier.modes
+            self.manager = SlotStateManager(modes, SLOTS, device="cpu", vocab_size=VOCAB)
         self.sampler = MTPSampler(
             SimpleNamespace(max_num_sequences=SLOTS, max_seq_len=MAX_SEQ_LEN),
             nextn=K,
@@ -171,7 +185,7 @@ class Host:
             logits=TABLE[torch.tensor(ids)[rows]].clone(),
             attn_metadata=attention,
             spec_metadata=spec,
-            draft_model=SimpleNamespace(mtp_layers=[TableLayer()], lm_head=None, embed_tokens=None),
+            draft_model=SimpleNamespace(mtp_layers=self.layers, lm_head=None, embed_tokens=None),
         )
 
 
@@ -315,6 +329,29 @@ def test_a_manager_that_always_gives_everything() -> None:
     assert {(step.edits_logits, step.only_draws) for step in host.steps} == {(True, False)}
 
 
+@pytest.mark.parametrize("line", ["1.2", "1.3b"])
+def test_drafts_that_are_judged_by_their_odds(line: str) -> None:
+    """Steps of greedy requests beside it draw nothing, and keep their text."""
+    config = {"verification": "rejection", "draft_sampling": "plain"}
+    host = Host(line, theirs=line == "1.2", **config)
+    drawn = LlmRequest(7, PROMPT, line=line, sampling=DRAWS)
+    text, other = host.serve(drawn, LlmRequest(8, PROMPT, line=line))
+    assert other == GREEDY
+    assert text == text_of(Host(**config), with_facts(7, **OURS))
+    assert text not in (GREEDY, text_of_facts("seed"))
+
+
+def test_everything_without_pools_of_edits() -> None:
+    host = Host()
+    host.manager.edit_rows, host.manager.always_edits = None, True
+    assert text_of(host, LlmRequest(1, PROMPT)) == GREEDY
+    asking = LlmRequest(7, PROMPT, sampling={"presence_penalty": 1.0})
+    assert text_of(host, asking) == []
+    assert asking.py_error == (
+        "request 7: presence_penalty need a manager that was told vocab_size"
+    )
+
+
 def test_a_manager_that_leaves_draws_out() -> None:
     host = Host()
     host.manager.always_greedy = True
@@ -362,6 +399,24 @@ def test_graphs_are_chosen_by_what_requests_ask_for() -> None:
     assert HostStep.read(attention, view, K).only_draws
 
 
+def test_requests_are_asked_when_the_batch_changes() -> None:
+    spec = Host().spec
+    drawn, plain = LlmRequest(1, PROMPT, sampling=DRAWS), LlmRequest(2, PROMPT)
+    for requests, greedy in (
+        ([plain], True),
+        ([plain, drawn], False),
+        ([plain, drawn], False),
+        ([plain], True),
+        ([], True),
+        ([drawn], False),
+    ):
+        spec.update_is_all_greedy_sample(requests)
+        assert spec.is_all_greedy_sample is greedy
+    view = spec.create_cuda_graph_metadata(2)
+    view.populate_sampling_params_for_one_model([plain])
+    assert (view.is_all_greedy_sample, spec.is_all_greedy_sample) == (True, False)
+
+
 def test_what_ranks_agreed_on_counts_until_the_next_batch() -> None:
     spec = Host().spec
     plain, drawn = LlmRequest(1, PROMPT), LlmRequest(2, PROMPT, sampling=DRAWS)
@@ -402,26 +457,32 @@ def test_a_captured_step_of_first_choices_is_not_replayed_for_more() -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("sampling", [{}, {**DRAWS, "frequency_penalty": 2.0}], ids=["", "asks"])
-def test_chunks_give_nothing_and_note_nothing(line: str, sampling: dict[str, Any]) -> None:
-    """Beside generations: rows of chunks are nobody's, whatever the target says there."""
-    whole = LlmRequest(7, PROMPT, line=line, sampling=sampling)
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("sampling", [{}, {"frequency_penalty": 9.0}], ids=["", "asks"])
+def test_chunks_give_nothing_and_note_nothing(
+    line: str, sampling: dict[str, Any], vanilla: bool
+) -> None:
+    """Beside generations: rows of chunks are nobody's, whatever the target says there: behind every
+    chunk what the text begins with."""
+    prompt = PROMPT[-1:] * 3
+    whole = LlmRequest(7, prompt, line=line, sampling=sampling)
     expected = text_of(Host(line), whole)
-    host = Host(line)
-    chunked = LlmRequest(7, PROMPT, line=line, sampling=sampling, chunk=2)
+    host = Host(line, vanilla=vanilla)
+    chunked = LlmRequest(7, prompt, line=line, sampling=sampling, chunk=1)
     other = LlmRequest(8, PROMPT, line=line)
     live = [other]
     live = host.step(live)
     live = host.step([chunked, *live])
     assert (chunked.output, chunked.py_decoding_iter) == ([], 0)
     assert host.steps[-1].final_context.tolist() == [False]
-    assert host.steps[-1].known_successors.tolist() == [PROMPT[2]]
+    assert host.steps[-1].known_successors.tolist() == prompt[:1]
     if line != "1.2":
         assert chunked.py_draft_tokens == []
     while live:
         live = host.step(live)
     assert (chunked.output, other.output) == (expected, GREEDY)
     assert all(step.final_context is None for step in host.steps[3:])
+    assert host.accepted > 0
 
 
 def test_chunks_that_the_host_lists_are_skipped_in_every_tensor() -> None:
@@ -502,6 +563,15 @@ def test_plain_lists_of_stop_words() -> None:
     assert text_of(Host(), request) == GREEDY
     request = LlmRequest(1, PROMPT, stop_words=[[GREEDY[3]], [60]])
     assert text_of(Host(), request) == GREEDY[:4]
+
+
+def test_outputs_under_either_name() -> None:
+    host = Host()
+    batch = make_batch("1.3b", [LlmRequest(1, PROMPT)], [])
+    with pytest.raises(
+        ExecutorError, match=r"sample_async: expected model_outputs or outputs, got n"
+    ):
+        host.sampler.sample_async(batch)
 
 
 def test_a_slot_under_its_older_name() -> None:

@@ -294,21 +294,15 @@ def tell_logprobs(
     is_simple = getattr(request, "py_logprobs_simple_format", False)
     is_simple = is_simple and not getattr(request, "py_num_logprobs", None)
     for told in logprobs:
+        theirs: Any = told
         if is_simple:
-            append([[next(iter(told.values())).logprob]])
-        elif logprob_class is Logprob:
-            append([[told]])
-        else:
-            append(
-                [
-                    [
-                        {
-                            token: logprob_class(logprob=one.logprob, rank=one.rank)
-                            for token, one in told.items()
-                        }
-                    ]
-                ]
-            )
+            theirs = next(iter(told.values())).logprob
+        elif logprob_class is not Logprob:
+            theirs = {
+                token: logprob_class(logprob=one.logprob, rank=one.rank)
+                for token, one in told.items()
+            }
+        append([[theirs]])
 
 
 def has_finished(request: Any) -> bool:

@@ -87,15 +87,16 @@ class HostStep:
             if known is not None:
                 device = attn_metadata.seq_lens_cuda.device
                 successors = to_device(known, torch.int32, device)
+        ends = None
+        if successors is not None and layout.num_contexts:
+            ends = successors < 0
         return cls(
             layout=layout,
             draft_tokens=drafts.reshape(-1)[: layout.num_generations * layout.draft_len],
             draft_lens=_draft_lens(lens, layout, drafts.device, attn_metadata),
             next_prompt_tokens=prompts,
             known_successors=successors,
-            final_context=successors < 0
-            if successors is not None and layout.num_contexts
-            else None,
+            final_context=ends,
             manager=manager,
             slot_ids=slot_ids,
             slots=None if rows_of is None or slot_ids is None else rows_of(slot_ids),

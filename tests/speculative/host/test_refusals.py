@@ -46,7 +46,7 @@ REFUSED = [
 def test_what_needs_edited_logits_is_refused(
     sampling: dict[str, Any], told: str, always_greedy: bool
 ) -> None:
-    """Nobody sets ``edits_logits`` for such a request, so that nothing would be masked."""
+    """By a sampler that was not told of a worker which does that."""
     piece = sampler(always_greedy=always_greedy)
     assert "min_tokens" not in piece.served_options
     with pytest.raises(ConfigError, match=f"request 4: not supported with MTP: .*{told}"):
