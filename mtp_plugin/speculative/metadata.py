@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class MTPSpecMetadata:
     device: torch.device | None = None
     _all_rank_num_seqs: list[int] | None = None
     _force_non_greedy_for_capture: bool = False  # set while a host captures the other kind
+    _scanned: list[Any] = field(default_factory=list)  # requests that were asked last
+    _scanned_greedy: bool = True
     _num_indices: int = 0  # so many of batch_indices_cuda are there
 
     def __post_init__(self) -> None:
@@ -121,12 +123,19 @@ class MTPSpecMetadata:
         if num_seqs > self._num_indices:  # they never change
             self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
             self._num_indices = num_seqs
-        if is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm":
-            self.num_tokens -= self.num_generations
+        self.num_tokens = self.dp_num_tokens()
         if self.mtp_hidden_states_manager is not None:
             slots = [self.slot_of(request_id) for request_id in request_ids or ()]
             self._upload(self.slot_ids, slots, torch.int64)
             self._expect_what_is_captured()
+
+    def dp_num_tokens(self) -> int:
+        """Rows of the first draft pass, of the rows that the target has in ``num_tokens``.
+
+        Ranks may tell each other before :meth:`prepare`, which leaves it in ``num_tokens``.
+        """
+        is_row_short = is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm"
+        return self.num_tokens - (self.num_generations if is_row_short else 0)
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
         """A view for graphs of up to ``max_batch_size`` rows with buffers of its own."""
@@ -157,7 +166,11 @@ class MTPSpecMetadata:
         elif self._force_non_greedy_for_capture:
             self.is_all_greedy_sample = False
         else:
-            self.is_all_greedy_sample = not any(map(asks_beyond_choice, requests))
+            scanned = list(requests)
+            if scanned != self._scanned:  # most steps have the requests of the step before
+                self._scanned_greedy = not any(map(asks_beyond_choice, scanned))
+                self._scanned = scanned
+            self.is_all_greedy_sample = self._scanned_greedy
 
     def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
         """False: MTP reads the target's last states alone."""

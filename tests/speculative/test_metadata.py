@@ -131,6 +131,7 @@ def test_draft_tokens_of_a_step(mode: SpeculativeDecodingMode, window: str, expe
     """Three generations: K rows each instead of K+1 where the window is one row short."""
     spec = make_spec(spec_dec_mode=mode, draft_window=window)
     spec.num_tokens, spec.num_generations, spec.request_ids = 20, 3, [1, 2, 3]
+    assert spec.dp_num_tokens() == expected  # what ranks tell each other beforehand
     spec.prepare()
     assert spec.num_tokens == expected
 
