@@ -24,6 +24,10 @@ from mtp_plugin.requests.states import FinishReason
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
 
+NO_INPUT = 0
+"""Stands among next inputs where a step drafted fewer than the store holds: a host whose next step
+is longer embeds it before anybody finds the draft missing."""
+
 STATUS_OK = 0
 STATUS_NO_FINITE_LOGIT = 1
 """The run met a row of logits without any usable value; the request fails alone."""

@@ -30,8 +30,9 @@ def store_results(
     """Write the results of a step's requests into their rows of the store; no other row changes.
 
     A row holds the K+1 emitted tokens, the K+1 next inputs, the K next drafts, how many tokens were
-    emitted, and the status. What a step with fewer drafts left out is padding; drafts beyond K are
-    dropped, so that no later step verifies, and emits, more than a row holds.
+    emitted, and the status. What a step with fewer drafts left out is padding, of next inputs a
+    valid id; drafts beyond K are dropped, so that no later step verifies, and emits, more than a
+    row holds.
 
     Args:
         store: [S, 3K+4] int32, written.

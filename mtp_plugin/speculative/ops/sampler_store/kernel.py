@@ -49,6 +49,7 @@ def store_results_kernel(
     HAS_STATUS: tl.constexpr,
     OK: tl.constexpr,
     PAD: tl.constexpr,
+    NO_INPUT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One request: its row of the store."""
@@ -68,7 +69,7 @@ def store_results_kernel(
         tl.load(
             following_ptr + request * following_row_stride + following * following_stride,
             mask=is_following,
-            other=PAD,
+            other=NO_INPUT,
         ).to(tl.int32),
         value,
     )

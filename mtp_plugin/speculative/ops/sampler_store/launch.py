@@ -7,7 +7,7 @@ import triton
 
 from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
 from mtp_plugin.speculative.ops.sampler_store.kernel import store_results_kernel
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
+from mtp_plugin.speculative.step import NO_INPUT, PAD_TOKEN, STATUS_OK
 
 _launches = CachedLaunches(store_results_kernel)
 
@@ -44,6 +44,7 @@ def store_results(
         has_status,
         STATUS_OK,
         PAD_TOKEN,
+        NO_INPUT,
         triton.next_power_of_2(3 * max_draft_len + 4),
     )
     _launches.launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
+from mtp_plugin.speculative.step import NO_INPUT, PAD_TOKEN, STATUS_OK
 
 
 def store_results(
@@ -24,7 +24,7 @@ def store_results(
         status = torch.full_like(new_tokens_lens, STATUS_OK)
     columns = (
         _widened(new_tokens, max_draft_len + 1),
-        _widened(next_new_tokens, max_draft_len + 1),
+        _widened(next_new_tokens, max_draft_len + 1, NO_INPUT),
         _widened(next_draft_tokens, max_draft_len),
         new_tokens_lens.unsqueeze(1),
         status.unsqueeze(1),
@@ -34,6 +34,6 @@ def store_results(
     store.index_copy_(0, slots, rows)
 
 
-def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+def _widened(rows: torch.Tensor, width: int, filling: int = PAD_TOKEN) -> torch.Tensor:
     """``rows`` filled up, or cut, to ``width`` columns."""
-    return functional.pad(rows, (0, width - rows.shape[1]), value=PAD_TOKEN)
+    return functional.pad(rows, (0, width - rows.shape[1]), value=filling)

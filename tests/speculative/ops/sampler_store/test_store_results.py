@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.sampler_store import launch, store_results
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
+from mtp_plugin.speculative.step import NO_INPUT, PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
 from tests.doors import check_strided_arguments
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
@@ -38,14 +38,14 @@ def make_results(
 
 
 def story(results: Results, row: int, most: int) -> list[int]:
-    def padded(name: str, width: int) -> list[int]:
+    def padded(name: str, width: int, filling: int = PAD_TOKEN) -> list[int]:
         numbers = results[name][row].tolist()  # type: ignore[index]
-        return (numbers + [PAD_TOKEN] * width)[:width]
+        return (numbers + [filling] * width)[:width]
 
     status = results["status"]
     return [
         *padded("new_tokens", most + 1),
-        *padded("next_new_tokens", most + 1),
+        *padded("next_new_tokens", most + 1, NO_INPUT),
         *padded("next_draft_tokens", most),
         int(results["new_tokens_lens"][row]),  # type: ignore[index]
         STATUS_OK if status is None else int(status[row]),
@@ -99,7 +99,7 @@ def test_letters() -> None:
     for backend in Backend:
         store = poisoned(5, 10, dtype=torch.int32)
         store_results(store, vector([3]), **results, backend=backend)
-        assert store[3].tolist() == [a, b, -1, b, c, -1, c, -1, 2, 1]
+        assert store[3].tolist() == [a, b, -1, b, c, 0, c, -1, 2, 1]
 
 
 @pytest.mark.parametrize("backend", Backend)
