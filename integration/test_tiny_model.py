@@ -21,6 +21,9 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "integration" / "tiny_model"
 CHECKPOINT = FOLDER / "checkpoint"
 CONFIGS = sorted((ROOT / "configs").glob("tiny_*.yaml"))
+HOST_CONFIGS = [  # other lines say the same
+    ROOT / "configs" / "trtllm" / f"1.3b_{kind}.yaml" for kind in ("eagle", "vanilla", "schedule")
+]
 SYNTHETIC = ROOT / "configs" / "tiny_synthetic.yaml"  # draws accept: not the model's text
 NUM_TOKENS = 48
 
@@ -101,6 +104,16 @@ def test_every_config_runs_losslessly(path, model, prompts, plain_texts):
         assert length == 1.0
     else:
         assert length >= 2.3  # a broken draft shows here and nowhere else
+
+
+@pytest.mark.parametrize("path", HOST_CONFIGS, ids=lambda p: p.stem)
+def test_files_of_tensorrt_llm_run_losslessly(path, model, prompts, plain_texts):
+    options = path.with_name("mtp_plugin.yaml")
+    config = load_config(path, model=CHECKPOINT, plugin_options=options)
+    with LLM(config, model=model) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
+    assert [o.token_ids for o in outputs] == plain_texts
+    assert llm.executor.acceptance.acceptance_length >= 1.5
 
 
 @pytest.mark.parametrize("name", ["tiny_eagle", "tiny_vanilla"])

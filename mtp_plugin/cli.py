@@ -74,6 +74,19 @@ ConfigFile = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", help="YAML file; see `mtp-plugin config`.")
 ]
 
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", metavar="DIR", help="Checkpoint; files for trtllm-serve name none."
+    ),
+]
+PluginOptions = Annotated[
+    Path | None,
+    typer.Option(
+        "--plugin-options", metavar="FILE", help="YAML file of what stands under mtp, beside it."
+    ),
+]
+
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", metavar="T", help="Draw tokens; 0 or unset: greedy."),
@@ -108,6 +121,8 @@ FrequencyPenalty = Annotated[
 @app.command()
 def generate(
     config: ConfigFile,
+    model: ModelFolder = None,
+    plugin_options: PluginOptions = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
@@ -177,7 +192,7 @@ def generate(
     from mtp_plugin.tools.terminal.report import report_document, show_report
 
     log = messages()
-    settings = _load(config, log)
+    settings = _load(config, log, model, plugin_options)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -487,7 +502,19 @@ def show_config(
 
 
 @app.command()
-def doctor(config: ConfigFile) -> None:
+def doctor(
+    config: ConfigFile,
+    model: ModelFolder = None,
+    plugin_options: PluginOptions = None,
+    host: Annotated[  # noqa: ARG001 - asked before any package of the extra is imported
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="ENGINE",
+            help="tensorrt_llm: look at that engine alone; no other option goes with it.",
+        ),
+    ] = None,
+) -> None:
     """Say, without loading weights, whether a config and its checkpoint will run.
 
     Exit code 1: they will not.
@@ -495,18 +522,23 @@ def doctor(config: ConfigFile) -> None:
     from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis
 
     try:
-        diagnosis = examine(_load(config, messages()))
+        diagnosis = examine(_load(config, messages(), model, plugin_options))
     except ConfigError as error:
         diagnosis = Diagnosis([("config", str(config))], str(error).splitlines())
     show_diagnosis(diagnosis, output())
     raise typer.Exit(diagnosis.exit_code)
 
 
-def _load(file: Path, log: OutputConsole) -> LLMConfig:
+def _load(
+    file: Path,
+    log: OutputConsole,
+    model: Path | None = None,
+    plugin_options: Path | None = None,
+) -> LLMConfig:
     """Read a config; its author sees each warning as a line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        settings = load_config(file)
+        settings = load_config(file, model=model, plugin_options=plugin_options)
     for warning in caught:
         log.write_line(f"warning: {warning.message}")
     return settings

@@ -680,6 +680,27 @@ def test_bundled_prompts_lie_around_the_checkpoint(
     assert told[1] == f"no prompt was given: taking those of {bundled}"
 
 
+# --- files beside the config ---
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "ab", "-n", "4"), ("doctor",)])
+def test_model_and_plugin_options_from_elsewhere(
+    run: Run, checkpoint: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file, options = tmp_path / "host.yaml", tmp_path / "options.yaml"
+    cache = {"tokens_per_block": 8, "max_tokens": 2048}
+    content = {"max_num_tokens": 128, "kv_cache_config": cache, "speculative_config": EAGLE}
+    file.write_text(yaml.safe_dump({"tensor_parallel_size": 1, **content}))
+    options.write_text("verification: [coupled, rejection]\n")
+    result = run(*command, "-c", str(file), "-m", str(checkpoint), "--plugin-options", str(options))
+    assert result.code == 0, result.err
+    options.write_text("verifcation: coupled\n")
+    result = run(*command, "-c", str(file), "-m", str(checkpoint), "--plugin-options", str(options))
+    assert result.code != 0
+    told = f"{options}: verifcation: unknown key; did you mean verification?"
+    assert told in " ".join((result.out + result.err).split())
+
+
 # --- errors ---
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import Self, override
 
+from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import join
-from mtp_plugin.config.schema import ConfigModel, Problem, whole_file
-from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig
+from mtp_plugin.config.schema import ConfigModel, Problem, set_aside, whole_file
+from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
 from mtp_plugin.config.values import BatchSizes, Switch
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 class KVCacheConfig(ConfigModel):
     """``kv_cache_config``: the paged KV cache of target and MTP layers."""
+
+    host_keys = host_keys.KV_CACHE
 
     tokens_per_block: int = Field(default=32, ge=1, description="tokens per KV block")
     max_tokens: int | None = Field(
@@ -40,6 +46,8 @@ class KVCacheConfig(ConfigModel):
 
 class CudaGraphConfig(ConfigModel):
     """``cuda_graph_config``: for which batch sizes a step is captured."""
+
+    host_keys = host_keys.CUDA_GRAPHS
 
     batch_sizes: BatchSizes | None = Field(
         default=None,
@@ -75,13 +83,15 @@ class CudaGraphConfig(ConfigModel):
         twice = sorted({size for size in sizes if sizes.count(size) > 1})
         if twice:
             yield "batch_sizes", f"expected every size once, got {join(twice)} more than once"
-        if self.max_batch_size is not None:
+        if self.max_batch_size not in (None, max(sizes, default=None)):
             yield "batch_sizes", "expected either batch_sizes or max_batch_size, got both"
 
 
 @whole_file
 class LLMConfig(ConfigModel):
-    """The YAML file of the embedded executor."""
+    """The YAML file of the embedded executor, or one of TensorRT-LLM's for one GPU."""
+
+    host_keys = host_keys.TOP_LEVEL
 
     renamed: ClassVar[Mapping[str, str]] = {
         "enable_overlap_scheduler": "write disable_overlap_scheduler with the opposite value",
@@ -141,6 +151,24 @@ class LLMConfig(ConfigModel):
         default=None, description="the drafter, chosen by decoding_type; null: target-only decoding"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _set_host_keys_aside(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        ours, names = set_aside(cls, data)
+        for section, model in _SECTIONS.items():
+            inner = ours.get(section)
+            if isinstance(inner, Mapping) and (model is not MTPDecodingConfig or is_mtp(inner)):
+                ours[section], found = set_aside(model, inner)
+                names += [f"{section}.{name}" for name in found]
+        if names:
+            source = (info.context or {}).get("source", cls.__name__)
+            _logger.warning(
+                "%s: set aside, as they change nothing on one GPU: %s", source, ", ".join(names)
+            )
+        return ours
+
     def resolve(self, num_mtp_layers: int) -> Self:
         """The same config with K filled in from the checkpoint (`MTPDecodingConfig.resolve`)."""
         if not isinstance(self.speculative_config, MTPDecodingConfig):
@@ -175,3 +203,10 @@ class LLMConfig(ConfigModel):
                 f"cuda_graph_config.{name}",
                 f"expected at most max_batch_size ({self.max_batch_size}), got {graphs.largest}",
             )
+
+
+_SECTIONS: Mapping[str, type[ConfigModel]] = {
+    "kv_cache_config": KVCacheConfig,
+    "cuda_graph_config": CudaGraphConfig,
+    "speculative_config": MTPDecodingConfig,
+}

@@ -12,27 +12,78 @@ from typing_extensions import override
 
 from mtp_plugin.config.llm import LLMConfig
 from mtp_plugin.config.messages import got
-from mtp_plugin.config.speculative import MTPDecodingConfig
+from mtp_plugin.config.mtp import MTPPluginOptions
+from mtp_plugin.config.speculative import MTPDecodingConfig, is_mtp
 from mtp_plugin.errors import ConfigError
 
 
-def load_config(path: str | Path) -> LLMConfig:
+def load_config(
+    path: str | Path,
+    *,
+    model: str | Path | None = None,
+    plugin_options: str | Path | None = None,
+) -> LLMConfig:
     """Read a YAML file; relative paths in it are taken from the file's folder.
+
+    Args:
+        model: checkpoint directory, before the file's; files for ``trtllm-serve`` name none.
+        plugin_options: a YAML file with what would stand under ``speculative_config.mtp``, as
+            TensorRT-LLM's files cannot hold it.
 
     Raises:
         ConfigError: one line per mistake: file, key path, what came, what is allowed.
     """
     source = str(path)
-    data = _read_yaml(Path(path), source)
+    data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
+    if model is not None:
+        data["model"] = str(model)
+    if plugin_options is not None:
+        data["speculative_config"] = _with_options(data, source, plugin_options)
     config = parse_config(data, source)
     folder = Path(path).parent
-    found: dict[str, Any] = {"model": _found_from(folder, config.model)}
+    found: dict[str, Any] = {
+        "model": _found_from(folder if model is None else Path(), config.model),
+    }
     spec = config.speculative_config
-    if isinstance(spec, MTPDecodingConfig) and isinstance(spec.mtp.draft_vocab, str):
-        listed = {"draft_vocab": _found_from(folder, spec.mtp.draft_vocab)}
-        options = spec.mtp.model_copy(update=listed)
-        found["speculative_config"] = spec.model_copy(update={"mtp": options})
+    if isinstance(spec, MTPDecodingConfig):
+        found["speculative_config"] = spec.model_copy(
+            update={"mtp": _found_options(folder, spec.mtp)}
+        )
     return config.model_copy(update=found)
+
+
+def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
+    """Read a YAML file of the plugin's own options; relative paths are from the file's folder.
+
+    Args:
+        source: stands in front of every message.
+
+    Raises:
+        ConfigError: one line per mistake, as `load_config` has them.
+    """
+    data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
+    options = MTPPluginOptions.model_validate(data, context={"source": source})
+    return _found_options(Path(path).parent, options)
+
+
+def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any:
+    """The file's ``speculative_config`` with options from another file."""
+    spec = data.get("speculative_config")
+    if not isinstance(spec, Mapping) or not is_mtp(spec):
+        raise ConfigError(
+            f"{source}: speculative_config: expected one of decoding_type 'MTP' beside {path}, got "
+            f"{got(spec)}"
+        )
+    if "mtp" in spec:
+        raise ConfigError(f"{source}: speculative_config.mtp: expected either it or {path}")
+    return {**spec, "mtp": load_plugin_options(path, str(path))}
+
+
+def _found_options(folder: Path, options: MTPPluginOptions) -> MTPPluginOptions:
+    """Options whose path is seen from a folder, where it is relative."""
+    if not isinstance(options.draft_vocab, str):
+        return options
+    return options.model_copy(update={"draft_vocab": _found_from(folder, options.draft_vocab)})
 
 
 def _found_from(folder: Path, path: str) -> str:
@@ -79,7 +130,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(path: Path, source: str) -> Mapping[str, Any]:
+def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -97,7 +148,7 @@ def _read_yaml(path: Path, source: str) -> Mapping[str, Any]:
         told = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {told}") from None
     if data is None:
-        raise ConfigError(f"{source}: the file is empty; expected a mapping with the key 'model'")
+        raise ConfigError(f"{source}: the file is empty; expected {wanted}")
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: expected a mapping of keys to values, got {got(data)}")
     return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import override
@@ -34,6 +34,10 @@ _DRAFTS_OF: Mapping[str, tuple[str, ...]] = {
 
 class MTPPluginOptions(ConfigModel):
     """``speculative_config.mtp``: options that TensorRT-LLM does not have."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "mtp": "write the options themselves, without mtp around them",
+    }
 
     verification: Verification = Field(
         default="coupled",

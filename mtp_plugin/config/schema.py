@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Tag, ValidationError, model_validato
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self, override
 
+from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.config.messages import expected, got, spelled
 from mtp_plugin.errors import ConfigError
 
@@ -20,13 +21,34 @@ Problem = tuple[str, str]
 _Model = TypeVar("_Model", bound="ConfigModel")
 
 
+def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
+    """Put the keys of TensorRT-LLM's that a file may have into a model's JSON schema."""
+    keys = schema.setdefault("properties", {})
+    for name, key in model.host_keys.items():
+        ours, theirs = keys.get(name), key.schema()
+        if ours is None:
+            keys[name] = theirs
+        else:
+            told = {part: ours.pop(part) for part in ("default", "description") if part in ours}
+            keys[name] = {"anyOf": [ours, theirs], **told}
+
+
 class ConfigModel(BaseModel):
     """Frozen, strict about types and keys; every mistake surfaces as one `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra=add_host_keys,
+    )
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys of other versions and engines -> what to write instead."""
+
+    host_keys: ClassVar[Mapping[str, HostKey]] = {}
+    """Keys of TensorRT-LLM's that a file may have, with values that change nothing."""
 
     outermost: ClassVar[type[ConfigModel]]
     """The model of the whole file (`whole_file`)."""
@@ -65,6 +87,15 @@ def whole_file(model: type[_Model]) -> type[_Model]:
     return model
 
 
+def set_aside(
+    model: type[ConfigModel], data: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], list[str]]:
+    """A model's mapping without what changes nothing of TensorRT-LLM's, and the keys taken out."""
+    keys = model.host_keys
+    out = [name for name, value in data.items() if name in keys and keys[name].accepts(value)]
+    return {name: value for name, value in data.items() if name not in out}, out
+
+
 def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
     """What may stand at a path under a model, in words."""
     return expected(_find(root, steps)[1])
@@ -99,7 +130,8 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
             yield f"{path}.decoding_type", f"required key is missing; {named}"
         case "extra_forbidden":
             owner, _ = _find(root, steps[:-1])
-            yield path, f"unknown key; {_advice(owner, str(steps[-1]))}"
+            refused = list(_refused(owner, str(steps[-1]), path, details["input"]))
+            yield from refused or [(path, f"unknown key; {_advice(owner, str(steps[-1]))}")]
         case "invalid_key":
             owner, _ = _find(root, steps[:-1])
             yield path, f"expected a key that is text; {_advice(owner, '')}"
@@ -159,6 +191,17 @@ def _item(annotation: Any, *, is_key: bool) -> Any:
         return arguments[0] if is_key else arguments[1]
     inner = next((a for a in arguments if a is not type(None)), annotation)
     return annotation if inner is annotation else _item(inner, is_key=is_key)
+
+
+def _refused(owner: type[ConfigModel], key: str, path: str, value: Any) -> Iterator[Problem]:
+    """A key of TensorRT-LLM's whose value would change something."""
+    host_key = owner.host_keys.get(key)
+    if host_key is None or key in owner.renamed or host_key.accepts(value):
+        return
+    if isinstance(value, Mapping) and host_key.inside is not None:
+        yield from ((f"{path}.{inner}", told) for inner, told in host_key.refused(value))
+    else:
+        yield path, host_key.sentence(value)
 
 
 def _advice(owner: type[ConfigModel], key: str) -> str:

@@ -20,18 +20,26 @@ from pydantic import (
 )
 from typing_extensions import Self, override
 
+from mtp_plugin.config import host_keys
 from mtp_plugin.config.frozen import FrozenDict, freeze, thaw
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
-from mtp_plugin.config.schema import ConfigModel, Problem, allowed, raise_problems
+from mtp_plugin.config.schema import (
+    ConfigModel,
+    Problem,
+    add_host_keys,
+    allowed,
+    raise_problems,
+)
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
 from mtp_plugin.errors import ConfigError
 
 _logger = logging.getLogger("mtp_plugin")
 
 
-def _as_in_the_file(schema: dict[str, Any]) -> None:
+def _as_in_the_file(schema: dict[str, Any], model: type[ConfigModel]) -> None:
+    add_host_keys(schema, model)
     schema["required"] = ["decoding_type"]
     schema["properties"]["num_nextn_predict_layers"] = {
         "anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_DRAFT_LEN}, {"type": "null"}],
@@ -49,6 +57,8 @@ class MTPDecodingConfig(ConfigModel):
     """
 
     model_config = ConfigDict(json_schema_extra=_as_in_the_file)
+
+    host_keys = host_keys.SPECULATIVE
 
     renamed: ClassVar[Mapping[str, str]] = {
         "num_draft_tokens": "write max_draft_len",
@@ -392,6 +402,11 @@ def _decoding_tag(value: Any) -> str | None:
         return None
     ours = not isinstance(decoding_type, str) or decoding_type.casefold() == "mtp"
     return "<mtp>" if ours else "<other>"
+
+
+def is_mtp(mapping: Mapping[Any, Any]) -> bool:
+    """Whether a ``speculative_config`` is checked as MTP's."""
+    return _decoding_tag(mapping) == "<mtp>"
 
 
 SpeculativeConfig = Annotated[

@@ -249,11 +249,11 @@ class TestMode:
 
     @pytest.mark.parametrize("mode", SpeculativeDecodingMode)
     def test_grammars_are_not_offered(self, mode: SpeculativeDecodingMode) -> None:
-        """A host asks before it hands a worker its decoder; none has a place for one."""
+        """A host asks before it hands a worker its decoder; none takes one."""
         assert not mode.support_guided_decoder()
         assert not mode.support_capturable_guided_decoder()
-        assert not hasattr(MTPWorker, "set_guided_decoder")
-        assert not hasattr(MTPEagleWorker, "set_guided_decoder")
+        for worker in (MTPWorker, MTPEagleWorker):
+            assert worker(MTPDecodingConfig(max_draft_len=1)).set_guided_decoder(object()) is False
 
     def test_none_drafts_nothing(self) -> None:
         mode = SpeculativeDecodingMode.from_string(None)

@@ -20,7 +20,7 @@ from mtp_plugin.config import (
 )
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("**/*.y*ml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.y*ml"))
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 REFERENCE = ROOT / "configs" / "reference.yaml"
 MAPPINGS: dict[str, type[BaseModel]] = {

@@ -1,0 +1,328 @@
+"""Keys of TensorRT-LLM's: set aside with one line where they change nothing, else refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.config import (
+    CudaGraphConfig,
+    KVCacheConfig,
+    LLMConfig,
+    MTPDecodingConfig,
+    OtherDecodingConfig,
+    host_keys,
+    json_schema,
+    load_config,
+    load_plugin_options,
+    parse_config,
+)
+from mtp_plugin.config.host_keys import HostKey
+from mtp_plugin.errors import ConfigError
+
+SECTIONS: dict[str, Mapping[str, HostKey]] = {
+    "": host_keys.TOP_LEVEL,
+    "kv_cache_config": host_keys.KV_CACHE,
+    "cuda_graph_config": host_keys.CUDA_GRAPHS,
+    "speculative_config": host_keys.SPECULATIVE,
+}
+EVERY_KEY = [(section, name) for section, keys in SECTIONS.items() for name in keys]
+EXAMPLES: dict[type, list[Any]] = {
+    bool: [True, False],
+    int: [0, 3],
+    float: [0.5],
+    str: ["any"],
+    dict: [{}, {"any": 1}],
+}
+
+
+def file_with(section: str, name: str, value: Any) -> dict[str, Any]:
+    """A config with one key more."""
+    spec: dict[str, Any] = {"decoding_type": "MTP", "max_draft_len": 3}
+    file: dict[str, Any] = {"model": "m", "speculative_config": spec}
+    place = file if not section else file.setdefault(section, {})
+    place[name] = value
+    return file
+
+
+def neutral_values(key: HostKey) -> list[Any]:
+    values = [*key.values, *(value for kind in key.kinds for value in EXAMPLES[kind])]
+    return values if key.inside is None else [{}]
+
+
+def refusal(mapping: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(mapping, "f.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY_KEY)
+def test_values_that_change_nothing_are_set_aside(
+    section: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = neutral_values(SECTIONS[section][name])
+    assert values
+    for value in values:
+        caplog.clear()
+        without = file_with(section, name, value)
+        place = without[section] if section else without
+        del place[name]
+        assert parse_config(file_with(section, name, value)) == parse_config(without)
+        path = f"{section}.{name}" if section else name
+        assert caplog.messages == [
+            f"<mapping>: set aside, as they change nothing on one GPU: {path}"
+        ]
+
+
+@pytest.mark.parametrize(("section", "name"), EVERY_KEY)
+def test_values_that_would_change_something_are_refused_by_name(section: str, name: str) -> None:
+    path = f"{section}.{name}" if section else name
+    for value in (["a list"], 1.5):
+        if float in SECTIONS[section][name].kinds and isinstance(value, float):
+            continue
+        told = refusal(file_with(section, name, value))
+        assert told.startswith(f"f.yaml: {path}: "), told
+        assert len(told.splitlines()) == 1
+
+
+REFUSED = [
+    (
+        {"tensor_parallel_size": 2},
+        "tensor_parallel_size: this executor runs on one GPU; expected 1, got 2",
+    ),
+    (
+        {"tensor_parallel_size": True},
+        "tensor_parallel_size: this executor runs on one GPU; expected 1, got true",
+    ),
+    (
+        {"moe_expert_parallel_size": 4},
+        "moe_expert_parallel_size: this executor runs on one GPU; expected 1 or -1 or null, got 4",
+    ),
+    (
+        {"enable_attention_dp": True},
+        "enable_attention_dp: this executor runs on one GPU; expected false, got true",
+    ),
+    (
+        {"attn_backend": "FLASHINFER"},
+        "attn_backend: expected one of 'auto', 'sdpa', 'triton', got 'FLASHINFER'",
+    ),
+    (
+        {"backend": "_autodeploy"},
+        "backend: there is one backend; expected 'pytorch' or null, got '_autodeploy'",
+    ),
+    (
+        {"trust_remote_code": True},
+        "trust_remote_code: tokenizer and model are read as the checkpoint has them, without code "
+        "of its own; expected false, got true",
+    ),
+    (
+        {"print_iter_log": "yes"},
+        "print_iter_log: this executor's steps are told by stream, not by such a log; expected "
+        "true or false, got 'yes'",
+    ),
+    (
+        {"moe_config": {"backend": "CUTLASS", "use_low_precision_moe_combine": True}},
+        "moe_config.use_low_precision_moe_combine: products of experts keep the model's type; "
+        "expected false, got true",
+    ),
+    (
+        {"moe_config": {"bakend": "CUTLASS"}},
+        "moe_config.bakend: unknown key; expected one of backend, max_num_tokens, "
+        "disable_finalize_fusion, load_balancer, use_low_precision_moe_combine",
+    ),
+    (
+        {"moe_config": "CUTLASS"},
+        "moe_config: kernels are chosen by fused_layers and attn_backend; expected a mapping of "
+        "backend, max_num_tokens, disable_finalize_fusion, load_balancer, "
+        "use_low_precision_moe_combine, got 'CUTLASS'",
+    ),
+    (
+        {"kv_cache_config": {"dtype": "fp8"}},
+        "kv_cache_config.dtype: the cache has the model's type; expected 'auto', got 'fp8'",
+    ),
+    (
+        {"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}},
+        "cuda_graph_config.batch_sizes: expected either batch_sizes or max_batch_size, got both",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "MTP", "mtp_eagle_one_model": False}},
+        "speculative_config.mtp_eagle_one_model: unknown key; MTP always runs in one engine; "
+        "leave it out",
+    ),
+    (
+        {"speculative_config": {"decoding_type": "MTP", "sa_config": {}}},
+        "speculative_config.sa_config: suffix automata are not built here; expected null, got a "
+        "mapping",
+    ),
+    (
+        {"tensor_paralel_size": 1},
+        "tensor_paralel_size: unknown key; expected one of model, dtype, device, max_batch_size, "
+        "max_num_tokens, max_seq_len, kv_cache_config, attn_backend, fused_layers, "
+        "cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, speculative_config",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=lambda item: str(item)[:40])
+def test_message(keys: dict[str, Any], message: str) -> None:
+    assert refusal({"model": "m", **keys}) == f"f.yaml: {message}"
+
+
+def test_one_line_of_the_log_names_all(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        config = parse_config(
+            {
+                "model": "m",
+                "backend": "pytorch",
+                "attn_backend": "TRTLLM",
+                "kv_cache_config": {"dtype": "auto", "tokens_per_block": 16},
+                "speculative_config": {"decoding_type": "MTP", "mtp_eagle_one_model": True},
+            },
+            "f.yaml",
+        )
+    assert config.attn_backend == "auto"
+    assert config.kv_cache_config.tokens_per_block == 16
+    assert caplog.messages == [
+        "f.yaml: set aside, as they change nothing on one GPU: backend, attn_backend, "
+        "kv_cache_config.dtype, speculative_config.mtp_eagle_one_model"
+    ]
+
+
+def test_mistakes_in_host_keys_come_together_with_others() -> None:
+    told = refusal({"model": "m", "tensor_parallel_size": 2, "max_batch_size": 0, "backend": None})
+    assert [line.split(": ")[1] for line in told.splitlines()] == [
+        "max_batch_size",
+        "tensor_parallel_size",
+    ]
+
+
+def test_nothing_is_told_of_a_file_without_such_keys(caplog: pytest.LogCaptureFixture) -> None:
+    parse_config({"model": "m", "attn_backend": "sdpa", "cuda_graph_config": {}})
+    assert caplog.messages == []
+
+
+def test_sizes_beside_their_largest_are_taken() -> None:
+    graphs = {"batch_sizes": [1, 4], "max_batch_size": 4}
+    config = parse_config({"model": "m", "cuda_graph_config": graphs})
+    assert config.cuda_graph_config == CudaGraphConfig(batch_sizes=(1, 4), max_batch_size=4)
+
+
+def test_another_plugins_options_are_left_alone() -> None:
+    spec = {"decoding_type": "Toy", "load_format": None, "use_dynamic_tree": False}
+    config = parse_config({"model": "m", "speculative_config": spec})
+    assert config.speculative_config == OtherDecodingConfig(
+        "Toy", {"load_format": None, "use_dynamic_tree": False}
+    )
+
+
+def test_parts_made_in_python_are_taken_as_they_are() -> None:
+    parts = {"kv_cache_config": KVCacheConfig(), "speculative_config": MTPDecodingConfig()}
+    assert parse_config({"model": "m", **parts}) == LLMConfig(model="m", **parts)
+
+
+def test_parts_made_in_python_have_no_such_keys() -> None:
+    with pytest.raises(ConfigError, match=r"^KVCacheConfig: dtype: unknown key; "):
+        KVCacheConfig(dtype="auto")  # type: ignore[call-arg]
+
+
+def test_schema_has_the_keys_and_their_values() -> None:
+    schema = json_schema()
+    assert schema["properties"]["tensor_parallel_size"]["enum"] == [1]
+    assert "enum" not in schema["properties"]["print_iter_log"]
+    backends = schema["properties"]["attn_backend"]
+    assert [each["enum"] for each in backends["anyOf"]] == [["auto", "sdpa", "triton"], ["TRTLLM"]]
+    assert backends["default"] == "auto"
+    cache = schema["$defs"]["KVCacheConfig"]["properties"]
+    assert cache["dtype"]["enum"] == ["auto"]
+    assert "sa_config" in schema["$defs"]["MTPDecodingConfig"]["properties"]
+
+
+class TestFilesBeside:
+    """A model and the plugin's options that come from elsewhere."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "host.yaml"
+        path.write_text("speculative_config: {decoding_type: MTP, max_draft_len: 3}\n")
+        return path
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "beside"
+        folder.mkdir()
+        path = folder / "options.yaml"
+        path.write_text("draft_vocab: ids.json\nverification: block\n")
+        return path
+
+    def test_model(self, file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert load_config(file, model="m").model == str(tmp_path / "elsewhere" / "m")
+        with pytest.raises(ConfigError, match=r"host\.yaml: model: required key is missing"):
+            load_config(file)
+
+    def test_model_of_the_call_is_before_the_files(self, file: Path, tmp_path: Path) -> None:
+        file.write_text("model: theirs\n")
+        assert load_config(file, model=tmp_path / "ours").model == str(tmp_path / "ours")
+
+    def test_options(self, file: Path, options: Path) -> None:
+        spec = load_config(file, model="m", plugin_options=options).speculative_config
+        assert isinstance(spec, MTPDecodingConfig)
+        assert spec.max_draft_len == 3
+        assert spec.mtp.verification == "block"
+        assert spec.mtp.draft_vocab == str(options.parent / "ids.json")
+
+    def test_options_are_checked_beside_the_files(self, file: Path, options: Path) -> None:
+        options.write_text("relaxed_run_limit: 2\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, model="m", plugin_options=options)
+        assert str(caught.value) == (
+            f"{file}: speculative_config.mtp.relaxed_run_limit: 2 would be ignored; expected "
+            "use_relaxed_acceptance_for_thinking: true beside it"
+        )
+
+    def test_options_twice(self, file: Path, options: Path) -> None:
+        file.write_text("speculative_config: {decoding_type: MTP, mtp: {seed: 1}}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, model="m", plugin_options=options)
+        expected = f"{file}: speculative_config.mtp: expected either it or {options}"
+        assert str(caught.value) == expected
+
+    @pytest.mark.parametrize(
+        ("text", "got"),
+        [("dtype: auto\n", "null"), ("speculative_config: {decoding_type: Toy}\n", "a mapping")],
+    )
+    def test_options_without_mtp(self, file: Path, options: Path, text: str, got: str) -> None:
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, model="m", plugin_options=options)
+        assert str(caught.value) == (
+            f"{file}: speculative_config: expected one of decoding_type 'MTP' beside {options}, "
+            f"got {got}"
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("verifcation: block\n", "verifcation: unknown key; did you mean verification?"),
+            ("", "the file is empty; expected a mapping of the plugin's options"),
+            ("- seed\n", "expected a mapping of keys to values, got a list"),
+            (
+                "mtp: {}\n",
+                "mtp: unknown key; write the options themselves, without mtp around them",
+            ),
+            (
+                "max_draft_len: 3\n",
+                "max_draft_len: unknown key; it belongs under speculative_config",
+            ),
+        ],
+    )
+    def test_mistakes_in_the_options(self, options: Path, text: str, message: str) -> None:
+        options.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_plugin_options(options, "options")
+        assert str(caught.value) == f"options: {message}"
