@@ -5,8 +5,8 @@
 ``DIR/LINE/`` holds source files at their paths in the repository (``tensorrt_llm/...``), or
 skeletons of them, and ``sources.json``: path to ``{"commit", "id", "note"}``. Without that file
 ``--commit`` names the commit of a checkout. ``line.json``, where there is one, holds
-``transcribed`` (true: copied by hand from the texts that ``sources.json`` names) and ``pins``
-(distribution to version specifier).
+``transcribed`` (true: copied by hand from the texts that ``sources.json`` names), ``pins``
+(distribution to version specifier) and ``note``.
 
 Only facts are written: names, parameters, defaults, annotations, fields, enum members, bases,
 imports by value, calls of our pieces. Bodies, docstrings and descriptions of fields never reach

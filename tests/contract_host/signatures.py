@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import types
@@ -169,6 +170,7 @@ class Line:
     line: str
     transcribed: bool = False
     pins: dict[str, str] = field(default_factory=dict)
+    note: str = ""
     modules: dict[str, Module] = field(default_factory=dict)
     key_lists: dict[str, KeyList] = field(default_factory=dict)
 
@@ -259,6 +261,11 @@ def to_json(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, globals(), {"dataclass": dataclass})
+
+
 def from_json(kind: Any, value: Any) -> Any:
     """``value`` as ``kind``; TypeError for a key that ``kind`` has not, or one that is missing."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -272,7 +279,7 @@ def from_json(kind: Any, value: Any) -> Any:
         return {key: from_json(arguments[1], item) for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
-        hints = typing.get_type_hints(kind, globals(), {"dataclass": dataclass})
+        hints = _hints(kind)
         if unknown := set(value) - set(hints):
             raise TypeError(f"{kind.__name__} has no {sorted(unknown)}")
         return kind(**{name: from_json(hints[name], item) for name, item in value.items()})

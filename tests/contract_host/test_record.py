@@ -255,7 +255,7 @@ def test_no_body_and_no_sentence_is_recorded():
 
 
 def test_json_comes_back_as_it_was():
-    line = Line("1.2", True, {"torch": "<=2.9.0"}, {"tensorrt_llm._torch.pieces": MODULE})
+    line = Line("1.2", True, {"torch": "<=2.9.0"}, "Ours.", {"tensorrt_llm._torch.pieces": MODULE})
     assert from_json(Line, json.loads(dump(line))) == line
 
 
