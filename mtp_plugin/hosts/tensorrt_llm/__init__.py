@@ -7,12 +7,32 @@ signatures. Written against public text: none of it has run inside the real pack
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.tensorrt_llm.installation import Status, install, status, uninstall
+from mtp_plugin.hosts.tensorrt_llm.installation import (
+    Status,
+    install,
+    is_installed,
+    status,
+    uninstall,
+)
 
-__all__ = ["HostError", "MTPDecodingConfig", "Status", "install", "status", "uninstall"]
+CUSTOM_MODULES = Path(__file__).parent / "custom_modules"
+"""Holds the folder for ``--custom_module_dirs``."""
+SITECUSTOMIZE = Path(__file__).parent / "sitecustomize"
+"""The folder for ``PYTHONPATH``; works with ``TRTLLM_MTP_PLUGIN=1``."""
+
+__all__ = [
+    "HostError",
+    "MTPDecodingConfig",
+    "Status",
+    "install",
+    "is_installed",
+    "status",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,21 +13,33 @@ import torch
 from torch import nn
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError, HostError, expect
 from mtp_plugin.hosts.tensorrt_llm.manager import manager_class
 from mtp_plugin.hosts.tensorrt_llm.metadata import adopt
 from mtp_plugin.hosts.tensorrt_llm.options import HostOptions, read_options
+from mtp_plugin.hosts.tensorrt_llm.ranks import expect_everywhere
 from mtp_plugin.hosts.tensorrt_llm.sampler import sampler_class
-from mtp_plugin.hosts.tensorrt_llm.seams import PYEXECUTOR, SPECULATIVE, UTILS, Need, named
+from mtp_plugin.hosts.tensorrt_llm.seams import (
+    PACKAGE,
+    PYEXECUTOR,
+    SPECULATIVE,
+    UTILS,
+    Need,
+    named,
+)
 from mtp_plugin.hosts.tensorrt_llm.worker import check_draft_cache, worker_class
+from mtp_plugin.requests.logprobs import Logprob
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.host import num_ranks
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.verification import label_of, make_modes
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class Adapter:
     ) -> Any:
         """A worker of the host's base class; ours is built when its config is final."""
         options = read_options(_with_draft_len(spec_config))  # what is wrong is told at once
+        self._expect_all_ranks(mapping, options)
         if use_separate_draft_kv_cache:
             check_draft_cache(self.classes.worker)
         arguments = (
@@ -116,7 +130,6 @@ class Adapter:
             hidden_size=hidden_size_of(config),
             vocab_size=config.vocab_size,
             max_batch_size=model_engine.batch_size,
-            max_seq_len=model_engine.max_seq_len,
         )
         manager.mtp_plugin_max_seq_len = model_engine.max_seq_len
         self.managers.add(manager)
@@ -165,18 +178,34 @@ class Adapter:
         """A sampler of the host's base class."""
         options = read_options(spec_config)
         sampler = self.classes.sampler()
-        sampler.mtp_plugin_sampler = make_sampler(options, sampler_args, self.finish_reasons())
+        sampler.mtp_plugin_sampler = make_sampler(
+            options,
+            sampler_args,
+            finish_reasons=self._of_requests("FinishReason") or FinishReason,
+            logprob_class=self._of_requests("Logprob") or Logprob,
+        )
         return sampler
 
-    # ---- what a line may say otherwise -------------------------------------------------------
+    def _expect_all_ranks(self, mapping: Any, options: HostOptions) -> None:
+        """Every rank builds a model, and so comes here; one without the plugin does not.
 
-    def finish_reasons(self) -> Any:
-        """The host's enum of why requests end."""
-        return (
-            named(f"{PYEXECUTOR}.llm_request", "FinishReason")
-            or named(f"{PYEXECUTOR}.sampler", "FinishReason")
-            or FinishReason
-        )
+        Raises:
+            HostError: as `expect_everywhere`.
+        """
+        if (num_ranks(mapping) or 1) == 1:
+            return
+        communicator = named(f"{PACKAGE}._utils", "mpi_comm")
+        if communicator is None:
+            _logger.warning("mtp_plugin: no MPI communicator: ranks without it are not noticed")
+            return
+        own = options.decoding.mtp.model_dump(exclude_unset=True)
+        expect_everywhere(f"line {self.line}, {own}", communicator())
+
+    @staticmethod
+    def _of_requests(name: str) -> Any:
+        """A class of the host's that requests are filled with; None: not where it was."""
+        homes = (f"{PYEXECUTOR}.llm_request", f"{PYEXECUTOR}.sampler", f"{PACKAGE}.executor.result")
+        return next(filter(None, (named(home, name) for home in homes)), None)
 
     def _state_classes(self) -> tuple[Any, Any]:
         for module, state, tensors in self.state_names:
@@ -192,7 +221,25 @@ def make_worker(spec_config: Any, is_vanilla: bool, mapping: Any, model_config: 
     worker_type = MTPWorker if is_vanilla else MTPEagleWorker
     if mapping is None:
         mapping = getattr(model_config, "mapping", None)
-    return worker_type(options, mapping=mapping, chain=options.mtp.chain)
+    return worker_type(
+        options, mapping=mapping, gather_logits=_gather(mapping), chain=options.mtp.chain
+    )
+
+
+def _gather(mapping: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How parts [N, V/tp] of a head that ranks share become [N, V]; None: no rank shares one."""
+    tp_size = getattr(mapping, "tp_size", None) or 1
+    if tp_size == 1 or getattr(mapping, "enable_attention_dp", False):
+        return None
+    allgather = named(f"{PACKAGE}._torch.distributed.ops", "allgather")
+    allgather = allgather or named(f"{PACKAGE}._torch.distributed", "allgather")
+    expect(
+        allgather is not None,
+        HostError,
+        f"tp_size={tp_size}: expected {PACKAGE}._torch.distributed to have allgather(x, mapping, "
+        "dim), got none",
+    )
+    return partial(allgather, mapping=mapping, dim=-1)
 
 
 def make_manager(
@@ -202,7 +249,6 @@ def make_manager(
     hidden_size: int,
     vocab_size: int,
     max_batch_size: int,
-    max_seq_len: int,  # noqa: ARG001
 ) -> SlotStateManager:
     """Our manager: with past pairs where layers of their own depth read them."""
     decoding = options.decoding
@@ -221,7 +267,9 @@ def make_manager(
     )
 
 
-def make_sampler(options: HostOptions, args: Any, finish_reasons: Any) -> MTPSampler:
+def make_sampler(
+    options: HostOptions, args: Any, *, finish_reasons: Any, logprob_class: Any
+) -> MTPSampler:
     """Our sampler, told what the worker's modes give."""
     decoding = options.decoding
     label = label_of(decoding)
@@ -233,6 +281,7 @@ def make_sampler(options: HostOptions, args: Any, finish_reasons: Any) -> MTPSam
         kernels=decoding.mtp.kernels,
         served_options=worker_type(decoding).served_options,
         finish_reasons=finish_reasons,
+        logprob_class=logprob_class,
         on_step=None if alarms is None else alarms.record,
     )
 

@@ -114,6 +114,11 @@ def uninstall() -> None:
     _installed.clear()
 
 
+def is_installed() -> bool:
+    """Whether this process has the plugin."""
+    return bool(_installed)
+
+
 def status() -> Status:
     """Where the plugin stands in this process."""
     if not _installed:

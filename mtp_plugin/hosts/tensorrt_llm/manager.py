@@ -32,8 +32,9 @@ class ManagerBody:
         """Slots for requests on their first chunk."""
         self.mtp_plugin_manager.prepare_resources(scheduled_batch)
 
-    def update_resources(self, scheduled_batch: Any) -> None:
-        """Nothing moves on the host."""
+    def update_resources(self, scheduled_batch: Any, *_: Any) -> None:
+        """Nothing moves on the host; managers of KV caches are told more, which some hosts tell all
+        of them."""
         self.mtp_plugin_manager.update_resources(scheduled_batch)
 
     def free_resources(self, request: Any) -> None:

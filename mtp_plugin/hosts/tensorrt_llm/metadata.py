@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from mtp_plugin.speculative.host import asks_beyond_choice
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 
 
 class MetadataBody:
     """The host's own metadata object, whose steps are prepared for our pieces too.
 
-    ``mtp_plugin`` is ours: it fills the slots of the step's requests, and knows what they ask for.
-    The host's part is prepared as if there was no manager: its pointers into pools are not needed.
+    ``mtp_plugin`` is ours: it finds the slots of the step's requests. The host's part is prepared
+    as if there was no manager: its pointers into pools are not needed.
     """
 
     mtp_plugin: MTPSpecMetadata
@@ -22,17 +24,24 @@ class MetadataBody:
     num_generations: int
     num_tokens: int
     is_cuda_graph: bool
+    is_all_greedy_sample: bool = True
+    group_all_greedy_sample: bool | None = None
+    _force_non_greedy_for_capture: bool = False
 
     def prepare(self) -> None:
         """Once a forward, as the host's.
 
         Raises:
-            MetadataError: a request without a slot.
+            MetadataError: a request without a slot, or one that asks for more than a captured step
+                gives.
         """
-        own = self.mtp_plugin
+        own, counted = self.mtp_plugin, self.num_tokens
         self.mtp_hidden_states_manager: Any = None
-        counted = self.num_tokens
         super().prepare()  # type: ignore[misc]
+        # a graph without a key of its own for them holds what any request may ask for
+        always = self.is_cuda_graph and not self.mtp_plugin_greedy_key
+        self.edits_logits = own.edits_logits = True if always else None
+        own.is_all_greedy_sample = self.is_all_greedy_sample
         own.request_ids = self.request_ids
         own.num_generations = self.num_generations
         own.num_tokens = counted
@@ -43,12 +52,15 @@ class MetadataBody:
         self.max_position = own.max_position
         # 1.3 tells the token behind a prompt chunk, by a name of its own
         self.next_prompt_tokens = getattr(self, "context_prompt_lookahead_tokens", None)
-        self.edits_logits = own.edits_logits
-        self.only_draws = own.only_draws
-        if self.is_cuda_graph:
-            # a graph holds what its capture asked for, and is replayed for whoever comes
-            self.edits_logits = not (self.mtp_plugin_greedy_key and own.is_all_greedy_sample)
-            self.only_draws = False
+
+    def dp_num_tokens(self) -> int:
+        """Rows of this rank's first draft pass, which ranks tell each other before they prepare."""
+        own = self.mtp_plugin
+        own.num_tokens, own.num_generations = self.num_tokens, self.num_generations
+        return own.dp_num_tokens()
+
+    def write_padding_onehot_draft_probs(self, *_: Any, **__: Any) -> None:
+        """Nothing: the probabilities of drafts are the manager's."""
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> Any:
         """As the host's, with slots of its own."""
@@ -57,13 +69,21 @@ class MetadataBody:
             view.mtp_plugin = self.mtp_plugin.create_cuda_graph_metadata(max_batch_size)
         return view
 
-    def populate_sampling_params_for_one_model(self, requests: Any) -> None:
-        """Nothing: draws read what the slots say."""
+    def update_is_all_greedy_sample(self, requests: Iterable[Any]) -> None:
+        """Whether no request of the batch asks for more than first choices; before a graph is
+        chosen."""
+        self.group_all_greedy_sample = None
+        self.populate_sampling_params_for_one_model(requests)
 
-    def update_is_all_greedy_sample(self, requests: Any) -> None:
-        """Whether no request of the batch asks for more than first choices."""
-        self.mtp_plugin.update_is_all_greedy_sample(requests)
-        self.is_all_greedy_sample = self.mtp_plugin.is_all_greedy_sample
+    def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
+        """As :meth:`update_is_all_greedy_sample`, but what ranks have agreed on counts; how tokens
+        are drawn stands in the slots."""
+        if self.group_all_greedy_sample is not None:
+            self.is_all_greedy_sample = self.group_all_greedy_sample
+        elif self._force_non_greedy_for_capture:
+            self.is_all_greedy_sample = False
+        else:
+            self.is_all_greedy_sample = not any(map(asks_beyond_choice, requests))
 
 
 @cache
@@ -73,7 +93,8 @@ def _with_body(base: Any) -> type:
 
 def adopt(metadata: Any, own: MTPSpecMetadata, *, greedy_key: bool) -> Any:
     """The host's metadata object, prepared for our pieces from now on."""
-    metadata.__class__ = _with_body(type(metadata))
+    base: Any = type(metadata)
+    metadata.__class__ = _with_body(base)
     metadata.mtp_plugin = own
     metadata.mtp_plugin_greedy_key = greedy_key
     if getattr(metadata, "use_rejection_sampling", False):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.hosts.tensorrt_llm.side_file import read_side_file
+from mtp_plugin.hosts.tensorrt_llm.side_file import options_of
 from mtp_plugin.speculative.host import DecodingOptions, is_vanilla
 
 
@@ -17,6 +17,10 @@ class HostOptions:
 
     decoding: DecodingOptions
     is_vanilla: bool
+
+
+_ONE_VALUE = {"draft_skip_top_k_top_p": False, "advanced_sampling_mode": "full"}
+"""Options of a host's config that are served as they are by default alone."""
 
 
 def serves(spec_config: Any) -> bool:
@@ -35,18 +39,14 @@ def serves(spec_config: Any) -> bool:
 def read_options(spec_config: Any) -> HostOptions:
     """The options of a host's config; K is what it says by now.
 
-    The plugin's own are its ``mtp``, else the side file's (`read_side_file`). A host's
+    The plugin's own are its ``mtp``, else the side file's (`options_of`). A host's
     ``use_rejection_sampling`` is our verification ``rejection`` where the plugin's options say
-    nothing of it. Rows of vanilla layers are the host's own (``draft_window: trtllm``) unless they
-    are asked for.
+    nothing of it.
 
     Raises:
         ConfigError: an option that cannot be, or one that this host cannot serve.
     """
-    own = getattr(spec_config, "mtp", None)
-    mtp = own if isinstance(own, MTPPluginOptions) else None
-    if mtp is None or not mtp.model_fields_set:
-        mtp = read_side_file() or mtp or MTPPluginOptions()
+    mtp = options_of(spec_config)
     expect(
         getattr(spec_config, "sa_config", None) is None,
         ConfigError,
@@ -59,13 +59,18 @@ def read_options(spec_config: Any) -> HostOptions:
         "mtp.draft_vocab: not served inside TensorRT-LLM, whose draft layers have the target's "
         "head",
     )
-    told = mtp.model_fields_set
-    values: dict[str, Any] = {}
-    if getattr(spec_config, "use_rejection_sampling", False) and "verification" not in told:
-        values["verification"] = "rejection"
-    if "draft_window" not in told:
-        values["draft_window"] = "trtllm"
-    if values:
-        mtp = MTPPluginOptions.model_validate({**mtp.model_dump(exclude_unset=True), **values})
+    for name, only in _ONE_VALUE.items():
+        value = getattr(spec_config, name, only)
+        value = getattr(value, "value", value)  # an enum of the host's
+        expect(
+            value == only,
+            ConfigError,
+            f"{name}: expected {only!r}, got {value!r}: mtp_plugin cuts drafts as their targets "
+            "are cut, and leaves no cut out",
+        )
+    rejects = getattr(spec_config, "use_rejection_sampling", False)
+    if rejects and "verification" not in mtp.model_fields_set:
+        given = mtp.model_dump(exclude_unset=True)
+        mtp = MTPPluginOptions.model_validate({**given, "verification": "rejection"})
     decoding = replace(DecodingOptions.read(spec_config), mtp=mtp)
     return HostOptions(decoding, is_vanilla(spec_config.spec_dec_mode))

@@ -59,10 +59,10 @@ class WorkerBody:
         _tell_recurrent_states(attn_metadata)
         with self._draft_cache(attn_metadata, resource_manager):
             return self.mtp_plugin_worker.forward(
-                input_ids,
-                position_ids,
-                hidden_states,
-                logits,
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden_states,
+                logits=logits,
                 attn_metadata=attn_metadata,
                 spec_metadata=spec_metadata,
                 draft_model=draft_model,
@@ -140,9 +140,8 @@ def _tell_recurrent_states(attn_metadata: Any) -> None:
     if update is None or attn_metadata.num_generations == 0:
         return
     told: dict[str, Any] = {"attn_metadata": attn_metadata}
-    states = getattr(attn_metadata, "mamba_metadata", None)
     if "state_indices" in inspect.signature(update).parameters:
-        told["state_indices"] = states.state_indices
+        told["state_indices"] = attn_metadata.mamba_metadata.state_indices
     attn_metadata.after_acceptance = lambda accepted: update(num_accepted_tokens=accepted, **told)
 
 
