@@ -1,14 +1,50 @@
 """The command ``mtp-plugin``, which is ``python -m mtp_plugin`` as well."""
 
+from __future__ import annotations
+
+import sys
+
 from mtp_plugin.extras import COMMAND_LINE_PACKAGES, require_or_exit
+
+HOSTS = ("tensorrt_llm",)
+"""Engines that ``doctor --host`` knows."""
 
 
 def main() -> None:
-    """Run the command line where its packages are installed, else say in one line what is not."""
+    """Run the command line where its packages are installed, else say in one line what is not.
+
+    What looks at a host alone needs none of them.
+    """
+    host = _host_of(sys.argv[1:])
+    if host is not None:
+        sys.exit(_examine_host(host, sys.argv[2:]))
     require_or_exit("the command line mtp-plugin", *COMMAND_LINE_PACKAGES)
     from mtp_plugin import cli
 
     cli.main()
+
+
+def _host_of(arguments: list[str]) -> str | None:
+    """The engine of ``doctor --host ENGINE`` or ``--host=ENGINE``; None: another command."""
+    if arguments[:1] == ["doctor"]:
+        for argument, value in zip(arguments[1:], [*arguments[2:], ""], strict=True):
+            if argument == "--host":
+                return value
+            if argument.startswith("--host="):
+                return argument.removeprefix("--host=")
+    return None
+
+
+def _examine_host(host: str, arguments: list[str]) -> int:
+    if host not in HOSTS:
+        sys.stderr.write(f"error: --host: expected {' or '.join(HOSTS)}, got {host!r}\n")
+        return 2
+    if arguments not in (["--host", host], [f"--host={host}"]):
+        sys.stderr.write(f"error: --host {host} looks at the engine alone: no other option goes\n")
+        return 2
+    from mtp_plugin.hosts.tensorrt_llm import checks
+
+    return checks.main()
 
 
 if __name__ == "__main__":

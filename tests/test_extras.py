@@ -82,7 +82,9 @@ while names:
     module = importlib.import_module("mtp_plugin." + names.pop())
     done.append(module.__name__)
     for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-        names.append(module.__name__.removeprefix("mtp_plugin.") + "." + found.name)
+        name = module.__name__.removeprefix("mtp_plugin.") + "." + found.name
+        if name != "hosts.tensorrt_llm.models":  # subclasses of the host's own
+            names.append(name)
 print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]}))
 """
     result = without(EXTRA, code)
@@ -90,6 +92,41 @@ print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]
     number, *loaded = result.stdout.split()
     assert int(number) > 100
     assert not set(EXTRA) & set(loaded)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
+@pytest.mark.parametrize("told", [["--host", "tensorrt_llm"], ["--host=tensorrt_llm"]])
+def test_the_doctor_of_a_host_does_without_the_extra(told: list[str]) -> None:
+    code = f"""
+import sys
+from mtp_plugin.__main__ import main
+sys.modules["tensorrt_llm"] = None
+sys.argv[1:] = ["doctor", *{told!r}]
+main()
+"""
+    result = without(EXTRA, code)
+    assert result.returncode == 1
+    assert "problem: tensorrt_llm cannot be imported" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (["--host", "vllm"], "--host: expected tensorrt_llm, got 'vllm'"),
+        (["--host"], "--host: expected tensorrt_llm, got ''"),
+        (
+            ["--host", "tensorrt_llm", "--config", "x.yaml"],
+            "--host tensorrt_llm looks at the engine alone: no other option goes",
+        ),
+    ],
+)
+def test_hosts_that_the_doctor_refuses(told: list[str], message: str) -> None:
+    code = (
+        f"import sys; sys.argv[1:] = ['doctor', *{told!r}]\n"
+        "from mtp_plugin.__main__ import main; main()"
+    )
+    result = without(EXTRA, code)
+    assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
 @pytest.mark.parametrize("package", EXTRA[:3])
