@@ -8,8 +8,9 @@ For that no method uses ``super()``: bases are called by name.
 from __future__ import annotations
 
 import copy
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from types import FunctionType
@@ -49,20 +50,17 @@ class SpeculativeDecodingMode(IntEnum):
     NONE = auto()
 
     def is_mtp_one_model(self) -> bool:
-        return self in (
-            SpeculativeDecodingMode.MTP,
-            SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL,
-        )
+        return self.name in ("MTP", "MTP_EAGLE_ONE_MODEL")
 
     def is_mtp_vanilla(self) -> bool:
-        return self is SpeculativeDecodingMode.MTP
+        return self.name == "MTP"
 
     def is_mtp_eagle_one_model(self) -> bool:
-        return self is SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+        return self.name == "MTP_EAGLE_ONE_MODEL"
 
     def is_mtp_eagle(self) -> bool:
         """The two-model way."""
-        return self is SpeculativeDecodingMode.MTP_EAGLE
+        return self.name == "MTP_EAGLE"
 
     def support_overlap_scheduler(self) -> bool:
         return self.is_mtp_one_model()
@@ -87,14 +85,15 @@ class DecodingConfig:
     end_thinking_phase_token: int = 128799
     draft_len_schedule: dict[int, int] | None = None
     decoding_type: str = "MTP"
+    modes: Any = SpeculativeDecodingMode
 
     @property
-    def spec_dec_mode(self) -> SpeculativeDecodingMode:
+    def spec_dec_mode(self) -> Any:
         """By the checkpoint's layers, which are known only once the host has written them here."""
         layers = self.num_nextn_predict_layers_from_model_config or self.num_nextn_predict_layers
         if layers == 1 and not self.use_mtp_vanilla:
-            return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
-        return SpeculativeDecodingMode.MTP
+            return self.modes.MTP_EAGLE_ONE_MODEL
+        return self.modes.MTP
 
     @property
     def tokens_per_gen_step(self) -> int:
@@ -256,11 +255,15 @@ class Sampler(ABC):
     @abstractmethod
     def is_generation_model(self) -> bool: ...
 
-    def validate_request(self, request: Any) -> None:
-        """Everything is fine by default."""
-
     def should_provide_draft_probs(self, request: Any) -> bool:
         return True
+
+
+class AskedSampler(Sampler):
+    """Lines 1.3: asked at admission."""
+
+    def validate_request(self, request: Any) -> None:
+        """Everything is fine by default."""
 
 
 # ---- worker -------------------------------------------------------------------------------------
@@ -395,15 +398,23 @@ class RuntimeSpecMetadata(SpecMetadata):
     def update_is_all_greedy_sample(self, requests: Sequence[Any]) -> None:
         """Nothing in this model of it."""
 
-    def write_padding_onehot_draft_probs(self, padding_slot_ids: Any, draft_len: int) -> None:
+    def write_padding_onehot_draft_probs(self, *slots_and_lengths: Any) -> None:
         """Nothing in this model of it."""
 
-    def allocate_context_prompt_lookahead(self) -> None:
+
+class _LookAhead:
+    """What the newest ``SpecMetadata`` has besides."""
+
+    def dp_num_tokens(self: Any) -> int:
+        """Told to the other ranks before `prepare`."""
+        return int(self.num_tokens)
+
+    def allocate_context_prompt_lookahead(self: Any) -> None:
         self.context_prompt_lookahead_tokens = torch.full(
             (self.max_num_requests,), -1, dtype=torch.int32
         )
 
-    def populate_context_prompt_lookahead(self, lookahead_tokens: list[int]) -> None:
+    def populate_context_prompt_lookahead(self: Any, lookahead_tokens: list[int]) -> None:
         if self.context_prompt_lookahead_tokens is not None:
             told = torch.tensor(lookahead_tokens, dtype=torch.int32)
             self.context_prompt_lookahead_tokens[: len(told)] = told
@@ -428,6 +439,16 @@ def _has_slots(manager: Any) -> bool:
 class _MTPBuffers:
     """What ``MTPSpecMetadata`` of every line allocates and fills."""
 
+    @property
+    def all_rank_num_seqs(self: Any) -> list[int] | None:
+        return vars(self).get("_all_rank_num_seqs")
+
+    @all_rank_num_seqs.setter
+    def all_rank_num_seqs(self: Any, value: list[int] | None) -> None:
+        self._all_rank_num_seqs = value
+        if self.spec_dec_mode.is_mtp_eagle_one_model():
+            self.subseq_all_rank_num_tokens = value
+
     def __post_init__(self: Any) -> None:
         self.batch_indices_cuda = torch.empty(self.max_num_requests, dtype=torch.int32)
         self.draft_token_indices_cuda = torch.arange(self.mtp_num_modules)
@@ -438,7 +459,9 @@ class _MTPBuffers:
     def prepare(self: Any) -> None:
         _fill_batch_indices(self)
         is_vanilla = self.spec_dec_mode.is_mtp_vanilla()
-        if is_vanilla:
+        if hasattr(self, "dp_num_tokens"):
+            self.num_tokens = self.dp_num_tokens()
+        elif is_vanilla:
             self.num_tokens -= self.num_generations
         manager = self.mtp_hidden_states_manager
         if manager is None:
@@ -448,6 +471,14 @@ class _MTPBuffers:
                 states, tokens = manager.mtp_past_hidden_states_pool, manager.mtp_past_tokens_pool
                 self.mtp_hidden_states_ptrs[row] = states[slot].data_ptr()
                 self.mtp_past_tokens_ptrs[row] = tokens[slot].data_ptr()
+
+
+class _TellingMTPBuffers:
+    """And what that of the newest line has besides."""
+
+    def dp_num_tokens(self: Any) -> int:
+        reduced = self.num_generations if self.spec_dec_mode.is_mtp_vanilla() else 0
+        return int(self.num_tokens - reduced)
 
 
 @dataclass
@@ -469,6 +500,11 @@ class RuntimeMTPSpecMetadata(_MTPBuffers, RuntimeSpecMetadata):
 
 
 @dataclass
+class NewestMTPSpecMetadata(_TellingMTPBuffers, _LookAhead, RuntimeMTPSpecMetadata):
+    pass
+
+
+@dataclass
 class Eagle3OneModelSpecMetadata(RuntimeSpecMetadata):
     hidden_size: int = 0
     max_num_tokens: int = 0
@@ -478,7 +514,10 @@ class Eagle3OneModelSpecMetadata(RuntimeSpecMetadata):
     subseq_all_rank_num_tokens: list[int] | None = None
 
     def __post_init__(self) -> None:
-        self.batch_indices_cuda = torch.empty(self.max_num_requests, dtype=torch.int32)
+        indices = getattr(self.spec_resource_manager, "batch_indices_cuda", None)
+        if indices is None:
+            indices = torch.empty(self.max_num_requests, dtype=torch.int32)
+        self.batch_indices_cuda = indices
         if _has_slots(self.spec_resource_manager):
             self.slot_ids = torch.empty(self.max_num_requests, dtype=torch.int64)
 
@@ -489,12 +528,15 @@ class Eagle3OneModelSpecMetadata(RuntimeSpecMetadata):
 
 
 @dataclass
-class LookAheadSpecMetadata(Eagle3OneModelSpecMetadata):
+class LookAheadSpecMetadata(_LookAhead, Eagle3OneModelSpecMetadata):
     """``Eagle3OneModelSpecMetadata`` of the newest line."""
 
     def __post_init__(self) -> None:
         Eagle3OneModelSpecMetadata.__post_init__(self)
         self.allocate_context_prompt_lookahead()
+
+    def dp_num_tokens(self) -> int:
+        return int(self.num_tokens)
 
 
 # ---- by line, and by name -----------------------------------------------------------------------
@@ -509,6 +551,7 @@ class HostClasses:
     eagle_metadata: type
     state: type
     tensors: type
+    modes: Any = SpeculativeDecodingMode
 
 
 def host_classes(line: Line) -> HostClasses:
@@ -521,11 +564,13 @@ def host_classes(line: Line) -> HostClasses:
             state=SampleStateMTP,
             tensors=SampleStateTensorsSpec,
         )
-    looks_ahead = line.tells_look_ahead
+    vanilla, eagle = RuntimeMTPSpecMetadata, Eagle3OneModelSpecMetadata
+    if line.is_newest:
+        vanilla, eagle = NewestMTPSpecMetadata, LookAheadSpecMetadata
     return HostClasses(
         worker_base=SpecWorkerBase,
-        vanilla_metadata=RuntimeMTPSpecMetadata,
-        eagle_metadata=LookAheadSpecMetadata if looks_ahead else Eagle3OneModelSpecMetadata,
+        vanilla_metadata=vanilla,
+        eagle_metadata=eagle,
         state=SampleStateSpec,
         tensors=SampleStateTensorsSpec,
     )
@@ -534,8 +579,34 @@ def host_classes(line: Line) -> HostClasses:
 _TORCH = "tensorrt_llm._torch"
 
 
+def package_classes(line: Line) -> HostClasses:
+    """Those of a package ``tensorrt_llm`` that is loaded, generated or real."""
+    mtp, interface = _module("speculative.mtp"), _module("speculative.interface")
+    states, names = mtp, ("SampleStateMTP", "SampleStateTensorsMTP")
+    eagle = mtp.MTPSpecMetadata
+    if line.is_newer:
+        states = _module("speculative.spec_sampler_base")
+        names = ("SampleStateSpec", "SampleStateTensorsSpec")
+        eagle = _module("speculative.eagle3").Eagle3OneModelSpecMetadata
+    return HostClasses(
+        worker_base=interface.SpecWorkerBase,
+        vanilla_metadata=mtp.MTPSpecMetadata,
+        eagle_metadata=eagle,
+        state=getattr(states, names[0]),
+        tensors=getattr(states, names[1]),
+        modes=interface.SpeculativeDecodingMode,
+    )
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{_TORCH}.{name}")
+
+
 def bodies(line: Line) -> dict[str, Callable[..., Any]]:
-    """The methods of this module's classes as ``module:Class.method``, for a generated package."""
+    """The methods of this module's classes as ``module:Class.method``, for a generated package.
+
+    The assigning of a property is ``module:Class.name.setter``.
+    """
     classes = host_classes(line)
     homes: dict[str, tuple[type, ...]] = {
         "pyexecutor.resource_manager:BaseResourceManager": (BaseResourceManager,),
@@ -543,18 +614,36 @@ def bodies(line: Line) -> dict[str, Callable[..., Any]]:
         "pyexecutor.sampler:Sampler": (Sampler,),
         "speculative.interface:SpecWorkerBase": (classes.worker_base,),
         "speculative.interface:SpecMetadata": (SpecMetadata,),
+        "speculative.interface:SpeculativeDecodingMode": (SpeculativeDecodingMode,),
         "speculative.mtp:MTPSpecMetadata": (_MTPBuffers,),
     }
     if line.is_newer:
+        sampler = homes.pop("pyexecutor.sampler:Sampler")
+        homes["pyexecutor.sampler.sampler:Sampler"] = (*sampler, AskedSampler)
         homes["speculative.interface:SpecMetadata"] += (RuntimeSpecMetadata,)
         eagle = (Eagle3OneModelSpecMetadata, classes.eagle_metadata)
         homes["speculative.eagle3:Eagle3OneModelSpecMetadata"] = eagle
-    found: dict[str, Callable[..., Any]] = {}
-    for home, sources in homes.items():
-        for name, value in [item for source in sources for item in vars(source).items()]:
-            body = value.__func__ if isinstance(value, classmethod) else value
+    if line.is_newest:
+        homes["speculative.interface:SpecMetadata"] += (_LookAhead,)
+        homes["speculative.mtp:MTPSpecMetadata"] += (_TellingMTPBuffers,)
+    found = {
+        f"{_TORCH}.{home}.{name}": body
+        for home, sources in homes.items()
+        for source in sources
+        for name, body in _bodies_of(source)
+    }
+    if line.is_newest:
+        del found[f"{_TORCH}.speculative.interface:SpeculativeDecodingMode.is_mtp_eagle"]
+    return found
+
+
+def _bodies_of(source: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, value in vars(source).items():
+        told = {name: value.__func__ if isinstance(value, classmethod) else value}
+        if isinstance(value, property):
+            told = {name: value.fget, f"{name}.setter": value.fset}
+        for key, body in told.items():
             # dataclasses make methods of their own
             is_ours = isinstance(body, FunctionType) and body.__code__.co_filename == __file__
             if is_ours and not getattr(body, "__isabstractmethod__", False):
-                found[f"{_TORCH}.{home}.{name}"] = body
-    return found
+                yield key, body

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,22 @@ from mtp_plugin.executor.models import LoadedModel, load_model
 from mtp_plugin.infer import decode
 from mtp_plugin.infer.decoding import Decoded
 from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+from tests.contract_host.installed import installed
+from tests.contract_host.line_rules import LINES
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 END_ID = 0
+
+
+@pytest.fixture(autouse=True)
+def package(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The generated package of a test's line, with the plugin installed."""
+    if not {"line", "tiny_model"} <= set(request.fixturenames):
+        yield
+        return
+    with installed(LINES[request.getfixturevalue("line")]):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from tests.contract_host.behaviours import (
 from tests.contract_host.kv_cache import KVCacheManager, ResourceManager
 from tests.contract_host.line_rules import Line
 from tests.contract_host.metadata import AttentionMetadata
-from tests.contract_host.pieces import Pieces, Sizes, build_pieces
+from tests.contract_host.pieces import Factories, Pieces, Sizes, build_pieces
 from tests.contract_host.requests import Batch, LlmRequest, batch_of, draft_length
 
 SPEC = "spec_resource_manager"
@@ -47,10 +47,13 @@ class ModelEngine:
     Args:
         line, model, config: the config gets written into, as hosts do.
         sizes: see `Sizes`.
+        factories: of the pieces.
         kv_cache: blocks of all layers, target and draft.
         num_mtp_layers: that the checkpoint is said to have.
         padded_sizes: batch sizes that generation-only batches are padded to, with graph copies of
             the metadata; none: no padding, no copies.
+        flash_mla: generations read by a block table of their own.
+        attention_dp: ranks tell each other how many rows they have; here is one rank.
     """
 
     def __init__(
@@ -60,9 +63,12 @@ class ModelEngine:
         config: DecodingConfig,
         sizes: Sizes,
         kv_cache: KVCacheManager,
+        factories: Factories,
         *,
         num_mtp_layers: int,
         padded_sizes: tuple[int, ...] = (),
+        flash_mla: bool = False,
+        attention_dp: bool = False,
     ) -> None:
         self.line = line
         self.model = model
@@ -77,17 +83,23 @@ class ModelEngine:
             num_nextn_predict_layers=num_mtp_layers,
         )
         update_spec_config_from_model_config(line, config, num_mtp_layers)
+        self.attention_dp = attention_dp
+        layers = list(model.mtp_layers)[:num_mtp_layers]
         self.draft_model = SimpleNamespace(
-            mtp_layers=list(model.mtp_layers)[:num_mtp_layers],
+            mtp_layers=[CountedLayer(layer) for layer in layers] if attention_dp else layers,
             embed_tokens=model.embed_tokens,
             lm_head=model.lm_head,
         )
-        self.pieces: Pieces = build_pieces(line, config, self.model_config, sizes)
+        self.pieces: Pieces = build_pieces(line, factories, config, self.model_config, sizes)
+        if line.is_newer:
+            self.pieces.worker.set_draft_model(self.draft_model)
         # written once more behind the pieces' backs
         update_spec_config_from_model_config(line, config, num_mtp_layers)
         self.kv_cache = kv_cache
         pools = PagedKVPools(kv_cache.num_blocks, kv_cache.block_size, fill=1e4)
-        self.attn_metadata = AttentionMetadata(sizes.max_num_requests, kv_cache, pools)
+        self.attn_metadata = AttentionMetadata(
+            sizes.max_num_requests, kv_cache, pools, enable_flash_mla=flash_mla
+        )
         self.spec_metadata = self.pieces.make_metadata()
         self._graph_metadata: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._dummies: dict[int, LlmRequest] = {}
@@ -281,11 +293,18 @@ class ModelEngine:
             spec.runtime_draft_len = k
             spec.runtime_tokens_per_gen_step = k + 1
             spec.update_is_all_greedy_sample(requests)
-            if self.line.tells_look_ahead:
+            if self.line.is_newest:
                 behind = [_token_behind(request) for request in batch.context_requests]
                 spec.populate_context_prompt_lookahead(behind)
             spec.populate_sampling_params_for_one_model(requests)
+        told = spec.dp_num_tokens() if self.line.is_newest else None
         spec.prepare()
+        if self.attention_dp:
+            attn.all_rank_num_tokens = [sum(rows.seq_lens)]
+            spec.all_rank_num_tokens = [spec.num_tokens if told is None else told]
+            spec.all_rank_num_seqs = [len(rows.seq_lens)]
+            if spec.spec_dec_mode.is_mtp_eagle_one_model():
+                spec.subseq_all_rank_num_tokens = spec.all_rank_num_seqs
         if self.line.is_newer:
             spec.write_padding_onehot_draft_probs([], k)
 
@@ -323,6 +342,23 @@ def _token_behind(request: LlmRequest) -> int:
     return request.get_tokens(0)[request.context_current_position + request.context_chunk_size]
 
 
+class CountedLayer:
+    """A draft layer that exchanges rows with other ranks: as many as they were told."""
+
+    takes_output_rows = True
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.shared_head = layer.shared_head
+
+    def __call__(self, *, all_rank_num_tokens: list[int], **inputs: Any) -> Any:
+        rows = len(inputs["input_ids"])
+        assert all_rank_num_tokens == [rows], (
+            f"ranks were told of {all_rank_num_tokens} rows of this one, which has {rows}"
+        )
+        return self.layer(**inputs)
+
+
 @contextmanager
 def _prepared_once(spec: Any) -> Iterator[None]:
     """The host has prepared; a piece that prepares again counts tokens twice."""
@@ -358,8 +394,12 @@ def _check_outputs(outputs: dict[str, torch.Tensor], batch: Batch, k: int) -> No
     for name, shape in shapes.items():
         assert outputs[name].shape == shape, (name, outputs[name].shape, shape)
         assert outputs[name].dtype == torch.int32, name
-    contexts = len(batch.context_requests)
-    assert outputs["new_tokens_lens"][:contexts].tolist() == [1] * contexts
+    lens = outputs["new_tokens_lens"].tolist()
+    for request, count in zip(batch.context_requests, lens, strict=False):
+        # of an unfinished prompt nobody reads it
+        assert count == 1 or not request.is_last_context_chunk, (request.request_id, count)
+    # padding shows a graph's rows, of which no line may be without a token
+    assert all(1 <= count <= k + 1 for count in lens[len(batch.context_requests) :]), lens
 
 
 def warm_up(engine: ModelEngine, managers: ResourceManager) -> None:

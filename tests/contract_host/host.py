@@ -11,7 +11,7 @@ from tests.contract_host.engine import KV, SPEC, ModelEngine, warm_up
 from tests.contract_host.kv_cache import KVCacheManager, ResourceManager, SeqSlotManager
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.loop import SEQ_SLOTS, PyExecutor
-from tests.contract_host.pieces import Sizes
+from tests.contract_host.pieces import Factories, Sizes, installed_factories
 from tests.contract_host.requests import LlmRequest
 
 
@@ -39,11 +39,12 @@ class Host:
     def assert_drained(self) -> None:
         """No slot and no KV block is left, but those of the permanent dummies."""
         dummies = set(self.engine._dummies)
-        assert set(self.kv_cache.tables) == dummies
+        assert set(self.kv_cache.tables) == dummies, "KV blocks were not freed"
         held = sum(len(table) for table in self.kv_cache.tables.values())
         assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks - held
-        assert not self.seq_slots.slot_manager.slot_mapping
-        assert set(self.manager.slot_manager.slot_mapping) <= dummies
+        assert not self.seq_slots.slot_manager.slot_mapping, "sequence slots were not freed"
+        slots = set(self.manager.slot_manager.slot_mapping)
+        assert slots <= dummies, f"the manager keeps slots of {slots - dummies}"
 
 
 def make_host(
@@ -60,14 +61,21 @@ def make_host(
     block_size: int = 8,
     padded_sizes: tuple[int, ...] = (),
     reuses_blocks: bool = False,
+    flash_mla: bool = False,
+    attention_dp: bool = False,
     extra_kv_tokens: int | None = None,
     config: dict[str, Any] | None = None,
+    factories: Factories | None = None,
     warms_up: bool = True,
     **loop: Any,
 ) -> Host:
     """A warm host: engine, managers in the host's order, and the loop."""
     line = LINES[line_name]
-    spec_config = user_config(line, k, use_mtp_vanilla=vanilla, **(config or {}))
+    if factories is None:
+        factories = installed_factories(line)
+    spec_config = user_config(
+        line, k, use_mtp_vanilla=vanilla, modes=factories.classes.modes, **(config or {})
+    )
     kv_cache = KVCacheManager(
         num_blocks,
         block_size,
@@ -82,8 +90,11 @@ def make_host(
         spec_config,
         sizes,
         kv_cache,
+        factories,
         num_mtp_layers=k if vanilla else 1,
         padded_sizes=padded_sizes,
+        flash_mla=flash_mla,
+        attention_dp=attention_dp,
     )
     seq_slots = SeqSlotManager(slots)
     managers = {SEQ_SLOTS: seq_slots, KV: kv_cache}
@@ -92,5 +103,7 @@ def make_host(
     resources = ResourceManager(managers)
     if warms_up:
         warm_up(engine, resources)
-    executor = PyExecutor(engine, resources, overlap=overlap, **loop)
+        # the executor that measured memory shuts its managers down; the pieces' one lives on
+        resources.shutdown()
+    executor = PyExecutor(engine, resources, overlap=overlap, attention_dp=attention_dp, **loop)
     return Host(executor, engine, kv_cache, seq_slots)

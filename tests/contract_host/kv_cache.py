@@ -200,7 +200,10 @@ class SeqSlotManager(BaseResourceManager):
 
 
 class ResourceManager:
-    """Managers by name: they prepare in order and free against it."""
+    """Managers by name: they prepare in order and free against it.
+
+    The pieces' manager comes first, so that no request has a sequence slot when it prepares.
+    """
 
     def __init__(self, managers: dict[str, Any]) -> None:
         self.resource_managers = managers
@@ -222,3 +225,7 @@ class ResourceManager:
         for manager in reversed(list(self.resource_managers.values())):
             if hasattr(manager, "free_resources"):
                 manager.free_resources(request)
+
+    def shutdown(self) -> None:
+        for manager in self.resource_managers.values():
+            manager.shutdown()

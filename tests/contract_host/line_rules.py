@@ -19,8 +19,9 @@ class Line:
     step, and padding dummies come one per draft length; eagle has the metadata of Eagle3, whose
     manager is ``spec_resource_manager``; the worker is called with ``resource_manager=``; every
     metadata is told the requests of the step. Before that only the metadata of Eagle3 is."""
-    tells_look_ahead: bool
-    """Metadata of eagle gets the token behind each prompt chunk."""
+    is_newest: bool
+    """1.3b: metadata of eagle gets the token behind each prompt chunk; no mode has two models;
+    sampling options of a request are numbers, not lists of one."""
     writes_layers_to: str
     """The field of the config that takes the checkpoint's number of MTP layers."""
     updates_before_sampling: bool = True
@@ -34,21 +35,21 @@ LINES = {
             "1.2",
             implements="forward",
             is_newer=False,
-            tells_look_ahead=False,
+            is_newest=False,
             writes_layers_to="num_nextn_predict_layers_from_model_config",
         ),
         Line(
             "1.3a",
             implements="_forward_impl",
             is_newer=True,
-            tells_look_ahead=False,
+            is_newest=False,
             writes_layers_to="num_nextn_predict_layers",
         ),
         Line(
             "1.3b",
             implements="_forward_impl",
             is_newer=True,
-            tells_look_ahead=True,
+            is_newest=True,
             writes_layers_to="num_nextn_predict_layers",
         ),
     )

@@ -4,11 +4,11 @@ behind."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from tests.contract_host.behaviours import ATTENTION_DP_DUMMY_ID, LlmRequestState
+from tests.contract_host.behaviours import ATTENTION_DP_DUMMY_ID, FinishReason, LlmRequestState
 from tests.contract_host.engine import KV, SPEC, ModelEngine
 from tests.contract_host.kv_cache import ResourceManager
 from tests.contract_host.requests import Batch, LlmRequest, batch_of
@@ -31,6 +31,7 @@ class PyExecutor:
     Args:
         overlap: a step is launched before the results of the last one are read.
         chunk_tokens: prompt tokens of a step at most, of all requests together; None: any number.
+        pauses_at: numbers of iterations that pause the youngest request, as if blocks were short.
         late_frees: a finished request keeps its resources for one more iteration, while who takes
             its place is let in already.
         attention_dp: with nothing to do, a rank runs a dummy.
@@ -43,6 +44,7 @@ class PyExecutor:
         *,
         overlap: bool,
         chunk_tokens: int | None = None,
+        pauses_at: Collection[int] = (),
         late_frees: bool = False,
         attention_dp: bool = False,
         updates_before_sampling: bool | None = None,
@@ -54,8 +56,9 @@ class PyExecutor:
         self.kv_cache = managers.get_resource_manager(KV)
         self.overlap = overlap
         self.chunk_tokens = chunk_tokens
+        self.pauses_at = pauses_at
         self.late_frees = late_frees
-        self.attention_dp = attention_dp
+        self.attention_dp = self._is_idle_rank = attention_dp
         self.updates_first = (
             engine.line.updates_before_sampling
             if updates_before_sampling is None
@@ -66,7 +69,9 @@ class PyExecutor:
         self.active: list[LlmRequest] = []
         self.previous: BatchState | None = None
         self.histogram: Counter[int] = Counter()  # emitted tokens of a generation's step
+        self.num_accepted = self.num_verified = 0
         self.num_pauses = 0
+        self.num_iterations = 0
         self.most_slots = 0
         self._to_free: list[list[LlmRequest]] = [[]]
 
@@ -81,18 +86,33 @@ class PyExecutor:
             self.sampler.validate_request(request)
         self.waiting.append(request)
 
-    def run(self, max_steps: int = 10_000) -> None:
+    def run(self, max_steps: int = 500) -> None:
         """Until nothing is left."""
         for _ in range(max_steps):
             if not (self.waiting or self.active or self.previous):
                 break
+            self._is_idle_rank = False
             self.step()
+            self._is_idle_rank = self.attention_dp
         else:
             raise AssertionError(f"not done after {max_steps} steps")
         for requests in self._to_free:
             for request in requests:
                 self.managers.free_resources(request)
         self._to_free = [[]]
+
+    def cancel(self, request: LlmRequest) -> None:
+        """A user gives up; the request leaves with the next responses."""
+        request.finish_by(FinishReason.CANCELLED, 0)
+        if request in self.waiting:
+            self.waiting.remove(request)
+
+    def fail_all(self) -> None:
+        """A step has failed: every request in the executor ends, and gives everything back."""
+        self.previous = None
+        for request in self.active:
+            request.finish_by(FinishReason.CANCELLED, 0)
+        self._respond()
 
     def step(self) -> None:
         batch = self._schedule()
@@ -166,6 +186,10 @@ class PyExecutor:
             if request.request_id in lengths:
                 emitted = request.get_num_tokens(0) - lengths[request.request_id]
                 self.histogram[emitted] += 1
+                # newer hosts take these two for their figures
+                self.num_accepted += request.py_num_accepted_draft_tokens
+                self.num_verified += request.py_num_draft_tokens_verified
+                request.py_num_draft_tokens_verified = 0
 
     def _update_request_states(self, batch: Batch) -> None:
         for request in batch.context_requests:
@@ -194,7 +218,10 @@ class PyExecutor:
             if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
                 held = self.kv_cache.num_tokens[request.request_id]
                 known = request.get_num_tokens(0) - 1
-                assert held == known + in_flight, (request.request_id, held, known, in_flight)
+                assert held == known + in_flight, (
+                    f"request {request.request_id}: the cache holds {held} tokens, expected "
+                    f"{known} and {in_flight} of a running step"
+                )
 
     # ---- schedule ----
 
@@ -210,11 +237,14 @@ class PyExecutor:
 
     def _schedule(self) -> Batch:
         """Generations first, oldest first; the youngest gives way where blocks are short."""
-        if self.attention_dp and not (self.active or self.waiting):
+        if self._is_idle_rank and not (self.active or self.waiting):
             self._add_dummy()
         generations: list[LlmRequest] = []
         contexts: list[LlmRequest] = []
         paused: list[LlmRequest] = []
+        self.num_iterations += 1
+        if self.num_iterations in self.pauses_at and self.active:
+            self._pause(self.active[-1], generations, paused)
         free = self.kv_cache.num_free_blocks
         step_tokens = 1 + self.engine.max_draft_len
         for request in list(self.active):

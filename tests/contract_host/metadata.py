@@ -14,6 +14,9 @@ from mtp_plugin.executor.attention.layout import Group, Layout
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from tests.contract_host.kv_cache import KVCacheManager
 
+MOST_BLOCKS = 40
+"""Of a sequence."""
+
 
 class AttentionMetadata:
     """One step's; an object may serve many, `prepare` fills it anew.
@@ -21,14 +24,24 @@ class AttentionMetadata:
     Rows without a block are written to the block behind the last, and counted in `spilled_rows`.
     """
 
-    def __init__(self, max_num_requests: int, manager: KVCacheManager, pools: PagedKVPools) -> None:
+    def __init__(
+        self,
+        max_num_requests: int,
+        manager: KVCacheManager,
+        pools: PagedKVPools,
+        *,
+        enable_flash_mla: bool = False,
+    ) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = manager
         self.pools = pools
         self.backend = find_backend("sdpa")
         self.is_cuda_graph = False
         self.use_spec_decoding = True
-        self.enable_flash_mla = False
+        self.enable_flash_mla = enable_flash_mla
+        # FlashMLA: blocks of the batch, and those of its generations, whose rows read by them
+        self.kv_block_ids_per_seq = torch.zeros(max_num_requests, MOST_BLOCKS, dtype=torch.int32)
+        self.block_ids_per_seq = torch.zeros(max_num_requests, MOST_BLOCKS, dtype=torch.int32)
         self.all_rank_num_tokens: list[int] | None = None
         self.request_ids: list[int] = []
         self.prompt_lens: list[int] = []
@@ -126,10 +139,21 @@ class AttentionMetadata:
         padded = [table + [spare] * (width - len(table)) for table in tables]
         self._blocks = torch.tensor(padded, dtype=torch.int64)
         self._derived = None
+        if self.enable_flash_mla:
+            self.kv_block_ids_per_seq.zero_()
+            self.kv_block_ids_per_seq[:rows, :width] = self._blocks
+            self.block_ids_per_seq.zero_()
+            of_generations = self._blocks[self._num_contexts :]
+            self.block_ids_per_seq[: len(of_generations), :width] = of_generations
 
     def create_cuda_graph_metadata(self, max_batch_size: int, max_draft_tokens: int = 0) -> Any:
         """Of a shrunken size, generations alone."""
-        view = AttentionMetadata(max_batch_size, self.kv_cache_manager, self.pools)
+        view = AttentionMetadata(
+            max_batch_size,
+            self.kv_cache_manager,
+            self.pools,
+            enable_flash_mla=self.enable_flash_mla,
+        )
         view.is_cuda_graph = True
         lens = torch.full((max_batch_size,), 1 + max_draft_tokens, dtype=torch.int32)
         view._seq_lens, view._seq_lens_cuda = lens, lens.clone()
@@ -169,6 +193,8 @@ class AttentionMetadata:
         """Which rows are written and read, from the views and lengths as they are now."""
         lengths = self.kv_lens_cuda_runtime.tolist(), self._seq_lens_cuda.tolist()
         key = (*lengths, self._seq_lens.tolist(), self._num_contexts)
+        if self.enable_flash_mla:
+            key = (*key, self.block_ids_per_seq.tolist())
         if self._derived is None or self._derived[0] != key:
             self._derived = (key, self._derive())
         return self._derived[1]
@@ -188,7 +214,11 @@ class AttentionMetadata:
         assert int(places.max()) < self._blocks.shape[1], "a row far behind its sequence's blocks"
         blocks = self._blocks[rows, places]
         self.spilled_rows += int((blocks == self.kv_cache_manager.num_blocks).sum())
-        keys = (self._blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+        read = self._blocks
+        if self.enable_flash_mla:
+            told = self.block_ids_per_seq[: self._num_generations, : read.shape[1]].long()
+            read = torch.cat([read[: self._num_contexts], told])
+        keys = (read.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
         return Layout(
             positions=positions,
             alive=torch.ones_like(rows, dtype=torch.bool),

@@ -92,11 +92,11 @@ class LlmRequest:
     def is_finished(self) -> bool:
         return self.state is LlmRequestState.GENERATION_COMPLETE
 
-    def finish_by(self, reason: FinishReason, beam: int) -> None:
+    def finish_by(self, reason: Any, beam: int) -> None:
+        """Any enum with the host's names does: packages bring their own."""
         assert beam == 0
-        assert isinstance(reason, FinishReason)
         self.state = LlmRequestState.GENERATION_COMPLETE
-        self.finish_reason = reason
+        self.finish_reason = FinishReason[reason.name]
 
     def pause(self) -> None:
         """What was generated counts as prompt; drafts and placement are stale from here on."""
