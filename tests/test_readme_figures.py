@@ -214,6 +214,46 @@ def asked(name: str, label: str, ask: str) -> dict[str, Any]:
     return next(each for each in case(name, label)["asks"] if each["ask"] == ask)
 
 
+ASKED = {
+    "`temperature` 0.6, `top_p` 0.95, `top_k` 20": "sampled",
+    "and the log-probability of the token": "sampled-logprob",
+    "and the top 5": "sampled-top5",
+    "and a repetition penalty": "sampled-penalty",
+    "one such request without them among greedy ones": "one-sampled",
+}
+DRAWS = {
+    "first choices": "greedy",
+    "temperature": "temperature",
+    "top-k 50, top-p 0.9": "top-k-top-p",
+    "top-k 20, top-p 0.95, temperature 0.6, peaked rows": "top-k-top-p-peaked",
+    "top-p 0.95, peaked rows": "top-p-peaked",
+    "top-p 0.95, flat rows": "top-p",
+    "top-k 50, top-p 0.9 in a step that edits logits": "top-k-top-p-beside-edits",
+    "the same with a bias": "top-k-bias",
+    "with allowed ids": "top-k-allowed",
+    "with penalties": "top-k-penalties",
+}
+
+
+@pytest.mark.parametrize("row", ASKED)
+def test_what_sampling_costs_a_step(row: str) -> None:
+    def over_greedy(batch: int) -> str:
+        if ASKED[row] == "one-sampled" and batch == 1:
+            return "-"
+        label = f"eagle-k3/b{batch}"
+        told = asked("e2e-8gb-asked", label, ASKED[row])
+        assert told["matched"]
+        greedy = case("e2e-8gb-asked", label)["step_ms"]["median"]
+        return f"{told['step_ms']['median'] / greedy:.3f}"
+
+    assert f"| {row} | {' / '.join(map(over_greedy, E2E_BATCHES))} |" in README
+
+
+@pytest.mark.parametrize("row", DRAWS)
+def test_draws(row: str) -> None:
+    assert f"| {row} | {microseconds('ops-draws', f'draw/{DRAWS[row]}')} |" in README
+
+
 def ways_of(temperature: str) -> list[dict[str, Any]]:
     """Of both workers."""
     return [
