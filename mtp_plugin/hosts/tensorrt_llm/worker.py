@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -56,7 +57,7 @@ class WorkerBody:
         **_: Any,
     ) -> dict[str, torch.Tensor]:
         """A step; arguments and result as :meth:`SpecWorker.forward`."""
-        _tell_recurrent_states(attn_metadata)
+        attn_metadata.after_acceptance = _recurrent_states(self, attn_metadata)
         with self._draft_cache(attn_metadata, resource_manager):
             return self.mtp_plugin_worker.forward(
                 input_ids=input_ids,
@@ -133,16 +134,37 @@ class WorkerBody:
         )
 
 
-def _tell_recurrent_states(attn_metadata: Any) -> None:
-    """Have a host's recurrent states move on by what was accepted, before drafts are made."""
+@lru_cache
+def _takes_indices(cache: Any) -> bool:
+    return "state_indices" in inspect.signature(cache.update_mamba_states).parameters
+
+
+def _recurrent_states(worker: Any, attn_metadata: Any) -> Callable[[torch.Tensor], None] | None:
+    """What has a host's recurrent states move on by what was accepted, before drafts are made;
+    None: there are none in this step."""
+    if attn_metadata.num_generations == 0:
+        return None
     cache = getattr(attn_metadata, "kv_cache_manager", None)
     update = getattr(cache, "update_mamba_states", None)
-    if update is None or attn_metadata.num_generations == 0:
-        return
+    # newest hosts keep states beside the cache too
+    beside = getattr(worker, "_auxiliary_state_handlers", None)
+    if update is None and not beside:
+        return None
+    states = getattr(attn_metadata, "mamba_metadata", None)
     told: dict[str, Any] = {"attn_metadata": attn_metadata}
-    if "state_indices" in inspect.signature(update).parameters:
-        told["state_indices"] = attn_metadata.mamba_metadata.state_indices
-    attn_metadata.after_acceptance = lambda accepted: update(num_accepted_tokens=accepted, **told)
+    if update is not None and _takes_indices(type(cache)):
+        told["state_indices"] = states.state_indices  # type: ignore[union-attr]
+
+    def after_acceptance(num_accepted: torch.Tensor) -> None:
+        if update is not None:
+            update(num_accepted_tokens=num_accepted, **told)
+        if beside:
+            indices = states.state_indices[: len(num_accepted)]  # type: ignore[union-attr]
+            worker.commit_auxiliary_speculative_states(
+                num_accepted, indices, attn_metadata.num_contexts
+            )
+
+    return after_acceptance
 
 
 def worker_class(base: type, method: str) -> type:
