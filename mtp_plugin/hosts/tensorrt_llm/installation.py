@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from mtp_plugin.errors import HostError, expect
 from mtp_plugin.hosts.tensorrt_llm.adapter import Adapter
 from mtp_plugin.hosts.tensorrt_llm.lines import find_line
@@ -146,6 +148,8 @@ def _answering(adapter: Adapter, name: str, original: Callable[..., Any]) -> Cal
         config = asked.arguments.get("spec_config", getattr(engine, "spec_config", None))
         if not serves(config):
             return original(*arguments, **named_arguments)
-        return answer(original, **asked.arguments)
+        # what is kept is written in place later, in inference mode or not
+        with torch.inference_mode(False):
+            return answer(original, **asked.arguments)
 
     return dispatcher
