@@ -152,7 +152,7 @@ def _recurrent_states(worker: Any, attn_metadata: Any) -> Callable[[torch.Tensor
         return None
     states = getattr(attn_metadata, "mamba_metadata", None)
     told: dict[str, Any] = {"attn_metadata": attn_metadata}
-    if update is not None and _takes_indices(type(cache)):
+    if update is not None and _takes_indices(cast(Any, type(cache))):
         told["state_indices"] = states.state_indices  # type: ignore[union-attr]
 
     def after_acceptance(num_accepted: torch.Tensor) -> None:
