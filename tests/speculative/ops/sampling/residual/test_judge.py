@@ -155,14 +155,61 @@ def test_kernels_follow_torch(batch: Batch) -> None:
         assert torch.equal(after, steps)
 
 
+def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
+    """Probabilities [S, K, V] are the expected ones, but for ids at the edge of a cut.
+
+    Of a batch `AT_EDGES` of them may stay on one side alone, one of a row, and each must be there
+    the least likely of those that stay, or the next.
+    """
+    on_one_side = (kept > 0) != (expected > 0)
+    assert int(on_one_side.sum()) <= AT_EDGES
+    for slot, place, column in on_one_side.nonzero().tolist():
+        row = torch.maximum(kept[slot, place], expected[slot, place])
+        assert int(on_one_side[slot, place].sum()) == 1
+        assert int(((row > 0) & (row < row[column])).sum()) <= 1
+    same = torch.where(on_one_side, kept, expected)
+    torch.testing.assert_close(kept, same, rtol=1e-4, atol=1e-7)
+
+
+AT_EDGES = 3
+
+
+def test_only_the_edge_of_a_cut_may_differ() -> None:
+    probs = torch.zeros(3, 2, 100)
+    probs[:, :, 10:40] = torch.rand(30, generator=torch.Generator().manual_seed(0)) + 0.1
+    probs /= probs.sum(dim=2, keepdim=True)
+    order = probs[0, 0].argsort(descending=True)
+    first, last = int(order[0]), int(order[29])
+
+    def check(*changes: tuple[int, int, int, float]) -> None:
+        kept = probs.clone()
+        for slot, place, column, value in changes:
+            kept[slot, place, column] = value
+        check_kept(kept, probs)
+        check_kept(probs, kept)
+
+    check((0, 0, last, 0.0), (2, 1, last, 0.0))
+    check((1, 0, 50, float(probs[0, 0, last])))
+    for wrong in (
+        [(0, 0, first, 0.0)],
+        [(0, 0, int(order[15]), 0.0)],
+        [(0, 0, 50, float(probs[0, 0, first]))],
+        [(0, 0, last, 0.0), (0, 0, int(order[28]), 0.0)],
+        [(slot, place, last, 0.0) for slot in (0, 1) for place in (0, 1)],
+        [(0, 0, first, float(probs[0, 0, first]) * 1.001)],
+    ):
+        with pytest.raises(AssertionError):
+            check(*wrong)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
-    """But where a test or a score is a near tie: of them hardly one is another."""
+    """But where a test, a score or a cut is a near tie: of them hardly one is another."""
     batch = Batch.of(seed, 50_000, generations=16, contexts=2, cut=seed % 3 == 0)
     drafts, pool = batch.drafted(Backend.TORCH)
     _, kept = batch.drafted(Backend.TRITON)
-    torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-4, atol=1e-7)
+    check_kept(kept[:-1], pool[:-1])
     expected, _ = batch.judged(drafts, pool, Backend.TORCH)
     judgement, _ = batch.judged(drafts, pool, Backend.TRITON)
     assert (judgement.matches != expected.matches).sum() <= 1
