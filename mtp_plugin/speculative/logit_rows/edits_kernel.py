@@ -18,6 +18,7 @@ MOST_COUNTED = tl.constexpr(step.MOST_COUNTED)
 WORD_BITS = tl.constexpr(step.WORD_BITS)
 WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
 """An id so far to the right is the number of its word."""
+NO_ID = tl.constexpr(2147483647)
 
 
 class Edits(NamedTuple):
@@ -35,6 +36,11 @@ class Edits(NamedTuple):
     frequency: tl.tensor
     draft_ptr: tl.tensor
     num_before: tl.tensor  # drafts in front of the row
+    draft0: tl.tensor  # the first of them, asked for at once; -1 where there is none
+    draft1: tl.tensor
+    draft2: tl.tensor
+    draft3: tl.tensor
+    draft4: tl.tensor
 
 
 @triton.jit
@@ -48,6 +54,15 @@ def bits_of(words_ptr, ids, inside):
     """Bits of ids in a row of a pool, 0 or 1; 0 of ids that are not ``inside``."""
     words = tl.load(words_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
     return (words >> (ids & (WORD_BITS - 1))) & 1
+
+
+@triton.jit
+def _draft_before(draft_ptr, num_before, place):
+    """A draft in front of a row as int32, NO_ID of one that is no id; -1 where there is none."""
+    is_there = place < num_before
+    draft = tl.load(draft_ptr + place, mask=is_there, other=0)
+    draft = tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
+    return tl.where(is_there, draft, -1)
 
 
 @triton.jit
@@ -79,31 +94,111 @@ def edits_of(
         tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True),
         draft_ptr,
         num_before,
+        _draft_before(draft_ptr, num_before, 0),
+        _draft_before(draft_ptr, num_before, 1),
+        _draft_before(draft_ptr, num_before, 2),
+        _draft_before(draft_ptr, num_before, 3),
+        _draft_before(draft_ptr, num_before, 4),
     )
+
+
+@triton.jit
+def _biased(x, ids, inside, edits):
+    """Values of ids with the row's bias."""
+    if edits.bias_row >= 0:
+        x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
+        x = tl.where(x == x, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _repeated(x, seen, edits):
+    """Values of which some were ``seen``, with the row's repetition penalty."""
+    if edits.repetition != 1:
+        changed = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
+        x = tl.where(seen, changed, x)
+    return x
+
+
+@triton.jit
+def _counted(x, ids, in_slot, edits):
+    """Values of ids, of which the slot has some, with the row's presence and frequency
+    penalties."""
+    # what was never seen was never counted: most of the row is not read
+    count = tl.load(edits.count_ptr + ids, mask=in_slot != 0, other=0).to(tl.int32) & MOST_COUNTED
+    count += (ids == edits.draft0).to(tl.int32) + (ids == edits.draft1).to(tl.int32)
+    count += (ids == edits.draft2).to(tl.int32) + (ids == edits.draft3).to(tl.int32)
+    draft = edits.draft4
+    place = 4
+    while draft >= 0:
+        count += (ids == draft).to(tl.int32)
+        place += 1
+        draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+    count = tl.minimum(count, MOST_COUNTED)
+    x = x - tl.where(count > 0, edits.presence, 0.0)
+    # chosen, not subtracted at once: a product that is rounded with the difference differs
+    return x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
 
 
 @triton.jit
 def edited(x, ids, inside, edits):
     """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
-    if edits.bias_row >= 0:
-        x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
-        x = tl.where(x == x, x, float("-inf"))
+    x = _biased(x, ids, inside, edits)
     if edits.allowed_row >= 0:
         x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     if edits.count_row >= 0:
-        seen = bits_of(edits.seen_ptr, ids, inside)
-        # what was never seen was never counted: most of the row is not read
-        counted = inside & (seen != 0)
-        count = tl.load(edits.count_ptr + ids, mask=counted, other=0).to(tl.int32) & MOST_COUNTED
-        for place in range(0, edits.num_before):
-            hit = (ids == tl.load(edits.draft_ptr + place)).to(tl.int32)
-            seen = seen | hit
-            count += hit
-        count = tl.minimum(count, MOST_COUNTED)
-        repeated = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
-        x = tl.where(seen != 0, repeated, x)
-        x = x - tl.where(count > 0, edits.presence, 0.0)
-        # chosen, not subtracted at once: a product that is rounded with the difference differs
-        x = x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
+        in_slot = bits_of(edits.seen_ptr, ids, inside)
+        seen = (in_slot != 0) | (ids == edits.draft0) | (ids == edits.draft1)
+        seen = seen | (ids == edits.draft2) | (ids == edits.draft3)
+        draft = edits.draft4
+        place = 4
+        while draft >= 0:
+            seen = seen | (ids == draft)
+            place += 1
+            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+        x = _repeated(x, seen, edits)
+        if (edits.presence != 0) | (edits.frequency != 0):
+            x = _counted(x, ids, in_slot, edits)
+        x = tl.where(x == x, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _bits_of_words(words, SIZE: tl.constexpr):
+    """The bits of words, in their order [SIZE]."""
+    return tl.reshape((words[:, None] >> tl.arange(0, WORD_BITS)[None, :]) & 1, [SIZE])
+
+
+@triton.jit
+def _bit_in(draft, starts):
+    """The bit of a draft in the words that begin with these ids."""
+    return tl.where(starts == (draft & -WORD_BITS), 1 << (draft & (WORD_BITS - 1)), 0)
+
+
+@triton.jit
+def edited_piece(x, ids, first, vocab, edits):
+    """As `edited`, of the ids from ``first`` on, which begins a word, of whole words: each is read
+    once."""
+    SIZE: tl.constexpr = x.shape[0]
+    starts = first + tl.arange(0, SIZE // WORD_BITS) * WORD_BITS
+    x = _biased(x, ids, ids < vocab, edits)
+    if edits.allowed_row >= 0:
+        words_ptr = edits.allowed_ptr + (starts >> WORD_SHIFT)
+        words = tl.load(words_ptr, mask=starts < vocab, other=0)
+        x = tl.where(_bits_of_words(words, SIZE) != 0, x, float("-inf"))
+    if edits.count_row >= 0:
+        words_ptr = edits.seen_ptr + (starts >> WORD_SHIFT)
+        in_slot = tl.load(words_ptr, mask=starts < vocab, other=0)
+        words = in_slot | _bit_in(edits.draft0, starts) | _bit_in(edits.draft1, starts)
+        words = words | _bit_in(edits.draft2, starts) | _bit_in(edits.draft3, starts)
+        draft = edits.draft4
+        place = 4
+        while draft >= 0:
+            words = words | _bit_in(draft, starts)
+            place += 1
+            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+        x = _repeated(x, _bits_of_words(words, SIZE) != 0, edits)
+        if (edits.presence != 0) | (edits.frequency != 0):
+            x = _counted(x, ids, _bits_of_words(in_slot, SIZE), edits)
         x = tl.where(x == x, x, float("-inf"))
     return x

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import LISTED
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
@@ -128,8 +128,11 @@ def scan_kernel(
             draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
             tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
         )
-        of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
-        x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
+        if HAS_IDS:
+            of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+            x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
+        else:
+            x = edited_piece(x, columns, piece * PIECE, vocab, edits)
     held = tl.reshape(x, [WRAPS, THREADS, EACH])
     thread_top = tl.max(tl.max(held, axis=0), axis=1)
     by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])

@@ -24,7 +24,8 @@ LOAD_BYTES = 16
 """What a thread reads at once."""
 SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
-
+SCAN_REGISTERS = 80
+"""Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
 ALL_REGISTERS, FEW_ROWS = 255, 132
@@ -99,7 +100,14 @@ def draw(
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
     scan_kernel[(num_rows * num_pieces,)](
-        *inputs, tops, details, masses, *sizes, **constants, num_warps=WARPS
+        *inputs,
+        tops,
+        details,
+        masses,
+        *sizes,
+        **constants,
+        num_warps=WARPS,
+        maxnreg=None if pools is None else SCAN_REGISTERS,
     )
     finish_kernel[(num_rows,)](
         *inputs,

@@ -14,7 +14,7 @@ import triton.language as tl
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits import story as edits
@@ -156,8 +156,8 @@ def asks_of(dice: random.Random, ids: list[int], whole: int) -> Asks:
         counts=counts,
         seen=some(),
         repetition=dice.choice(FACTORS),
-        presence=dice.choice((0.0, *NUMBERS, 3e38)),
-        frequency=dice.choice((0.0, *NUMBERS, 3e38, -3e38)),
+        presence=dice.choice((*[0.0] * 8, *NUMBERS, 3e38)),
+        frequency=dice.choice((*[0.0] * 8, *NUMBERS, 3e38, -3e38)),
     )
 
 
@@ -225,8 +225,9 @@ def edited_kernel(
     slot_stride,
     HAS_DRAFTS: tl.constexpr,
     SIZE: tl.constexpr,
+    BY_PIECE: tl.constexpr,
 ):
-    """One row as draws load it."""
+    """A piece of one row as draws load it."""
     row = tl.program_id(0).to(tl.int64)
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
@@ -241,23 +242,27 @@ def edited_kernel(
         draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
         tl.where(request < num_contexts, 0, offset + column) if HAS_DRAFTS else 0,
     )
-    columns = tl.arange(0, SIZE)
+    first = tl.program_id(1) * SIZE
+    columns = first + tl.arange(0, SIZE)
     inside = columns < vocab
     ids = tl.load(ids_ptr + columns, mask=inside, other=0)
     x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    tl.store(out_ptr + row * vocab + columns, edited(x, ids, inside, edits), mask=inside)
+    x = edited_piece(x, ids, first, vocab, edits) if BY_PIECE else edited(x, ids, inside, edits)
+    tl.store(out_ptr + row * vocab + columns, x, mask=inside)
 
 
-def loaded(case: EditedBatch) -> torch.Tensor:
-    """Rows [N, V] float32 as kernels load them."""
+def loaded(case: EditedBatch, *, by_piece: bool = False) -> torch.Tensor:
+    """Rows [N, V] float32 as kernels load them: in one, or by pieces of two words, of columns that
+    stand for themselves."""
     rows, slots, logits = case.batch.rows, case.batch.slots, case.logits
     assert slots.pools is not None
     pools, vocab = slots.pools, logits.shape[1]
     ids = torch.arange(vocab, dtype=torch.int32, device=DEVICE)
     out = torch.full(logits.shape, float(POISON), device=DEVICE)
-    edited_kernel[(len(logits),)](
+    size = 64 if by_piece else triton.next_power_of_2(vocab)
+    edited_kernel[(len(logits), -(-vocab // size))](
         logits,
         ids if case.batch.vocab_ids is None else case.batch.vocab_ids,
         ids if rows.drafts is None else rows.drafts,
@@ -278,6 +283,7 @@ def loaded(case: EditedBatch) -> torch.Tensor:
         slots.table.stride(0),
         slots.slot_ids.stride(0),
         HAS_DRAFTS=rows.drafts is not None,
-        SIZE=triton.next_power_of_2(vocab),
+        SIZE=size,
+        BY_PIECE=by_piece,
     )
     return out

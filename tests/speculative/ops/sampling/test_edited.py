@@ -45,8 +45,11 @@ batches = {
 }
 
 
-@settings(max_examples=60)
-@given(vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)), **batches)
+@settings(max_examples=80)
+@given(
+    vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)),
+    **{**batches, "width": st.integers(1, 7)},  # more drafts than are asked for at once
+)
 def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
     """Bit for bit, as far as numbers go: of zero there are two."""
     case = EditedBatch.of(vocab=vocab, greedy=True, **shape)
@@ -58,6 +61,8 @@ def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
     assert torch.equal(values, told)
     if len(told):
         assert torch.equal(loaded(case), told)
+    if len(told) and case.batch.vocab_ids is None:
+        assert torch.equal(loaded(case, by_piece=True), told)
     for tensor, held in zip(
         (slots.table, case.logits, *vars(slots.pools).values()), kept, strict=True
     ):
@@ -130,6 +135,15 @@ def one(
 
 
 BOTH = pytest.mark.parametrize("backend", Backend)
+
+
+@BOTH
+@pytest.mark.parametrize("penalty", [{"presence": 40.0}, {"repetition": 8.0}])
+def test_every_draft_in_front_counts(backend: Backend, penalty: dict[str, float]) -> None:
+    row = [float(100 - token) for token in range(70)]
+    drafts = vector([0, 1, 2, 3, 4, 5]).view(1, 6)
+    asks = Asks(counts={}, **penalty)
+    assert one(asks, row, backend, drafts=drafts) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @BOTH
@@ -309,6 +323,8 @@ def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
         if not cut:
             told = reference.edited(case.logits, case.batch.rows, case.batch.slots)
             assert torch.equal(loaded(case), told)
+    if len(told) and case.batch.vocab_ids is None:
+        assert torch.equal(loaded(case, by_piece=True), told)
         expected = case.tokens(Backend.TORCH).tolist()
         judge.compare(case, expected, case.tokens(Backend.TRITON))
     judge.check()
