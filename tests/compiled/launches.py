@@ -148,7 +148,8 @@ def compile_draws() -> None:
     # the largest kernels there are, half a minute each: every choice of the launch once
     for requests, width, vocab, dtype, ids, has_pools in (
         (100, 4, VOCAB, BF16, None, False),
-        (8, 1, 32768, F32, ints(32768), True),
+        (8, 4, VOCAB, BF16, None, True),
+        (40, 1, 32768, F32, ints(32768), True),
         (300, 1, 202048, F16, None, True),
     ):
         ahead = ints(requests) if width == 1 else None

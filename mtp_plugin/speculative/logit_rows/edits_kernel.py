@@ -143,9 +143,10 @@ def _counted(x, ids, in_slot, edits):
 @triton.jit
 def edited(x, ids, inside, edits):
     """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
-    x = _biased(x, ids, inside, edits)
-    if edits.allowed_row >= 0:
-        x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
+    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
+        x = _biased(x, ids, inside, edits)
+        if edits.allowed_row >= 0:
+            x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     if edits.count_row >= 0:
         in_slot = bits_of(edits.seen_ptr, ids, inside)
         seen = (in_slot != 0) | (ids == edits.draft0) | (ids == edits.draft1)
@@ -181,11 +182,12 @@ def edited_piece(x, ids, first, vocab, edits):
     once."""
     SIZE: tl.constexpr = x.shape[0]
     starts = first + tl.arange(0, SIZE // WORD_BITS) * WORD_BITS
-    x = _biased(x, ids, ids < vocab, edits)
-    if edits.allowed_row >= 0:
-        words_ptr = edits.allowed_ptr + (starts >> WORD_SHIFT)
-        words = tl.load(words_ptr, mask=starts < vocab, other=0)
-        x = tl.where(_bits_of_words(words, SIZE) != 0, x, float("-inf"))
+    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
+        x = _biased(x, ids, ids < vocab, edits)
+        if edits.allowed_row >= 0:
+            words_ptr = edits.allowed_ptr + (starts >> WORD_SHIFT)
+            words = tl.load(words_ptr, mask=starts < vocab, other=0)
+            x = tl.where(_bits_of_words(words, SIZE) != 0, x, float("-inf"))
     if edits.count_row >= 0:
         words_ptr = edits.seen_ptr + (starts >> WORD_SHIFT)
         in_slot = tl.load(words_ptr, mask=starts < vocab, other=0)

@@ -55,6 +55,7 @@ def scan_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
+    edited_ptr,
     # sizes
     num_contexts,
     width,
@@ -83,6 +84,7 @@ def scan_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    KEEPS_EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One (row, piece): per chunk the highest value, and what its row's options need beside it.
@@ -90,7 +92,7 @@ def scan_kernel(
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
-    what is left of rows.
+    what is left of rows. Edited values are kept in rows [V] without gaps, where they are asked for.
     """
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_pieces).to(tl.int64)
@@ -133,6 +135,8 @@ def scan_kernel(
             x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
         else:
             x = edited_piece(x, columns, piece * PIECE, vocab, edits)
+        if KEEPS_EDITED:
+            tl.store(edited_ptr + row * vocab + columns, x, mask=inside)
     held = tl.reshape(x, [WRAPS, THREADS, EACH])
     thread_top = tl.max(tl.max(held, axis=0), axis=1)
     by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])

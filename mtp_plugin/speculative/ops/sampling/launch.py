@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
+KEPT_ROWS = 32
+"""So many rows or fewer are kept as edited for who finishes them: to edit some of their values
+again takes longer there than to write all of them."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
 ALL_REGISTERS, FEW_ROWS = 255, 132
@@ -55,36 +59,9 @@ def draw(
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     tops, details = torch.empty(2, num_rows, num_chunks, **float32)
     masses = details if cuts is None else torch.empty(num_rows, num_chunks, **float32)
-    inputs = (
-        logits,
-        tokens if vocab_ids is None else vocab_ids,  # what is not there is never read
-        rows.positions,
-        tokens if rows.ahead is None else rows.ahead,
-        tokens if rows.drafts is None else rows.drafts,
-        slots.table,
-        slots.slot_ids,
-        *(
-            (tokens,) * 4
-            if pools is None
-            else (pools.bias, pools.allowed, pools.counts, pools.seen)
-        ),
-    )
-    sizes = (
-        rows.num_contexts,
-        rows.width,
-        rows.column,
-        int(role),
-        *(_places(slots) if by_choice else (0, 0, 0)),
-        vocab,
-        num_pieces,
-        0 if pools is None else pools.vocab_size,
-        logits.stride(0),
-        rows.positions.stride(0),
-        0 if rows.ahead is None else rows.ahead.stride(0),
-        0 if rows.drafts is None else rows.drafts.stride(0),
-        slots.table.stride(0),
-        slots.slot_ids.stride(0),
-    )
+    inputs = _Inputs(logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens)
+    places: tuple[int, ...] = (rows.num_contexts, rows.width, rows.column, int(role))
+    places += _places(slots) if by_choice else (0, 0, 0)
     constants: dict[str, Any] = {
         "PIECE": PIECE,
         "CHUNKS": CHUNKS,
@@ -99,18 +76,27 @@ def draw(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
+    keeps_edited = pools is not None and num_rows <= KEPT_ROWS
+    kept = torch.empty(num_rows, vocab, **float32) if keeps_edited else details
     scan_kernel[(num_rows * num_pieces,)](
-        *inputs,
+        *inputs.tensors,
         tops,
         details,
         masses,
-        *sizes,
+        kept,
+        *places,
+        *inputs.sizes,
         **constants,
+        KEEPS_EDITED=keeps_edited,
         num_warps=WARPS,
         maxnreg=None if pools is None else SCAN_REGISTERS,
     )
+    if keeps_edited:
+        inputs = replace(inputs, logits=kept, slots=replace(slots, pools=None))
+        constants["HAS_EDITS"] = False
+    has_room = constants["HAS_EDITS"] and num_rows <= FEW_ROWS
     finish_kernel[(num_rows,)](
-        *inputs,
+        *inputs.tensors,
         tops,
         details,
         masses,
@@ -121,14 +107,62 @@ def draw(
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
         torch.empty(num_rows, LISTED.value, dtype=torch.float32, device=device),
         torch.empty(num_rows, LISTED.value, dtype=torch.int32, device=device),
-        *sizes,
+        *places,
+        *inputs.sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
         WARPS=warps,
         num_warps=warps,
-        maxnreg=ALL_REGISTERS if pools is not None and num_rows <= FEW_ROWS else REGISTERS,
+        maxnreg=ALL_REGISTERS if has_room else REGISTERS,
     )
     return tokens
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What both launches read, in their order."""
+
+    logits: torch.Tensor
+    rows: DrawnRows
+    slots: SlotRows
+    vocab_ids: torch.Tensor
+    missing: torch.Tensor
+    """Stands for what is not there, which is never read."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In front of what the scan leaves."""
+        rows, pools = self.rows, self.slots.pools
+        return (
+            self.logits,
+            self.vocab_ids,
+            rows.positions,
+            self.missing if rows.ahead is None else rows.ahead,
+            self.missing if rows.drafts is None else rows.drafts,
+            self.slots.table,
+            self.slots.slot_ids,
+            *(
+                (self.missing,) * 4
+                if pools is None
+                else (pools.bias, pools.allowed, pools.counts, pools.seen)
+            ),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Behind what both launches are told of rows."""
+        rows, pools, vocab = self.rows, self.slots.pools, self.logits.shape[1]
+        return (
+            vocab,
+            -(-vocab // PIECE),
+            0 if pools is None else pools.vocab_size,
+            self.logits.stride(0),
+            rows.positions.stride(0),
+            0 if rows.ahead is None else rows.ahead.stride(0),
+            0 if rows.drafts is None else rows.drafts.stride(0),
+            self.slots.table.stride(0),
+            self.slots.slot_ids.stride(0),
+        )
 
 
 def _places(slots: SlotRows) -> tuple[int, int, int]:
