@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -57,17 +56,15 @@ class WorkerBody:
         **_: Any,
     ) -> dict[str, torch.Tensor]:
         """A step; arguments and result as :meth:`SpecWorker.forward`."""
-        attn_metadata.after_acceptance = _recurrent_states(self, attn_metadata)
-        with self._draft_cache(attn_metadata, resource_manager):
-            return self.mtp_plugin_worker.forward(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=hidden_states,
-                logits=logits,
-                attn_metadata=attn_metadata,
-                spec_metadata=spec_metadata,
-                draft_model=draft_model,
-            )
+        return self._prepared(attn_metadata, resource_manager).forward(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states,
+            logits=logits,
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+            draft_model=draft_model,
+        )
 
     def skip_forward(
         self,
@@ -102,16 +99,15 @@ class WorkerBody:
         resource_manager: Any = None,
     ) -> dict[str, torch.Tensor]:
         """A step without drafts: one token a request."""
-        with self._draft_cache(attn_metadata, resource_manager):
-            return self.mtp_plugin_worker.skip_drafting(
-                input_ids,
-                position_ids,
-                hidden_states,
-                logits,
-                attn_metadata,
-                spec_metadata,
-                draft_model,
-            )
+        return self._prepared(attn_metadata, resource_manager).skip_drafting(
+            input_ids,
+            position_ids,
+            hidden_states,
+            logits,
+            attn_metadata,
+            spec_metadata,
+            draft_model,
+        )
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:
         """False: no mask is applied, and the host must not take the requests."""
@@ -121,17 +117,15 @@ class WorkerBody:
         """The layers of the checkpoint are there; nothing is kept of them."""
         self.mtp_plugin_worker.set_draft_model(draft_model)
 
-    def _draft_cache(
-        self, attn_metadata: Any, resource_manager: Any
-    ) -> AbstractContextManager[Any]:
-        """The cache of the draft layers, where the host keeps one for them."""
-        if not self.mtp_plugin_draft_kv:
-            return nullcontext()
-        host = cast(Any, self)
-        manager = host.get_draft_kv_cache_manager(resource_manager)
-        return cast(
-            AbstractContextManager[Any], host.draft_kv_cache_context(attn_metadata, manager)
-        )
+    def _prepared(self, attn_metadata: Any, resource_manager: Any) -> SpecWorker:
+        """Ours, told of what the host keeps beside a step."""
+        own = self.mtp_plugin_worker
+        attn_metadata.after_acceptance = _recurrent_states(self, attn_metadata)
+        if self.mtp_plugin_draft_kv:
+            host = cast(Any, self)
+            cache = host.get_draft_kv_cache_manager(resource_manager)
+            own.draft_cache = partial(host.draft_kv_cache_context, draft_kv_cache_manager=cache)
+        return own
 
 
 @lru_cache

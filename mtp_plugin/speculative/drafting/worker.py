@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,10 @@ class SpecWorker(nn.Module, ABC):
         self.may_overwrite_states = False
         """Set by a host that does not read a step's ``hidden_states`` after :meth:`forward`: prompt
         rows then need no copy beside generations."""
+        self.draft_cache: Callable[[Any], AbstractContextManager[Any]] | None = None
+        """Set by a host whose draft layers have a KV cache of their own: entered with the target's
+        attention metadata around the draft loop, it gives that of the draft layers, or None where
+        it is the same object."""
         self.backend = Backend.of(options.mtp.kernels, device)
         thinking = options.thinking_end
         self.verifier = Verifier(
@@ -228,7 +233,12 @@ class SpecWorker(nn.Module, ABC):
         if layout.draft_len > 0 or (self.keeps_warm and self.max_draft_len > 0):
             metadata = step.attn_metadata
             before = MetadataFingerprint.take(metadata) if self.check_metadata else None
-            self._draft(step, accepted, drafts, next_tokens)
+            if self.draft_cache is None:
+                self._draft(step, accepted, drafts, next_tokens)
+            else:
+                with self.draft_cache(metadata) as own:
+                    drafting = step if own is None else replace(step, attn_metadata=own)
+                    self._draft(drafting, accepted, drafts, next_tokens)
             if before is not None:
                 before.compare(metadata)
         return StepOutput(
