@@ -78,7 +78,7 @@ class Adapter:
         """Subclasses of the host's bases as they are now."""
         base = named(f"{SPECULATIVE}.interface", "SpecWorkerBase") or nn.Module
         state, tensors = self._state_classes()
-        return HostClasses(
+        classes = HostClasses(
             worker=worker_class(base, self.step_method),
             manager=manager_class(named(f"{PYEXECUTOR}.resource_manager", "BaseResourceManager")),
             sampler=sampler_class(
@@ -86,6 +86,16 @@ class Adapter:
             ),
             separate_draft_kv=hasattr(base, "draft_kv_cache_context"),
         )
+        for made in (classes.worker, classes.manager, classes.sampler):
+            wanted = sorted(getattr(made, "__abstractmethods__", ()))
+            home = made.__mro__[2]
+            expect(
+                not wanted,
+                HostError,
+                f"line {self.line}: {home.__module__}.{home.__name__} wants "
+                f"{', '.join(wanted)} besides",
+            )
+        return classes
 
     def __post_init__(self) -> None:
         self.classes = self.make_classes()
@@ -104,6 +114,8 @@ class Adapter:
     ) -> Any:
         """A worker of the host's base class; ours is built when its config is final."""
         options = read_options(_with_draft_len(spec_config))  # what is wrong is told at once
+        make = partial(make_worker, is_vanilla=options.is_vanilla, mapping=mapping)
+        make(_with_draft_len(spec_config), model_config=model_config)
         self._expect_all_ranks(mapping, options)
         if use_separate_draft_kv_cache:
             check_draft_cache(self.classes.worker)
@@ -111,9 +123,7 @@ class Adapter:
             (True,) if self.classes.separate_draft_kv and use_separate_draft_kv_cache else ()
         )
         worker = self.classes.worker(*arguments)
-        worker.mtp_plugin_make = partial(
-            make_worker, spec_config, options.is_vanilla, mapping, model_config
-        )
+        worker.mtp_plugin_make = partial(make, spec_config, model_config=model_config)
         worker.mtp_plugin_draft_kv = use_separate_draft_kv_cache
         return worker
 
@@ -132,7 +142,11 @@ class Adapter:
             max_batch_size=model_engine.batch_size,
         )
         manager.mtp_plugin_max_seq_len = model_engine.max_seq_len
+        no_slots = named(f"{PYEXECUTOR}.resource_manager", "NoFreeSlotsError")
+        if no_slots is not None:
+            manager.mtp_plugin_no_slots = no_slots
         self.managers.add(manager)
+        _logger.info("TensorRT-LLM: %s", manager.mtp_plugin_manager.memory_report())
         return manager
 
     def get_spec_metadata(
@@ -194,12 +208,13 @@ class Adapter:
         """
         if (num_ranks(mapping) or 1) == 1:
             return
-        communicator = named(f"{PACKAGE}._utils", "mpi_comm")
-        if communicator is None:
-            _logger.warning("mtp_plugin: no MPI communicator: ranks without it are not noticed")
+        make_communicator = named(f"{PACKAGE}._utils", "mpi_comm")
+        communicator = None if make_communicator is None else make_communicator()
+        if communicator is None or communicator.Get_size() != num_ranks(mapping):
+            _logger.warning("the ranks are not MPI's: those without mtp_plugin are not noticed")
             return
         own = options.decoding.mtp.model_dump(exclude_unset=True)
-        expect_everywhere(f"line {self.line}, {own}", communicator())
+        expect_everywhere(f"line {self.line}, {own}", communicator)
 
     @staticmethod
     def _of_requests(name: str) -> Any:
@@ -215,7 +230,9 @@ class Adapter:
         raise ConfigError(f"{self.line}: no class of sampler states")  # `needs` look for it
 
 
-def make_worker(spec_config: Any, is_vanilla: bool, mapping: Any, model_config: Any) -> SpecWorker:
+def make_worker(
+    spec_config: Any, *, is_vanilla: bool, mapping: Any, model_config: Any
+) -> SpecWorker:
     """Our worker, by a host's config as it is now."""
     options = read_options(spec_config).decoding
     worker_type = MTPWorker if is_vanilla else MTPEagleWorker

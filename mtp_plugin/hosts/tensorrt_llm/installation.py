@@ -16,6 +16,7 @@ from mtp_plugin.errors import HostError, expect
 from mtp_plugin.hosts.tensorrt_llm.adapter import Adapter
 from mtp_plugin.hosts.tensorrt_llm.lines import find_line
 from mtp_plugin.hosts.tensorrt_llm.options import serves
+from mtp_plugin.hosts.tensorrt_llm.ranks import first_way
 from mtp_plugin.hosts.tensorrt_llm.seams import (
     DISPATCHERS,
     PACKAGE,
@@ -43,6 +44,8 @@ class Status:
     """Places of the host, as ``module:name``, that hold our functions now."""
     engines: int = 0
     """Managers of ours that have not been shut down."""
+    reached_by: str | None = None
+    """What brought the plugin to this process; None: a call of `install`."""
 
     def __str__(self) -> str:
         if not self.installed:
@@ -133,6 +136,7 @@ def status() -> Status:
         seams=installation.seams,
         rebound=tuple(installation.rebound),
         engines=installation.engines(),
+        reached_by=first_way(),
     )
 
 

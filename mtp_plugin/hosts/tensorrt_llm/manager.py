@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mtp_plugin.errors import NoFreeSlotsError
 from mtp_plugin.speculative.state import SlotStateManager
 
 
@@ -15,6 +16,9 @@ class ManagerBody:
     """
 
     mtp_plugin_manager: SlotStateManager
+    mtp_plugin_no_slots: type[Exception] = NoFreeSlotsError
+    mtp_plugin_ended = False
+    """It was shut down, and no request came since."""
 
     def get_max_resource_count(self) -> int:
         """Requests that one batch may hold."""
@@ -25,11 +29,20 @@ class ManagerBody:
         return self.mtp_plugin_manager.get_needed_resource_to_completion(request)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
-        """Slots for warm-up and padding."""
-        self.mtp_plugin_manager.add_dummy_requests(request_ids)
+        """Slots for warm-up and padding.
+
+        Raises:
+            NoFreeSlotsError: no slot is left; the host's own where it has one, which it expects.
+        """
+        self.mtp_plugin_ended = False
+        try:
+            self.mtp_plugin_manager.add_dummy_requests(request_ids)
+        except NoFreeSlotsError as error:
+            raise self.mtp_plugin_no_slots(str(error)) from error
 
     def prepare_resources(self, scheduled_batch: Any) -> None:
         """Slots for requests on their first chunk."""
+        self.mtp_plugin_ended = False  # hosts measure their memory, shut down, and go on
         self.mtp_plugin_manager.prepare_resources(scheduled_batch)
 
     def update_resources(self, scheduled_batch: Any, *_: Any) -> None:
@@ -42,11 +55,9 @@ class ManagerBody:
         self.mtp_plugin_manager.free_resources(request)
 
     def shutdown(self) -> None:
-        """Every slot back; the engine has ended."""
+        """Every slot back."""
         self.mtp_plugin_manager.shutdown()
         self.mtp_plugin_ended = True
-
-    mtp_plugin_ended = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "mtp_plugin_manager":

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from mtp_plugin.speculative.host import asks_beyond_choice
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 
 
@@ -78,12 +77,11 @@ class MetadataBody:
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """As :meth:`update_is_all_greedy_sample`, but what ranks have agreed on counts; how tokens
         are drawn stands in the slots."""
-        if self.group_all_greedy_sample is not None:
-            self.is_all_greedy_sample = self.group_all_greedy_sample
-        elif self._force_non_greedy_for_capture:
-            self.is_all_greedy_sample = False
-        else:
-            self.is_all_greedy_sample = not any(map(asks_beyond_choice, requests))
+        own = self.mtp_plugin
+        own.group_all_greedy_sample = self.group_all_greedy_sample
+        own._force_non_greedy_for_capture = self._force_non_greedy_for_capture
+        own.populate_sampling_params_for_one_model(requests)
+        self.is_all_greedy_sample = own.is_all_greedy_sample
 
 
 @cache

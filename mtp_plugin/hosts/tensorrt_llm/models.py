@@ -14,10 +14,12 @@ from typing import Any
 
 from mtp_plugin.errors import PluginError
 from mtp_plugin.hosts.tensorrt_llm import ranks
+from mtp_plugin.hosts.tensorrt_llm.seams import named
 
 ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "ExaoneMoEForCausalLM",
     "Glm4MoeForCausalLM",
     "GlmMoeDsaForCausalLM",
@@ -25,7 +27,7 @@ ARCHITECTURES = (
     "NemotronHPuzzleForCausalLM",
     "Qwen3NextForCausalLM",
 )
-"""Those with MTP layers in some line; a line registers those that it has."""
+"""Those with MTP layers in some line; a line registers those that it has, and others like them."""
 
 _REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
 
@@ -39,7 +41,7 @@ def register_models() -> dict[str, type[Any]]:
     import_module("tensorrt_llm._torch.models")
     registry = import_module(_REGISTRY)
     registered = {}
-    for name in ARCHITECTURES:
+    for name in dict.fromkeys([*ARCHITECTURES, *_drafting(registry)]):
         in_tree = _in_tree_class(registry, name)
         if in_tree is not None:
             ours = types.new_class(name, (in_tree,), exec_body=_of_this_module)
@@ -50,6 +52,13 @@ def register_models() -> dict[str, type[Any]]:
             "found none"
         )
     return registered
+
+
+def _drafting(registry: Any) -> list[str]:
+    """Further architectures that the host has loaded and that build a spec worker."""
+    base = named("tensorrt_llm._torch.models.modeling_speculative", "SpecDecOneEngineForCausalLM")
+    known = getattr(registry, "MODEL_CLASS_MAPPING", {})
+    return [name for name, model in known.items() if base is not None and issubclass(model, base)]
 
 
 def _in_tree_class(registry: Any, name: str) -> type[Any] | None:

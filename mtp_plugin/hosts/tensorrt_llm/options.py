@@ -33,7 +33,8 @@ def serves(spec_config: Any) -> bool:
         getattr(mode, name, bool)() for name in ("is_mtp_vanilla", "is_mtp_eagle_one_model")
     ):
         return False
-    return not getattr(spec_config, "use_dynamic_tree", False)
+    others = ("use_dynamic_tree", "_use_shared_kv_cache")  # drafters that are no MTP layers
+    return not any(getattr(spec_config, name, False) for name in others)
 
 
 def read_options(spec_config: Any) -> HostOptions:

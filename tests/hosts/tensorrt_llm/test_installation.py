@@ -21,7 +21,7 @@ from tests.contract_host.behaviours import SamplerArgs, user_config
 from tests.contract_host.fake_tree import fake_tree
 from tests.contract_host.installed import installed
 from tests.contract_host.line_rules import LINES
-from tests.contract_host.signatures import load_line
+from tests.contract_host.signatures import Function, load_line
 
 lines = pytest.mark.parametrize("line", LINES)
 
@@ -155,9 +155,9 @@ def test_other_configs_get_the_hosts_answer(line: str) -> None:
                 is_mtp_vanilla=lambda: False, is_mtp_eagle_one_model=lambda: False
             )
         )
-        tree = config_of(line)
-        tree.use_dynamic_tree = True
-        for config in (other, None, tree):
+        tree, shared = config_of(line), config_of(line)
+        tree.use_dynamic_tree = shared._use_shared_kv_cache = True
+        for config in (other, None, tree, shared):
             assert dispatchers()["get_spec_worker"](config, None, None) == "the host's own"
 
 
@@ -313,6 +313,80 @@ def test_options_that_cannot_be(options: dict[str, Any], told: str) -> None:
         with pytest.raises(ConfigError) as error:
             host.get_spec_worker(config, None, None)
         assert str(error.value) == told
+
+
+@lines
+def test_a_base_that_wants_more_is_refused(line: str) -> None:
+    """Before anything is changed."""
+    facts = load_line(line)
+    home = facts.modules["tensorrt_llm._torch.pyexecutor.resource_manager"]
+    home.classes["BaseResourceManager"].methods["brand_new"] = Function(abstract=True)
+    told = (
+        f"line {line}: tensorrt_llm._torch.pyexecutor.resource_manager.BaseResourceManager wants "
+        "brand_new besides"
+    )
+    with fake_tree(facts):
+        before = dispatchers()
+        with pytest.raises(HostError) as error:
+            plugin.install()
+        assert str(error.value) == told
+        assert dispatchers() == before
+        assert checks.examine().problems == [told]
+
+
+@lines
+def test_an_engine_that_shut_down_to_measure_its_memory_runs(line: str) -> None:
+    with installed(LINES[line]) as host:
+        manager = host.get_spec_resource_manager(engine(config_of(line)))
+        manager.shutdown()
+        assert plugin.status().engines == 0
+        manager.add_dummy_requests([7])
+        assert plugin.status().engines == 1
+        manager.shutdown()
+
+
+@lines
+def test_no_slot_for_a_dummy_is_the_hosts_own_error(line: str) -> None:
+    class NoFreeSlotsError(ValueError):
+        pass
+
+    with installed(LINES[line]) as host:
+        module = importlib.import_module("tensorrt_llm._torch.pyexecutor.resource_manager")
+        module.NoFreeSlotsError = NoFreeSlotsError
+        manager = host.get_spec_resource_manager(engine(config_of(line)))
+        with pytest.raises(NoFreeSlotsError, match="No free slots"):
+            manager.add_dummy_requests(list(range(1, 40)))
+        manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "told"),
+    [
+        ({"pp_size": 2, "pp_rank": 1, "world_size": 2}, "mapping"),
+        ({"cp_size": 2, "world_size": 2}, "mapping"),
+        ({"tp_size": 2, "world_size": 2}, "allgather"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_the_model(
+    mapping: dict[str, int], told: str
+) -> None:
+    with installed(LINES["1.3b"]) as host:
+        sizes = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "rank": 0, **mapping}
+        with pytest.raises((ConfigError, HostError), match=told):
+            host.get_spec_worker(config_of("1.3b"), None, SimpleNamespace(**sizes))
+
+
+def test_ranks_that_are_not_mpis(caplog: pytest.LogCaptureFixture) -> None:
+    """As under Ray, where every process is a world of its own."""
+    with installed(LINES["1.3b"]) as host:
+        utils = ModuleType("tensorrt_llm._utils")
+        utils.mpi_comm = lambda: SimpleNamespace(Get_size=lambda: 1)  # type: ignore[attr-defined]
+        sys.modules[utils.__name__] = utils
+        mapping = SimpleNamespace(
+            tp_size=2, pp_size=1, cp_size=1, world_size=2, rank=0, enable_attention_dp=True
+        )
+        host.get_spec_worker(config_of("1.3b"), None, mapping)
+    assert "the ranks are not MPI's: those without mtp_plugin are not noticed" in caplog.messages
 
 
 # ---- the doctor ---------------------------------------------------------------------------------
