@@ -22,7 +22,7 @@ import triton
 from mtp_plugin.executor.attention.triton import WIDE_HEAD_BYTES
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600
+SECONDS = 1800
 BAD = "tests.compiled.refused."
 MODULES = {
     90: ("tests.compiled.launches", "tests.compiled.refused"),
