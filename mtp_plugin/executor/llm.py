@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.config import LLMConfig, load_config, parse_config
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
+from mtp_plugin.executor.asked_config import asked_config
 from mtp_plugin.executor.async_steps import AsyncSteps
 from mtp_plugin.executor.build import Progress, build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
@@ -22,16 +23,23 @@ from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt
 from mtp_plugin.requests.stop_callback import StopCallback
+from mtp_plugin.requests.tokenizer import load_tokenizer
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
 
 class LLM:
     """An embedded executor around one checkpoint.
 
+    ``LLM("checkpoint")`` or ``LLM(model="checkpoint", max_batch_size=4)`` take a checkpoint's
+    folder; without ``speculative_config`` beside it, drafts come of its MTP layers where it has
+    some (`config_of_checkpoint`), and one line says so. ``speculative_config=None``: no drafts.
+
     Args:
-        config: an ``LLMConfig``, a mapping with its keys, or the path of a YAML file.
-        model: an already loaded model to share; default: loaded from ``config.model``.
-        tokenizer: with ``encode`` and ``decode``; default: the checkpoint's, where it has one.
+        config: a checkpoint's folder, the path of a YAML file, a mapping with the keys of
+            ``LLMConfig``, or one.
+        model: a checkpoint's folder, before that of a config; or an already loaded model to share.
+        tokenizer: with ``encode`` and ``decode``, or the folder of one; default: the checkpoint's,
+            where it has one.
         on_progress: called with a line of text as loading goes on.
         chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
         kv_fill: initial value of the KV pools (tests fill them with NaN).
@@ -40,6 +48,7 @@ class LLM:
             alone, the text depends on how many drafts were accepted, hence on K; a mapping of ids
             to the tokens of the output to keep is exact. It runs within the step, and may ask this
             object for nothing else.
+        options: beside a checkpoint's folder: keys of ``LLMConfig``, as its YAML file has them.
 
     Raises:
         ConfigError: an option that cannot be, or not on this checkpoint or device; of a YAML file
@@ -50,28 +59,31 @@ class LLM:
 
     def __init__(
         self,
-        config: LLMConfig | Mapping[str, Any] | str | Path,
+        config: LLMConfig | Mapping[str, Any] | str | Path | None = None,
         *,
-        model: LoadedModel | None = None,
+        model: LoadedModel | str | Path | None = None,
         tokenizer: Any = None,
         on_progress: Progress | None = None,
         chunk_policy: ChunkPolicy = whole_budget,
         kv_fill: float = 0.0,
         stop_callback: StopCallback | None = None,
+        **options: Any,
     ) -> None:
-        parsed = _as_config(config)
+        asked = asked_config(config, model, options, on_progress)
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(str(tokenizer))
         try:
             built = build_executor(
-                parsed,
-                model=model,
+                asked.config,
+                model=asked.model,
                 tokenizer=tokenizer,
                 on_progress=on_progress,
                 chunk_policy=chunk_policy,
                 kv_fill=kv_fill,
             )
         except ConfigError as error:
-            if isinstance(config, (str, Path)):
-                raise ConfigError(f"{config}: {error}") from error
+            if asked.file is not None:
+                raise ConfigError(f"{asked.file}: {error}") from error
             raise
         if stop_callback is not None:
             _set_stop_callback(built.pieces, stop_callback)
@@ -218,11 +230,3 @@ def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -
             f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} asks none"
         )
     pieces.set_stop_callback(stop_callback)
-
-
-def _as_config(config: LLMConfig | Mapping[str, Any] | str | Path) -> LLMConfig:
-    if isinstance(config, LLMConfig):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(config)
-    return load_config(config)

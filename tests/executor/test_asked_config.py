@@ -1,0 +1,248 @@
+"""`LLM` as people call it: a checkpoint with options, a YAML file, a config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.errors import CheckpointError, ConfigError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.asked_config import config_of_checkpoint
+from mtp_plugin.executor.models import write_random_checkpoint
+
+CACHE = {"tokens_per_block": 4, "max_tokens": 256}
+SMALL: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, "kv_cache_config": CACHE}
+DRAFTING = {"decoding_type": "MTP", "max_draft_len": 2, "use_mtp_vanilla": True}
+CHOSEN = "speculative_config: none given, 3 MTP layers: drafting with max_draft_len 3 (eagle)"
+SHORT = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> str:
+    """A checkpoint without MTP layers."""
+    path = tmp_path / "plain"
+    write_random_checkpoint(path, "glm4_moe", num_mtp_layers=0, seed=1)
+    return str(path)
+
+
+@pytest.fixture
+def file(bed, tmp_path: Path) -> str:
+    path = tmp_path / "some.yaml"
+    path.write_text(f"model: {bed.path}\nmax_seq_len: 32\nkv_cache_config: {{max_tokens: 256}}\n")
+    return str(path)
+
+
+def draft_len(config: LLMConfig) -> int | None:
+    spec = config.speculative_config
+    return spec.max_draft_len if isinstance(spec, MTPDecodingConfig) else None
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_checkpoint_drafts_by_itself(bed, target, capsys, kind, by_name) -> None:
+    path = kind(bed.path)
+    llm = LLM(model=path, **SMALL) if by_name else LLM(path, **SMALL)
+    with llm:
+        assert draft_len(llm.config) == 3
+        assert not llm.config.speculative_config.use_mtp_vanilla
+        (output,) = llm.generate([1, 2, 3], SHORT)
+    assert output.token_ids == target.greedy([1, 2, 3], 6)
+    assert output.acceptance.num_drafted > 0
+    assert (llm.config.max_batch_size, llm.max_seq_len) == (4, 64)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"{CHOSEN}\n")
+
+
+@pytest.mark.parametrize("given", [DRAFTING, MTPDecodingConfig.model_validate(DRAFTING)])
+def test_a_speculative_config_beside_a_checkpoint(bed, capsys, given) -> None:
+    with LLM(model=bed.path, speculative_config=given, **SMALL) as llm:
+        assert llm.config.speculative_config == MTPDecodingConfig.model_validate(DRAFTING)
+    with LLM(bed.path, model=bed.model, speculative_config=None, device=bed.host["device"]) as llm:
+        assert llm.config.speculative_config is None
+        assert llm.model is bed.model
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_checkpoint_without_mtp_layers(plain, capsys) -> None:
+    with LLM(plain, **SMALL) as llm:
+        (output,) = llm.generate([1, 2, 3], SHORT)
+    assert output.acceptance.num_drafted == 0
+    assert capsys.readouterr().err == (
+        "speculative_config: none given, no MTP layers: decoding without drafts\n"
+    )
+
+
+def test_progress_is_told_what_was_chosen(bed, capsys) -> None:
+    told: list[str] = []
+    LLM(bed.path, model=bed.model, on_progress=told.append, **SMALL).shutdown()
+    assert told[0] == CHOSEN
+    assert told[-1] == "ready"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "expected"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (5, {}, 3),
+        (3, {"max_batch_size": 100, "max_num_tokens": 300}, 2),
+        (3, {"max_batch_size": 100, "max_num_tokens": 199}, None),
+    ],
+)
+def test_how_many_drafts(tmp_path, layers, options, expected) -> None:
+    told: list[str] = []
+    path = tmp_path / "some"
+    write_random_checkpoint(path, "glm4_moe", num_mtp_layers=layers, seed=1)
+    assert draft_len(config_of_checkpoint(str(path), options, told.append)) == expected
+    (line,) = told
+    if expected is None:
+        assert line == (
+            "speculative_config: none given, max_num_tokens 199 has no room for drafts of 100 "
+            "requests: decoding without drafts"
+        )
+    else:
+        assert f"{layers} MTP layer" in line
+        assert f"max_draft_len {expected} (eagle)" in line
+
+
+def test_the_other_forms_say_themselves_whether_to_draft(bed, file, capsys) -> None:
+    for config in (file, Path(file), {"model": bed.path, **SMALL}, LLMConfig(model=bed.path)):
+        with LLM(config, model=bed.model) as llm:
+            assert llm.config.speculative_config is None
+    assert capsys.readouterr().err == ""
+
+
+def test_another_checkpoint_in_a_configs_place(bed, file) -> None:
+    mapping = {"model": "elsewhere", **SMALL}
+    for config in (file, mapping, LLMConfig.model_validate(mapping)):
+        with LLM(config, model=bed.path) as llm:
+            assert llm.config.model == bed.path
+    del mapping["model"]
+    with LLM(mapping, model=bed.path) as llm:
+        assert llm.config.model == bed.path
+
+
+class Letters:
+    """A tokenizer of one text."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del text, add_special_tokens
+        return [7, 8]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return "x" * len(token_ids)
+
+
+def test_a_tokenizer_by_its_folder(bed, monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "mtp_plugin.executor.llm.load_tokenizer", lambda path: asked.append(path) or Letters()
+    )
+    for folder in ("some/where", Path("some/where")):
+        with LLM(bed.path, model=bed.model, tokenizer=folder, **SMALL) as llm:
+            (output,) = llm.generate("a text", SHORT)
+        assert (output.prompt_token_ids, output.text) == ([7, 8], "xxxxxx")
+    assert asked == ["some/where"] * 2
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "nothing": (
+        (),
+        {},
+        "config: expected a checkpoint's folder, a YAML file, a mapping or an LLMConfig, got "
+        "nothing",
+    ),
+    "a number": (
+        (3,),
+        {},
+        "config: expected a checkpoint's folder, a YAML file, a mapping or an LLMConfig, got int",
+    ),
+    "a model of another kind": (
+        ("BED",),
+        {"model": 3},
+        "model: expected a checkpoint's folder or a LoadedModel, got int",
+    ),
+    "two folders": (
+        ("BED",),
+        {"model": "BED"},
+        "model: expected one checkpoint's folder, got BED and BED",
+    ),
+    "a name of a hub": (
+        ("some/model",),
+        {},
+        "some/model: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
+        "fetched from a hub)",
+    ),
+    "no such file": (
+        ("none.yaml",),
+        {},
+        "none.yaml: no such file; expected a YAML file",
+    ),
+    "nobody's home": (
+        ("~nosuchuser/x",),
+        {},
+        "~nosuchuser/x: Could not determine home directory.",
+    ),
+    "an empty name": ((), {"model": ""}, "LLM: model: expected text that is not empty, got ''"),
+    "a misspelt option": (
+        ("BED",),
+        {"max_batchsize": 3},
+        "LLM: max_batchsize: unknown key; did you mean max_batch_size?",
+    ),
+    "an option of another engine": (
+        ("BED",),
+        {"max_model_len": 3},
+        "LLM: max_model_len: unknown key; write max_seq_len",
+    ),
+    "an odd value": (
+        ("BED",),
+        {"max_batch_size": 0},
+        "LLM: max_batch_size: expected an integer of at least 1, got 0",
+    ),
+    "an odd key of a section": (
+        ("BED",),
+        {"speculative_config": {"decoding_type": "MTP", "draft_len": 3}},
+        "LLM: speculative_config.draft_len: unknown key; did you mean max_draft_len?",
+    ),
+    "an option beside a file": (
+        ("FILE",),
+        {"max_batch_size": 3, "dtype": "auto"},
+        "max_batch_size, dtype: expected in FILE; options stand beside a checkpoint's folder alone",
+    ),
+    "an option beside a mapping": (
+        ({"model": "x"},),
+        {"max_batch_size": 3},
+        "max_batch_size: expected in the dict; options stand beside a checkpoint's folder alone",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), WRONG.values(), ids=WRONG)
+def test_calls_that_cannot_be(bed, file, arguments, options, message) -> None:
+    def filled(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return value.replace("BED", bed.path).replace("FILE", file)
+
+    options = {name: filled(value) for name, value in options.items()}
+    with pytest.raises(ConfigError) as caught:
+        LLM(*map(filled, arguments), **options)
+    assert str(caught.value) == filled(message)
+
+
+def test_a_loaded_model_alone(bed) -> None:
+    with pytest.raises(ConfigError, match="beside the loaded model"):
+        LLM(model=bed.model)
+
+
+def test_a_folder_without_a_checkpoint(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        LLM(tmp_path)
+    with pytest.raises(CheckpointError, match="none"):
+        LLM(model=str(tmp_path / "none"))
