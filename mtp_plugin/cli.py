@@ -71,13 +71,18 @@ def _options(
 
 
 ConfigFile = Annotated[
-    Path, typer.Option("--config", "-c", metavar="FILE", help="YAML file; see `mtp-plugin config`.")
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="YAML file; see `mtp-plugin config`."),
 ]
 
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        "--model", "-m", metavar="DIR", help="Checkpoint; files for trtllm-serve name none."
+        "--model",
+        "-m",
+        metavar="DIR",
+        help="Checkpoint, before that of the YAML file or in place of one; then it drafts where it "
+        "has MTP layers.",
     ),
 ]
 PluginOptions = Annotated[
@@ -120,7 +125,7 @@ FrequencyPenalty = Annotated[
 
 @app.command()
 def generate(
-    config: ConfigFile,
+    config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
     prompt: Annotated[
@@ -503,7 +508,7 @@ def show_config(
 
 @app.command()
 def doctor(
-    config: ConfigFile,
+    config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
     host: Annotated[  # noqa: ARG001 - asked before any package of the extra is imported
@@ -524,18 +529,34 @@ def doctor(
     try:
         diagnosis = examine(_load(config, messages(), model, plugin_options))
     except ConfigError as error:
-        diagnosis = Diagnosis([("config", str(config))], str(error).splitlines())
+        diagnosis = Diagnosis([("config", str(config or model))], str(error).splitlines())
+    except CheckpointError:
+        # it cannot be asked how to draft; what is wrong with it is told as with any other
+        diagnosis = examine(LLMConfig(model=str(model)))
     show_diagnosis(diagnosis, output())
     raise typer.Exit(diagnosis.exit_code)
 
 
 def _load(
-    file: Path,
+    file: Path | None,
     log: OutputConsole,
     model: Path | None = None,
     plugin_options: Path | None = None,
 ) -> LLMConfig:
-    """Read a config; its author sees each warning as a line."""
+    """Read a config, or take a checkpoint as it is; each warning is a line.
+
+    Raises:
+        ConfigError: the config cannot be.
+        CheckpointError: it is a checkpoint alone, and cannot be asked for its MTP layers.
+    """
+    if file is None:
+        if model is None:
+            raise typer.BadParameter("expected --config FILE or --model DIR")
+        if plugin_options is not None:
+            raise typer.BadParameter("--plugin-options goes with --config alone")
+        from mtp_plugin.executor.asked_config import config_of_checkpoint
+
+        return config_of_checkpoint(str(model), {}, log.write_line)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         settings = load_config(file, model=model, plugin_options=plugin_options)
