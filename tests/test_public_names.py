@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import import_module
@@ -27,6 +28,20 @@ def test_the_pieces_are_there() -> None:
     everything: dict[str, object] = {}
     exec("from mtp_plugin import *", everything)
     assert set(mtp_plugin.__all__) <= set(everything)
+
+
+def test_what_calls_give_is_there() -> None:
+    assert set(mtp_plugin.__all__) >= {"RequestOutput", "StepEvent", "FinishReason"}
+
+
+def test_reasons_are_read_as_text() -> None:
+    reason = mtp_plugin.FinishReason.LENGTH
+    assert reason == "length"
+    assert (str(reason), f"{reason}", f"{reason:>8}") == ("length", "length", "  length")
+    assert json.dumps({reason: [reason]}) == '{"length": ["length"]}'
+    assert {"length": 1}[reason] == 1
+    assert mtp_plugin.FinishReason("length") is reason
+    assert {"stop", "stop_words", "length", "cancelled", "error"} == set(mtp_plugin.FinishReason)
 
 
 def test_a_name_that_nobody_has() -> None:

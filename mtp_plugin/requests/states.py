@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 
+from typing_extensions import override
+
 CUDA_GRAPH_DUMMY_REQUEST_ID = 2**64 - 1
 """Request id of graph-padding rows; hosts that keep one dummy per draft length count down from
 it."""
@@ -26,11 +28,15 @@ class RequestState(IntEnum):
     GENERATION_COMPLETE = 3
 
 
-class FinishReason(Enum):
-    """Why a request ended; the value is what users read."""
+class FinishReason(str, Enum):
+    """Why a request ended; equal to its value, which is what users read."""
 
     END_ID = "stop"
     STOP_WORDS = "stop_words"
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+
+    @override
+    def __str__(self) -> str:
+        return self.value
