@@ -783,7 +783,7 @@ def test_named_errors_are_one_line_each(run: Run, config: Callable[..., str]) ->
             ("-p", "a", "-p", "x" * 600),
             "prompt 2 of 2: the prompt has 600 tokens, max_seq_len is 512",
         ),
-        (("-p", "x", "--stop", ""), "sampling parameters: stop must be a sequence of strings"),
+        (("-p", "x", "--stop", ""), "sampling parameters: stop must be a string or a sequence"),
         (("-p", "x", "--stop", "<eos>"), "request 0: not supported: stop='<eos>' (special tokens"),
     ],
 )

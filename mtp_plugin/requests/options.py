@@ -8,11 +8,13 @@ where a sampler, a verification mode or an op lists its name: see ``served_optio
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from mtp_plugin.errors import RequestError
 
@@ -119,7 +121,8 @@ _FLAG = Values("True or False", lambda value: isinstance(value, bool))
 _ANYTHING = Values("anything", lambda value: True)  # noqa: ARG005
 _IDS = _each("a sequence of token ids >= 0", lambda value: _is_int(value) and value >= 0)
 _TEXTS = _each(
-    "a sequence of strings that are not empty", lambda text: isinstance(text, str) and text != ""
+    "a string or a sequence of strings, none empty",
+    lambda text: isinstance(text, str) and text != "",
 )
 _FINITE = _number(-sys.float_info.max, sys.float_info.max, "a finite number")
 _LOGPROBS = Values(
@@ -152,6 +155,96 @@ def _option(default: Any, values: Values, about: str, *host: str, **more: Any) -
     )
 
 
+_NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "additional_model_outputs": (None,),
+    "apply_batched_logits_processor": (False,),
+    "beam_search_diversity_rate": (None, 0),
+    "beam_width_array": (None,),
+    "detokenize": (True,),
+    "early_stopping": (None, False),
+    "end_id": (None,),
+    "exclude_input_from_output": (True,),
+    "extra_args": (None,),
+    "pad_id": (None,),
+    "return_context_logits": (False,),
+    "return_encoder_output": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None,),
+}
+"""Options of other engines alone, with the values that ask for what is done here."""
+
+_WRITTEN_HERE: Mapping[str, str] = {
+    "do_sample": "temperature, where 0 is greedy",
+    "eos_token_id": "stop_token_ids",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens, which counts the output alone",
+    "num_beams": "use_beam_search",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_words": "stop",
+    "top_logprobs": "logprobs",
+}
+"""Options of other engines and what stands for them here."""
+
+_Made = TypeVar("_Made")
+
+
+def _checks_names(made: type[_Made]) -> type[_Made]:
+    """Let a dataclass look over the names that it is made with; its signature stays."""
+    make: Callable[..., None] = made.__init__
+
+    @functools.wraps(make)
+    def checked(self: _Made, /, *arguments: Any, **given: Any) -> None:
+        make(self, *arguments, **_named_here(given))
+
+    made.__init__ = checked  # type: ignore[assignment]
+    return made
+
+
+def _named_here(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of the table among those given, where the others change nothing.
+
+    Raises:
+        RequestError: naming every option that there is not, or that is given under two names with
+            different values.
+    """
+    problems = []
+    for name in [name for name in given if name not in _DEFAULTS]:
+        value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
+        if neutral is None:
+            problems.append(f"{name}: unknown option; {_advice(name)}")
+        elif value not in neutral:
+            expected = " or ".join(map(repr, neutral))
+            problems.append(
+                f"{name}: expected {expected}, as nothing else is served, got {value!r}"
+            )
+    for name, option in OPTIONS.items():
+        for other in option.elsewhere:
+            ours, theirs = given.get(name), given.get(other)
+            if not (theirs is None or option.is_neutral(ours) or ours == theirs):
+                problems.append(
+                    f"{other}={theirs!r} is {name} under another name, and {name}={ours!r} stands "
+                    f"beside it"
+                )
+    if problems:
+        raise RequestError("sampling parameters: " + "; ".join(problems))
+    return {name: value for name, value in given.items() if name in _DEFAULTS}
+
+
+def _advice(name: str) -> str:
+    """What to write instead of an unknown option."""
+    if name in _WRITTEN_HERE:
+        return f"write {_WRITTEN_HERE[name]}"
+    close = difflib.get_close_matches(name, [*_DEFAULTS, *_NEUTRAL_ELSEWHERE], n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(OPTIONS)}"
+
+
+@_checks_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What a user asks of one request.
@@ -160,7 +253,7 @@ class SamplingParams:
     does none of these and no ``min_p``; an unset temperature beside one of the others is 1.
 
     Raises:
-        RequestError: naming every value that cannot be.
+        RequestError: naming every value that cannot be, and every name that there is not.
     """
 
     # ---- when it ends
@@ -434,24 +527,13 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _take_over_other_names(self) -> None:
-        """Move what was given under another engine's name to ours.
-
-        Raises:
-            RequestError: both names were given.
-        """
+        """Move what was given under another engine's name to ours."""
         for name, option in OPTIONS.items():
             for other in option.elsewhere:
                 value = vars(self)[other]
-                if value is None:
-                    continue
-                ours = vars(self)[name]
-                if ours not in (None, _DEFAULTS[name]) and ours != value:
-                    raise RequestError(
-                        f"sampling parameters: {other}={value!r} is {name} under another name, and "
-                        f"{name}={ours!r} stands beside it"
-                    )
-                self._set(name, value)
-                self._set(other, None)
+                if value is not None:
+                    self._set(name, value)
+                    self._set(other, None)
 
     @property
     def is_greedy(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import re
@@ -109,7 +110,7 @@ class Refused(NamedTuple):
 
 
 SEQUENCE_OF_IDS = "a sequence of token ids >= 0"
-SEQUENCE_OF_STRINGS = "a sequence of strings that are not empty"
+SEQUENCE_OF_STRINGS = "a string or a sequence of strings, none empty"
 WORDS = "a sequence of strings, or of sequences of token ids, none empty"
 BIAS = "a mapping of token ids >= 0 to finite numbers"
 SEEDS = "an integer from -2**63 to 2**64 - 1"
@@ -242,15 +243,60 @@ def test_all_wrong_values_are_named_at_once() -> None:
         SamplingParams(max_new_tokens=0, stop=("x", 3), temperature=-1, n=0)  # type: ignore[arg-type]
     assert str(caught.value).split("; ") == [
         "sampling parameters: max_new_tokens must be an integer >= 1, got 0",
-        "stop must be a sequence of strings that are not empty, got ('x', 3)",
+        "stop must be a string or a sequence of strings, none empty, got ('x', 3)",
         "temperature must be a number >= 0, got -1",
         "n must be an integer >= 1, got 0",
     ]
 
 
-def test_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="no_repeat_ngrams"):
-        SamplingParams(no_repeat_ngrams=2)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_token": 3}, "max_token: unknown option; did you mean max_tokens?"),
+        ({"max_newtokens": 3}, "max_newtokens: unknown option; did you mean max_new_tokens?"),
+        ({"Temperature": 1}, "Temperature: unknown option; did you mean temperature?"),
+        ({"skip_special_token": 1}, "skip_special_token: unknown option; did you mean"),
+        ({"max_length": 9}, "max_length: unknown option; write max_new_tokens, which counts"),
+        ({"stop_sequences": "x"}, "stop_sequences: unknown option; write stop"),
+        ({"zzz": 1}, "zzz: unknown option; expected one of max_new_tokens, min_tokens, "),
+        ({"topp": 0.9, "topk": 3}, "topp: unknown option; did you mean top_p?; topk: unknown"),
+    ],
+    ids=str,
+)
+def test_an_unknown_option_says_which_one_was_meant(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(told)}"):
+        SamplingParams(**options)
+
+
+def test_the_signature_is_that_of_the_table() -> None:
+    names = list(inspect.signature(SamplingParams).parameters)
+    assert names == [field.name for field in dataclasses.fields(SamplingParams)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"skip_special_tokens": True, "detokenize": True, "spaces_between_special_tokens": True},
+        {"end_id": None, "pad_id": None, "early_stopping": False, "extra_args": None},
+        {"beam_search_diversity_rate": 0.0, "return_context_logits": False},
+    ],
+    ids=str,
+)
+def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> None:
+    assert SamplingParams(**options, max_tokens=3) == SamplingParams(max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("skip_special_tokens", False, "expected True, as nothing else is served, got False"),
+        ("end_id", 3, "expected None, as nothing else is served, got 3"),
+        ("early_stopping", True, "expected None or False, as nothing else is served, got True"),
+    ],
+)
+def test_what_else_other_engines_have_is_refused(name: str, value: Any, told: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling parameters: {name}: {told}$"):
+        SamplingParams(**{name: value})
 
 
 def test_lists_and_none_are_as_good_as_tuples() -> None:
@@ -463,6 +509,9 @@ def test_the_names_of_other_engines(name: str, other: str) -> None:
 def test_a_name_given_twice() -> None:
     assert SamplingParams(seed=3, random_seed=3).seed == 3
     assert SamplingParams(max_new_tokens=9, max_tokens=9).max_new_tokens == 9
+    assert SamplingParams(max_tokens=9).max_new_tokens == 9
+    with pytest.raises(RequestError, match="max_tokens=9 is max_new_tokens under another name"):
+        SamplingParams(max_new_tokens=128, max_tokens=9)  # also where ours is the default
 
 
 # --- what changes nothing ---
