@@ -78,6 +78,7 @@ class Admission:
                     raise
                 why = str(error).removeprefix(f"request {request_id}: ")
                 raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
+            request.prompt_index = number - 1
             requests.append(request)
         return requests
 

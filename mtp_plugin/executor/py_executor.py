@@ -30,6 +30,8 @@ class StepEvent(NamedTuple):
     """What must be said of the text; None: it is the target's own."""
     logprobs: Logprobs | None = None
     """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
+    prompt_index: int = 0
+    """The prompt's place among those of its call, from 0."""
 
     @property
     def text(self) -> str:
@@ -244,6 +246,7 @@ class PyExecutor:
             request.finish_reason,
             request.py_acceptance.label,
             logprobs,
+            request.prompt_index,
         )
 
     def _terminate(self, request: LlmRequest) -> None:

@@ -32,6 +32,8 @@ class LlmRequest:
     ) -> None:
         self.request_id = request_id
         self.py_request_id = request_id
+        self.prompt_index = 0
+        """The prompt's place among those of its call."""
         self.params = params
         self.text = text
         self.tokens = list(prompt_token_ids)

@@ -210,3 +210,15 @@ def test_a_failed_step_tells_no_results(bed, target, prompts) -> None:
     wrap_worker(llm, lambda _: worker)
     (again,) = start(llm, prompts[:1])
     assert tokens_of(run(llm), again) == target.greedy(prompts[0], 12)
+
+
+def test_events_name_their_prompts_place(bed, target, prompts) -> None:
+    llm = bed.llm()
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    llm.generate([[1], [2]], params)
+    tokens: dict[int, list[int]] = {}
+    for events in llm.stream(prompts, params):
+        for event in events:
+            assert event.request_id == event.prompt_index + 2
+            tokens.setdefault(event.prompt_index, []).extend(event.token_ids)
+    assert tokens == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}
