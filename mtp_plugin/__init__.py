@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
     from mtp_plugin.executor import LLM as LLM
+    from mtp_plugin.executor import RequestHandle as RequestHandle
     from mtp_plugin.executor import RequestOutput as RequestOutput
     from mtp_plugin.executor import StepEvent as StepEvent
     from mtp_plugin.plugin import DraftPlan as DraftPlan
@@ -42,6 +43,7 @@ _ROOMS = {
     "MTPSampler": "speculative.sampler",
     "MTPSpecMetadata": "speculative.metadata",
     "MTPWorker": "speculative.drafting",
+    "RequestHandle": "executor",
     "RequestOutput": "executor",
     "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
@@ -65,6 +67,7 @@ __all__ = [
     "MTPSampler",
     "MTPSpecMetadata",
     "MTPWorker",
+    "RequestHandle",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeDecodingMode",

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
 from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
+
+
+class Told:
+    """All that steps gave a request, kept for any number of readers."""
+
+    def __init__(self) -> None:
+        self.results: list[StepResults] = []
+        self.wakes: list[Callable[[], None]] = []
+        """Called behind every result, in the thread that steps."""
+
+    def put(self, results: StepResults) -> None:
+        """Keep results, and wake who waits for some."""
+        self.results.append(results)
+        for wake in self.wakes.copy():
+            wake()
 
 
 class AsyncSteps:
@@ -51,6 +67,40 @@ class AsyncSteps:
             while self._dispatcher.holds([request]):
                 await asyncio.to_thread(self._dispatcher.advance)
 
+    async def read(
+        self,
+        told: Told,
+        owner: object,  # noqa: ARG002 - it lives as long as the iteration
+    ) -> AsyncIterator[StepEvent]:
+        """All events of a request, from its first to its last; leaving early changes nothing."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits there
+                loop.call_soon_threadsafe(arrived.put_nowait, [])
+
+        told.wakes.append(wake)
+        try:
+            number, finished = 0, False
+            while not finished:
+                while number == len(told.results):
+                    await self._driven(arrived)
+                for event in events_of(told.results[number]):
+                    finished = event.finish_reason is not None
+                    yield event
+                number += 1
+        finally:
+            told.wakes.remove(wake)
+
+    def begin(self) -> None:
+        """Step what was handed in, where an event loop runs; elsewhere who waits for it does."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        self._driver_of(loop)
+
     async def _driven(self, arrived: asyncio.Queue[StepResults | None]) -> StepResults:
         """The next results, while some task of the event loop steps; another one where it ended."""
         loop = asyncio.get_running_loop()
@@ -59,11 +109,7 @@ class AsyncSteps:
             arrived.put_nowait(None)
 
         while True:
-            driver = self._drivers.get(loop)
-            if driver is None or driver.done():
-                driver = loop.create_task(self._drive())
-                driver.add_done_callback(self._forget_driver)
-                self._drivers[loop] = driver
+            driver = self._driver_of(loop)
             driver.add_done_callback(wake)
             try:
                 results = await arrived.get()
@@ -71,6 +117,14 @@ class AsyncSteps:
                 driver.remove_done_callback(wake)
             if results is not None:
                 return results
+
+    def _driver_of(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
+        driver = self._drivers.get(loop)
+        if driver is None or driver.done():
+            driver = loop.create_task(self._drive())
+            driver.add_done_callback(self._forget_driver)
+            self._drivers[loop] = driver
+        return driver
 
     def _forget_driver(self, driver: asyncio.Task[None]) -> None:
         """A task holds its loop, which could not go while the task is kept for it."""

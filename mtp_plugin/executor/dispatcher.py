@@ -71,11 +71,15 @@ class Dispatcher:
 
     def cancel(self, requests: Sequence[LlmRequest]) -> None:
         """End those requests that have not finished; their results say so."""
-        self._line += [
-            partial(self._executor.cancel, request.request_id)
-            for request in requests
-            if request.request_id in self._callbacks
-        ]
+        for request in requests:
+            self.cancel_id(request.request_id)
+
+    def cancel_id(self, request_id: int) -> bool:
+        """The same by the id of one; False: none that was handed in here has it any more."""
+        if request_id not in self._callbacks:
+            return False
+        self._line.append(partial(self._executor.cancel, request_id))
+        return True
 
     def holds(self, requests: Sequence[LlmRequest]) -> bool:
         """Whether one of the requests has resources, or will get some."""
@@ -91,7 +95,7 @@ class Dispatcher:
             return
         while self.holds(requests):
             self.advance()
-        self._drain()
+        self.drain()
 
     def advance(self) -> None:
         """Run one step and hand every caller its results. A failure is the result of all whose
@@ -130,7 +134,7 @@ class Dispatcher:
             self._tell_all(ExecutorError("the executor was shut down"))
         self._hand_out(events)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Finish a step that is still running when nobody waits any more."""
         while not self._callbacks and self.has_work:
             self.advance()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config
 from mtp_plugin.executor.async_steps import AsyncSteps
 from mtp_plugin.executor.build import Progress, build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
+from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.py_executor import StepEvent
@@ -137,7 +139,8 @@ class LLM:
     ) -> Iterator[list[StepEvent]]:
         """The events of every executor step; an event carries 0 to K+1 tokens of one request.
 
-        Request ids number the prompts in order, counted on over the life of the object. Closing the
+        ``prompt_index`` of an event is its prompt's place among these, from 0; request ids count
+        on over the life of the object. Closing the
         iterator cancels what is unfinished and gives its resources back. Other calls may run
         between two steps; what they make this one's requests gain comes with its next steps.
         """
@@ -158,22 +161,37 @@ class LLM:
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> tuple[list[int], str]:
-        """Token ids and text of one prompt, run beside others.
+    ) -> RequestOutput:
+        """The output of one prompt, run beside others; cancelling the task ends its request.
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
             ExecutorError: the request ended with an error.
         """
         (request,) = self._admission.make_batch([prompt], sampling_params)
-        ids: list[int] = []
-        text = ""
-        async for event in self._async_steps.run(request, self):
-            ids += event.token_ids
-            text += event.text
-        if request.error is not None:
-            raise ExecutorError(f"request {request.request_id}: {request.error}")
-        return ids, text
+        async for _ in self._async_steps.run(request, self):
+            pass
+        return RequestOutput.of_success(request)
+
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> RequestHandle:
+        """Hand one prompt in, to be read, waited for or ended by its handle.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing was started.
+            ExecutorError: the executor was shut down.
+        """
+        (request,) = self._admission.make_batch([prompt], sampling_params)
+        return RequestHandle(request, self._dispatcher, self._async_steps, self)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request of any call, from any thread; never waits.
+
+        Its last event or output says ``cancelled``, and its resources come back, with the next
+        step. False: nothing of that id runs or waits.
+        """
+        return self._dispatcher.cancel_id(request_id)
 
     def shutdown(self) -> None:
         """Cancel everything and give every resource back, with the memory of KV cache and graphs;
@@ -186,6 +204,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    async def __aenter__(self) -> LLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # a step that runs is waited for, and the event loop goes on
+        await asyncio.to_thread(self.shutdown)
 
     # ---- requests ---------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.states import FinishReason
@@ -50,6 +50,18 @@ class RequestOutput:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )
+
+    @classmethod
+    def of_success(cls, request: LlmRequest) -> Self:
+        """The output of a request that ended without an error.
+
+        Raises:
+            ExecutorError: it ended with one.
+            RequestError: it has not finished.
+        """
+        if request.error is not None:
+            raise ExecutorError(f"request {request.request_id}: {request.error}")
+        return cls.of(request)
 
     @property
     def label(self) -> Label | None:

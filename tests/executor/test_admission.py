@@ -310,6 +310,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
     "generate": lambda llm: llm.generate([[1]]),
     "stream": lambda llm: next(llm.stream([[1]])),
     "stream_async": lambda llm: asyncio.run(llm.generate_async([1])),
+    "submit": lambda llm: llm.submit([1]),
     "step": lambda llm: llm.executor.step(),
     "enqueue": lambda llm: llm.executor.enqueue(llm.make_request([1], SamplingParams())),
 }

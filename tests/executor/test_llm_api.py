@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import random
 import threading
@@ -356,19 +357,23 @@ def test_async_streams_share_batches(bed, target, prompts, no_overlap) -> None:
 
     llm.executor.scheduler.schedule = watched  # type: ignore[method-assign]
 
-    async def main() -> list[tuple[list[int], str]]:
+    async def main() -> list[RequestOutput]:
         return await asyncio.gather(*(llm.generate_async(p, greedy()) for p in prompts))
 
     outputs = asyncio.run(main())
-    assert [ids for ids, _ in outputs] == [target.greedy(p, 12) for p in prompts]
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
     assert max(sizes) == len(prompts)
     assert_drained(llm)
 
 
-def test_async_text_is_the_full_text(bed) -> None:
+def test_an_async_output_is_that_of_generate(bed) -> None:
     llm = bed.llm(tokenizer=Pieces())
     (output,) = llm.generate([[4, 5]], greedy(20))
-    assert asyncio.run(llm.generate_async([4, 5], greedy(20))) == (output.token_ids, output.text)
+    again = asyncio.run(llm.generate_async([4, 5], greedy(20)))
+    assert again == dataclasses.replace(
+        output, request_id=output.request_id + 1, acceptance=again.acceptance
+    )
+    assert again.acceptance.emitted == output.acceptance.emitted == 19
 
 
 def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
@@ -382,7 +387,7 @@ def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
             if second is None:
                 second = asyncio.create_task(llm.generate_async(prompts[4], greedy(8)))
         assert second is not None
-        return first, (await second)[0]
+        return first, (await second).token_ids
 
     first, second = asyncio.run(main())
     assert first == target.greedy(prompts[3], 20)
@@ -400,8 +405,8 @@ def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, no_over
                 break
 
     async def main() -> list[int]:
-        _, (ids, _) = await asyncio.gather(leave(), llm.generate_async(prompts[4], greedy()))
-        return ids
+        _, output = await asyncio.gather(leave(), llm.generate_async(prompts[4], greedy()))
+        return output.token_ids
 
     assert asyncio.run(main()) == target.greedy(prompts[4], 12)
     assert_drained(llm)
@@ -439,7 +444,8 @@ def test_the_end_of_an_event_loop_frees_what_runs(bed, target, prompts) -> None:
 
     asyncio.run(abandon())
     assert_drained(llm)
-    assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+    again = asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert again.token_ids == target.greedy([1, 2], 12)
 
 
 def test_generate_while_async_streams_run(bed, target, prompts) -> None:
@@ -450,7 +456,7 @@ def test_generate_while_async_streams_run(bed, target, prompts) -> None:
         await asyncio.sleep(0)
         here = llm.generate([prompts[4]], greedy())[0].token_ids
         outputs = await asyncio.to_thread(llm.generate, [prompts[5]], greedy())
-        return (await other)[0], here, outputs[0].token_ids
+        return (await other).token_ids, here, outputs[0].token_ids
 
     assert asyncio.run(main()) == (
         target.greedy(prompts[3], 30),
@@ -548,7 +554,8 @@ def test_a_failing_step_reaches_every_async_stream(bed, target, prompts, step) -
     assert [type(result) for result in results] == [RuntimeError] * 4
     assert_drained(llm)
     wrap_worker(llm, lambda _: worker)
-    assert asyncio.run(llm.generate_async([1, 2], greedy()))[0] == target.greedy([1, 2], 12)
+    again = asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert again.token_ids == target.greedy([1, 2], 12)
 
 
 def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
@@ -613,7 +620,7 @@ def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, no_
     assert str(failed) == (
         f"request {number}: the tokenizer cannot decode token {token}: ValueError: no such piece"
     )
-    assert [ids for ids, _ in results] == texts[:number] + texts[number + 1 :]
+    assert [o.token_ids for o in results] == texts[:number] + texts[number + 1 :]
     assert_drained(llm)
 
 
@@ -681,7 +688,7 @@ def test_who_comes_while_a_step_fails_is_served(bed, target) -> None:
 
     failed, served = asyncio.run(main())
     assert isinstance(failed, RuntimeError)
-    assert served[0] == target.greedy([4, 5], 30)
+    assert served.token_ids == target.greedy([4, 5], 30)
     assert_drained(llm)
 
 
@@ -689,14 +696,14 @@ def test_a_task_that_steps_may_be_cancelled(bed, target) -> None:
     """As by who cancels every task it does not know; another one steps on."""
     llm = bed.llm()
 
-    async def main() -> tuple[list[int], str]:
+    async def main() -> RequestOutput:
         call = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(60)))
         await asyncio.sleep(0.02)
         for task in asyncio.all_tasks() - {asyncio.current_task(), call}:
             task.cancel()
         return await asyncio.wait_for(call, 30)
 
-    assert asyncio.run(main())[0] == target.greedy([1, 2, 3], 60)
+    assert asyncio.run(main()).token_ids == target.greedy([1, 2, 3], 60)
     assert_drained(llm)
 
 

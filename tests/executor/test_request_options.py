@@ -283,8 +283,7 @@ def test_one_refused_request_leaves_the_others_alone(bed, target, prompts) -> No
 
     async def ask(place: int) -> list[int]:
         wrong = {"n": 2, "stop_token_ids": [VOCAB]} if place == 1 else {}
-        tokens, _ = await llm.generate_async(prompts[place], greedy(**wrong))
-        return tokens
+        return (await llm.generate_async(prompts[place], greedy(**wrong))).token_ids
 
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*map(ask, range(4)), return_exceptions=True)
