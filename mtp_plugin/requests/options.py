@@ -12,9 +12,9 @@ import difflib
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mtp_plugin.errors import RequestError
 
@@ -155,6 +155,27 @@ def _option(default: Any, values: Values, about: str, *host: str, **more: Any) -
     )
 
 
+_Read = TypeVar("_Read", covariant=True)
+_Given = TypeVar("_Given", contravariant=True)
+
+if TYPE_CHECKING:
+
+    class _As(Generic[_Read, _Given]):
+        """To a checker: a field that takes more than it gives back."""
+
+        def __get__(self, owner: object, kind: object) -> _Read: ...
+        def __set__(self, owner: object, value: _Given) -> None: ...
+
+    _Ids = _As[tuple[int, ...], Sequence[int] | None]
+    _IdsOrNone = _As[tuple[int, ...] | None, Sequence[int] | None]
+    _Texts = _As[tuple[str, ...], str | Sequence[str] | None]
+    _Words = _As[tuple[str | tuple[int, ...], ...], str | Sequence[str | Sequence[int]] | None]
+else:
+    _Ids = tuple[int, ...]
+    _IdsOrNone = tuple[int, ...] | None
+    _Texts = tuple[str, ...]
+    _Words = tuple[str | tuple[int, ...], ...]
+
 _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "additional_model_outputs": (None,),
@@ -274,8 +295,8 @@ class SamplingParams:
         edits_logits=True,
         column=int,
     )
-    stop_token_ids: tuple[int, ...] = _option((), _IDS, "ids that end the text and stand in it")
-    stop: tuple[str, ...] = _option((), _TEXTS, "strings that end the text and are cut off it")
+    stop_token_ids: _Ids = _option((), _IDS, "ids that end the text and stand in it")
+    stop: _Texts = _option((), _TEXTS, "strings that end the text and are cut off it")
     include_stop_str_in_output: bool = _option(
         False, _FLAG, "leave the stop string that ended the text in it"
     )
@@ -413,10 +434,10 @@ class SamplingParams:
         edits_logits=True,
         elsewhere=("embedding_bias",),
     )
-    allowed_token_ids: tuple[int, ...] | None = _option(
+    allowed_token_ids: _IdsOrNone = _option(
         None, _unset_or(_IDS), "no other ids are written", edits_logits=True
     )
-    bad_words: tuple[str | tuple[int, ...], ...] = _option(
+    bad_words: _Words = _option(
         (),
         _each("a sequence of strings, or of sequences of token ids, none empty", _is_word),
         "words that are never written",
@@ -426,9 +447,7 @@ class SamplingParams:
         edits_logits=True,
         elsewhere=("bad",),
     )
-    bad_token_ids: tuple[int, ...] = _option(
-        (), _IDS, "ids that are never written", edits_logits=True
-    )
+    bad_token_ids: _Ids = _option((), _IDS, "ids that are never written", edits_logits=True)
     # ---- what is told beside the text
     logprobs: int | None = _option(
         None,

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import re
+import typing
 from typing import Any, NamedTuple
 
 import pytest
@@ -300,13 +301,19 @@ def test_what_else_other_engines_have_is_refused(name: str, value: Any, told: st
 
 
 def test_lists_and_none_are_as_good_as_tuples() -> None:
-    params = SamplingParams(stop=["a"], stop_token_ids=[3], bad_words=[])  # type: ignore[arg-type]
+    params = SamplingParams(stop=["a"], stop_token_ids=[3], bad_words=[])
     assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (3,), ())
     assert params.unsupported(SERVED) == []
-    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()  # type: ignore[arg-type]
-    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
-    words = SamplingParams(bad_words=["a b", [3, 4]]).bad_words  # type: ignore[arg-type]
+    assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
+    assert SamplingParams(stop="ab").stop == ("ab",)
+    words = SamplingParams(bad_words=["a b", [3, 4]]).bad_words
     assert words == ("a b", (3, 4))
+
+
+def test_a_field_has_one_type_at_run_time() -> None:
+    hints = typing.get_type_hints(SamplingParams)
+    assert hints["stop"] == tuple[str, ...]
+    assert hints["allowed_token_ids"] == tuple[int, ...] | None
 
 
 def test_frozen() -> None:
