@@ -1230,6 +1230,27 @@ def test_output_that_cannot_be_written_is_one_line(
     assert "Traceback" not in ended.stderr.decode()
 
 
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("--help >/dev/full", "the output cannot be written: No space left on device"),
+        ("bench soak --help >/dev/full", "the output cannot be written: No space left on device"),
+        ("--version >&-", "standard output is closed; /dev/null takes what nobody reads"),
+        ("generate -c x.yaml >&-", "standard output is closed; /dev/null takes what nobody reads"),
+    ],
+)
+def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m mtp_plugin {way}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stderr.decode() == f"error: {message}\n"
+    assert ended.returncode == 1
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_document_that_nobody_reads_ends_the_process_quietly(
     config: Callable[..., str], stream: str

@@ -1,11 +1,9 @@
-"""What a run leaves: a table, a JSON document, a plot."""
+"""What a run tells: a table, a JSON document, a plot."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from mtp_plugin.errors import expect
-from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.files import written_whole
 from mtp_plugin.tools.bench.machine import Ceilings
 from mtp_plugin.tools.bench.measure import Outcome, floor_us
 from mtp_plugin.tools.bench.timing import Times
@@ -116,54 +113,6 @@ def document(
     }
 
 
-def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path | None:
-    """Where the results go; None: nowhere, since a lesser run replaces no published file.
-
-    Args:
-        is_full: on a GPU, and neither quick nor a choice of cases.
-
-    Raises:
-        BenchmarkError: a file that cannot be written.
-    """
-    path = default if output is None and is_full else output
-    if path is not None:
-        check_writable(path)
-    return path
-
-
-def stored_line(path: Path | None) -> str:
-    """What a run says of its results at the end."""
-    if path is None:
-        return "results are not written: without a GPU or with --quick they need an --output"
-    return f"results: {path}"
-
-
-def check_writable(path: Path) -> None:
-    """Make the folders that lead to a document, before anything is measured for it.
-
-    Raises:
-        BenchmarkError: they cannot be made or written to.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchmarkError(f"--output: {path} cannot be written: {error}") from error
-    expect(not path.is_dir(), BenchmarkError, f"--output: {path} is a folder, expected a file")
-    expect(
-        os.access(path if path.exists() else path.parent, os.W_OK),
-        BenchmarkError,
-        f"--output: {path} cannot be written",
-    )
-
-
-def store(path: Path | None, content: dict[str, Any]) -> None:
-    """Write the document, and the folders that lead there; without a path nothing."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def plot(path: Path, outcomes: list[Outcome], ceilings: Ceilings) -> str:
     """Time over batch size against the byte floor, where matplotlib is there; says what it did."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -193,7 +142,8 @@ def plot(path: Path, outcomes: list[Outcome], ceilings: Ceilings) -> str:
     for axis in axes.flat[len(lines) :]:
         axis.remove()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=120)
     pyplot.close(figure)
     return f"plot: {path}"
 

@@ -6,29 +6,23 @@ import os
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.tools.bench.files import results_file, store, stored_line
 from mtp_plugin.tools.bench.machine import describe_machine, measure_ceilings
 from mtp_plugin.tools.bench.measure import Bench, Outcome
-from mtp_plugin.tools.bench.report import (
-    document,
-    heading,
-    plot,
-    results_file,
-    results_table,
-    store,
-    stored_line,
-)
+from mtp_plugin.tools.bench.report import document, heading, plot, results_table
 from mtp_plugin.tools.bench.suites import Options, cases_of
+from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
 
 SAMPLES, QUICK_SAMPLES, CPU_SAMPLES = 50, 20, 3
 _NARROWEST = 150
 
 
 def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bool) -> int:
-    """Measure the cases of ``kind``; the exit code is 1 where a result did not match.
+    """Measure the cases of ``kind``; the exit code is 1 where a result did not match, 130 where an
+    interrupt left some out.
 
     Args:
         folder: where the results of a full run go unless ``path`` names their file.
@@ -54,15 +48,20 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     samples = CPU_SAMPLES if cpu else QUICK_SAMPLES if options.quick else SAMPLES
     ceilings = measure_ceilings(device) if device.type == "cuda" else None
     bench = Bench(measured, Backend.TORCH, device, samples=samples)
-    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    log = OutputConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
     outcomes: list[Outcome] = []
-    for number, case in enumerate(cases, start=1):
-        log.print(f"{number}/{len(cases)} {case.label}")
-        outcomes.append(bench.measure(case))
-        complete = number == len(cases)
-        # what is there stays there if a later case takes the process down
-        store(path, document(kind, machine, measured.value, ceilings, outcomes, complete=complete))
-    out = Console(highlight=False, markup=False)
+    complete = False
+    try:
+        for number, case in enumerate(cases, start=1):
+            log.print(f"{number}/{len(cases)} {case.label}")
+            outcomes.append(bench.measure(case))
+            complete = number == len(cases)
+            # what is there stays there if a later case takes the process down
+            told = document(kind, machine, measured.value, ceilings, outcomes, complete=complete)
+            store(path, told)
+    except KeyboardInterrupt:
+        log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
+    out = OutputConsole(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = max(out.width, _NARROWEST)
     for line in heading(machine, measured.value, ceilings):
@@ -77,6 +76,8 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
         if path is not None:
             out.print(plot(path.with_suffix(".png"), outcomes, ceilings), soft_wrap=True)
     out.print(stored_line(path), soft_wrap=True)
+    if not complete:
+        return INTERRUPTED
     return 0 if all(outcome.matched for outcome in outcomes) else 1
 
 

@@ -82,6 +82,13 @@ def messages() -> OutputConsole:
     return OutputConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
+def require_output() -> None:
+    """End the process where standard output is closed: what it has to say would be lost."""
+    if sys.stdout is None:
+        show_error(OSError("standard output is closed; /dev/null takes what nobody reads"))
+        raise SystemExit(UNWRITABLE)
+
+
 def tolerate_odd_characters() -> None:
     """Let output that a terminal's encoding lacks appear spelled out instead of failing."""
     for stream in (sys.stdout, sys.stderr):

@@ -16,7 +16,7 @@ from mtp_plugin.speculative.verification import draft_rules
 from mtp_plugin.tools.bench import op_cases, run
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import RESULTS, app, main
-from mtp_plugin.tools.bench.report import results_file
+from mtp_plugin.tools.bench.files import results_file
 from mtp_plugin.tools.bench.step_cases import step_cases
 from mtp_plugin.tools.bench.suites import Options, cases_of
 
@@ -80,6 +80,24 @@ def test_full_runs_go_to_the_published_results_others_where_asked(tmp_path) -> N
     assert results_file(None, default, is_full=True) == default
     assert results_file(None, default, is_full=False) is None
     assert all(results_file(asked, default, is_full=yes) == asked for yes in (True, False))
+
+
+def test_an_interrupt_keeps_what_is_measured(bench, monkeypatch) -> None:
+    honest, seen = run.Bench.measure, []
+
+    def measure(self, case):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(case)
+        return honest(self, case)
+
+    monkeypatch.setattr(run.Bench, "measure", measure)
+    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    assert result.exit_code == 130
+    assert "interrupted: 1 of 2 cases are measured" in result.stderr
+    assert told["complete"] is False
+    assert len(told["cases"]) == 1
+    assert "accept/strict" in result.stdout
 
 
 def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:

@@ -39,6 +39,7 @@ from mtp_plugin.tools.bench.e2e.outcome import AskOutcome, E2EOutcome, Phases, S
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.tools.bench.e2e.prompts import make_prompts
 from mtp_plugin.tools.bench.e2e.subject import Subject
+from mtp_plugin.tools.bench.files import TRACE, check_trace, written_whole
 from mtp_plugin.tools.bench.timing import Times
 
 T = TypeVar("T")
@@ -399,7 +400,6 @@ class E2EBench:
     def _write_trace(self, llm: LLM, case: E2ECase, file: Path) -> None:
         """A chrome trace of a few generating steps; the label stands in the file's name."""
         path = file.with_name(f"{file.stem}-{case.label.replace('/', '-')}{file.suffix or '.json'}")
-        path.parent.mkdir(parents=True, exist_ok=True)
         batch = Batch(llm, self.prompts(case.batch), self.options.output_tokens)
         batch.start()
         while batch.is_running and not batch.is_steady:
@@ -414,7 +414,9 @@ class E2EBench:
                         batch.step()
             synchronize(self.subject.device)
         batch.cancel()
-        profile.export_chrome_trace(str(path))
+        with written_whole(path, TRACE) as beside:
+            profile.export_chrome_trace(str(beside))
+            check_trace(beside)
         self.traces.append(str(path))
 
 

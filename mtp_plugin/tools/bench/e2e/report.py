@@ -1,4 +1,4 @@
-"""What a run leaves: a table, a JSON document, a plot."""
+"""What a run tells: a table, a JSON document, a plot."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES
 from mtp_plugin.tools.bench.e2e.subject import Subject
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome
+from mtp_plugin.tools.bench.files import written_whole
 from mtp_plugin.tools.bench.report import HOST_BOUND_MARK, NOT_A_BENCHMARK, number, spread
 
 TIMED = (
@@ -273,7 +274,8 @@ def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
     note = "" if all(o.synthetic is None for o, _ in told) else ", synthetic acceptance"
     figure.suptitle(f"{subject.name}{note}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=120)
     pyplot.close(figure)
     return f"plot: {path}"
 

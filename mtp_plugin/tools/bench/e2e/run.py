@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from mtp_plugin.errors import expect
 from mtp_plugin.executor.resolved_config import resolve_device
 from mtp_plugin.tools.bench.case import BenchmarkError
@@ -23,8 +21,9 @@ from mtp_plugin.tools.bench.e2e.report import (
 )
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome, measure_transformers
+from mtp_plugin.tools.bench.files import TRACE, check_writable, results_file, store, stored_line
 from mtp_plugin.tools.bench.machine import describe_machine
-from mtp_plugin.tools.bench.report import results_file, store, stored_line
+from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
 
 GENERATE_PROMPTS, QUICK_GENERATE_PROMPTS = 4, 1
 _NARROWEST = 170
@@ -42,13 +41,15 @@ def run(
     trace: Path | None,
     tie_ulps: float | None,
 ) -> int:
-    """Measure one model; the exit code is 1 where a case did not match.
+    """Measure one model; the exit code is 1 where a case did not match, 130 where an interrupt left
+    some out.
 
     Args:
         folder: where the results of a full run go unless ``path`` names their file.
 
     Raises:
-        BenchmarkError: options that no case fits, or not exactly one model.
+        BenchmarkError: options that no case fits, not exactly one model, or a file that cannot be
+            written.
     """
     expect(
         (checkpoint is None) != (shape is None),
@@ -56,7 +57,7 @@ def run(
         "bench e2e: expected either --model or --shape",
     )
     options.check()
-    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    log = OutputConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
     place = resolve_device(device)
     fused = place.type == "cuda" if options.fused is None else options.fused
     if checkpoint is not None:
@@ -72,6 +73,8 @@ def run(
     default = folder / f"e2e-{subject.name}{kinds}.json"
     is_full = place.type == "cuda" and not (options.quick or options.only)
     path = results_file(path, default, is_full=is_full)
+    if trace is not None:
+        check_writable(trace, TRACE)
     machine = describe_machine(place)
     outcomes: list[E2EOutcome] = []
     beside: GenerateOutcome | None = None
@@ -91,15 +94,22 @@ def run(
         )
         store(path, content)
 
-    for number, case in enumerate(cases, start=1):
-        log.print(f"{number}/{len(cases)} {case.label}")
-        outcomes.append(bench.measure(case))
-        write(complete=False)
-    if options.transformers and checkpoint is not None:
-        log.print("transformers' generate")
-        beside = _beside(subject, options, bench)
-    write(complete=True)
+    complete = False
+    try:
+        for number, case in enumerate(cases, start=1):
+            log.print(f"{number}/{len(cases)} {case.label}")
+            outcomes.append(bench.measure(case))
+            write(complete=False)
+        if options.transformers and checkpoint is not None:
+            log.print("transformers' generate")
+            beside = _beside(subject, options, bench)
+        complete = True
+        write(complete=True)
+    except KeyboardInterrupt:
+        log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
     _show(log, machine, subject, options, outcomes, beside, path)
+    if not complete:
+        return INTERRUPTED
     return 0 if all(outcome.all_matched for outcome in outcomes) else 1
 
 
@@ -118,7 +128,7 @@ def _beside(subject: Subject, options: E2EOptions, bench: E2EBench) -> GenerateO
 
 
 def _show(
-    log: Console,
+    log: OutputConsole,
     machine: dict[str, object],
     subject: Subject,
     options: E2EOptions,
@@ -126,7 +136,7 @@ def _show(
     beside: GenerateOutcome | None,
     path: Path | None,
 ) -> None:
-    out = Console(highlight=False, markup=False)
+    out = OutputConsole(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = max(out.width, _NARROWEST)
     for line in heading(machine, subject, options):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from mtp_plugin.errors import expect
@@ -20,15 +24,18 @@ from mtp_plugin.tools.bench.e2e.cases import EAGLE, VANILLA, WORKERS
 from mtp_plugin.tools.bench.e2e.gate import Gate
 from mtp_plugin.tools.bench.e2e.prompts import make_pieces
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint
+from mtp_plugin.tools.bench.files import results_file, store, stored_line
 from mtp_plugin.tools.bench.machine import describe_machine
-from mtp_plugin.tools.bench.report import results_file, store, stored_line
 from mtp_plugin.tools.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
 from mtp_plugin.tools.bench.soak.outputs import Texts
 from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
+from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, messages, progress
 
 TOKENS_PER_BLOCK = 16
 MAX_STALLED_STEPS = 20_000
 """Steps in which draining must end."""
+TOLD_EVERY = 10.0
+"""Seconds between two lines of progress; each tenth of the run has one too."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class Soaked:
     checks: list[Check]
     num_ties: int
     acceptance_length: float
+    complete: bool = True
+    """No interrupt cut the traffic short."""
 
     @property
     def holds(self) -> bool:
@@ -183,14 +192,64 @@ class Soak:
                 self.thirds.add(third, request.py_acceptance)
 
 
-def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> Soaked:
+class Interrupts:
+    """Whether the user asked to stop; asking twice raises ``KeyboardInterrupt``."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Interrupts come here, except where Python lets none be taken, as in other threads, and
+        where the process ignores them, as background jobs do."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._take)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def soak(
+    subject: Subject,
+    options: SoakOptions,
+    *,
+    tie_ulps: float | None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Soaked:
     """Run the traffic and look at what it left.
+
+    An interrupt ends the traffic between two steps; what went through is checked all the same.
+
+    Args:
+        on_progress: called with a line of text as the soak goes on.
 
     Raises:
         BenchmarkError: a request that failed or never ends.
+        KeyboardInterrupt: the second interrupt.
         ConfigError: a worker or draft length that the checkpoint cannot run.
     """
     options.check()
+    interrupts = Interrupts()
+    with interrupts.taken():
+        return _soak(subject, options, tie_ulps, on_progress, interrupts)
+
+
+def _soak(
+    subject: Subject,
+    options: SoakOptions,
+    tie_ulps: float | None,
+    report: Callable[[str], None],
+    interrupts: Interrupts,
+) -> Soaked:
     gate = Gate(subject, 0, tie_ulps)
     prompts = make_pieces(subject, options.num_prompts, options.longest_prompt, options.seed)
     llm = LLM(
@@ -199,6 +258,7 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
         tokenizer=subject.tokenizer,
         chunk_policy=random_chunks(options.seed),
     )
+    report("warming up")
     with llm:
         # the first requests of every kind allocate what stays
         warm = Soak(llm, replace(options, seed=options.seed + 1), prompts)
@@ -209,12 +269,17 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
         preemptions = llm.executor.num_preemptions
         run = Soak(llm, options, prompts)
         start = time.perf_counter()
-        third = 0
-        while (share := _share_done(options, run, start)) < 1:
+        third, told = 0, Told(report, start)
+        while (share := _share_done(options, run, start)) < 1 and not interrupts.asked:
             if third == 0 and share >= 1 / 3:
                 first_third = Memory.now(subject.device)
             third = int(3 * share)
             run.step(third)
+            told.tell(share, run)
+        complete = not interrupts.asked
+        if not complete:
+            report(f"interrupted at {share:.0%}: what went through is checked, unless again")
+        report("draining")
         run.drain()
         seconds = time.perf_counter() - start
         drained = Memory.now(subject.device)
@@ -222,9 +287,14 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
     checks.append(run.thirds.check())
     wrong = run.texts.wrong_ends
     checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as asked for"))
-    mismatches, ties = run.texts.compare(gate)
-    told = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
-    checks.append(Check("outputs like target-only decoding's", not mismatches, told))
+    report(f"comparing {run.texts.num_tokens} tokens with target-only decoding")
+    interrupts.asked = True  # from here on the first one leaves
+    try:
+        mismatches, ties = run.texts.compare(gate)
+        found = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
+    except KeyboardInterrupt:
+        complete, mismatches, ties, found = False, ["all"], 0, "not compared: interrupted"
+    checks.append(Check("outputs like target-only decoding's", not mismatches, found))
     for stats in run.thirds.stats[1:]:
         run.thirds.stats[0].merge(stats)
     return Soaked(
@@ -240,7 +310,29 @@ def soak(subject: Subject, options: SoakOptions, *, tie_ulps: float | None) -> S
         checks,
         ties,
         run.thirds.stats[0].acceptance_length,
+        complete,
     )
+
+
+class Told:
+    """Tells how far a soak is, at each tenth and every `TOLD_EVERY` seconds."""
+
+    def __init__(self, report: Callable[[str], None], start: float) -> None:
+        self._report = report
+        self._start = self._last = start
+        self._tenth = 0
+
+    def tell(self, share: float, run: Soak) -> None:
+        """A line, where it is time for one."""
+        now = time.perf_counter()
+        tenth = int(10 * share)
+        if tenth == self._tenth and now - self._last < TOLD_EVERY:
+            return
+        self._tenth, self._last = tenth, now
+        self._report(
+            f"{share:.0%}, {now - self._start:.0f} s: {run.step_number} steps, {run.num_requests} "
+            f"requests, {run.num_aborted} aborted, {run.texts.num_tokens} tokens"
+        )
 
 
 def _share_done(options: SoakOptions, run: Soak, start: float) -> float:
@@ -286,7 +378,8 @@ def run(
     path: Path | None,
     tie_ulps: float | None,
 ) -> int:
-    """Soak a checkpoint and report; the exit code is 1 where a check does not hold.
+    """Soak a checkpoint and report; the exit code is 1 where a check does not hold, 130 where an
+    interrupt cut the traffic short.
 
     Raises:
         BenchmarkError, ConfigError, CheckpointError: nothing that could be run.
@@ -298,10 +391,11 @@ def run(
     machine = describe_machine(place)
     default = folder / f"soak-{subject.name}.json"
     path = results_file(path, default, is_full=place.type == "cuda")
-    found = soak(subject, options, tie_ulps=tie_ulps)
-    out = Console(highlight=False, markup=False)
-    out.print(_table(found))
+    with progress(messages()) as tell:
+        found = soak(subject, options, tie_ulps=tie_ulps, on_progress=tell)
     store(path, document(machine, subject, options, found))
+    out = OutputConsole(highlight=False, markup=False)
+    out.print(_table(found))
     counts = found.counts
     out.print(
         f"{counts.requests} requests, {counts.aborted} aborted, {counts.preemptions} preemptions, "
@@ -310,7 +404,9 @@ def run(
         soft_wrap=True,
     )
     out.print(stored_line(path), soft_wrap=True)
-    return 0 if found.holds else 1
+    if found.complete:
+        return 0 if found.holds else 1
+    return INTERRUPTED
 
 
 def document(
@@ -320,6 +416,7 @@ def document(
     return {
         "kind": "soak",
         "name": subject.name,
+        "complete": found.complete,
         "machine": machine,
         "model": subject.as_dict(),
         "options": asdict(options),

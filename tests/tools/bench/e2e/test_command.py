@@ -299,6 +299,10 @@ def test_another_text_of_transformers_yields_no_figure(bench, checkpoint, monkey
         (("--model", "x", "--shape", "toy"), "expected either --model or --shape"),
         (("--shape", "huge"), "--shape: expected one of 8gb, toy, got 'huge'"),
         (("--shape", "toy", "--k", "0"), "--k: expected at least 1"),
+        (
+            ("--shape", "toy", "--trace", "/proc/trace.json"),
+            "--trace: /proc/trace.json cannot be written: No such file or directory",
+        ),
     ],
 )
 def test_wrong_options_are_named(bench, arguments, message: str) -> None:
@@ -306,6 +310,18 @@ def test_wrong_options_are_named(bench, arguments, message: str) -> None:
     assert result.exit_code == 1
     assert message in str(result.exception)
     assert told is None
+
+
+def test_an_interrupt_keeps_what_is_measured(bench, checkpoint, monkeypatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(E2EBench, "_measure_on", stop)
+    result, told = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
+    assert result.exit_code == 130
+    assert "interrupted: 1 of " in result.stderr
+    assert told["complete"] is False
+    assert len(told["cases"]) == 1
 
 
 @pytest.mark.parametrize("option", ["--k", "--batch", "--acceptance"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import deque
 from types import SimpleNamespace
 
@@ -103,7 +104,7 @@ def test_the_command_leaves_a_document(path, tmp_path) -> None:
     result = CliRunner().invoke(app, [*arguments, *sizes, "--output", str(file)])
     assert result.exit_code == 0, result.output
     told = json.loads(file.read_text())
-    assert (told["kind"], told["holds"]) == ("soak", True)
+    assert (told["kind"], told["complete"], told["holds"]) == ("soak", True, True)
     assert told["counts"]["seconds"] >= 1
     assert told["options"]["longest_output"] == 8
     assert {check["name"] for check in told["checks"]} >= {
@@ -127,6 +128,78 @@ def test_a_soak_without_a_gpu_replaces_no_published_one(path, tmp_path, monkeypa
     assert result.exit_code == 0, result.output
     assert "results are not written: without a GPU" in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch, *, times: int = 1) -> None:
+    """Ctrl-C in the middle of a step of the traffic."""
+    honest = run.Soak.step
+
+    def step(self: run.Soak, third: int) -> None:
+        if self._options.seed == SMALL.seed and self.step_number == steps:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        honest(self, third)
+
+    monkeypatch.setattr(run.Soak, "step", step)
+
+
+@pytest.fixture
+def interruptible():
+    """A process may have been started with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+SMALL_COMMAND = ["--steps", "60", "--k", "2", "--batch-size", "3", "--num-prompts", "4"]
+SMALL_COMMAND += ["--longest-prompt", "16", "--longest-output", "10", "--device", "cpu"]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_keeps_what_went_through(path, tmp_path, monkeypatch) -> None:
+    interrupt_after(30, monkeypatch)
+    file = tmp_path / "soak.json"
+    arguments = ["soak", "-m", str(path), *SMALL_COMMAND, "--output", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 130, result.output
+    told = json.loads(file.read_text())
+    assert told["complete"] is False
+    assert told["holds"] is True
+    assert told["counts"]["steps"] == 31
+    assert told["counts"]["requests"] == told["counts"]["finished"] + told["counts"]["aborted"] > 0
+    assert "KV blocks" in result.stdout
+    lines = result.stderr.splitlines()
+    assert "interrupted at 52%: what went through is checked, unless again" in lines
+    assert lines[0] == "warming up"
+    assert [line.split("%")[0] for line in lines[1:6]] == ["10", "20", "30", "40", "50"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_leaves(subject: Subject, monkeypatch) -> None:
+    interrupt_after(30, monkeypatch, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        soak(subject, SMALL, tie_ulps=TIE_ULPS)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_of_the_comparison_keeps_the_rest(subject: Subject, monkeypatch) -> None:
+    monkeypatch.setattr(Texts, "compare", lambda *_: signal.raise_signal(signal.SIGINT))
+    found = soak(subject, SMALL, tie_ulps=TIE_ULPS)
+    assert not found.complete
+    assert failed(found) == ["outputs like target-only decoding's"]
+    assert found.checks[-1].found == "not compared: interrupted"
+    assert found.counts.steps == 60
+
+
+def test_a_soak_that_ignores_interrupts_goes_on_doing_so(subject: Subject, monkeypatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupt_after(30, monkeypatch, times=2)
+        assert soak(subject, SMALL, tie_ulps=TIE_ULPS).counts.steps == 60
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
