@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mtp_plugin.executor.layers import FusedModel, FusionReport, fuse
-from mtp_plugin.executor.models.facts import ModelFacts, read_facts
+from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config, read_facts
+from mtp_plugin.executor.models.facts import ModelFacts
 from mtp_plugin.executor.models.families import (
     FAMILIES,
     NOT_RUNNABLE,
@@ -17,10 +18,12 @@ from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, preflight
 from mtp_plugin.executor.models.random_model import random_model
 from mtp_plugin.executor.models.testing import write_random_checkpoint
+from mtp_plugin.executor.models.tokenizer_files import read_tokenizer
 
 __all__ = [
     "FAMILIES",
     "NOT_RUNNABLE",
+    "CheckedConfig",
     "DraftTraits",
     "FusedModel",
     "FusionReport",
@@ -36,6 +39,8 @@ __all__ = [
     "load_model",
     "preflight",
     "random_model",
+    "read_config",
     "read_facts",
+    "read_tokenizer",
     "write_random_checkpoint",
 ]

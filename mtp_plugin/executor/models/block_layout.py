@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from mtp_plugin.errors import CheckpointError
 from mtp_plugin.executor.models.families import MTPFamily
 from mtp_plugin.executor.models.mtp_layer import MTPLayer
 
@@ -129,6 +130,9 @@ def plan_tensors(
 
     Experts are one tensor in the module; checkpoints store them one by one, or fused where `stored`
     has the fused name.
+
+    Raises:
+        CheckpointError: more experts than `stored` has tensors.
     """
     for key, tensor in module.state_dict().items():
         name = name_of(key)
@@ -136,6 +140,11 @@ def plan_tensors(
         experts, _, projection = name.rpartition(".")
         if name in stored or not experts.endswith(".experts"):
             yield TensorPlan(key, shape, (name,), shape, "copy")
+        elif stored and shape[0] > len(stored):
+            raise CheckpointError(
+                f"expected {shape[0]} experts in {experts}, the files have {len(stored)} tensors "
+                f"in all"
+            )
         elif projection == "gate_up_proj":
             sources = tuple(
                 f"{experts}.{expert}.{half}.weight"

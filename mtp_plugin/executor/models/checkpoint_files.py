@@ -1,17 +1,18 @@
-"""Reading a Hugging Face checkpoint directory: JSON files, safetensors headers, single tensors."""
+"""Reading a Hugging Face checkpoint directory: safetensors headers, single tensors."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
+from mtp_plugin.executor.models.json_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,28 +35,15 @@ def checkpoint_directory(path: str | Path) -> Path:
         CheckpointError: the path does not exist or is no directory.
     """
     directory = Path(path)
-    if not directory.exists():
+    try:
+        exists, is_directory = directory.exists(), directory.is_dir()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {str(path)!r}: cannot be read: {error}") from None
+    if not exists:
         raise CheckpointError(f"checkpoint {directory}: expected a directory, it does not exist")
-    if not directory.is_dir():
+    if not is_directory:
         raise CheckpointError(f"checkpoint {directory}: expected a directory, got a file")
     return directory
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: the file is missing, is no JSON, or holds something else than an object.
-    """
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {file.parent}: expected a file {file.name}, found none")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: expected JSON, got {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
-    return content
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -77,14 +65,21 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 def read_tensors(
     stored: Mapping[str, StoredTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors, on the CPU, file by file."""
+    """The named tensors, on the CPU, file by file.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, in_file in by_file.items():
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in in_file:
-                yield name, opened.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for name in in_file:
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: a tensor cannot be read: {error}") from error
 
 
 def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -95,17 +90,32 @@ def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
             f"{directory / INDEX_FILE}: expected a table 'weight_map', "
             f"got {type(weight_map).__name__}"
         )
-    missing_files = sorted(
-        {name for name in weight_map.values() if not (directory / name).is_file()}
-    )
+    if not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(
+            f"{directory / INDEX_FILE}: expected a table 'metadata', "
+            f"got {type(index.get('metadata')).__name__}"
+        )
+    odd = [file for file in weight_map.values() if not _is_plain(file)]
+    if odd:
+        raise CheckpointError(
+            f"{directory / INDEX_FILE}: expected plain names of .safetensors files beside it, "
+            f"got {got(odd[0])}"
+        )
+    files = sorted(set(weight_map.values()))
+    missing_files = [name for name in files if not (directory / name).is_file()]
     if missing_files:
         raise CheckpointError(
             f"checkpoint {directory}: {INDEX_FILE} names {len(missing_files)} file(s) that are "
             f"missing: {listed(missing_files)}"
         )
-    in_files = {
-        name: dict(_file_headers(directory / name)) for name in sorted(set(weight_map.values()))
-    }
+    in_files = {name: dict(_file_headers(directory / name)) for name in files}
+    holders = Counter(key for held in in_files.values() for key in held)
+    twice = [key for key, count in holders.items() if count > 1]
+    if twice:
+        raise CheckpointError(
+            f"checkpoint {directory}: {len(twice)} tensor(s) are in more than one file: "
+            f"{listed(twice)}"
+        )
     absent = [key for key, name in weight_map.items() if key not in in_files[name]]
     if absent:
         raise CheckpointError(
@@ -113,6 +123,16 @@ def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
             f"do not hold: {listed(absent)}"
         )
     return {key: in_files[name][key] for key, name in weight_map.items()}
+
+
+def _is_plain(file: object) -> bool:
+    return (
+        isinstance(file, str)
+        and file.isprintable()
+        and file.endswith(".safetensors")
+        and len(file) <= 255
+        and not any(sign in file for sign in "/\\:")
+    )
 
 
 def _file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -128,6 +148,7 @@ def _file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 def listed(names: Iterable[str], at_most: int = 4) -> str:
     """The first few names, and how many more there are."""
     everything = list(names)
-    shown = ", ".join(everything[:at_most])
+    clipped = (name if len(name) <= 200 else f"{name[:197]}..." for name in everything[:at_most])
+    shown = ", ".join(map(spelled, clipped))
     more = len(everything) - at_most
     return f"{shown} and {more} more" if more > 0 else shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mtp_plugin.config.messages import got
 from mtp_plugin.errors import UnsupportedModelError
 
 
@@ -73,6 +74,8 @@ class MTPFamily:
     """Stored copies of tensors that the MTP layers share with the target."""
     block_config: tuple[tuple[str, Any], ...] = field(default=())
     """Config values under which the target's layer class builds an MTP block."""
+    experts_key: str | None = None
+    """Config key with the number of routed experts; None where there are none."""
 
 
 _DEEPSEEK_NAMES = TensorNames(
@@ -86,7 +89,7 @@ _DEEPSEEK_COPIES = (
     "model.layers.{layer}.embed_tokens.weight",
     "model.layers.{layer}.shared_head.head.weight",
 )
-_DEEPSEEK_OWNED = r"^model\.layers\.(?P<layer>\d+)\."
+_DEEPSEEK_OWNED = r"^model\.layers\.(?P<layer>[0-9]{1,9})\."
 _EMBED_FIRST = DraftTraits(concat="embed_hidden", target_state="post_norm", recycle="post_norm")
 
 FAMILIES: dict[str, MTPFamily] = {
@@ -103,6 +106,7 @@ FAMILIES: dict[str, MTPFamily] = {
             ignorable=_DEEPSEEK_COPIES,
             # MTP blocks are always mixtures of experts, also behind dense targets
             block_config=(("first_k_dense_replace", 0),),
+            experts_key="n_routed_experts",
         ),
         MTPFamily(
             model_type="deepseek_v3",
@@ -114,6 +118,7 @@ FAMILIES: dict[str, MTPFamily] = {
             owned=_DEEPSEEK_OWNED,
             ignorable=_DEEPSEEK_COPIES,
             block_config=(("first_k_dense_replace", 0),),
+            experts_key="n_routed_experts",
         ),
         MTPFamily(
             model_type="qwen3_next",
@@ -130,6 +135,7 @@ FAMILIES: dict[str, MTPFamily] = {
             ),
             owned=r"^mtp\.",
             block_config=(("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+            experts_key="num_experts",
         ),
         MTPFamily(
             model_type="mimo",
@@ -187,9 +193,9 @@ def family_of(model_type: str) -> MTPFamily:
     reason = NOT_RUNNABLE.get(model_type)
     if reason is not None:
         raise UnsupportedModelError(
-            f"model family {model_type!r} carries MTP layers but does not run here: {reason}; "
+            f"model family {got(model_type)} carries MTP layers but does not run here: {reason}; "
             f"families that run: {runnable}"
         )
     raise UnsupportedModelError(
-        f"model family {model_type!r} is not in the family table; families that run: {runnable}"
+        f"model family {got(model_type)} is not in the family table; families that run: {runnable}"
     )

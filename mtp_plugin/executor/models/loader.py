@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
@@ -159,6 +159,13 @@ def _load_target(
                 config=checked.config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
+                generation_config=GenerationConfig(
+                    **{
+                        key: list(value) if isinstance(value, tuple) else value
+                        for key, value in checked.token_ids.items()
+                    }
+                ),
+                use_safetensors=True,
                 output_loading_info=True,
                 local_files_only=True,
             )
@@ -167,7 +174,7 @@ def _load_target(
         raise ConfigError(
             f"attn_implementation: {attn_implementation!r} is refused: {error}"
         ) from error
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # transformers has no single error type for a bad checkpoint
         raise CheckpointError(f"{where}: transformers cannot load the target: {error}") from error
     if report["missing_keys"]:
         raise CheckpointError(

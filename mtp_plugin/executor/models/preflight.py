@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
+from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
 from mtp_plugin.executor.models.block_layout import (
-    FULL_ATTENTION,
     TensorPlan,
     build_layers,
     plan_layer,
@@ -21,15 +21,16 @@ from mtp_plugin.executor.models.block_layout import (
 )
 from mtp_plugin.executor.models.checkpoint_files import (
     StoredTensor,
-    checkpoint_directory,
     listed,
     read_headers,
-    read_json,
 )
-from mtp_plugin.executor.models.facts import ModelFacts, facts_from_config
-from mtp_plugin.executor.models.families import MTPFamily, family_of
+from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config
+from mtp_plugin.executor.models.facts import ModelFacts
+from mtp_plugin.executor.models.families import MTPFamily
 
 FLOATING = ("F32", "F16", "BF16")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,9})\.")
+_ROUTER = ".mlp.gate.weight"
 _STALE_BUFFER = ".rotary_emb.inv_freq"
 """Stored by old converters, computed from the config since."""
 
@@ -43,6 +44,8 @@ class Preflight:
     family: MTPFamily
     config: PreTrainedConfig
     """The transformers config of the target."""
+    token_ids: Mapping[str, Any]
+    """Ids that begin, end and fill a text, where they are known."""
     num_mtp_layers: int
     """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
     stored: Mapping[str, StoredTensor]
@@ -68,7 +71,7 @@ def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflig
     """
     if max_draft_len < 0:
         raise ConfigError(f"max_draft_len: expected at least 0, got {max_draft_len}")
-    checked = _examine_config(path)
+    checked = read_config(path)
     declared = checked.facts.num_mtp_layers
     if max_draft_len == 0:
         needed = 0
@@ -98,7 +101,7 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
     """
     if num_mtp_layers is not None and num_mtp_layers < 0:
         raise ConfigError(f"num_mtp_layers: expected at least 0, got {num_mtp_layers}")
-    checked = _examine_config(path)
+    checked = read_config(path)
     declared = checked.facts.num_mtp_layers
     needed = declared if num_mtp_layers is None else num_mtp_layers
     if needed > declared != 1:
@@ -109,47 +112,7 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
     return _examine_tensors(checked, needed)
 
 
-@dataclass(frozen=True)
-class _CheckedConfig:
-    directory: Path
-    facts: ModelFacts
-    family: MTPFamily
-    config: PreTrainedConfig
-    quantisation: object
-
-
-def _examine_config(path: str | Path) -> _CheckedConfig:
-    directory = checkpoint_directory(path)
-    where = directory / "config.json"
-    raw = read_json(where)
-    generation_file = directory / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    facts = facts_from_config(raw, generation, where=where)
-    family = family_of(facts.model_type)
-    config = _transformers_config(raw, family, where)
-    layer_types = getattr(config, "layer_types", None) or []
-    odd = sorted({kind for kind in layer_types if kind != FULL_ATTENTION})
-    if odd:
-        raise UnsupportedModelError(
-            f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
-            f"{', '.join(odd)} ({sum(kind in odd for kind in layer_types)} of "
-            f"{len(layer_types)} layers)"
-        )
-    return _CheckedConfig(directory, facts, family, config, raw.get("quantization_config"))
-
-
-def _transformers_config(raw: dict[str, Any], family: MTPFamily, where: Path) -> PreTrainedConfig:
-    values = {key: value for key, value in raw.items() if key != "auto_map"}
-    values["model_type"] = family.target_model_type
-    try:
-        return CONFIG_MAPPING[family.target_model_type].from_dict(values)
-    except Exception as error:  # transformers has no single error type for a bad config
-        raise CheckpointError(
-            f"{where}: expected a {family.model_type} config, transformers says: {error}"
-        ) from error
-
-
-def _examine_tensors(checked: _CheckedConfig, needed: int) -> Preflight:
+def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
     """Check the safetensors headers of a checkpoint whose config was found good."""
     stored = read_headers(checked.directory)
     where = f"checkpoint {checked.directory}"
@@ -163,11 +126,13 @@ def _examine_tensors(checked: _CheckedConfig, needed: int) -> Preflight:
             f"{where}: expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other "
             f"dtypes: {listed(odd)}"
         )
-    if checked.quantisation is not None:
+    if checked.quantised:
         raise CheckpointError(
             f"{where}: expected an unquantised checkpoint, config.json has a quantization_config"
         )
-    target = without_storage(checked.config)
+    check_counts(checked, stored)
+    with refused_by_transformers(where):
+        target = without_storage(checked.config)
     _check_target(checked, stored, plan_target(target, stored), where)
     plans: tuple[tuple[TensorPlan, ...], ...] = ()
     if needed > 0:
@@ -178,18 +143,65 @@ def _examine_tensors(checked: _CheckedConfig, needed: int) -> Preflight:
         facts=checked.facts,
         family=checked.family,
         config=checked.config,
+        token_ids=checked.token_ids,
         num_mtp_layers=needed,
         stored=stored,
         plans=plans,
     )
 
 
+def check_counts(checked: CheckedConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Hold counts of layers and experts against the stored tensors, before modules are built.
+
+    Raises:
+        CheckpointError: a layer without a tensor, or a router of another number of experts.
+    """
+    where, facts = f"checkpoint {checked.directory}", checked.facts
+    held = {int(found["layer"]) for found in map(_LAYER.match, stored) if found}
+    absent = next((layer for layer in range(facts.num_hidden_layers) if layer not in held), None)
+    if absent is not None:
+        raise CheckpointError(
+            f"{where}: config.json says num_hidden_layers = {facts.num_hidden_layers}, the files "
+            f"have no tensor of model.layers.{absent}"
+        )
+    experts: int | None = getattr(checked.config, checked.family.experts_key or "", None)
+    for name, tensor in stored.items():
+        if experts is not None and name.endswith(_ROUTER) and tensor.shape[:1] != (experts,):
+            raise CheckpointError(
+                f"{where}: config.json says {checked.family.experts_key} = {experts}, "
+                f"{listed([name])} is for {(*tensor.shape, 0)[0]}"
+            )
+
+
+@contextmanager
+def refused_by_transformers(where: str) -> Iterator[None]:
+    """Name what transformers' classes raise when they are built: they have no error of their own.
+
+    Raises:
+        CheckpointError: instead of it.
+    """
+    try:
+        yield
+    except MTPPluginError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{where}: transformers cannot build the model of config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def _plan_mtp(
-    checked: _CheckedConfig, target: PreTrainedModel, stored: Mapping[str, StoredTensor]
+    checked: CheckedConfig, target: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> tuple[tuple[TensorPlan, ...], ...]:
-    layers = build_layers(
-        target, checked.config, checked.family, num_layers=checked.facts.num_mtp_layers
-    )
+    declared = checked.facts.num_mtp_layers
+    if declared > len(stored):
+        raise CheckpointError(
+            f"checkpoint {checked.directory}: config.json says {checked.family.count_key} = "
+            f"{declared}, the files have {len(stored)} tensors in all"
+        )
+    with refused_by_transformers(f"checkpoint {checked.directory}"):
+        layers = build_layers(target, checked.config, checked.family, num_layers=declared)
     return tuple(
         plan_layer(
             layer,
@@ -203,7 +215,7 @@ def _plan_mtp(
 
 
 def _check_target(
-    checked: _CheckedConfig,
+    checked: CheckedConfig,
     stored: Mapping[str, StoredTensor],
     plans: tuple[TensorPlan, ...],
     where: str,
@@ -226,7 +238,7 @@ def _check_target(
 
 
 def _check_mtp(
-    checked: _CheckedConfig,
+    checked: CheckedConfig,
     stored: Mapping[str, StoredTensor],
     plans: tuple[tuple[TensorPlan, ...], ...],
     where: str,

@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.models.block_layout import build_layers, target_class
-from mtp_plugin.executor.models.facts import facts_from_config
+from mtp_plugin.executor.models.config_reader import facts_from_config
 from mtp_plugin.executor.models.families import family_of
 from mtp_plugin.executor.models.loader import LoadedModel, check_attention
 from mtp_plugin.executor.models.testing import WeightDice, centred_norms, random_config
@@ -67,7 +67,7 @@ def random_model(
     return LoadedModel(
         target=target.eval().requires_grad_(False),
         mtp_layers=layers.eval().requires_grad_(False),
-        facts=facts_from_config(raw, {}, where=Path(f"random {family} model")),
+        facts=facts_from_config(raw, where=Path(f"random {family} model")),
         family=entry,
     )
 

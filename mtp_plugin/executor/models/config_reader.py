@@ -1,0 +1,216 @@
+"""The one reader of a checkpoint's config files: all is checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from mtp_plugin.config.messages import got, spelled
+from mtp_plugin.errors import CheckpointError, UnsupportedModelError
+from mtp_plugin.executor.models.block_layout import FULL_ATTENTION
+from mtp_plugin.executor.models.checkpoint_files import checkpoint_directory, listed
+from mtp_plugin.executor.models.config_schema import (
+    SCHEMAS,
+    DecoderConfig,
+    GenerationConfig,
+    Problem,
+    beyond,
+    told_by,
+)
+from mtp_plugin.executor.models.facts import ModelFacts
+from mtp_plugin.executor.models.families import MTPFamily, family_of
+from mtp_plugin.executor.models.json_files import read_json
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+
+ACTING_KEYS = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "base_model_ep_plan",
+        "base_model_pp_plan",
+        "base_model_tp_plan",
+        "compile_config",
+        "custom_generate",
+        "custom_pipelines",
+        "experts_implementation",
+        "fusion_config",
+        "per_layer_config",
+        "return_dict",
+        "transformers_weights",
+        "trust_remote_code",
+        "use_kernels",
+    }
+)
+"""Keys by which transformers would do something by itself, beside all that begin with `_`."""
+_UNTOLD = frozenset({"quantization_config", "transformers_version"})
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """What the config files of a checkpoint say, found good."""
+
+    directory: Path
+    facts: ModelFacts
+    family: MTPFamily
+    config: PreTrainedConfig
+    """The transformers config of the target, made of checked values alone."""
+    token_ids: Mapping[str, Any]
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` where they are known."""
+    quantised: bool
+    """Whether the config tells of quantised weights, which do not run."""
+    stripped: tuple[str, ...]
+    """`FILE: KEY` of each key by which transformers would do something by itself."""
+    unread: tuple[str, ...]
+    """Keys of `config.json` that nothing reads."""
+
+    @property
+    def stripped_line(self) -> str | None:
+        """What was stripped, in words; None: nothing."""
+        if not self.stripped:
+            return None
+        return f"left out, as transformers would act on them: {listed(self.stripped, 20)}"
+
+
+def read_config(path: str | Path) -> CheckedConfig:
+    """Read `config.json` and, where present, `generation_config.json` of a checkpoint directory.
+
+    Raises:
+        CheckpointError: no directory, no config, bad JSON, an adapter, or values that are missing,
+            of a wrong kind, out of range or that do not go together: a line for each.
+        UnsupportedModelError: a model family or a layer type that does not run here.
+    """
+    directory = checkpoint_directory(path)
+    where = directory / CONFIG_FILE
+    raw = read_json(where)
+    generation_file = directory / GENERATION_FILE
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    if (directory / ADAPTER_FILE).exists():
+        raise CheckpointError(
+            f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
+            f"adapter of another one"
+        )
+    schema, facts, token_ids = _check(raw, generation, where, generation_file)
+    family = family_of(facts.model_type)
+    config = transformers_config(schema, family, where)
+    _check_layer_types(config, directory)
+    acting = [key for key in raw if _acts(key)]
+    return CheckedConfig(
+        directory=directory,
+        facts=facts,
+        family=family,
+        config=config,
+        token_ids=token_ids,
+        quantised=raw.get("quantization_config") is not None,
+        stripped=(
+            *(f"{CONFIG_FILE}: {spelled(key)}" for key in acting),
+            *(f"{GENERATION_FILE}: {spelled(key)}" for key in generation if _acts(key)),
+        ),
+        unread=tuple(
+            spelled(key)
+            for key in raw
+            if key not in acting and key not in type(schema).model_fields and key not in _UNTOLD
+        ),
+    )
+
+
+def read_facts(path: str | Path) -> ModelFacts:
+    """What a checkpoint says about itself.
+
+    Raises:
+        CheckpointError: see `read_config`.
+        UnsupportedModelError: see `read_config`.
+    """
+    return read_config(path).facts
+
+
+def facts_from_config(config: dict[str, Any], *, where: Path) -> ModelFacts:
+    """Facts of a config that was already read.
+
+    Raises:
+        CheckpointError: values that are missing, of a wrong kind, out of range or that do not go
+            together.
+        UnsupportedModelError: a model family that does not run here.
+    """
+    return _check(config, {}, where, where)[1]
+
+
+def transformers_config(schema: DecoderConfig, family: MTPFamily, where: Path) -> PreTrainedConfig:
+    """The transformers config of a target, of checked values and no others."""
+    values = {**schema.for_transformers(), "model_type": family.target_model_type}
+    try:
+        return CONFIG_MAPPING[family.target_model_type].from_dict(values)
+    except Exception as error:  # transformers has no single error type for a bad config
+        raise CheckpointError(
+            f"{where}: expected a {family.model_type} config, transformers says: {error}"
+        ) from error
+
+
+def _check(
+    raw: dict[str, Any], generation: dict[str, Any], where: Path, generation_file: Path
+) -> tuple[DecoderConfig, ModelFacts, dict[str, Any]]:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{where}: model_type: expected text, got {got(model_type)}")
+    family = family_of(model_type)
+    try:
+        schema = SCHEMAS[model_type].model_validate(raw)
+    except ValidationError as error:
+        raise _refusal(where, told_by(SCHEMAS[model_type], error)) from None
+    problems = list(schema.problems())
+    if problems:
+        raise _refusal(where, problems)
+    try:
+        asked = GenerationConfig.model_validate(generation)
+    except ValidationError as error:
+        raise _refusal(generation_file, told_by(GenerationConfig, error)) from None
+    ids: dict[str, Any] = {}
+    for key in GenerationConfig.model_fields:
+        given = getattr(asked, key)
+        problems += beyond(key, given, schema.vocab_size)
+        ids[key] = getattr(schema, key) if given is None else given
+    if problems:
+        raise _refusal(generation_file, problems)
+    return schema, _facts(schema, family, ids["eos_token_id"] or ()), ids
+
+
+def _facts(schema: DecoderConfig, family: MTPFamily, eos: tuple[int, ...]) -> ModelFacts:
+    declared = None if family.count_key is None else getattr(schema, family.count_key)
+    return ModelFacts(
+        model_type=family.model_type,
+        architecture=(schema.architectures or ("",))[0],
+        hidden_size=schema.hidden_size,
+        vocab_size=schema.vocab_size,
+        num_hidden_layers=schema.num_hidden_layers,
+        num_mtp_layers=family.default_count if declared is None else declared,
+        max_position_embeddings=schema.max_position_embeddings,
+        eos_token_ids=eos,
+        dtype=getattr(torch, schema.dtype or schema.torch_dtype or "float32"),
+    )
+
+
+def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
+    layer_types = getattr(config, "layer_types", None) or []
+    odd = sorted({spelled(kind) for kind in layer_types if kind != FULL_ATTENTION})
+    if odd:
+        count = sum(kind != FULL_ATTENTION for kind in layer_types)
+        raise UnsupportedModelError(
+            f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
+            f"{', '.join(odd)} ({count} of {len(layer_types)} layers)"
+        )
+
+
+def _acts(key: str) -> bool:
+    return key in ACTING_KEYS or key.startswith("_")
+
+
+def _refusal(where: Path, problems: Iterable[Problem]) -> CheckpointError:
+    return CheckpointError("\n".join(f"{where}: {key}: {told}" for key, told in problems))

@@ -1,0 +1,58 @@
+"""The tokenizer of a checkpoint directory, from files that were looked over first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from mtp_plugin.config.messages import got
+from mtp_plugin.errors import CheckpointError
+from mtp_plugin.executor.models.config_reader import CheckedConfig
+from mtp_plugin.executor.models.json_files import read_json
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+_OTHERS = ("added_tokens.json", "special_tokens_map.json")
+_FOREIGN = ("fast_tokenizer_files", "init_inputs")
+"""Settings that name other files, or arguments by place."""
+
+
+def read_tokenizer(checked: CheckedConfig) -> Any:
+    """The tokenizer beside a checked config; None where there is none.
+
+    No code of the checkpoint runs: an `auto_map` counts for nothing.
+
+    Raises:
+        CheckpointError: a file of it that is no JSON object, or that cannot be used.
+    """
+    directory = checked.directory
+    if not (directory / TOKENIZER_FILE).is_file():
+        return None
+    for name in (TOKENIZER_FILE, SETTINGS_FILE, *_OTHERS):
+        if name == TOKENIZER_FILE or (directory / name).exists():
+            _check_file(directory / name)
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, config=checked.config, local_files_only=True, trust_remote_code=False
+        )
+    except BaseException as error:
+        # tokenizers panics with an error that is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(
+            f"tokenizer of {directory}: it cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_file(file: Path) -> None:
+    content = read_json(file)
+    if file.name != SETTINGS_FILE:
+        return
+    kind = content.get("tokenizer_class")
+    if kind is not None and not isinstance(kind, str):
+        raise CheckpointError(f"{file}: tokenizer_class: expected text or null, got {got(kind)}")
+    for key in _FOREIGN:
+        if content.get(key):
+            raise CheckpointError(f"{file}: {key}: expected none, got {got(content[key])}")
