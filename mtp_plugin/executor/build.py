@@ -22,8 +22,14 @@ from mtp_plugin.executor.attention import (
 )
 from mtp_plugin.executor.cuda_graphs import captured_sizes, padded_sizes
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
-from mtp_plugin.executor.kv_cache.sizing import bytes_per_token, num_kv_blocks
+from mtp_plugin.executor.kv_cache.sizing import (
+    available_bytes,
+    bytes_per_token,
+    num_kv_blocks,
+    probe_pools,
+)
 from mtp_plugin.executor.memory_line import memory_line
+from mtp_plugin.executor.memory_needs import check_requests, shortage_named
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
 from mtp_plugin.executor.py_executor import PyExecutor
@@ -85,6 +91,7 @@ def build_executor(
     report("reading the checkpoint's config")
     facts = read_facts(config.model) if model is None else model.facts
     resolved = resolve_config(config, facts, report)
+    check_requests(resolved)
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
         raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
     if model is None:
@@ -99,7 +106,8 @@ def build_executor(
         report("loading the tokenizer")
         tokenizer = load_tokenizer(config.model)
     host = _host_facts(resolved, model, tokenizer)
-    pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
+    with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
+        pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
     engine = _engine(resolved, model, pieces, attn_backend, on_progress, kv_fill)
     seq_slots = SeqSlotManager(host.max_num_sequences)
     return BuiltExecutor(
@@ -172,17 +180,25 @@ def _engine(
         report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
         draft_head = model.draft_head(pieces.draft_vocab_ids)
     report("allocating the KV cache")
-    probe = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
-    token_bytes = partial(bytes_per_token, probe)
+    probe = probe_pools(
+        partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
+    )
     num_blocks = num_kv_blocks(
-        config, device, max_seq_len=resolved.max_seq_len, token_bytes=token_bytes
+        config,
+        device,
+        max_seq_len=resolved.max_seq_len,
+        token_bytes=bytes_per_token(probe),
+        available=available_bytes(device),
     )
     blocks = BlockManager(num_blocks, config.kv_cache_config.tokens_per_block)
+    pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)
+    with shortage_named("kv_cache_config", f"a KV cache of {num_blocks} blocks"):
+        pools.allocate(probe)
     engine = ModelEngine(
         model,
         pieces,
         blocks,
-        PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill),
+        pools,
         max_seq_len=resolved.max_seq_len,
         max_batch_size=config.max_batch_size,
         padded_sizes=padded_sizes(config),
@@ -193,7 +209,7 @@ def _engine(
         model.keep_experts_on_device()
         engine.capture(captured_sizes(config), report)
     if on_progress is not None:
-        report(memory_line(engine, token_bytes))
+        report(memory_line(engine))
     return engine
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mtp_plugin.executor.model_engine import ModelEngine
 
 
-def memory_line(engine: ModelEngine, token_bytes: Callable[[], int]) -> str:
-    """KV cache, MTP state and CUDA graphs, in MiB.
-
-    Args:
-        engine: with what it holds.
-        token_bytes: bytes of a token's KV rows; called where the pools are not there yet.
-    """
-    blocks, pools, report = engine.blocks, engine.pools, engine.pieces.memory_report
-    kv = pools.num_bytes()
-    if kv == 0:  # pools come with a layer's first step
-        kv = token_bytes() * pools.num_rows
-    parts = [f"KV cache {_mib(kv)} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]
+def memory_line(engine: ModelEngine) -> str:
+    """What an engine holds for KV cache, MTP state and CUDA graphs, in MiB."""
+    blocks, report = engine.blocks, engine.pieces.memory_report
+    kv = _mib(engine.pools.num_bytes())
+    parts = [f"KV cache {kv} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]
     if report is not None:
         parts.append(report())
     if engine.captured is not None:

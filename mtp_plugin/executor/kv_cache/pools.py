@@ -9,7 +9,7 @@ from mtp_plugin.errors import MetadataError
 
 class PagedKVPools:
     """Key and value rows of every layer, [rows, heads, width] each, allocated at a layer's first
-    use.
+    use where :meth:`allocate` has not done so.
 
     A layer's row r of block b is ``b * block_size + r``. Target layers come first, then one layer
     per draft depth. For latent attention "key" and "value" are the two latents, with widths of
@@ -21,6 +21,11 @@ class PagedKVPools:
         self.block_size = block_size
         self.fill = fill
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def allocate(self, like: PagedKVPools) -> None:
+        """Take the memory of every layer that ``like`` has, and write to all of it."""
+        for layer_idx, (key, value) in like._layers.items():
+            self.layer(layer_idx, key, value)
 
     def layer(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor

@@ -13,12 +13,20 @@ import torch
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.executor.attention import HeadShape, select_backend
-from mtp_plugin.executor.kv_cache.sizing import asked_blocks
+from mtp_plugin.executor.kv_cache.sizing import (
+    asked_blocks,
+    available_bytes,
+    num_kv_blocks,
+    told,
+)
+from mtp_plugin.executor.memory_needs import check_requests, token_bytes
 from mtp_plugin.executor.models import ModelFacts, Preflight, family_of, preflight, read_facts
 from mtp_plugin.executor.resolved_config import (
+    ResolvedConfig,
     check_budget,
     check_graphs,
     resolve_device,
+    resolve_dtype,
     resolve_max_seq_len,
 )
 from mtp_plugin.requests.tokenizer import load_tokenizer
@@ -63,6 +71,12 @@ class Diagnosis:
             self.problems += [p for p in str(error).splitlines() if p not in self.problems]
             return None
 
+    def holds(self, check: Callable[[], object]) -> bool:
+        """Whether a check finds no problem; those it finds are noted."""
+        before = len(self.problems)
+        self.attempt(check)
+        return len(self.problems) == before
+
 
 def examine(config: LLMConfig) -> Diagnosis:
     """Look at config, checkpoint files, tokenizer and device, and at what a request will take."""
@@ -85,11 +99,19 @@ def examine(config: LLMConfig) -> Diagnosis:
         plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
     if plan is not None:
         found.attempt(lambda: check_budget(config, plan))
-    found.attempt(lambda: _examine_tensors(found, config, plan))
+    checked = found.attempt(lambda: _examine_tensors(found, config, plan))
     limit = found.attempt(lambda: resolve_max_seq_len(config, facts.max_position_embeddings))
     if plugin is None or plan is None or limit is None:
         return found
     _add_costs(found, config, plan, limit)
+    if checked is not None:
+        found.attempt(lambda: _examine_memory(found, config, plan, limit, checked))
+    device = found.attempt(lambda: resolve_device(config.device))
+    if device is None:
+        return found
+    resolved = ResolvedConfig(config, facts, plugin, plan, device, limit)
+    if not found.holds(lambda: check_requests(resolved)):
+        return found
     pieces = found.attempt(lambda: _build(plugin, config, plan, facts, limit, tokenizer))
     slots = getattr(getattr(pieces, "manager", None), "slot_manager", None)
     if slots is not None:
@@ -153,13 +175,34 @@ def _examine_tokenizer(found: Diagnosis, model: str) -> Any:
     return tokenizer
 
 
-def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None) -> None:
+def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None) -> Preflight:
     checked = _preflight(config, plan)
     tensors = checked.stored.values()
     size = sum(_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)
     found.add("tensors", f"{len(checked.stored)} of {size / 2**20:.1f} MiB, complete")
     heads, device = HeadShape.of(checked.config), resolve_device(config.device)
     found.add("attention", select_backend(config.attn_backend, heads, device).name)
+    return checked
+
+
+def _examine_memory(
+    found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len: int, checked: Preflight
+) -> None:
+    """The KV cache, beside the weights that will be loaded."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, checked.facts.dtype, device)
+    layers = checked.facts.num_hidden_layers + plan.num_draft_layers
+    row = token_bytes(HeadShape.of(checked.config), dtype, layers)
+    available = available_bytes(device)
+    if available is not None:
+        weights = sum(math.prod(tensor.shape) for tensor in checked.stored.values())
+        available = max(0, available - weights * dtype.itemsize)
+    blocks = num_kv_blocks(
+        config, device, max_seq_len=max_seq_len, token_bytes=row, available=available
+    )
+    size = told((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
+    beside = "" if available is None else f" of {told(available)} available"
+    found.add("KV cache", f"{blocks} blocks, {size}{beside}")
 
 
 def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:

@@ -1,0 +1,159 @@
+"""What is asked of memory is there, or is refused with both numbers before it is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.executor import LLM, build, memory_needs
+from mtp_plugin.executor.attention import HeadShape
+from mtp_plugin.executor.kv_cache import sizing
+from mtp_plugin.executor.memory_needs import shortage_named, token_bytes
+from mtp_plugin.executor.models import FAMILIES, write_random_checkpoint
+from mtp_plugin.tools.terminal import doctor
+
+GIB = 2**30
+MTP = {"decoding_type": "MTP", "max_draft_len": 2}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("memory") / "checkpoint", "mimo")
+
+
+@pytest.fixture
+def four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name in (
+        (build, "available_bytes"),
+        (doctor, "available_bytes"),
+        (memory_needs, "available_host_bytes"),
+    ):
+        monkeypatch.setattr(place, name, lambda *_: 4 * GIB)
+
+
+# of the checkpoint: 2 layers of 2 KV heads of 16, and an MTP layer like them; 512 ids
+CASES = [
+    (
+        {"kv_cache_config": {"max_tokens": 10**8}},
+        "kv_cache_config.max_tokens: 100000000 tokens in blocks of 32 take 71.5 GiB, 4.0 GiB are "
+        "available on cpu",
+    ),
+    (
+        {"kv_cache_config": {"max_tokens": 10**14, "tokens_per_block": 1}},
+        "kv_cache_config.max_tokens: 100000000000000 tokens in blocks of 1 take 71525573.7 GiB, "
+        "4.0 GiB are available on cpu",
+    ),
+    (
+        {"kv_cache_config": {"tokens_per_block": 10**9}},
+        "kv_cache_config.tokens_per_block: a block of 1000000000 tokens and the one for padding "
+        "take 1430.5 GiB, 2.0 GiB are available for the KV cache on cpu",
+    ),
+    (
+        {"kv_cache_config": {"tokens_per_block": 10**9, "max_tokens": 10**9}},
+        "kv_cache_config.max_tokens: 1000000000 tokens in blocks of 1000000000 take 1430.5 GiB, "
+        "4.0 GiB are available on cpu",
+    ),
+    (
+        {"max_batch_size": 10**9, "max_num_tokens": 10**10, "max_seq_len": 64},
+        "max_batch_size: 1000000000 requests of up to 64 tokens take at least 5930.7 GiB, 4.0 GiB "
+        "are available on cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CASES)
+@pytest.mark.usefixtures("four_gib")
+def test_what_memory_cannot_hold_is_refused(path: Path, options: dict, message: str) -> None:
+    """By the doctor in the same words, from the checkpoint's files alone."""
+    config = {"model": str(path), "device": "cpu", "speculative_config": MTP, **options}
+    with pytest.raises(ConfigError) as refused:
+        LLM(config)
+    assert str(refused.value) == message
+    told = doctor.examine(doctor.LLMConfig.model_validate(config)).problems
+    assert [problem.split(" take ")[0] for problem in told] == [message.split(" take ")[0]]
+
+
+@pytest.mark.usefixtures("four_gib")
+def test_the_doctor_leaves_the_weights_out(path: Path) -> None:
+    config = {"model": str(path), "device": "cpu", "kv_cache_config": {"max_tokens": 3200}}
+    found = dict(doctor.examine(doctor.LLMConfig.model_validate(config)).findings)
+    assert found["KV cache"] == "100 blocks, 1.6 MiB of 4.0 GiB available"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("vanilla", [False, True])
+def test_rows_take_what_they_are_said_to(tmp_path: Path, family: str, vanilla: bool) -> None:
+    """Pools are there once the executor is, before any step."""
+    declared = 3 if FAMILIES[family].count_key else FAMILIES[family].default_count
+    layers = declared if vanilla else 1
+    path = write_random_checkpoint(tmp_path / "checkpoint", family, num_mtp_layers=declared)
+    config = {
+        "model": str(path),
+        "device": "cpu",
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 64},
+        "speculative_config": {**MTP, "max_draft_len": declared, "use_mtp_vanilla": vanilla},
+    }
+    with LLM(config) as llm:
+        heads = HeadShape.of(llm.model.target.config)
+        each = token_bytes(heads, torch.float32, llm.model.facts.num_hidden_layers + layers)
+        assert llm.pools.num_rows == 68
+        assert llm.pools.num_bytes() == 68 * each
+
+
+def test_the_cache_takes_no_more_than_there_is(path: Path) -> None:
+    """Of blocks that the file does not ask for; the one for padding counts."""
+    config = doctor.LLMConfig(model=str(path), max_batch_size=10**6, max_num_tokens=10**7)
+    cpu = torch.device("cpu")
+
+    def blocks(available: int | None) -> int:
+        return sizing.num_kv_blocks(
+            config, cpu, max_seq_len=3200, token_bytes=1024, available=available
+        )
+
+    assert blocks(10 * 32 * 1024) == 9
+    assert blocks(2 * 32 * 1024) == 1
+    assert blocks(None) == blocks(2**60) == sizing.CPU_KV_BYTES // (32 * 1024) - 1
+    with pytest.raises(ConfigError, match=r"take 0\.1 MiB, 0\.1 MiB are available"):
+        blocks(2 * 32 * 1024 - 1)
+
+
+# --- what there is ---
+
+
+def test_available_is_what_system_and_group_leave(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert sizing.available_host_bytes(tmp_path) is None
+    write("proc/meminfo", "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:    4096 kB\n")
+    assert sizing.available_host_bytes(tmp_path) == 4096 * 1024
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "1000\n")
+    assert sizing.available_host_bytes(tmp_path) == 4096 * 1024
+    write("sys/fs/cgroup/memory.max", "3000\n")
+    assert sizing.available_host_bytes(tmp_path) == 2000
+    write("sys/fs/cgroup/memory.current", "3001\n")
+    assert sizing.available_host_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . can't allocate memory: you tried"),
+    ],
+)
+def test_a_failed_allocation_is_named(error: Exception) -> None:
+    message = r"^max_batch_size: the state does not fit into memory: "
+    with pytest.raises(ConfigError, match=message), shortage_named("max_batch_size", "the state"):
+        raise error
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match=r"^shape$"), shortage_named("x", "y"):
+        raise RuntimeError("shape")
