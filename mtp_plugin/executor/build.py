@@ -31,7 +31,14 @@ from mtp_plugin.executor.kv_cache.sizing import (
 from mtp_plugin.executor.memory_line import memory_line
 from mtp_plugin.executor.memory_needs import check_requests, shortage_named
 from mtp_plugin.executor.model_engine import ModelEngine
-from mtp_plugin.executor.models import LoadedModel, fuse, load_model, read_facts
+from mtp_plugin.executor.models import (
+    LoadedModel,
+    ModelFacts,
+    fuse,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.resolved_config import (
     ResolvedConfig,
@@ -42,7 +49,7 @@ from mtp_plugin.executor.resolved_config import (
 )
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces
 
@@ -89,7 +96,7 @@ def build_executor(
     """
     report = on_progress or (lambda _: None)
     report("reading the checkpoint's config")
-    facts = read_facts(config.model) if model is None else model.facts
+    facts = _read_facts(config.model, report) if model is None else model.facts
     resolved = resolve_config(config, facts, report)
     check_requests(resolved)
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
@@ -104,7 +111,7 @@ def build_executor(
     _limit_threads(resolved)
     if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
         report("loading the tokenizer")
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = read_tokenizer(read_config(config.model))
     host = _host_facts(resolved, model, tokenizer)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
         pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
@@ -123,6 +130,13 @@ def build_executor(
         pools=engine.pools,
         seq_slots=seq_slots,
     )
+
+
+def _read_facts(path: str, report: Progress) -> ModelFacts:
+    checked = read_config(path)
+    if checked.stripped_line is not None:
+        report(checked.stripped_line)
+    return checked.facts
 
 
 def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,16 @@ from mtp_plugin.executor.kv_cache.sizing import (
     told,
 )
 from mtp_plugin.executor.memory_needs import check_requests, token_bytes
-from mtp_plugin.executor.models import ModelFacts, Preflight, family_of, preflight, read_facts
+from mtp_plugin.executor.models import (
+    CheckedConfig,
+    ModelFacts,
+    Preflight,
+    family_of,
+    preflight,
+    read_config,
+    read_tokenizer,
+)
+from mtp_plugin.executor.models.checkpoint_files import listed
 from mtp_plugin.executor.resolved_config import (
     ResolvedConfig,
     check_budget,
@@ -29,7 +37,6 @@ from mtp_plugin.executor.resolved_config import (
     resolve_dtype,
     resolve_max_seq_len,
 )
-from mtp_plugin.requests.tokenizer import load_tokenizer
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.plugin import (
     DraftPlan,
@@ -84,11 +91,16 @@ def examine(config: LLMConfig) -> Diagnosis:
     found.add("checkpoint", config.model)
     found.attempt(lambda: _examine_device(found, config))
     found.attempt(lambda: _examine_cache(found, config))
-    tokenizer = found.attempt(lambda: _examine_tokenizer(found, config.model))
-    facts = found.attempt(lambda: read_facts(config.model))
-    if facts is None:
+    checked = found.attempt(lambda: read_config(config.model))
+    if checked is None:
         return found
+    facts = checked.facts
+    tokenizer = found.attempt(lambda: _examine_tokenizer(found, checked))
     _add_facts(found, facts)
+    if checked.stripped_line is not None:
+        found.add("config keys", checked.stripped_line)
+    if checked.unread:
+        found.add("config keys", f"not read: {listed(checked.unread, 20)}")
     # K comes from the checkpoint where the file does not say it; some checks need it
     config = found.attempt(lambda: config.resolve(facts.num_mtp_layers)) or config
     speculative: Any = config.speculative_config
@@ -99,13 +111,13 @@ def examine(config: LLMConfig) -> Diagnosis:
         plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
     if plan is not None:
         found.attempt(lambda: check_budget(config, plan))
-    checked = found.attempt(lambda: _examine_tensors(found, config, plan))
+    tensors = found.attempt(lambda: _examine_tensors(found, config, plan))
     limit = found.attempt(lambda: resolve_max_seq_len(config, facts.max_position_embeddings))
     if plugin is None or plan is None or limit is None:
         return found
     _add_costs(found, config, plan, limit)
-    if checked is not None:
-        found.attempt(lambda: _examine_memory(found, config, plan, limit, checked))
+    if tensors is not None:
+        found.attempt(lambda: _examine_memory(found, config, plan, limit, tensors))
     device = found.attempt(lambda: resolve_device(config.device))
     if device is None:
         return found
@@ -166,12 +178,12 @@ def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
     check_graphs(config, device, lambda note: found.add("CUDA graphs", note))
 
 
-def _examine_tokenizer(found: Diagnosis, model: str) -> Any:
-    if not (Path(model) / "tokenizer.json").is_file():
-        found.add("tokenizer", "none: prompts must be token ids")
-        return None
-    tokenizer = load_tokenizer(model)
-    found.add("tokenizer", f"{len(tokenizer)} tokens")
+def _examine_tokenizer(found: Diagnosis, checked: CheckedConfig) -> Any:
+    tokenizer = read_tokenizer(checked)
+    found.add(
+        "tokenizer",
+        "none: prompts must be token ids" if tokenizer is None else f"{len(tokenizer)} tokens",
+    )
     return tokenizer
 
 
