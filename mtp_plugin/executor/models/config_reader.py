@@ -30,6 +30,8 @@ from mtp_plugin.executor.models.json_files import read_json
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 
 ACTING_KEYS = frozenset(
     {
@@ -81,7 +83,7 @@ class CheckedConfig:
 
 
 def read_config(path: str | Path) -> CheckedConfig:
-    """Read `config.json` and, where present, `generation_config.json` of a checkpoint directory.
+    """Read the config files of a checkpoint directory; all but `config.json` may be missing.
 
     Raises:
         CheckpointError: no directory, no config, bad JSON, an adapter, or values that are missing,
@@ -93,6 +95,9 @@ def read_config(path: str | Path) -> CheckedConfig:
     raw = read_json(where)
     generation_file = directory / GENERATION_FILE
     generation = read_json(generation_file) if generation_file.is_file() else {}
+    settings_file = directory / TOKENIZER_SETTINGS
+    has_settings = settings_file.is_file() and (directory / TOKENIZER_FILE).is_file()
+    settings = read_json(settings_file) if has_settings else {}
     if (directory / ADAPTER_FILE).exists():
         raise CheckpointError(
             f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
@@ -113,6 +118,7 @@ def read_config(path: str | Path) -> CheckedConfig:
         stripped=(
             *(f"{CONFIG_FILE}: {spelled(key)}" for key in acting),
             *(f"{GENERATION_FILE}: {spelled(key)}" for key in generation if _acts(key)),
+            *(f"{TOKENIZER_SETTINGS}: {spelled(key)}" for key in settings if _acts(key)),
         ),
         unread=tuple(
             spelled(key)

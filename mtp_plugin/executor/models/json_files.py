@@ -12,6 +12,9 @@ from mtp_plugin.errors import CheckpointError
 MAX_BYTES = 2**28
 """Size of a file at most; indexes and tokenizers of released models have a tenth of it."""
 
+MAX_DIGITS = 100
+"""Digits of an integer at most."""
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
@@ -35,7 +38,12 @@ def read_json(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file}: expected JSON, got {error}") from None
     try:
-        content = json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_doubles)
+        content = json.loads(
+            text,
+            parse_int=_integer,
+            parse_constant=_refuse,
+            object_pairs_hook=_without_doubles,
+        )
     except RecursionError:
         raise CheckpointError(f"{file}: expected JSON, it nests too deeply") from None
     except ValueError as error:
@@ -43,6 +51,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _refuse(constant: str) -> NoReturn:

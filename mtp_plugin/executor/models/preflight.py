@@ -130,10 +130,12 @@ def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
         raise CheckpointError(
             f"{where}: expected an unquantised checkpoint, config.json has a quantization_config"
         )
-    check_counts(checked, stored)
+    check_counts(checked, stored, needed)
     with refused_by_transformers(where):
         target = without_storage(checked.config)
-    _check_target(checked, stored, plan_target(target, stored), where)
+    with named(where):
+        plan = plan_target(target, stored)
+    _check_target(checked, stored, plan, where)
     plans: tuple[tuple[TensorPlan, ...], ...] = ()
     if needed > 0:
         plans = _plan_mtp(checked, target, stored)
@@ -150,11 +152,17 @@ def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
     )
 
 
-def check_counts(checked: CheckedConfig, stored: Mapping[str, StoredTensor]) -> None:
+def check_counts(
+    checked: CheckedConfig, stored: Mapping[str, StoredTensor], num_mtp_layers: int
+) -> None:
     """Hold counts of layers and experts against the stored tensors, before modules are built.
 
+    Args:
+        num_mtp_layers: how many will run; without any, their declared number does not count.
+
     Raises:
-        CheckpointError: a layer without a tensor, or a router of another number of experts.
+        CheckpointError: a layer without a tensor, more MTP layers than tensors, or a router of
+            another number of experts.
     """
     where, facts = f"checkpoint {checked.directory}", checked.facts
     held = {int(found["layer"]) for found in map(_LAYER.match, stored) if found}
@@ -164,6 +172,11 @@ def check_counts(checked: CheckedConfig, stored: Mapping[str, StoredTensor]) -> 
             f"{where}: config.json says num_hidden_layers = {facts.num_hidden_layers}, the files "
             f"have no tensor of model.layers.{absent}"
         )
+    if num_mtp_layers and facts.num_mtp_layers > len(stored):
+        raise CheckpointError(
+            f"{where}: config.json says {checked.family.count_key} = {facts.num_mtp_layers}, the "
+            f"files have {len(stored)} tensors in all"
+        )
     experts: int | None = getattr(checked.config, checked.family.experts_key or "", None)
     for name, tensor in stored.items():
         if experts is not None and name.endswith(_ROUTER) and tensor.shape[:1] != (experts,):
@@ -171,6 +184,19 @@ def check_counts(checked: CheckedConfig, stored: Mapping[str, StoredTensor]) -> 
                 f"{where}: config.json says {checked.family.experts_key} = {experts}, "
                 f"{listed([name])} is for {(*tensor.shape, 0)[0]}"
             )
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Put the checkpoint in front of a refusal.
+
+    Raises:
+        CheckpointError: with the place.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 @contextmanager
@@ -195,23 +221,19 @@ def _plan_mtp(
     checked: CheckedConfig, target: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> tuple[tuple[TensorPlan, ...], ...]:
     declared = checked.facts.num_mtp_layers
-    if declared > len(stored):
-        raise CheckpointError(
-            f"checkpoint {checked.directory}: config.json says {checked.family.count_key} = "
-            f"{declared}, the files have {len(stored)} tensors in all"
-        )
     with refused_by_transformers(f"checkpoint {checked.directory}"):
         layers = build_layers(target, checked.config, checked.family, num_layers=declared)
-    return tuple(
-        plan_layer(
-            layer,
-            checked.family,
-            num_hidden_layers=checked.facts.num_hidden_layers,
-            depth=depth,
-            stored=stored,
+    with named(f"checkpoint {checked.directory}"):
+        return tuple(
+            plan_layer(
+                layer,
+                checked.family,
+                num_hidden_layers=checked.facts.num_hidden_layers,
+                depth=depth,
+                stored=stored,
+            )
+            for depth, layer in enumerate(layers)
         )
-        for depth, layer in enumerate(layers)
-    )
 
 
 def _check_target(

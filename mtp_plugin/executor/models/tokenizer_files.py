@@ -9,11 +9,13 @@ from transformers import AutoTokenizer
 
 from mtp_plugin.config.messages import got
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.executor.models.config_reader import CheckedConfig
+from mtp_plugin.executor.models.config_reader import (
+    TOKENIZER_FILE,
+    TOKENIZER_SETTINGS,
+    CheckedConfig,
+)
 from mtp_plugin.executor.models.json_files import read_json
 
-TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILE = "tokenizer_config.json"
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
 _FOREIGN = ("fast_tokenizer_files", "init_inputs")
 """Settings that name other files, or arguments by place."""
@@ -30,7 +32,7 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
     directory = checked.directory
     if not (directory / TOKENIZER_FILE).is_file():
         return None
-    for name in (TOKENIZER_FILE, SETTINGS_FILE, *_OTHERS):
+    for name in (TOKENIZER_FILE, TOKENIZER_SETTINGS, *_OTHERS):
         if name == TOKENIZER_FILE or (directory / name).exists():
             _check_file(directory / name)
     try:
@@ -48,7 +50,7 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
 
 def _check_file(file: Path) -> None:
     content = read_json(file)
-    if file.name != SETTINGS_FILE:
+    if file.name != TOKENIZER_SETTINGS:
         return
     kind = content.get("tokenizer_class")
     if kind is not None and not isinstance(kind, str):
