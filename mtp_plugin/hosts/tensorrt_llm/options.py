@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.hosts.tensorrt_llm.side_file import options_of
 from mtp_plugin.speculative.host import DecodingOptions, is_vanilla
@@ -40,9 +39,7 @@ def serves(spec_config: Any) -> bool:
 def read_options(spec_config: Any) -> HostOptions:
     """The options of a host's config; K is what it says by now.
 
-    The plugin's own are its ``mtp``, else the side file's (`options_of`). A host's
-    ``use_rejection_sampling`` is our verification ``rejection`` where the plugin's options say
-    nothing of it.
+    The plugin's own are its ``mtp``, else the side file's (`options_of`).
 
     Raises:
         ConfigError: an option that cannot be, or one that this host cannot serve.
@@ -69,9 +66,14 @@ def read_options(spec_config: Any) -> HostOptions:
             f"{name}: expected {only!r}, got {value!r}: mtp_plugin cuts drafts as their targets "
             "are cut, and leaves no cut out",
         )
-    rejects = getattr(spec_config, "use_rejection_sampling", False)
-    if rejects and "verification" not in mtp.model_fields_set:
-        given = mtp.model_dump(exclude_unset=True)
-        mtp = MTPPluginOptions.model_validate({**given, "verification": "rejection"})
+    odds = [way for way in mtp.verifications if way in ("rejection", "block")]
+    if getattr(spec_config, "use_rejection_sampling", False):
+        odds.append("use_rejection_sampling")
+    expect(
+        not odds,
+        ConfigError,
+        f"{', '.join(odds)}: not served inside TensorRT-LLM, which fills up drafts that nobody "
+        "drew; leave it out: coupled verification serves requests that draw",
+    )
     decoding = replace(DecodingOptions.read(spec_config), mtp=mtp)
     return HostOptions(decoding, is_vanilla(spec_config.spec_dec_mode))
