@@ -42,12 +42,12 @@ def load_config(
     config = parse_config(data, source)
     folder = Path(path).parent
     found: dict[str, Any] = {
-        "model": _found_from(folder if model is None else Path(), config.model),
+        "model": _found_from(folder if model is None else Path(), config.model, f"{source}: model"),
     }
     spec = config.speculative_config
     if isinstance(spec, MTPDecodingConfig):
         found["speculative_config"] = spec.model_copy(
-            update={"mtp": _found_options(folder, spec.mtp)}
+            update={"mtp": _found_options(folder, spec.mtp, f"{source}: speculative_config.mtp.")}
         )
     return config.model_copy(update=found)
 
@@ -63,7 +63,7 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     """
     data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
     options = MTPPluginOptions.model_validate(data, context={"source": source})
-    return _found_options(Path(path).parent, options)
+    return _found_options(Path(path).parent, options, f"{source}: ")
 
 
 def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any:
@@ -79,17 +79,32 @@ def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any
     return {**spec, "mtp": load_plugin_options(path, str(path))}
 
 
-def _found_options(folder: Path, options: MTPPluginOptions) -> MTPPluginOptions:
-    """Options whose path is seen from a folder, where it is relative."""
+def _found_options(folder: Path, options: MTPPluginOptions, place: str) -> MTPPluginOptions:
+    """Options whose path is seen from a folder, where it is relative.
+
+    Args:
+        place: of the options, in front of the key of a message.
+    """
     if not isinstance(options.draft_vocab, str):
         return options
-    return options.model_copy(update={"draft_vocab": _found_from(folder, options.draft_vocab)})
+    found = _found_from(folder, options.draft_vocab, f"{place}draft_vocab")
+    return options.model_copy(update={"draft_vocab": found})
 
 
-def _found_from(folder: Path, path: str) -> str:
-    """The path as seen from a folder, where it is relative."""
-    given = Path(path).expanduser()
-    return str(given if given.is_absolute() else (folder / given).resolve())
+def _found_from(folder: Path, path: str, place: str) -> str:
+    """The path as seen from a folder, where it is relative.
+
+    Raises:
+        ConfigError: no path can be so; ``place`` stands in front.
+    """
+    try:
+        given = Path(path).expanduser()
+        return str(given if given.is_absolute() else (folder / given).resolve())
+    except RuntimeError:  # of a home that nobody has
+        user = Path(path).parts[0]
+        raise ConfigError(f"{place}: expected the home of a user, got {user!r}") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{place}: expected a path, got {got(path)}: {error}") from None
 
 
 def parse_config(mapping: Mapping[str, Any], source: str = "<mapping>") -> LLMConfig:
@@ -104,8 +119,69 @@ def json_schema() -> dict[str, Any]:
     return LLMConfig.model_json_schema()
 
 
+MAX_NODES = 100_000
+"""Values that a YAML file may have, those of an alias counted wherever it stands."""
+
+_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+\Z|.*:")
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 1e-3 as a number."""
+    """Safe YAML that refuses a key given twice, aliases that grow without end, and numbers that
+    mean one thing in YAML 1.1 and another in 1.2; 1e-3 is a number."""
+
+    def load(self) -> Any:
+        """The one document of the file."""
+        node = self.get_single_node()
+        if node is None:
+            return None
+        self._check_size(node)
+        return self.construct_document(node)
+
+    def _check_size(self, root: yaml.Node) -> None:
+        sizes: dict[yaml.Node, int | None] = {}
+
+        def size_of(node: yaml.Node) -> int:
+            known = sizes.get(node, 0)
+            if known is None:
+                raise yaml.constructor.ConstructorError(
+                    problem="an alias stands in its own anchor", problem_mark=node.start_mark
+                )
+            if known:
+                return known
+            sizes[node] = None
+            children: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                children = [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                children = node.value
+            size = 1 + sum(map(size_of, children))
+            if size > MAX_NODES:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"expected at most {MAX_NODES} values, aliases followed, got more",
+                    problem_mark=node.start_mark,
+                )
+            sizes[node] = size
+            return size
+
+        size_of(root)
+
+    @override
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return super().construct_yaml_int(self._plain(node))
+
+    @override
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return super().construct_yaml_float(self._plain(node))
+
+    def _plain(self, node: yaml.ScalarNode) -> yaml.ScalarNode:
+        """A number that is written as all of YAML's versions read it."""
+        if _OLD_NUMBER.match(node.value):
+            raise yaml.constructor.ConstructorError(
+                problem=f"expected a plain number, or quotes around a text, got {node.value}, "
+                "which versions of YAML read differently",
+                problem_mark=node.start_mark,
+            )
+        return node
 
     @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -123,6 +199,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z"),
@@ -132,13 +210,17 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{source}: no such file; expected a YAML file") from None
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source!r}: expected a path: {error}") from None
+    try:
+        data = _Loader(text).load()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

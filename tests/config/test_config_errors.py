@@ -78,6 +78,67 @@ FILE_CASES = [
         "line 2, column 1: expected a single document in the stream: but found another document",
     ),
     Case(
+        "octal or decimal",
+        "model: m\nmax_batch_size: 010\n",
+        "line 2, column 17: expected a plain number, or quotes around a text, got 010, which "
+        "versions of YAML read differently",
+    ),
+    Case(
+        "octal with an underscore",
+        "model: m\nmax_batch_size: -0_7\n",
+        "line 2, column 17: expected a plain number, or quotes around a text, got -0_7, which "
+        "versions of YAML read differently",
+    ),
+    Case(
+        "base 60 or text",
+        "model: 1:30\n",
+        "line 1, column 8: expected a plain number, or quotes around a text, got 1:30, which "
+        "versions of YAML read differently",
+    ),
+    Case(
+        "base 60 with a fraction",
+        "model: m\nkv_cache_config: {free_gpu_memory_fraction: 1:30.5}\n",
+        "line 2, column 45: expected a plain number, or quotes around a text, got 1:30.5, which "
+        "versions of YAML read differently",
+    ),
+    Case(
+        "octal key",
+        "model: m\n010: 1\n",
+        "line 2, column 1: expected a plain number, or quotes around a text, got 010, which "
+        "versions of YAML read differently",
+    ),
+    Case(
+        "alias in its own sequence",
+        "model: m\nspeculative_config: {decoding_type: other, x: &a [*a]}\n",
+        "line 2, column 47: an alias stands in its own anchor",
+    ),
+    Case(
+        "alias in its own mapping",
+        "model: m\nspeculative_config: &a {decoding_type: other, x: {y: *a}}\n",
+        "line 2, column 21: an alias stands in its own anchor",
+    ),
+    Case(
+        "aliases that double",
+        "model: m\nspeculative_config:\n  decoding_type: other\n  x0: &x0 [1, 1]\n"
+        + "".join(f"  x{i}: &x{i} [*x{i - 1}, *x{i - 1}]\n" for i in range(1, 60)),
+        "line 19, column 8: expected at most 100000 values, aliases followed, got more",
+    ),
+    Case(
+        "path with a NUL",
+        'model: "a\\0b"\n',
+        "model: expected a path, got 'a\\x00b': embedded null byte",
+    ),
+    Case(
+        "home of nobody",
+        "model: ~nosuchuser/x\n",
+        "model: expected the home of a user, got '~nosuchuser'",
+    ),
+    Case(
+        "home of nobody for ids",
+        "model: m\nspeculative_config: {decoding_type: MTP, mtp: {draft_vocab: ~nosuchuser/x}}\n",
+        "speculative_config.mtp.draft_vocab: expected the home of a user, got '~nosuchuser'",
+    ),
+    Case(
         "python object",
         "model: !!python/name:os.system\n",
         "line 1, column 8: could not determine a constructor for the tag "
@@ -690,6 +751,24 @@ def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(path)
     assert str(error.value) == f"{path}: no such file; expected a YAML file"
+
+
+def test_path_that_none_can_be() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("a\0b")
+    assert str(error.value) == "'a\\x00b': expected a path: embedded null byte"
+
+
+def test_numbers_that_all_versions_of_yaml_read_alike(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: '1:30'\nmax_batch_size: 0x10\nmax_num_tokens: 1_000\n"
+        "kv_cache_config: {free_gpu_memory_fraction: 0.5, tokens_per_block: &a 8}\n"
+    )
+    config = load_config(path)
+    assert (config.max_batch_size, config.max_num_tokens) == (16, 1000)
+    assert config.kv_cache_config.free_gpu_memory_fraction == 0.5
+    assert Path(config.model).name == "1:30"
 
 
 def test_folder_for_a_file(tmp_path: Path) -> None:
