@@ -7,16 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import MTPPluginError, RequestError
 from mtp_plugin.executor.models import ModelFacts
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
-from mtp_plugin.requests.stopping import StopRule
-from mtp_plugin.requests.tokenizer import detokenizer_of, encode
+from mtp_plugin.requests.stopping import MAX_STOP_LEN, MAX_STOP_STRINGS, StopRule
+from mtp_plugin.requests.tokenizer import (
+    detokenizer_of,
+    encode,
+    most_characters,
+    shortened,
+    tokenizer_error,
+)
 from mtp_plugin.speculative.plugin import SpeculativePieces
+
+LONG_PROMPT = 2**16
+"""Characters up to which a prompt is tokenised, however long it may be: that takes no time."""
 
 
 class Admission:
@@ -116,16 +125,20 @@ class Admission:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError(
-                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has "
-                    f"none"
+                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has no "
+                    f"tokenizer.json"
                 )
+            self._expect_length(prompt, request_id)
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(
                     f"request {request_id}: the prompt is no valid Unicode text: {error}"
                 ) from error
-            ids = encode(self._tokenizer, prompt)
+            try:
+                ids = encode(self._tokenizer, prompt)
+            except MTPPluginError as error:
+                raise RequestError(f"request {request_id}: {error}") from error
         else:
             ids = list(prompt)
         if not ids:
@@ -141,6 +154,17 @@ class Admission:
             )
         return ids
 
+    def _expect_length(self, prompt: str, request_id: int) -> None:
+        """Refuse a text that is too long whatever its tokens are, before it is tokenised."""
+        if len(prompt) <= max(LONG_PROMPT, self._max_seq_len):
+            return
+        most = most_characters(self._tokenizer, self._max_seq_len)
+        if most is not None and len(prompt) > most:
+            raise RequestError(
+                f"request {request_id}: the prompt has {len(prompt)} characters, max_seq_len "
+                f"({self._max_seq_len}) tokens of this tokenizer have at most {most}"
+            )
+
     def _admitted(self, params: SamplingParams, request_id: int) -> SamplingParams:
         """The options, with bad words as ids.
 
@@ -149,14 +173,7 @@ class Admission:
         """
         unsupported = params.unsupported(self._pieces.served_options)
         unsupported += self._pieces.refusals(params.asked())
-        if params.stop and self._tokenizer is None:
-            unsupported.append(f"stop={params.stop!r} (the checkpoint has no tokenizer)")
-        elif params.stop:
-            unsupported += [
-                f"stop={word!r} (special tokens are no text, give their ids in stop_token_ids)"
-                for word in params.stop
-                if not self._is_text(word)
-            ]
+        unsupported += self._stop_problems(params.stop)
         words, problems = self._bad_words(params)
         unsupported += problems
         unsupported += self._outside_vocabulary(params, words)
@@ -174,6 +191,23 @@ class Admission:
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
         return params if words == params.bad_words else replace(params, bad_words=words)
+
+    def _stop_problems(self, stop: tuple[str, ...]) -> list[str]:
+        """What is wrong with stop strings; sizes come first, since the rest takes time."""
+        if len(stop) > MAX_STOP_STRINGS:
+            return [f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(stop)}"]
+        longest = max(map(len, stop), default=0)
+        if longest > MAX_STOP_LEN:
+            return [
+                f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
+            ]
+        if stop and self._tokenizer is None:
+            return [f"stop={stop!r} (the checkpoint has no tokenizer)"]
+        return [
+            f"stop={shortened(word)} ({problem})"
+            for word in stop
+            if (problem := self._no_text(word)) is not None
+        ]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
         """The bad words as ids, and what is wrong with them.
@@ -194,7 +228,11 @@ class Admission:
             except UnicodeEncodeError:
                 problems.append(f"bad_words={word!r} (it is no valid Unicode text)")
                 continue
-            plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
+            try:
+                plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
+            except MTPPluginError as error:
+                problems.append(f"bad_words={word!r} ({error})")
+                continue
             if not plain:
                 problems.append(f"bad_words={word!r} (it has no tokens)")
                 continue
@@ -245,8 +283,26 @@ class Admission:
                 f"{self._facts.vocab_size} is left"
             )
 
-    def _is_text(self, word: str) -> bool:
-        """Whether a model could write the word in tokens that are all decoded."""
-        ids = encode(self._tokenizer, word, add_special_tokens=False)
-        shown = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return not ids or shown == self._tokenizer.decode(ids, skip_special_tokens=False) != ""
+    def _no_text(self, word: str) -> str | None:
+        """Why a model cannot write the word in tokens that are all decoded; None: it can."""
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            return "it is no valid Unicode text"
+        try:
+            ids = encode(self._tokenizer, word, add_special_tokens=False)
+            shown, whole = (self._decode(ids, skip) for skip in (True, False))
+        except MTPPluginError as error:
+            return str(error)
+        if not ids or shown == whole != "":
+            return None
+        return "special tokens are no text, give their ids in stop_token_ids"
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        try:
+            text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except MTPPluginError:
+            raise
+        except Exception as error:  # whatever a user's tokenizer raises
+            raise tokenizer_error(self._tokenizer, f"cannot decode {ids[:3]}", error) from error
+        return str(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from mtp_plugin.errors import ExecutorError, expect
@@ -22,6 +23,50 @@ class Tokenizer(Protocol):
     """The part of a transformers tokenizer that text needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@lru_cache(maxsize=1024)
+def _borders(text: str) -> tuple[int, ...]:
+    """Of each beginning of a text: the length of its longest end that is a beginning of it too."""
+    borders = [0]
+    for character in text[1:]:
+        length = borders[-1]
+        while length and character != text[length]:
+            length = borders[length - 1]
+        borders.append(length + (character == text[length]))
+    return tuple(borders)
+
+
+class StopSearch:
+    """Looks for one stop string in a text that grows; its work is in proportion to the text.
+
+    Args:
+        stop: not empty.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the longest end of the text that the stop string begins with, but for itself
+        as a whole."""
+        self._borders = _borders(stop)
+
+    def read(self, text: str, start: int) -> int | None:
+        """Take the text from ``start`` on; where the stop string first begins that ends in it."""
+        stop, borders, matched = self.stop, self._borders, self.matched
+        first = None
+        for place in range(start, len(text)):
+            character = text[place]
+            while matched and character != stop[matched]:
+                matched = borders[matched - 1]
+            if character == stop[matched]:
+                matched += 1
+            if matched == len(stop):
+                if first is None:
+                    first = place + 1 - matched
+                matched = borders[matched - 1]
+        self.matched = matched
+        return first
 
 
 @dataclass(frozen=True)
@@ -60,6 +105,7 @@ class RequestText:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._searches = [StopSearch(each) for each in stop]
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._ids: list[int] = []  # the window: ids that the decoding of later ones depends on
@@ -209,34 +255,20 @@ class RequestText:
         return self._held + self._decoded[self._taken :]
 
     def _search(self) -> None:
-        longest = max(len(s) for s in self._stop)
-        if self._min_tokens and self._num_tokens <= self._min_tokens:
-            # complete too early: it does not count later either
-            self._searched = len(self._text)
-            return
-        start = max(0, self._searched - longest + 1)
-        found = [(at, s) for s in self._stop if (at := self._find_past(s, start)) >= 0]
+        read = [(search.read(self._text, self._searched), search.stop) for search in self._searches]
         self._searched = len(self._text)
+        if self._min_tokens and self._num_tokens <= self._min_tokens:
+            return  # complete too early: it does not count later either
+        found = [(at, stop) for at, stop in read if at is not None]
         if found:
             at, stop = min(found)
             self._stop_at = at + len(stop) if self._include_stop else at
-
-    def _find_past(self, stop: str, start: int) -> int:
-        """The first occurrence of ``stop`` that ends behind what was searched before, or -1."""
-        at = self._text.find(stop, start)
-        while at >= 0 and at + len(stop) <= self._searched:
-            at = self._text.find(stop, at + 1)
-        return at
 
     def _held_back(self) -> int:
         """Length of the longest tail that could be the start of a stop string, and be cut off."""
         if self._include_stop:
             return 0
-        for length in range(max((len(s) for s in self._stop), default=1) - 1, 0, -1):
-            tail = self._text[-length:]
-            if len(tail) == length and any(s.startswith(tail) for s in self._stop):
-                return length
-        return 0
+        return max((search.matched for search in self._searches), default=0)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""

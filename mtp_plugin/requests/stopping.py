@@ -21,6 +21,10 @@ MAX_STOP_IDS = 32
 """P: ids that end a request for which a slot has room; a warp's lanes. A request with more is never
 relaxed, and cannot hold them back for ``min_tokens``."""
 
+MAX_STOP_STRINGS = 64
+MAX_STOP_LEN = 1024
+"""Stop strings of a request, and characters of each."""
+
 NO_STOP = -1
 """Fills a row of stop ids behind the request's own."""
 

@@ -8,6 +8,9 @@ from typing import Any
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.extras import MODEL_PACKAGES, require
 
+SHOWN = 40
+"""Characters of a text that messages show."""
+
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint directory.
@@ -26,14 +29,52 @@ def load_tokenizer(path: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    """Token ids of a text; transformers says nothing of long ones, which admission knows better."""
+    """Token ids of a text; transformers says nothing of long ones, which admission knows better.
+
+    Raises:
+        MTPPluginError: the tokenizer raised something else, or gave no ids.
+    """
     transformers = _transformers()
     if transformers is not None:
         base = transformers.PreTrainedTokenizerBase
         inherited = getattr(type(tokenizer), "encode", None) is base.encode
         if inherited and "encode" not in vars(tokenizer):
             options["verbose"] = False
-    return list(tokenizer.encode(text, **options))
+    try:
+        ids = list(tokenizer.encode(text, **options))
+    except MTPPluginError:
+        raise
+    except Exception as error:  # whatever a user's tokenizer raises
+        raise tokenizer_error(tokenizer, f"cannot encode {shortened(text)}", error) from error
+    odd = [each for each in ids if not isinstance(each, int)]
+    if odd:
+        raise MTPPluginError(
+            f"the tokenizer {type(tokenizer).__name__} gave no ids for {shortened(text)}: expected "
+            f"integers, got {type(odd[0]).__name__}"
+        )
+    return ids
+
+
+def tokenizer_error(tokenizer: Any, what: str, error: Exception) -> MTPPluginError:
+    """What a tokenizer raised, told in one line."""
+    told = " ".join(str(error).split())
+    return MTPPluginError(
+        f"the tokenizer {type(tokenizer).__name__} {what}: {type(error).__name__}: {told}"
+    )
+
+
+def shortened(text: str) -> str:
+    """A text for a message, as Python spells it."""
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+
+
+def most_characters(tokenizer: Any, num_tokens: int) -> int | None:
+    """How long a text of so many tokens can be: each as long as the longest of the vocabulary;
+    None: the tokenizer tells none."""
+    vocab = getattr(tokenizer, "get_vocab", None)
+    if vocab is None:
+        return None
+    return num_tokens * max(map(len, vocab()), default=1)
 
 
 def detokenizer_of(tokenizer: Any) -> Any:

@@ -36,6 +36,24 @@ class Characters:
         return "".join(chr(t) for t in token_ids if t != END)
 
 
+class Odd(Characters):
+    """Fails on a text, or gives something else than ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Any:
+        if "boom" in text:
+            raise KeyError("two\nlines")
+        if "none" in text:
+            return None
+        return ["a"] if "text" in text else super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del token_ids, skip_special_tokens
+        raise ZeroDivisionError("nothing to decode with")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"ab": 0, "c": 1}
+
+
 class Case(NamedTuple):
     note: str
     prompts: Any
@@ -51,7 +69,7 @@ REQUESTS = [
     Case(
         "text without a tokenizer",
         "hello",
-        "request 0: a text prompt needs a tokenizer, the checkpoint has none",
+        "request 0: a text prompt needs a tokenizer, the checkpoint has no tokenizer.json",
     ),
     Case(
         "an id past the vocabulary",
@@ -162,6 +180,74 @@ REQUESTS = [
         "stop_token_ids)",
         params=SamplingParams(stop=("x", "<end>")),
         tokenizer=Characters(),
+    ),
+    Case(
+        "a stop string of a lone surrogate",
+        "ab",
+        "request 0: not supported: stop='a\\udc80' (it is no valid Unicode text)",
+        params=SamplingParams(stop=("x", "a\udc80")),
+        tokenizer=Characters(),
+    ),
+    Case(
+        "a stop string without end",
+        "ab",
+        "request 0: not supported: stop: at most 1024 characters of a string are served, got "
+        "1000000",
+        params=SamplingParams(stop=("x", "a" * 10**6)),
+        tokenizer=Characters(),
+    ),
+    Case(
+        "stop strings without end",
+        "ab",
+        "request 0: not supported: stop: at most 64 strings are served, got 65",
+        params=SamplingParams(stop=("x",) * 65),
+        tokenizer=Characters(),
+    ),
+    Case(
+        "a tokenizer that raises",
+        "boom" * 20,
+        "request 0: the tokenizer Odd cannot encode 'boomboomboomboomboomboomboomboomboomboom...': "
+        "KeyError: 'two\\nlines'",
+        tokenizer=Odd(),
+    ),
+    Case(
+        "a tokenizer that gives nothing",
+        "none",
+        "request 0: the tokenizer Odd cannot encode 'none': TypeError: 'NoneType' object is not "
+        "iterable",
+        tokenizer=Odd(),
+    ),
+    Case(
+        "a tokenizer that gives texts",
+        "text",
+        "request 0: the tokenizer Odd gave no ids for 'text': expected integers, got str",
+        tokenizer=Odd(),
+    ),
+    Case(
+        "a tokenizer that raises at options",
+        "ab",
+        "request 0: not supported: stop='a' (the tokenizer Odd cannot decode [97]: "
+        "ZeroDivisionError: nothing to decode with), stop='boom' (the tokenizer Odd cannot encode "
+        "'boom': KeyError: 'two\\nlines'), bad_words='boom' (the tokenizer Odd cannot encode "
+        "'boom': KeyError: 'two\\nlines')",
+        params=SamplingParams(stop=("a", "boom"), bad_words=("boom",)),
+        tokenizer=Odd(),
+    ),
+    Case(
+        "a text that is too long whatever its tokens are",
+        "boom" * 2**15,
+        "request 0: the prompt has 131072 characters, max_seq_len (16) tokens of this tokenizer "
+        "have at most 32",
+        options={"max_seq_len": 16},
+        tokenizer=Odd(),
+    ),
+    Case(
+        "a shorter one is tokenised",
+        "a" * 2**16,
+        "request 0: the prompt has 65536 tokens, max_seq_len is 16 and one token must fit behind "
+        "it",
+        options={"max_seq_len": 16},
+        tokenizer=Odd(),
     ),
     Case(
         "the second of three",

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests import detokenizer as text_module
-from mtp_plugin.requests.detokenizer import RequestText, Segment
+from mtp_plugin.requests.detokenizer import RequestText, Segment, StopSearch
 from mtp_plugin.requests.tokenizer import detokenizer_of, encode
 
 BAD = "\ufffd"
@@ -97,6 +97,36 @@ def test_stop_strings_across_accepted_runs(case: Stop, run: int) -> None:
     runs = [run] * len(case.pieces)
     full, shown, taken, _ = read(case.pieces, case.stop, runs=runs)
     assert (full, taken, "".join(shown)) == (case.text, case.taken, case.text)
+
+
+@given(st.text("ab", min_size=1, max_size=6), st.lists(st.text("ab", max_size=5), max_size=8))
+def test_a_search_finds_what_rereading_everything_finds(stop: str, parts: list[str]) -> None:
+    search, text = StopSearch(stop), ""
+    for part in parts:
+        before, text = len(text), text + part
+        ends = range(max(before + 1, len(stop)), len(text) + 1)
+        found = [end - len(stop) for end in ends if text.startswith(stop, end - len(stop))]
+        assert search.read(text, before) == (found[0] if found else None)
+        lengths = range(min(len(stop) - 1, len(text)), -1, -1)
+        assert search.matched == next(n for n in lengths if text.endswith(stop[:n]))
+
+
+def test_a_long_stop_string_costs_a_step_no_more_than_a_short_one() -> None:
+    """Its characters are looked at as often as the text has some."""
+
+    class Counted(str):
+        reads = 0
+
+        def __getitem__(self, place):
+            Counted.reads += 1
+            return str.__getitem__(self, place)
+
+    search = StopSearch("a" * 1023 + "b")
+    search.stop = Counted(search.stop)
+    text = "aab" * 1000
+    for place in range(0, len(text), 3):
+        search.read(text[: place + 3], place)
+    assert Counted.reads <= 3 * len(text)
 
 
 def test_possible_start_of_a_stop_is_held_back_until_it_is_none() -> None:
