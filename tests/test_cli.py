@@ -986,6 +986,56 @@ def test_doctor_on_a_damaged_checkpoint(
     assert re.search(r"^tokenizer +none: prompts must be token ids$", result.out, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", {"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
+        ("config.json", {"num_hidden_layers": 9999}, "config.json says num_hidden_layers = 9999"),
+        ("config.json", {"hidden_act": 5}, "hidden_act: expected one of 'silu'"),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id.0: expected a token id"),
+        ("tokenizer_config.json", {"tokenizer_class": 5}, "tokenizer_class: expected text or null"),
+    ],
+)
+def test_doctor_names_what_generate_refuses(
+    run: Run,
+    config: Callable[..., str],
+    checkpoint: Path,
+    tmp_path: Path,
+    file: str,
+    content: dict[str, Any],
+    message: str,
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoint, bad)
+    changed = {**json.loads((bad / file).read_text()), **content}
+    (bad / file).write_text(json.dumps(changed))
+    options = config(EAGLE, model=str(bad))
+    found = run("doctor", "-c", options)
+    assert found.code == 1
+    refused = run("generate", "-c", options, "-p", "ab", "-n", "2")
+    assert refused.code == 2
+    (line,) = [line for line in refused.err.splitlines() if message in line]
+    assert f"problem: {line.removeprefix('error: ')}" in found.out
+
+
+def test_keys_on_which_transformers_would_act_are_told(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(checkpoint, odd)
+    content = json.loads((odd / "config.json").read_text())
+    content |= {"attn_implementation": "org/kernel", "seq_aux": True}
+    (odd / "config.json").write_text(json.dumps(content))
+    told = "left out, as transformers would act on them: config.json: attn_implementation"
+    found = run("doctor", "-c", config(EAGLE, model=str(odd)))
+    assert found.code == 0
+    assert told in found.out
+    assert "not read: seq_aux" in found.out
+    decoded = run("generate", "-c", config(EAGLE, model=str(odd)), "-p", "ab", "-n", "2")
+    assert decoded.code == 0
+    assert told in decoded.err
+
+
 def test_doctor_without_a_checkpoint_or_a_readable_config(
     run: Run, config: Callable[..., str], tmp_path: Path
 ) -> None:
