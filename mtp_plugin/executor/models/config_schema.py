@@ -75,7 +75,7 @@ class Rope(CheckpointModel):
     partial_rotary_factor: Share | None = None
 
 
-class LinearRope(Rope):
+class ScaledRope(Rope):
     factor: Factor
 
 
@@ -114,11 +114,13 @@ class Llama3Rope(Rope):
 
 ROPE_TYPES: dict[str, type[Rope]] = {
     "default": Rope,
-    "linear": LinearRope,
+    # changes beyond the model's positions only, which no request has
+    "dynamic": ScaledRope,
+    "linear": ScaledRope,
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
-"""Rotary positions that run; the others change with the longest sequence of a batch."""
+"""Rotary positions that run; longrope changes with the longest sequence of a batch."""
 _ROPE_MODELS = {model.__name__: model for model in ROPE_TYPES.values()}
 
 

@@ -250,18 +250,25 @@ def test_an_mtp_layer_may_return_some_rows(
         assert part.cache.layers[-1].keys.shape[-2] == len(IDS)
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "llama3", "dynamic"])
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "more"), [("linear", {}), ("llama3", LLAMA3), ("dynamic", {})]
+)
 def test_other_rope_types_ask_the_module(
-    edited: Callable[..., Path], plain_attention: type, rope_type: str
+    edited: Callable[..., Path], plain_attention: type, rope_type: str, more: dict[str, float]
 ) -> None:
     scaling = {
         "rope_type": rope_type,
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.5,
         "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
+        **more,
     }
     path = edited("glm4_moe", lambda config: config.update(rope_parameters=scaling))
     model, plain = load_model(path), load_model(path)

@@ -148,9 +148,9 @@ RELATIONS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "mimo",
-        {"rope_scaling": {"type": "dynamic", "factor": 2}},
-        "rope_scaling.rope_type: expected one of 'default', 'linear', 'llama3', 'yarn', "
-        "got 'dynamic'",
+        {"rope_scaling": {"type": "longrope", "factor": 2}},
+        "rope_scaling.rope_type: expected one of 'default', 'dynamic', 'linear', 'llama3', "
+        "'yarn', got 'longrope'",
     ),
     (
         "mimo",
@@ -430,3 +430,69 @@ def test_rotary_parameters_reach_transformers(
 ) -> None:
     path = edited("deepseek_v3", lambda config: config.update(change))
     assert read_config(path).config.rope_parameters == rotary
+
+
+RELEASED: list[dict[str, Any]] = [
+    {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.X"},
+        "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    },
+    {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+        "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+    },
+    {
+        "architectures": ["MiMoForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_mimo.X"}, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768,
+        "max_window_layers": 36, "model_type": "mimo", "num_attention_heads": 32,
+        "num_hidden_layers": 36, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+        "pad_token_id": -1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 640000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151680,
+    },
+]  # fmt: skip
+
+
+SKIPPED = ("rope", "model_type")
+
+
+@pytest.mark.parametrize("content", RELEASED, ids=lambda content: content["model_type"])
+def test_configs_as_they_are_released(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    checked = read_config(tmp_path)
+    assert checked.facts.num_mtp_layers == 1
+    assert checked.stripped == (("config.json: auto_map",) if "auto_map" in content else ())
+    for key, value in content.items():
+        theirs = getattr(checked.config, key, None)
+        if key in type(checked.config).__dataclass_fields__ and not key.startswith(SKIPPED):
+            assert theirs == (None if value == -1 else _as_list(key, value)), key
+
+
+def _as_list(key: str, value: Any) -> Any:
+    return [value] if key == "eos_token_id" and isinstance(value, int) else value
