@@ -6,7 +6,9 @@ import torch
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
-from mtp_plugin.speculative.host import DraftLayer, takes_output_rows
+from mtp_plugin.speculative.host import DraftLayer, taken_by, takes_output_rows
+
+COUNTS = "all_rank_num_tokens"
 
 
 def run_layer(
@@ -29,7 +31,9 @@ def run_layer(
     """
     extra = step.host.ranks.arguments(single_rows=single_rows)
     # ranks that exchange rows count all of them
-    alone = "all_rank_num_tokens" not in extra
+    alone = COUNTS not in extra
+    offered = {COUNTS: None, "spec_metadata": step.spec_metadata}
+    extra = {name: offered[name] for name in taken_by(layer, tuple(offered))} | extra
     selects = output_rows is not None and alone and takes_output_rows(layer)
     if selects:
         extra["output_rows"] = output_rows

@@ -26,6 +26,7 @@ class ForwardInputs:
     embed_tokens: Any
     attn_metadata: AttentionMetadata
     mtp_layers: Any
+    spec_metadata: Any = None  # the host's own, for layers that read it
 
     @property
     def layout(self) -> StepLayout:
@@ -80,6 +81,7 @@ class ForwardInputs:
             embed_tokens=given(embed_tokens, "embed_tokens"),
             attn_metadata=attn_metadata,
             mtp_layers=given(mtp_layers, "mtp_layers"),
+            spec_metadata=spec_metadata,
         )
 
     def with_ranks(self, ranks: Ranks, further_rows: int) -> ForwardInputs:

@@ -53,6 +53,7 @@ from mtp_plugin.speculative.host.step import (
     part_of,
     read_layout,
     read_step_draft_len,
+    taken_by,
     takes_output_rows,
 )
 
@@ -97,6 +98,7 @@ __all__ = [
     "refuse_unserved",
     "slot_of",
     "take_back_tokens",
+    "taken_by",
     "takes_output_rows",
     "tell_logprobs",
     "tell_verified",

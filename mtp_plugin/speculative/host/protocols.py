@@ -121,7 +121,8 @@ class DraftLayer(Protocol):
     A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
     integers: the flat rows whose states are read. It then returns [N, H], and of the other rows
     only keys and values need to be computed. No other layer sees that argument, and none does
-    where ranks exchange rows (``all_rank_num_tokens``).
+    where ranks exchange rows (``all_rank_num_tokens``). A layer that takes ``spec_metadata`` is
+    given the host's; one that takes ``all_rank_num_tokens`` gets None where ranks exchange none.
     """
 
     def __call__(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -281,6 +283,26 @@ def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:
 def takes_output_rows(layer: Any) -> bool:
     """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
     return bool(getattr(layer, "takes_output_rows", False))
+
+
+def taken_by(layer: Any, names: tuple[str, ...]) -> frozenset[str]:
+    """Which of these keyword arguments a draft layer's call takes; one with ``**kwargs`` takes
+    all."""
+    kind: Any = type(layer)
+    return _taken_by(kind, names)
+
+
+@cache
+def _taken_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
+    called = getattr(kind, "forward", None) or kind.__call__
+    try:
+        parameters = signature(called).parameters
+    except (TypeError, ValueError):  # nothing is known of a builtin
+        return frozenset()
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return frozenset(names)
+    by_place = Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL
+    return frozenset(n for n in names if n in parameters and parameters[n].kind not in by_place)
 
 
 def part_of(draft_model: Any, name: str) -> Any:

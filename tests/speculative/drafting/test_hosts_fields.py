@@ -255,3 +255,75 @@ def test_a_host_without_a_cache_has_no_list() -> None:
     with draft_loop(attn) as loop:
         loop.feed_window(int32([1]), step_rows=4, window=4)
     assert attn.kv_cache_params.num_cached_tokens_per_seq is None
+
+
+# --- what layers are told beside their inputs ---
+
+
+class Plain(torch.nn.Module):
+    """A layer that is told nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = ScriptedLayer()
+        self.told: list[dict[str, Any]] = []
+
+    def run(self, inputs: dict[str, Any], **told: Any) -> torch.Tensor:
+        self.told.append(told)
+        return self.scripted(**inputs, spec_metadata=0, all_rank_num_tokens=None)
+
+    def forward(
+        self, *, embed_tokens, input_ids, position_ids, hidden_states, attn_metadata
+    ) -> torch.Tensor:
+        names = "embed_tokens", "input_ids", "position_ids", "hidden_states", "attn_metadata"
+        values = embed_tokens, input_ids, position_ids, hidden_states, attn_metadata
+        return self.run(dict(zip(names, values, strict=True)))
+
+    def shared_head(self, *given: Any) -> torch.Tensor:
+        return self.scripted.shared_head(*given)
+
+
+class ReadsMetadata(Plain):
+    def forward(
+        self,
+        embed_tokens,
+        input_ids,
+        position_ids,
+        hidden_states,
+        attn_metadata,
+        spec_metadata,
+        all_rank_num_tokens,
+    ) -> torch.Tensor:
+        names = "embed_tokens", "input_ids", "position_ids", "hidden_states", "attn_metadata"
+        values = embed_tokens, input_ids, position_ids, hidden_states, attn_metadata
+        told = {"spec_metadata": spec_metadata, "all_rank_num_tokens": all_rank_num_tokens}
+        return self.run(dict(zip(names, values, strict=True)), **told)
+
+
+class CountsRows(Plain):
+    def forward(self, *, all_rank_num_tokens, **inputs: Any) -> torch.Tensor:
+        told = {"spec_metadata": inputs.pop("spec_metadata")}
+        return self.run(inputs, all_rank_num_tokens=all_rank_num_tokens, **told)
+
+
+@pytest.mark.parametrize("kind", [MTPEagleWorker, MTPWorker])
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [
+        (Plain, []),
+        (ReadsMetadata, ["all_rank_num_tokens", "spec_metadata"]),
+        (CountsRows, ["all_rank_num_tokens", "spec_metadata"]),
+    ],
+)
+def test_layers_are_told_what_they_take(kind: Any, layer: Any, names: list[str]) -> None:
+    """The host's metadata, and of ranks that exchange nothing None."""
+    step = Step(2, [Prompt([3, 4, 5])])
+    layers = [layer() for _ in range(2)]
+    worker = kind(SimpleNamespace(max_draft_len=2, mtp=None), device="cpu")
+    worker(**step.inputs(), mtp_layers=layers)
+    calls = [told for each in layers for told in each.told]
+    assert len(calls) == 2
+    for told in calls:
+        assert sorted(told) == names
+        assert told.get("spec_metadata", step.spec) is step.spec
+        assert told.get("all_rank_num_tokens") is None
