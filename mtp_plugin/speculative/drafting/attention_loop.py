@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -193,6 +193,13 @@ class DraftLoop:
         if self._host_kv_lens is not None:
             self._host_kv_lens += 1
         self._changed("update_for_spec_dec", "on_update_kv_lens")
+
+    def tell_ranks(self, counts: Sequence[int] | None) -> None:
+        """Rows of every rank in the passes that follow, where several exchange rows and the
+        metadata has a place for them."""
+        several = counts is not None and len(counts) > 1
+        if several and hasattr(self._metadata, "all_rank_num_tokens"):
+            self._rebind("all_rank_num_tokens", counts)
 
     def _lengthen(self, rows: list[int], host: torch.Tensor, device: torch.Tensor) -> None:
         """Add a number of rows to each context, in lengths on the host and on the device."""

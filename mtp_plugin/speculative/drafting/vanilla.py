@@ -69,6 +69,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
                 history_lens,
                 first.kv_lens,
             )
+            loop.tell_ranks(step.host.ranks.counts)
             self._run_depths(step, accepted, first, drafts, next_tokens)
 
     def _num_depths(self, layout: StepLayout) -> int:

@@ -393,3 +393,41 @@ def test_ranks_that_exchange_nothing_are_told_nothing(kind: Any) -> None:
     layers = [ScriptedLayer(depth, seen) for depth in range(K)]
     make(kind, mapping=ADP)(**step.inputs(), mtp_layers=layers)
     assert [call.extra for call in seen] == [{}] * K
+
+
+class MetadataReader(ScriptedLayer):
+    """Notes what the attention metadata says of ranks."""
+
+    def __call__(self, *, attn_metadata: Any, **inputs: Any) -> torch.Tensor:
+        self.seen.append(attn_metadata.all_rank_num_tokens)
+        return ScriptedLayer(self.depth)(attn_metadata=attn_metadata, **inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(MTPEagleWorker, [TARGET, [1, 3, 1], [1, 3, 1]]), (MTPWorker, [TARGET] * K)],
+)
+def test_the_attention_metadata_says_what_ranks_feed(kind: Any, expected: list[Any]) -> None:
+    """In every pass, and what the target was told behind the last."""
+    step = exchanging(all_rank_num_tokens=TARGET, target=TARGET, seqs=[1, 3, 1])
+    if kind is MTPWorker:
+        step = exchanging(all_rank_num_tokens=IN_TREE, target=TARGET, seqs=[1, 3, 1])
+    before, seen = step.attn.all_rank_num_tokens, []
+    layers = [MetadataReader(depth, seen) for depth in range(K)]
+    make(kind, mapping=ADP)(**step.inputs(), mtp_layers=layers)
+    assert seen == expected
+    assert step.attn.all_rank_num_tokens is before
+
+
+def test_the_attention_metadata_says_what_windows_of_tensorrt_llm_have() -> None:
+    step, seen = exchanging(all_rank_num_tokens=IN_TREE, target=TARGET), []
+    worker = make(MTPWorker, mapping=ADP, mtp=SimpleNamespace(draft_window="trtllm"))
+    worker(**step.inputs(), mtp_layers=[MetadataReader(depth, seen) for depth in range(K)])
+    assert seen == [IN_TREE] * K
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_the_attention_metadata_of_a_rank_alone_stays_as_it_is(kind: Any) -> None:
+    step, seen = exchanging(all_rank_num_tokens=[10], target=[77]), []
+    make(kind)(**step.inputs(), mtp_layers=[MetadataReader(depth, seen) for depth in range(K)])
+    assert seen == [[77]] * K
