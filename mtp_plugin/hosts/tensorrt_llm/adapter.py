@@ -49,8 +49,6 @@ class HostClasses:
     worker: type
     manager: type
     sampler: type
-    separate_draft_kv: bool
-    """The base of workers knows a cache of the draft layers."""
 
 
 @dataclass
@@ -84,7 +82,6 @@ class Adapter:
             sampler=sampler_class(
                 named(f"{PYEXECUTOR}.sampler", "Sampler"), state, tensors, self.state_requests
             ),
-            separate_draft_kv=hasattr(base, "draft_kv_cache_context"),
         )
         for made in (classes.worker, classes.manager, classes.sampler):
             wanted = sorted(getattr(made, "__abstractmethods__", ()))
@@ -119,10 +116,8 @@ class Adapter:
         self._expect_all_ranks(mapping, options)
         if use_separate_draft_kv_cache:
             check_draft_cache(self.classes.worker)
-        arguments = (
-            (True,) if self.classes.separate_draft_kv and use_separate_draft_kv_cache else ()
-        )
-        worker = self.classes.worker(*arguments)
+        # bases that know no such cache take no argument
+        worker = self.classes.worker(*[True] * use_separate_draft_kv_cache)
         worker.mtp_plugin_make = partial(make, spec_config, model_config=model_config)
         worker.mtp_plugin_draft_kv = use_separate_draft_kv_cache
         return worker
@@ -159,12 +154,6 @@ class Adapter:
         **others: Any,
     ) -> Any:
         """The host's own metadata, prepared for our pieces too."""
-        metadata = original(
-            spec_config=spec_config,
-            max_num_requests=max_num_requests,
-            spec_resource_manager=None,
-            **others,
-        )
         manager = getattr(spec_resource_manager, "mtp_plugin_manager", None)
         expect(
             manager is not None,
@@ -183,6 +172,12 @@ class Adapter:
             mtp_hidden_states_manager=manager,
             max_position=spec_resource_manager.mtp_plugin_max_seq_len - 1,
             draft_window=options.decoding.mtp.draft_window,
+        )
+        metadata = original(
+            spec_config=spec_config,
+            max_num_requests=max_num_requests,
+            spec_resource_manager=None,
+            **others,
         )
         return adopt(metadata, own, greedy_key=self.greedy_key)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.hosts.tensorrt_llm.lines import LINES, looked_for
+from mtp_plugin.hosts.tensorrt_llm.lines import line_among, looked_for
 from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, UTILS, Found, named
 
 OK, PROBLEM = 0, 1
@@ -40,7 +40,7 @@ class Examination:
 def examine() -> Examination:
     """Look for the seams of every line, and try the classes of the one that is there."""
     seams = looked_for()
-    line = next((each for each in LINES if all(f.holds for f in seams[each.line])), None)
+    line = line_among(seams)
     seen = Examination(None if line is None else line.line, named(PACKAGE, "__version__"), seams)
     if named(PACKAGE, "__name__") is None:
         seen.problems.append(f"{PACKAGE} cannot be imported")

@@ -59,7 +59,7 @@ class MetadataBody:
         return own.dp_num_tokens()
 
     def write_padding_onehot_draft_probs(self, *_: Any, **__: Any) -> None:
-        """Nothing: the probabilities of drafts are the manager's."""
+        """Nothing: no draft is judged by odds here."""
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> Any:
         """As the host's, with slots of its own."""
@@ -95,6 +95,4 @@ def adopt(metadata: Any, own: MTPSpecMetadata, *, greedy_key: bool) -> Any:
     metadata.__class__ = _with_body(base)
     metadata.mtp_plugin = own
     metadata.mtp_plugin_greedy_key = greedy_key
-    if getattr(metadata, "use_rejection_sampling", False):
-        metadata.use_rejection_sampling = False  # the probabilities of drafts are the manager's
     return metadata

@@ -17,6 +17,11 @@ def looked_for() -> dict[str, list[Found]]:
     return {line.line: [look(need) for need in line.needs] for line in LINES}
 
 
+def line_among(seen: dict[str, list[Found]]) -> type[Adapter] | None:
+    """The line all of whose needs hold; None: there is none."""
+    return next((line for line in LINES if all(f.holds for f in seen[line.line])), None)
+
+
 def find_line() -> tuple[type[Adapter], list[Found]]:
     """The line that an installation is, by its signatures.
 
@@ -24,9 +29,9 @@ def find_line() -> tuple[type[Adapter], list[Found]]:
         HostError: none of them, listing what was looked for and what was found.
     """
     seen = looked_for()
-    for line in LINES:
-        if all(found.holds for found in seen[line.line]):
-            return line, seen[line.line]
+    line = line_among(seen)
+    if line is not None:
+        return line, seen[line.line]
     raise HostError(
         f"TensorRT-LLM: expected one of the lines {', '.join(seen)}, got none of them. Nothing is "
         "installed. What each lacks:\n"
