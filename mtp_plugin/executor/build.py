@@ -33,7 +33,6 @@ from mtp_plugin.executor.memory_needs import check_requests, shortage_named
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import (
     LoadedModel,
-    ModelFacts,
     fuse,
     load_model,
     read_config,
@@ -96,7 +95,14 @@ def build_executor(
     """
     report = on_progress or (lambda _: None)
     report("reading the checkpoint's config")
-    facts = _read_facts(config.model, report) if model is None else model.facts
+    checked = None
+    if model is not None:
+        facts = model.facts
+    else:
+        checked = read_config(config.model)
+        facts = checked.facts
+        if checked.stripped_line is not None:
+            report(checked.stripped_line)
     resolved = resolve_config(config, facts, report)
     check_requests(resolved)
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
@@ -111,7 +117,7 @@ def build_executor(
     _limit_threads(resolved)
     if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
         report("loading the tokenizer")
-        tokenizer = read_tokenizer(read_config(config.model))
+        tokenizer = read_tokenizer(checked or read_config(config.model))
     host = _host_facts(resolved, model, tokenizer)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
         pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
@@ -130,13 +136,6 @@ def build_executor(
         pools=engine.pools,
         seq_slots=seq_slots,
     )
-
-
-def _read_facts(path: str, report: Progress) -> ModelFacts:
-    checked = read_config(path)
-    if checked.stripped_line is not None:
-        report(checked.stripped_line)
-    return checked.facts
 
 
 def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:
