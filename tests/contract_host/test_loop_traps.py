@@ -234,6 +234,22 @@ def test_ranks_without_the_last_stage(line, tiny_model, prompts):
         assert int(outputs["next_new_tokens"].min()) >= 0
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_states_that_the_host_built_itself(line, tiny_model, prompts, decoded):
+    """As a rank does that was sent them: the host's fields say it all."""
+    host = make_host(line, tiny_model, vanilla=False, overlap=False)
+    sampler = host.executor.sampler
+    update = sampler.update_requests
+
+    def update_requests(state: Any, managers: Any) -> None:
+        del state.mtp_plugin
+        update(state, managers)
+
+    sampler.update_requests = update_requests
+    assert host.generate(ask(prompts, [9, 7])) == texts(decoded, prompts, [9, 7])
+    host.assert_drained()
+
+
 # ---- the host notices ----
 
 
