@@ -15,7 +15,11 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 )
 
 LISTED = tl.constexpr(4096)
-"""Candidates that are listed; rows of the launch's buffers have as many places."""
+"""Candidates that are listed."""
+OF_THREAD = tl.constexpr(32)
+"""Values of a tile that a thread holds at most."""
+PLACES = tl.constexpr(LISTED + 2 * OF_THREAD)
+"""Of a row in the launch's buffer: behind a whole list a thread may write what is never read."""
 
 
 class Candidates(NamedTuple):
@@ -23,8 +27,7 @@ class Candidates(NamedTuple):
 
     chunk_ptr: tl.tensor
     num_chunks: tl.tensor
-    value_ptr: tl.tensor
-    column_ptr: tl.tensor
+    pair_ptr: tl.tensor  # as `pairs_of`
     found: tl.tensor  # of the list; more than LISTED: it is not whole
 
 
@@ -114,6 +117,30 @@ def words_of_tile(
 
 
 @triton.jit
+def pairs_of(x, columns):
+    """Values and their columns as one word of 64 bits each."""
+    return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns.to(tl.int64)
+
+
+@triton.jit
+def of_pairs(pairs):
+    """Values and columns of `pairs_of`."""
+    return (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True), pairs.to(tl.int32)
+
+
+@triton.jit
+def depths_of(x, here, top, temperature):
+    """How deep values lie, (top - x) / T; infinitely deep what is not ``here``.
+
+    An operand of 0 or infinity takes a division the slow way, with all threads beside it.
+    """
+    differences = top - x
+    usual = here & (differences > 0)
+    depths = tl.div_rn(tl.where(usual, differences, temperature), temperature)
+    return tl.where(usual, depths, tl.where(here, 0.0, float("inf")))
+
+
+@triton.jit
 def listed(
     x,
     here,
@@ -121,47 +148,103 @@ def listed(
     first,
     num_picked,
     found,
-    value_ptr,
-    column_ptr,
+    pair_ptr,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """List what is ``here`` of the values of `tile_of`, behind ``found`` others; how many there are
     then.
 
-    By fours of neighbours, which a thread holds, so that values stay where they are.
+    A thread holds fours of neighbours, of every so many chunks: it lists all of its own at
+    consecutive places, so that only numbers go from thread to thread, one of each.
     """
     TILE: tl.constexpr = x.shape[0]
     FOURS: tl.constexpr = x.shape[1] // 4
+    ROWS: tl.constexpr = TILE // WARPS
     x02, x13 = tl.split(tl.reshape(x, [TILE, FOURS, 2, 2]))
     x0, x2 = tl.split(x02)
     x1, x3 = tl.split(x13)
     here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [TILE, FOURS, 2, 2]))
     here0, here2 = tl.split(here02)
     here1, here3 = tl.split(here13)
-    number = here0 + here1 + here2 + here3
-    per_chunk = tl.sum(number, axis=1)
-    start = found + tl.cumsum(per_chunk, axis=0) - per_chunk
+    number = tl.reshape(here0 + here1 + here2 + here3, [ROWS, WARPS, FOURS])
+    of_thread = tl.reshape(tl.sum(number, axis=0), [WARPS * FOURS])
+    start = found + tl.cumsum(of_thread, axis=0) - of_thread
+    start = tl.reshape(tl.minimum(start, LISTED), [WARPS, FOURS])
+    place = start[None, :, :] + tl.cumsum(number, axis=0) - number
+    place = tl.reshape(place, [TILE, FOURS])
     places = tl.arange(0, FOURS) * 4
     columns = columns_of(chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH)[
         0
     ]
-    place = start[:, None] + tl.cumsum(number, axis=1) - number
-    _list_one(x0, columns, here0, place, value_ptr, column_ptr)
+    _list_one(x0, columns, here0, place, pair_ptr)
     place += here0
-    _list_one(x1, columns + 1, here1, place, value_ptr, column_ptr)
+    _list_one(x1, columns + 1, here1, place, pair_ptr)
     place += here1
-    _list_one(x2, columns + 2, here2, place, value_ptr, column_ptr)
+    _list_one(x2, columns + 2, here2, place, pair_ptr)
     place += here2
-    _list_one(x3, columns + 3, here3, place, value_ptr, column_ptr)
-    return found + tl.sum(per_chunk, axis=0)
+    _list_one(x3, columns + 3, here3, place, pair_ptr)
+    return found + tl.sum(of_thread, axis=0)
 
 
 @triton.jit
-def _list_one(x, columns, here, place, value_ptr, column_ptr):
-    """List what is ``here`` at a place, if the list has it."""
-    listed_here = (here != 0) & (place < LISTED)
-    tl.store(value_ptr + place, x, mask=listed_here)
-    tl.store(column_ptr + place, columns, mask=listed_here)
+def listed_fours(
+    row,
+    least,
+    chunk_ptr,
+    num_picked,
+    four_ptr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    WARPS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """List the first columns of fours of neighbours with a value of ``least`` or more, of picked
+    chunks that fill one tile at most; how many there are.
+
+    To write a few such numbers takes a quarter of the stores that single values take.
+    """
+    SIZE: tl.constexpr = PIECE // CHUNKS
+    FOURS: tl.constexpr = SIZE // 4
+    ROWS: tl.constexpr = TILE // WARPS
+    x = tile_of(
+        row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False
+    )[0]
+    highest = tl.max(tl.reshape(x, [TILE, FOURS, 4]), axis=2)
+    here = highest >= least
+    number = tl.reshape(here.to(tl.int32), [ROWS, WARPS, FOURS])
+    of_thread = tl.reshape(tl.sum(number, axis=0), [WARPS * FOURS])
+    start = tl.reshape(tl.cumsum(of_thread, axis=0) - of_thread, [WARPS, FOURS])
+    place = start[None, :, :] + tl.cumsum(number, axis=0) - number
+    columns = columns_of(
+        chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
+    )[0]
+    tl.store(four_ptr + tl.reshape(place, [TILE, FOURS]), columns.to(tl.int64), mask=here)
+    return tl.sum(of_thread, axis=0)
+
+
+@triton.jit
+def listed_of_fours(
+    row, least, four_ptr, num_fours, pair_ptr, FOURS: tl.constexpr, HAS_IDS: tl.constexpr
+):
+    """List what of the fours is ``least`` or more; how many there are."""
+    places = tl.arange(0, FOURS)
+    firsts = tl.load(four_ptr + places, mask=places < num_fours, other=row.vocab).to(tl.int32)
+    columns = tl.reshape(firsts[:, None] + tl.arange(0, 4)[None, :], [FOURS * 4])
+    x = values_of(row, columns, columns < row.vocab, HAS_IDS, False)
+    here = (x >= least).to(tl.int32)
+    place = tl.cumsum(here, axis=0) - here
+    tl.store(pair_ptr + place, pairs_of(x, columns), mask=here != 0)
+    return tl.sum(here, axis=0)
+
+
+@triton.jit
+def _list_one(x, columns, here, place, pair_ptr):
+    """List what is ``here`` at a place."""
+    tl.store(pair_ptr + place, pairs_of(x, columns), mask=here != 0)

@@ -11,7 +11,12 @@ import triton.language as tl
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     Candidates,
+    depths_of,
     listed,
+    listed_fours,
+    listed_of_fours,
+    of_pairs,
+    pairs_of,
     tile_of,
 )
 from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
@@ -27,24 +32,31 @@ FEW = tl.constexpr(64)
 MANY = tl.constexpr(256)
 """Candidates that are ordered by counting."""
 PICKED = tl.constexpr(64)
-"""Chunks that a bound should leave at most."""
+"""Chunks, and fours of neighbours in them, that are looked at in one go."""
+ASKED = tl.constexpr(52)
+"""Chunks that a bound should leave at most: of some more fours of neighbours are near."""
+STEPS = tl.constexpr(12)
+"""Of a search for a depth of some number of ids."""
+LEAST = tl.constexpr(-3.4028234663852886e38)
+NO_KEY = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
-def _depth_of_count(depths, top_k, ALL_CHUNKS: tl.constexpr):
+def _depth_of_count(depths, top_k):
     """A depth within which at least ``top_k`` ids lie, or the deepest.
 
     Each chunk within it has such an id. Three depths are tried at a time, their counts in one word:
     of the chunks that lie deeper, as the first one never does.
     """
-    BITS: tl.constexpr = 10 if ALL_CHUNKS <= 1024 else 20
-    WORD: tl.constexpr = tl.int32 if ALL_CHUNKS <= 1024 else tl.int64
+    ALL: tl.constexpr = depths.shape[0]
+    BITS: tl.constexpr = 10 if ALL <= 1024 else 20
+    WORD: tl.constexpr = tl.int32 if ALL <= 1024 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     near = 0.0
     far = DEEPEST + 0.0
-    count = ALL_CHUNKS + 1
-    step = tl.where(top_k > ALL_CHUNKS, 12, 0)
-    while (count > tl.maximum(top_k, PICKED)) & (step < 12):
+    count = ALL + 1
+    step = tl.where(top_k > ALL, STEPS, 0)
+    while (count > tl.maximum(top_k, ASKED)) & (step < STEPS):
         part = (far - near) * 0.25
         d1 = near + part
         d2 = near + part * 2
@@ -52,9 +64,9 @@ def _depth_of_count(depths, top_k, ALL_CHUNKS: tl.constexpr):
         deeper = (depths > d1).to(WORD)
         deeper += ((depths > d2).to(WORD) << BITS) + ((depths > d3).to(WORD) << (2 * BITS))
         counts = tl.sum(deeper, axis=0)
-        n1 = ALL_CHUNKS - (counts & MASK).to(tl.int32)
-        n2 = ALL_CHUNKS - ((counts >> BITS) & MASK).to(tl.int32)
-        n3 = ALL_CHUNKS - ((counts >> (2 * BITS)) & MASK).to(tl.int32)
+        n1 = ALL - (counts & MASK).to(tl.int32)
+        n2 = ALL - ((counts >> BITS) & MASK).to(tl.int32)
+        n3 = ALL - ((counts >> (2 * BITS)) & MASK).to(tl.int32)
         count = tl.where(
             n1 >= top_k, n1, tl.where(n2 >= top_k, n2, tl.where(n3 >= top_k, n3, count))
         )
@@ -69,15 +81,19 @@ def _depth_of_mass(depths, masses, need, SIZE: tl.constexpr):
     """A depth within which ids of at least the mass ``need`` lie, or the deepest.
 
     What lies deeper than d weighs less than 2^-d, so of a chunk whose first id lies within it at
-    least its mass without all others at that weight does.
+    least its mass without all others at that weight does. Where few chunks are within it nearer
+    ones are not asked for.
     """
     near = 0.0
     far = DEEPEST + 0.0
+    count = depths.shape[0]
     weights = tl.exp2(-depths)
-    while far - near > 0.6:
+    while (far - near > 0.6) & (count > ASKED):
         middle = (near + far) * 0.5
+        within = depths <= middle
         sure = tl.maximum(weights, masses - (SIZE - 1) * tl.exp2(-middle))
-        enough = tl.sum(tl.where(depths <= middle, sure, 0.0), axis=0) >= need
+        enough = tl.sum(tl.where(within, sure, 0.0), axis=0) >= need
+        count = tl.where(enough, tl.sum(within.to(tl.int32), axis=0), count)
         far = tl.where(enough, middle, far)
         near = tl.where(enough, near, middle)
     return far
@@ -97,25 +113,24 @@ def _drawn_of_few(
 ):
     """As `drawn_of_cut`, of few candidates, whose order and mass are counted."""
     found = candidates.found
-    value_ptr = candidates.value_ptr
-    column_ptr = candidates.column_ptr
     places = tl.arange(0, SIZE)
     here = places < found
-    x = tl.load(value_ptr + places, mask=here, other=float("-inf"))
-    columns = tl.load(column_ptr + places, mask=here, other=NO_COLUMN)
-    depths = tl.div_rn(top - x, options.temperature)
+    x, columns = of_pairs(tl.load(candidates.pair_ptr + places, mask=here, other=0))
+    depths = depths_of(x, here, top, options.temperature)
+    # by depth, then by column, in one comparison
+    keys = pairs_of(depths, columns)
+    key_ptr = candidates.pair_ptr + MANY
+    tl.store(key_ptr + places, keys, mask=here)
+    tl.debug_barrier()
     rank = tl.zeros([SIZE], tl.int32)
     ahead = tl.zeros([SIZE], tl.float32)
     for start in range(0, found, COMPARED):
         others = start + tl.arange(0, COMPARED)
-        other_x = tl.load(value_ptr + others, mask=others < found, other=float("-inf"))
-        other_columns = tl.load(column_ptr + others, mask=others < found, other=NO_COLUMN)
-        other_depths = tl.div_rn(top - other_x, options.temperature)
-        first = other_depths[None, :] < depths[:, None]
-        equal = other_depths[None, :] == depths[:, None]
-        first = first | (equal & (other_columns[None, :] < columns[:, None]))
-        rank += tl.sum(first.to(tl.int32), axis=1)
-        ahead += tl.sum(tl.where(first, tl.exp(-other_depths)[None, :], 0.0), axis=1)
+        other_keys = tl.load(key_ptr + others, mask=others < found, other=NO_KEY)
+        first = other_keys[:, None] < keys[None, :]
+        rank += tl.sum(first.to(tl.int32), axis=0)
+        weights = tl.exp(-of_pairs(other_keys)[0])
+        ahead += tl.sum(tl.where(first, weights[:, None], 0.0), axis=0)
     weights = tl.exp(-depths)
     kept = here
     if options.top_k > 0:
@@ -135,13 +150,35 @@ def _drawn_of_few(
 
 
 @triton.jit
+def _picked(here, picked_ptr):
+    """Write which of all chunks are ``here``, in no order; how many they are.
+
+    By fours of neighbours, which a thread holds.
+    """
+    FOURS: tl.constexpr = here.shape[0] // 4
+    here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [FOURS, 2, 2]))
+    here0, here2 = tl.split(here02)
+    here1, here3 = tl.split(here13)
+    number = here0 + here1 + here2 + here3
+    place = tl.cumsum(number, axis=0) - number
+    chunks = tl.arange(0, FOURS) * 4
+    tl.store(picked_ptr + place, chunks, mask=here0 != 0)
+    place += here0
+    tl.store(picked_ptr + place, chunks + 1, mask=here1 != 0)
+    place += here1
+    tl.store(picked_ptr + place, chunks + 2, mask=here2 != 0)
+    place += here2
+    tl.store(picked_ptr + place, chunks + 3, mask=here3 != 0)
+    return tl.sum(number, axis=0)
+
+
+@triton.jit
 def drawn_of_cut(
     row,
     options,
     stream,
     picked_ptr,
-    value_ptr,
-    column_ptr,
+    pair_ptr,
     num_chunks,
     tops,
     details,
@@ -159,9 +196,9 @@ def drawn_of_cut(
     """The column that a row draws, and of what stays the deepest depth, the last column there and
     the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
     All pointers stand at the row's own."""
-    # whole tiles are 16 values a thread
+    # so many chunks as a bound should leave are one tile
     SIZE: tl.constexpr = PIECE // CHUNKS
-    GATHERED: tl.constexpr = WARPS * 512 // SIZE
+    GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // SIZE
     temperature = options.temperature
     # no difference to it is -0, whose bits are not in the order of the others
     top = tl.where(top == 0, 0.0, top)
@@ -169,7 +206,7 @@ def drawn_of_cut(
     far = DEEPEST + 0.0
     mass = 0.0
     if options.top_k > 0:
-        far = _depth_of_count(depths, options.top_k, ALL_CHUNKS)
+        far = _depth_of_count(depths, options.top_k)
     elif options.top_p < 1:
         masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
         mass = tl.sum(masses, axis=0)
@@ -179,15 +216,34 @@ def drawn_of_cut(
         far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
 
-    picked = (depths <= far) & (chunks < num_chunks)
-    rank = tl.cumsum(picked.to(tl.int32), axis=0)
-    num_picked = tl.max(rank, axis=0)
-    tl.store(picked_ptr + rank - 1, chunks, mask=picked)
+    num_picked = _picked((depths <= far) & (chunks < num_chunks), picked_ptr)
     # what a thread wrote others read
     tl.debug_barrier()
-    reach = far * LN_2 * temperature
-    found = 0
-    first = 0
+    # a number, so that what is -inf lies deeper
+    least = tl.maximum(top - far * LN_2 * temperature, LEAST)
+    found = tl.full([], 0, tl.int32)
+    first = tl.full([], 0, tl.int32)
+    if not HAS_EDITS:
+        if num_picked <= PICKED:
+            four_ptr = pair_ptr + 2 * MANY
+            num_fours = listed_fours(
+                row,
+                least,
+                picked_ptr,
+                num_picked,
+                four_ptr,
+                PICKED,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                WARPS,
+                HAS_IDS,
+            )
+            tl.debug_barrier()
+            if num_fours <= PICKED:
+                found = listed_of_fours(row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS)
+                first = num_picked
     while (first < num_picked) & (found <= LISTED):
         x = tile_of(
             row,
@@ -202,25 +258,24 @@ def drawn_of_cut(
             HAS_IDS,
             HAS_EDITS,
         )[0]
-        near = (top - x <= reach) & (x > float("-inf"))
         found = listed(
             x,
-            near,
+            x >= least,
             picked_ptr,
             first,
             num_picked,
             found,
-            value_ptr,
-            column_ptr,
+            pair_ptr,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
+            WARPS,
         )
         first += GATHERED
     tl.debug_barrier()
 
-    candidates = Candidates(picked_ptr, num_picked, value_ptr, column_ptr, found)
+    candidates = Candidates(picked_ptr, num_picked, pair_ptr, found)
     if found <= FEW:
         drawn, limit, last, left = _drawn_of_few(
             row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW

@@ -10,7 +10,7 @@ import triton.language as tl
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
-from mtp_plugin.speculative.ops.sampling.candidates_kernel import LISTED
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
@@ -35,6 +35,30 @@ CHANGING += ["judged_at", "drafted_at", "step_at"]
 CHANGING += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
 SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
+
+
+@triton.jit
+def _number(x):
+    """-inf for what is no number."""
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _piece_of(row_ptr, piece, vocab, PIECE: tl.constexpr):
+    """The values of a piece of a row, float32; -inf behind the row."""
+    columns = piece * PIECE + tl.arange(0, PIECE)
+    if (piece + 1) * PIECE <= vocab:
+        x = tl.load(row_ptr + columns)
+    else:
+        x = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _weights(held, base, scale):
+    """Of what threads hold [..., threads, each], against a base of each thread; 0 for NaN."""
+    weights = tl.exp2((held - base[None, :, None]) * scale)
+    return tl.where(held == held, weights, 0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -78,6 +102,7 @@ def scan_kernel(
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -87,7 +112,7 @@ def scan_kernel(
     KEEPS_EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (row, piece): per chunk the highest value, and what its row's options need beside it.
+    """``PARTS`` pieces of a row: per chunk the highest value, and what its row's options need beside it.
 
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
@@ -95,14 +120,11 @@ def scan_kernel(
     what is left of rows. Edited values are kept in rows [V] without gaps, where they are asked for.
     """
     grid_dependency_synchronize(PDL)
-    row = (tl.program_id(0) // num_pieces).to(tl.int64)
-    piece = tl.program_id(0) % num_pieces
-    columns = piece * PIECE + tl.arange(0, PIECE)
-    inside = columns < vocab
-    if (piece + 1) * PIECE <= vocab:
-        x = tl.load(logits_ptr + row * row_stride + columns)
-    else:
-        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
+    programs = (num_pieces + PARTS - 1) // PARTS
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first_piece = tl.program_id(0) % programs * PARTS
+    last_piece = tl.minimum(first_piece + PARTS, num_pieces)
+    x = _piece_of(logits_ptr + row * row_stride, first_piece, vocab, PIECE)
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
@@ -115,82 +137,87 @@ def scan_kernel(
     top_k = options.top_k
     top_p = options.top_p
     scale = scale_of(temperature)
+    stream = stream_of(
+        slot,
+        request,
+        offset,
+        role,
+        step,
+        position_ptr,
+        position_stride,
+        ahead_ptr,
+        ahead_stride,
+        HAS_AHEAD,
+    )
+    edits = edits_of(
+        slot,
+        bias_ptr,
+        allowed_ptr,
+        count_ptr,
+        seen_ptr,
+        pool_vocab,
+        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
+        tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
+    )
 
     WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
-    x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))
-    if HAS_EDITS:
-        edits = edits_of(
-            slot,
-            bias_ptr,
-            allowed_ptr,
-            count_ptr,
-            seen_ptr,
-            pool_vocab,
-            draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-            tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
-        )
-        if HAS_IDS:
-            of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
-            x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
-        else:
-            x = edited_piece(x, columns, piece * PIECE, vocab, edits)
-        if KEEPS_EDITED:
-            tl.store(edited_ptr + row * vocab + columns, x, mask=inside)
-    held = tl.reshape(x, [WRAPS, THREADS, EACH])
-    thread_top = tl.max(tl.max(held, axis=0), axis=1)
-    by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
-    top = tl.max(by_chunk, axis=1)
-    # where all values are -inf no difference to the highest is a number
-    thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
-    base = tl.where(top > float("-inf"), top, 0.0)
-    below = (by_chunk - base[:, None]) * scale
+    for piece in range(first_piece, last_piece):
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        inside = columns < vocab
+        if piece > first_piece:
+            x = _piece_of(logits_ptr + row * row_stride, piece, vocab, PIECE)
+        if HAS_EDITS:
+            x = _number(x)
+            if HAS_IDS:
+                of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+                x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
+            else:
+                x = edited_piece(x, columns, piece * PIECE, vocab, edits)
+            if KEEPS_EDITED:
+                tl.store(edited_ptr + row * vocab + columns, x, mask=inside)
+        held = tl.reshape(x, [WRAPS, THREADS, EACH])
+        # what is no number loses against every other, so that few are looked at
+        thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
+        by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+        top = tl.max(by_chunk, axis=1)
+        # where all values are -inf no difference to the highest is a number
+        thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
+        base = tl.where(top > float("-inf"), top, 0.0)
+        below = (by_chunk - base[:, None]) * scale
 
-    detail = top
-    out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
-    if temperature < GREEDY_BELOW:
-        at = tl.reshape(columns, [WRAPS, THREADS, EACH])
-        at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
-        first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
-        first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
-        detail = first.to(tl.float32, bitcast=True)
-    elif (top_k == 0) & (top_p >= 1) & (options.min_p <= 0):
-        stream = stream_of(
-            slot,
-            request,
-            offset,
-            role,
-            step,
-            position_ptr,
-            position_stride,
-            ahead_ptr,
-            ahead_stride,
-            HAS_AHEAD,
-        )
-        if HAS_IDS:
-            ids = tl.load(vocab_ids_ptr + columns, mask=inside, other=0)
-            words = words_of(ids, stream)
-        else:
-            groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
-            w0, w1, w2, w3 = words_of_groups(groups, stream)
-            words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
-        noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
-        bound = (held - thread_base[None, :, None]) * scale + noise
-        bound = tl.max(tl.max(bound, axis=0), axis=1)
-        bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
-        detail = tl.max(bound, axis=1)
-        if HAS_CUTS:
-            weights = tl.exp2((held - thread_base[None, :, None]) * scale)
+        detail = top
+        out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
+        if temperature < GREEDY_BELOW:
+            at = tl.reshape(columns, [WRAPS, THREADS, EACH])
+            at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
+            first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
+            first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
+            detail = first.to(tl.float32, bitcast=True)
+        elif (top_k == 0) & (top_p >= 1) & (options.min_p <= 0):
+            if HAS_IDS:
+                ids = tl.load(vocab_ids_ptr + columns, mask=inside, other=0)
+                words = words_of(ids, stream)
+            else:
+                groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+                w0, w1, w2, w3 = words_of_groups(groups, stream)
+                words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+            noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
+            bound = (held - thread_base[None, :, None]) * scale + noise
+            bound = _number(tl.max(tl.max(bound, axis=0), axis=1))
+            bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
+            detail = tl.max(bound, axis=1)
+            if HAS_CUTS:
+                weights = _weights(held, thread_base, scale)
+                mass = tl.sum(tl.sum(weights, axis=0), axis=1)
+                mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
+                tl.store(mass_ptr + out, tl.sum(mass, axis=1))
+        elif (top_k == 0) & (top_p < 1):
+            weights = _weights(held, thread_base, scale)
             mass = tl.sum(tl.sum(weights, axis=0), axis=1)
             mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-            tl.store(mass_ptr + out, tl.sum(mass, axis=1))
-    elif (top_k == 0) & (top_p < 1):
-        weights = tl.exp2((held - thread_base[None, :, None]) * scale)
-        mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-        mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-        detail = tl.sum(mass, axis=1)
-    tl.store(top_ptr + out, top)
-    tl.store(detail_ptr + out, detail)
+            detail = tl.sum(mass, axis=1)
+        tl.store(top_ptr + out, top)
+        tl.store(detail_ptr + out, detail)
 
 
 @triton.jit
@@ -281,8 +308,7 @@ def finish_kernel(
     cut_ptr,
     # written and read here
     picked_ptr,
-    value_ptr,
-    column_ptr,
+    pair_ptr,
     # sizes
     num_contexts,
     width,
@@ -401,8 +427,7 @@ def finish_kernel(
                 options,
                 stream,
                 picked_ptr + row * num_chunks,
-                value_ptr + row * LISTED,
-                column_ptr + row * LISTED,
+                pair_ptr + row * PLACES,
                 num_chunks,
                 tops,
                 details,

@@ -11,7 +11,7 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling.candidates_kernel import LISTED
+from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
 from mtp_plugin.speculative.step import SlotRows
@@ -23,6 +23,9 @@ CHUNKS = 32
 """Of a piece."""
 LOAD_BYTES = 16
 """What a thread reads at once."""
+MOST_PARTS, MANY_ROWS = 4, 192
+"""Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
+for takes as long as to read one."""
 SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 SCAN_REGISTERS = 80
@@ -78,7 +81,8 @@ def draw(
     warps = 8 if num_rows <= SOME_ROWS else 4
     keeps_edited = pools is not None and num_rows <= KEPT_ROWS
     kept = torch.empty(num_rows, vocab, **float32) if keeps_edited else details
-    scan_kernel[(num_rows * num_pieces,)](
+    parts = MOST_PARTS if num_rows >= MANY_ROWS else 1
+    scan_kernel[(num_rows * -(-num_pieces // parts),)](
         *inputs.tensors,
         tops,
         details,
@@ -88,6 +92,7 @@ def draw(
         *inputs.sizes,
         **constants,
         KEEPS_EDITED=keeps_edited,
+        PARTS=parts,
         num_warps=WARPS,
         maxnreg=None if pools is None else SCAN_REGISTERS,
     )
@@ -105,8 +110,7 @@ def draw(
         details if cuts is None else cuts,
         # written and read there
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
-        torch.empty(num_rows, LISTED.value, dtype=torch.float32, device=device),
-        torch.empty(num_rows, LISTED.value, dtype=torch.int32, device=device),
+        torch.empty(num_rows, PLACES.value, dtype=torch.int64, device=device),
         *places,
         *inputs.sizes,
         **constants,

@@ -11,7 +11,9 @@ import triton.language as tl
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     columns_of,
+    depths_of,
     listed,
+    of_pairs,
     spread_of,
     starts_of,
     tile_of,
@@ -229,12 +231,12 @@ def _between(
             first,
             num_chunks,
             found,
-            candidates.value_ptr,
-            candidates.column_ptr,
+            candidates.pair_ptr,
             PIECE,
             CHUNKS,
             THREADS,
             EACH,
+            TILE * SIZE // 512,
         )
         x = next_x
     tl.debug_barrier()
@@ -326,8 +328,8 @@ def _listed_keys(candidates, number, top, temperature):
     """The keys of what is listed [LISTED], `NO_COLUMN` beyond them."""
     places = tl.arange(0, LISTED)
     here = places < number
-    x = tl.load(candidates.value_ptr + places, mask=here, other=float("-inf"))
-    keys = tl.div_rn(top - x, temperature).to(tl.int32, bitcast=True)
+    x = of_pairs(tl.load(candidates.pair_ptr + places, mask=here, other=0))[0]
+    keys = depths_of(x, here, top, temperature).to(tl.int32, bitcast=True)
     return tl.where(here, keys, NO_COLUMN)
 
 
@@ -490,9 +492,8 @@ def _drawn_of_list(
     for first in range(0, candidates.found, PAGE):
         places = first + tl.arange(0, PAGE)
         here = places < candidates.found
-        x = tl.load(candidates.value_ptr + places, mask=here, other=float("-inf"))
-        columns = tl.load(candidates.column_ptr + places, mask=here, other=NO_COLUMN)
-        depths = tl.div_rn(top - x, options.temperature)
+        x, columns = of_pairs(tl.load(candidates.pair_ptr + places, mask=here, other=0))
+        depths = depths_of(x, here, top, options.temperature)
         keys = depths.to(tl.int32, bitcast=True)
         weights = tl.exp(-depths)
         kept = (keys < limit) | ((keys == limit) & (columns <= last))
@@ -717,7 +718,8 @@ def drawn_of_many(
         if number <= LISTED:
             keys = _listed_keys(candidates, number, top, temperature)
             places = tl.arange(0, LISTED)
-            columns = tl.load(candidates.column_ptr + places, mask=places < number, other=NO_COLUMN)
+            pairs = tl.load(candidates.pair_ptr + places, mask=places < number, other=0)
+            columns = of_pairs(pairs)[1]
             columns = tl.where(keys == limit, columns, NO_COLUMN)
             if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > stay:
                 last, _ = _least_listed(stay, tl.zeros_like(last), last, columns, False)
