@@ -69,7 +69,7 @@ class StepShape:
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
     edits_logits: bool = False  # a request asks for more than first choices, as its slot says
-    only_draws: bool = False  # and none for more than draws
+    only_draws: bool = False  # and none for more than draws and log-probabilities
 
     @property
     def num_contexts(self) -> int:

@@ -55,7 +55,8 @@ class MTPSpecMetadata:
     edits_logits: bool | None = None
     """A request asks for more than the first choice of its logits; what, stands in its slot. None:
     the manager knows of ``request_ids``."""
-    only_draws: bool = False  # no request asks for more than draws; read beside edits_logits
+    only_draws: bool = False
+    """No request asks for more than draws and log-probabilities; read beside ``edits_logits``."""
     is_all_greedy_sample: bool = True
     """First choices are all that the requests of :meth:`update_is_all_greedy_sample` ask for."""
     group_all_greedy_sample: bool | None = None  # as ranks have agreed since; None: they did not

@@ -73,10 +73,11 @@ DRAWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     [
         ([{}, {}], (False, False)),
         ([DRAWN, {}], (True, True)),
-        ([DRAWN, {**DRAWN, "logprobs": 0}], (True, False)),
+        ([DRAWN, {**DRAWN, "logprobs": 0}], (True, True)),
+        ([{"logprobs": 2}, {}], (True, True)),
         ([{"repetition_penalty": 1.1}, {}], (True, False)),
     ],
-    ids=["greedy", "one-draws", "logprobs", "one-penalty"],
+    ids=["greedy", "one-draws", "logprobs", "logprobs-alone", "one-penalty"],
 )
 def test_batches_run_in_the_graph_of_what_they_ask_for(graphed, prompts, asked, graph):
     """Three of every size and draft length: who is greedy never pays for what others may ask."""

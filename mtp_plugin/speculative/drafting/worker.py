@@ -258,8 +258,8 @@ class SpecWorker(nn.Module, ABC):
 
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
         """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that
-        gives first choices or draws alone."""
-        if not step.host.edits_logits or step.host.only_draws:
+        gives first choices alone."""
+        if not step.host.edits_logits:
             return None
         return logprobs(
             step.layout,

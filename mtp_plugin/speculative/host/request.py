@@ -81,9 +81,8 @@ class RequestFacts:
 
     @property
     def only_draws(self) -> bool:
-        """Whether it asks for nothing but draws, if for anything that changes tokens."""
-        asked = (OPTIONS[name] for name in self.options)
-        return all(option.draws for option in asked if option.beyond_first_choice)
+        """Whether it asks for draws and log-probabilities at most: no logit is changed."""
+        return not any(OPTIONS[name].edits_logits for name in self.options)
 
     def without(self, names: Iterable[str]) -> Self:
         """The facts of a request that does not ask for these options."""

@@ -40,7 +40,8 @@ class HostStep:
     edits_logits: bool = False
     """A request asks for more than the first choice of the logits; what, stands in its slot."""
     only_draws: bool = False
-    """No request asks for more than draws: no logit is changed, nothing is counted."""
+    """No request asks for more than draws and log-probabilities: no logit is changed, nothing is
+    counted."""
     max_position: int | None = None  # None: unbounded
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
@@ -155,7 +156,7 @@ class HostStep:
 
 def read_asks(spec_metadata: Any, manager: Any, request_ids: Sequence[int]) -> tuple[bool, bool]:
     """Whether a request of the step asks for more than the first choice of its logits, and whether
-    all who do ask for draws alone.
+    all who do ask for draws and log-probabilities alone.
 
     ``edits_logits`` and ``only_draws`` of the host's metadata; where the first is None or missing,
     what the manager knows of the requests. A host whose graphs go by
@@ -177,7 +178,7 @@ def read_asks(spec_metadata: Any, manager: Any, request_ids: Sequence[int]) -> t
 
 def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
     """Whether one of these requests asks for more than the first choice of its logits, and whether
-    all who do ask for draws alone; of a manager that does not know, none does."""
+    all who do ask for draws and log-probabilities alone; of a manager that does not know, none does."""
     asks_of = getattr(manager, "asks_of", None)
     if asks_of is None:
         return False, False

@@ -36,11 +36,11 @@ def expected(worker: str, k: int, kind: str) -> Counter[str]:
         return launches
     draws = k + 1  # of the target and of every pass of the draft loop
     assert launches.pop("top1") == draws
-    launches |= {"scan": draws, "finish": draws}
+    # and so are log-probabilities, of the target's rows
+    launches |= {"scan": draws + 1, "finish": draws + 1}
     if kind == "edits":
-        # what is banned for a while, what was emitted, and log-probabilities
+        # what is banned for a while, and what was emitted
         launches |= {"hide": 1, "restore": 1, "note": 1}
-        launches += Counter({"scan": 1, "finish": 1})
     return launches
 
 
