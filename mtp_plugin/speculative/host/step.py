@@ -178,7 +178,7 @@ def read_asks(spec_metadata: Any, manager: Any, request_ids: Sequence[int]) -> t
 
 def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
     """Whether one of these requests asks for more than the first choice of its logits, and whether
-    all who do ask for draws and log-probabilities alone; of a manager that does not know, none does."""
+    all who do ask for draws and log-probabilities alone; none, of a manager that does not know."""
     asks_of = getattr(manager, "asks_of", None)
     if asks_of is None:
         return False, False

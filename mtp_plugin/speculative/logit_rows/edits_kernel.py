@@ -103,6 +103,13 @@ def edits_of(
 
 
 @triton.jit
+def is_edited(slot):
+    """Whether anything is done to the rows of a request."""
+    row = tl.maximum(tl.load(slot + BIAS_ROW), tl.load(slot + ALLOWED_ROW))
+    return tl.maximum(row, tl.load(slot + COUNT_ROW)) >= 0
+
+
+@triton.jit
 def _biased(x, ids, inside, edits):
     """Values of ids with the row's bias."""
     if edits.bias_row >= 0:

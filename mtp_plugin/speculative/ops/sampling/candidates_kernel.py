@@ -213,9 +213,9 @@ def listed_fours(
     SIZE: tl.constexpr = PIECE // CHUNKS
     FOURS: tl.constexpr = SIZE // 4
     ROWS: tl.constexpr = TILE // WARPS
-    x = tile_of(
-        row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False
-    )[0]
+    x = tile_of(row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False)[
+        0
+    ]
     highest = tl.max(tl.reshape(x, [TILE, FOURS, 4]), axis=2)
     here = highest >= least
     number = tl.reshape(here.to(tl.int32), [ROWS, WARPS, FOURS])

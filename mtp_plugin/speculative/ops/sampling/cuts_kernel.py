@@ -223,7 +223,7 @@ def drawn_of_cut(
     least = tl.maximum(top - far * LN_2 * temperature, LEAST)
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    if not HAS_EDITS:
+    if not HAS_EDITS:  # noqa: SIM102 - known when it is compiled
         if num_picked <= PICKED:
             four_ptr = pair_ptr + 2 * MANY
             num_fours = listed_fours(

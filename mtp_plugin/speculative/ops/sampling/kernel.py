@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of, is_edited
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
@@ -112,12 +112,12 @@ def scan_kernel(
     KEEPS_EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``PARTS`` pieces of a row: per chunk the highest value, and what its row's options need beside it.
+    """``PARTS`` pieces of a row: per chunk the highest value, and what the options need beside it.
 
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
-    what is left of rows. Edited values are kept in rows [V] without gaps, where they are asked for.
+    what is left of rows. Edited rows are kept, where they are asked for, as far apart as logits.
     """
     grid_dependency_synchronize(PDL)
     programs = (num_pieces + PARTS - 1) // PARTS
@@ -173,8 +173,9 @@ def scan_kernel(
                 x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
             else:
                 x = edited_piece(x, columns, piece * PIECE, vocab, edits)
-            if KEEPS_EDITED:
-                tl.store(edited_ptr + row * vocab + columns, x, mask=inside)
+            if KEEPS_EDITED:  # noqa: SIM102 - known when it is compiled
+                if is_edited(slot):
+                    tl.store(edited_ptr + row * row_stride + columns, x, mask=inside)
         held = tl.reshape(x, [WRAPS, THREADS, EACH])
         # what is no number loses against every other, so that few are looked at
         thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
@@ -303,6 +304,7 @@ def finish_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
+    edited_ptr,
     # outputs
     token_ptr,
     cut_ptr,
@@ -338,6 +340,7 @@ def finish_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    KEPT_EDITED: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -381,7 +384,11 @@ def finish_kernel(
         draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
         tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
     )
-    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+    values_ptr = logits_ptr
+    if KEPT_EDITED:  # noqa: SIM102 - known when it is compiled
+        if is_edited(slot):
+            values_ptr = edited_ptr
+    of_row = Row(values_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
     drawn = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)

@@ -30,9 +30,9 @@ SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
-KEPT_ROWS = 32
-"""So many rows or fewer are kept as edited for who finishes them: to edit some of their values
-again takes longer there than to write all of them."""
+KEPT_ROWS = 256
+"""Of so many rows or fewer those that are edited are kept for who finishes them: to edit some of
+their values again takes longer there than to write all of them."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
 ALL_REGISTERS, FEW_ROWS = 255, 132
@@ -79,8 +79,8 @@ def draw(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
-    keeps_edited = pools is not None and num_rows <= KEPT_ROWS
-    kept = torch.empty(num_rows, vocab, **float32) if keeps_edited else details
+    keeps_edited = pools is not None and num_rows <= KEPT_ROWS and _can_be_kept(logits)
+    kept = torch.empty(num_rows, logits.stride(0), **float32) if keeps_edited else details
     parts = MOST_PARTS if num_rows >= MANY_ROWS else 1
     scan_kernel[(num_rows * -(-num_pieces // parts),)](
         *inputs.tensors,
@@ -97,7 +97,7 @@ def draw(
         maxnreg=None if pools is None else SCAN_REGISTERS,
     )
     if keeps_edited:
-        inputs = replace(inputs, logits=kept, slots=replace(slots, pools=None))
+        inputs = replace(inputs, slots=replace(slots, pools=None))
         constants["HAS_EDITS"] = False
     has_room = constants["HAS_EDITS"] and num_rows <= FEW_ROWS
     finish_kernel[(num_rows,)](
@@ -105,6 +105,7 @@ def draw(
         tops,
         details,
         masses,
+        kept,
         # outputs
         tokens,
         details if cuts is None else cuts,
@@ -115,6 +116,7 @@ def draw(
         *inputs.sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        KEPT_EDITED=keeps_edited,
         WARPS=warps,
         num_warps=warps,
         maxnreg=ALL_REGISTERS if has_room else REGISTERS,
@@ -167,6 +169,12 @@ class _Inputs:
             self.slots.table.stride(0),
             self.slots.slot_ids.stride(0),
         )
+
+
+def _can_be_kept(logits: torch.Tensor) -> bool:
+    """Whether edited rows can stand where the logits' own would, without much between them."""
+    vocab = logits.shape[1]
+    return logits.dtype == torch.float32 and vocab <= logits.stride(0) < 2 * vocab
 
 
 def _places(slots: SlotRows) -> tuple[int, int, int]:
