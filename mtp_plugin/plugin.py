@@ -4,7 +4,13 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
-from mtp_plugin.speculative.host import RequestFacts, SpecRequest
+from mtp_plugin.speculative.host import (
+    PlainAttentionMetadata,
+    PlainBatch,
+    PlainRequest,
+    RequestFacts,
+    SpecRequest,
+)
 from mtp_plugin.speculative.plugin import (
     ENTRY_POINT_GROUP,
     NO_SPECULATION,
@@ -30,6 +36,9 @@ __all__ = [
     "HostFacts",
     "MTPPlugin",
     "NoSpeculationPlugin",
+    "PlainAttentionMetadata",
+    "PlainBatch",
+    "PlainRequest",
     "ReplayCheck",
     "RequestFacts",
     "RequestState",

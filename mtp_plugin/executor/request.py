@@ -8,15 +8,17 @@ from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
-from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.host import LOOP_OPTIONS, PlainRequest
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 
 
-class LlmRequest:
+class LlmRequest(PlainRequest):
     """One request, with TensorRT-LLM's names.
 
     ``py_epoch`` grows with every preemption: results of an older epoch are late and dropped.
     """
+
+    loop_options = LOOP_OPTIONS
 
     def __init__(
         self,
@@ -30,75 +32,40 @@ class LlmRequest:
         max_seq_len: int,
         label: Label | None = None,
     ) -> None:
-        self.request_id = request_id
+        self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
+        super().__init__(
+            request_id,
+            prompt_token_ids,
+            params,
+            max_seq_len=max_seq_len,
+            end_ids=end_ids,
+            watch=None if text is None else text.push,
+            stats=self.py_acceptance,
+        )
         self.py_request_id = request_id
         self.prompt_index = 0
         """The prompt's place among those of its call."""
         self.params = params
         self.text = text
-        self.tokens = list(prompt_token_ids)
-        self.state = RequestState.CONTEXT_INIT
-        self.finish_reason: FinishReason | None = None
-        self.py_error: str | None = None
-        self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
         self.py_orig_prompt_len = len(prompt_token_ids)
-        self.py_draft_tokens: list[int] = []
         self.py_num_drafted = 0
-        self.py_rewind_len = 0
-        self.py_num_accepted_draft_tokens = 0
-        self.py_decoding_iter = 0
         most = max_draft_len if params.max_draft_len is None else params.max_draft_len
         self.py_disable_speculative_decoding = not params.speculate or most == 0
-        self.py_acceptance = AcceptanceStats(max_draft_len, label=label)
         self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
         self.logprobs = None if params.logprobs is None else Logprobs()
         """Of the tokens emitted so far; None: nobody asks."""
         self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
         """Of the prompt's tokens as far as it was scored; None: nobody asks."""
-        self.facts = RequestFacts.of(
-            request_id,
-            params,
-            prompt_len=self.py_orig_prompt_len,
-            max_seq_len=max_seq_len,
-            end_ids=end_ids,
-            watch=None if text is None else text.push,
-            stats=self.py_acceptance,
-        )
         self.edits_logits = self.facts.edits_logits
         self.only_draws = self.facts.only_draws
         self.max_length = self.facts.stop.max_length
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
-        self.context_length = len(self.tokens)
-        self.context_current_position = 0
         self.context_chunk_size = 0
 
     # ---- tokens -----------------------------------------------------------------------------
-
-    def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002
-        """Prompt and output so far."""
-        return self.tokens
-
-    def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
-        """Prompt and output tokens so far."""
-        return len(self.tokens)
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens emitted so far."""
-        return self.tokens[self.py_orig_prompt_len :]
-
-    def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
-        """Append an emitted token.
-
-        Raises:
-            ExecutorError: the request has finished.
-        """
-        if self.is_finished:
-            raise ExecutorError(f"request {self.request_id} has finished; token {token} came late")
-        self.tokens.append(token)
 
     def take_back_tokens(self, count: int) -> None:
         """Drop the last emitted tokens, whose text was not shown, and their text.
@@ -120,11 +87,6 @@ class LlmRequest:
     # ---- life -------------------------------------------------------------------------------
 
     @property
-    def is_finished(self) -> bool:
-        """Whether no further token will come."""
-        return self.state is RequestState.GENERATION_COMPLETE
-
-    @property
     def is_generating(self) -> bool:
         """Whether the whole prompt has been read."""
         return self.state is RequestState.GENERATION_IN_PROGRESS
@@ -135,14 +97,6 @@ class LlmRequest:
         if self.finish_reason is not FinishReason.ERROR:
             return None
         return self.py_error or "the sampler ended it without a reason"
-
-    def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
-        """End the request; the first reason stays."""
-        if self.is_finished:
-            return
-        self.state = RequestState.GENERATION_COMPLETE
-        self.finish_reason = reason
-        self.py_draft_tokens = []
 
     def fail(self, why: str) -> None:
         """End the request with an error; nothing changes where it has ended."""
@@ -166,27 +120,3 @@ class LlmRequest:
         self.context_length = len(self.tokens)
         self.context_current_position = 0
         self.context_chunk_size = 0
-
-    # ---- prompt chunks ------------------------------------------------------------------------
-
-    @property
-    def context_remaining_length(self) -> int:
-        """Prompt tokens not yet read."""
-        return self.context_length - self.context_current_position
-
-    @property
-    def is_first_context_chunk(self) -> bool:
-        """Whether the scheduled chunk starts the prompt."""
-        return self.context_current_position == 0
-
-    @property
-    def is_last_context_chunk(self) -> bool:
-        """Whether the scheduled chunk ends the prompt."""
-        return self.context_chunk_size == self.context_remaining_length
-
-    def move_to_next_context_chunk(self) -> None:
-        """Count the scheduled chunk as read; the last one starts generation."""
-        self.context_current_position += self.context_chunk_size
-        self.context_chunk_size = 0
-        if self.context_remaining_length == 0 and not self.is_finished:
-            self.state = RequestState.GENERATION_IN_PROGRESS

@@ -11,6 +11,12 @@ from mtp_plugin.speculative.host.config import (
     read_reasons,
     refuse_unserved,
 )
+from mtp_plugin.speculative.host.plain import (
+    LOOP_OPTIONS,
+    PlainAttentionMetadata,
+    PlainBatch,
+    PlainRequest,
+)
 from mtp_plugin.speculative.host.protocols import (
     AttentionMetadata,
     DraftLayer,
@@ -58,11 +64,15 @@ from mtp_plugin.speculative.host.step import (
 )
 
 __all__ = [
+    "LOOP_OPTIONS",
     "UNBOUNDED",
     "AttentionMetadata",
     "DecodingOptions",
     "DraftLayer",
     "HostStep",
+    "PlainAttentionMetadata",
+    "PlainBatch",
+    "PlainRequest",
     "RankRows",
     "Ranks",
     "RequestFacts",

@@ -1,0 +1,274 @@
+"""Parcels for hosts without classes of their own: a request, a batch, the lengths of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import ClassVar
+
+import torch
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.requests.stopping import TextWatch
+from mtp_plugin.speculative.host.request import RequestFacts, StepStats
+from mtp_plugin.speculative.step import to_device
+
+LOOP_OPTIONS = frozenset({"max_draft_len", "prompt_logprobs", "speculate"})
+"""Options that a host's loop gives, and none of the pieces."""
+
+
+class PlainRequest:
+    """A request with every field that manager and sampler read or write.
+
+    Args:
+        request_id: 0 or more, of no other request that runs.
+        prompt_token_ids: at least one.
+        params: what it asks for. max_seq_len: tokens that any request can hold.
+        end_ids: of the model. watch: finds stop strings. stats: takes the counts of its steps.
+
+    Raises:
+        RequestError: an empty prompt, ``stop`` without a watch, or an option of a loop that the
+            class does not list.
+    """
+
+    loop_options: ClassVar[frozenset[str]] = frozenset()
+    """Those of `LOOP_OPTIONS` that the loop of this class gives."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_seq_len: int,
+        end_ids: Iterable[int] = (),
+        watch: TextWatch | None = None,
+        stats: StepStats | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = list(prompt_token_ids)
+        self._refuse(params, watch)
+        self.facts = RequestFacts.of(
+            request_id,
+            params,
+            prompt_len=len(self.tokens),
+            max_seq_len=max_seq_len,
+            end_ids=end_ids,
+            watch=watch,
+            stats=stats,
+        )
+        self.state = RequestState.CONTEXT_INIT
+        self.finish_reason: FinishReason | None = None
+        self.py_error: str | None = None
+        self.py_seq_slot: int | None = None
+        self.py_draft_tokens: list[int] = []
+        self.py_rewind_len = 0
+        self.py_num_accepted_draft_tokens = 0
+        self.py_decoding_iter = 0
+        self.context_length = len(self.tokens)
+        self.context_current_position = 0
+        self.context_chunk_size = len(self.tokens)
+        """Prompt tokens of the step at hand: a host that cuts prompts sets it."""
+
+    def _refuse(self, params: SamplingParams, watch: TextWatch | None) -> None:
+        if not self.tokens:
+            raise RequestError(
+                f"request {self.request_id}: expected at least one prompt token, got none"
+            )
+        asked, lacking = params.asked(), LOOP_OPTIONS - self.loop_options
+        told = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]
+        if told:
+            raise RequestError(
+                f"request {self.request_id}: the loop of {type(self).__name__} does not give "
+                f"{', '.join(told)}"
+            )
+        if "stop" in asked and watch is None:
+            raise RequestError(
+                f"request {self.request_id}: stop={asked['stop']!r} needs a watch, got None"
+            )
+
+    # ---- tokens -----------------------------------------------------------------------------
+
+    def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002
+        """Prompt and output so far."""
+        return self.tokens
+
+    def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
+        """Prompt and output tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens emitted so far."""
+        return self.tokens[self.facts.stop.prompt_len :]
+
+    def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
+        """Append an emitted token.
+
+        Raises:
+            ExecutorError: the request has finished.
+        """
+        if self.is_finished:
+            raise ExecutorError(f"request {self.request_id} has finished; token {token} came late")
+        self.tokens.append(token)
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    @property
+    def step_positions(self) -> range:
+        """Of the tokens that its next step reads."""
+        if self.context_remaining_length == 0:
+            start = len(self.tokens) - 1
+            return range(start, start + 1 + len(self.py_draft_tokens))
+        start = self.context_current_position
+        return range(start, start + self.context_chunk_size)
+
+    @property
+    def step_tokens(self) -> list[int]:
+        """Those: of a prompt, or the newest and its drafts."""
+        places = self.step_positions
+        return [*self.tokens, *self.py_draft_tokens][places.start : places.stop]
+
+    # ---- life -------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.state is RequestState.GENERATION_COMPLETE
+
+    def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
+        """End the request; the first reason stays."""
+        if self.is_finished:
+            return
+        self.state = RequestState.GENERATION_COMPLETE
+        self.finish_reason = reason
+        self.py_draft_tokens = []
+
+    # ---- prompt chunks ------------------------------------------------------------------------
+
+    @property
+    def context_remaining_length(self) -> int:
+        """Prompt tokens not yet read."""
+        return self.context_length - self.context_current_position
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        """Whether the scheduled chunk starts the prompt."""
+        return self.context_current_position == 0
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        """Whether the scheduled chunk ends the prompt."""
+        return self.context_chunk_size == self.context_remaining_length
+
+    def move_to_next_context_chunk(self) -> None:
+        """Count the scheduled chunk as read; the last one starts generation."""
+        self.context_current_position += self.context_chunk_size
+        self.context_chunk_size = 0
+        if self.context_remaining_length == 0 and not self.is_finished:
+            self.state = RequestState.GENERATION_IN_PROGRESS
+
+
+@dataclass(frozen=True)
+class PlainBatch:
+    """The requests of one step, and the rows that they feed: contexts first, then generations."""
+
+    context_requests: Sequence[PlainRequest]
+    """Whose prompts are read."""
+    generation_requests: Sequence[PlainRequest]
+
+    def all_requests(self) -> list[PlainRequest]:
+        """In the order of every row of the step."""
+        return [*self.context_requests, *self.generation_requests]
+
+    @property
+    def request_ids(self) -> list[int]:
+        """R of them."""
+        return [request.request_id for request in self.all_requests()]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Rows of each request: T together."""
+        return [len(request.step_positions) for request in self.all_requests()]
+
+    def input_ids(self, device: torch.device | str) -> torch.Tensor:
+        """[T] int32."""
+        return _flat((request.step_tokens for request in self.all_requests()), torch.int32, device)
+
+    def position_ids(self, device: torch.device | str) -> torch.Tensor:
+        """[1, T] int64."""
+        places = (request.step_positions for request in self.all_requests())
+        return _flat(places, torch.int64, device).unsqueeze(0)
+
+    def draft_tokens(self, device: torch.device | str) -> torch.Tensor:
+        """[G*K] int32."""
+        drafts = (request.py_draft_tokens for request in self.generation_requests)
+        return _flat(drafts, torch.int32, device)
+
+    def logit_rows(self, device: torch.device | str) -> torch.Tensor:
+        """Which of the T rows the worker wants logits of: the last of each context, and all of
+        generations [C + G*(K+1)] int64."""
+        lens = self.seq_lens
+        ends = list(accumulate(lens))
+        num_contexts = len(self.context_requests)
+        generations = range(sum(lens[:num_contexts]), sum(lens))
+        return _flat(([end - 1 for end in ends[:num_contexts]], generations), torch.int64, device)
+
+
+def _flat(
+    rows: Iterable[Iterable[int]], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    return to_device(list(chain.from_iterable(rows)), dtype, device)
+
+
+class PlainAttentionMetadata:
+    """The lengths of a step, under the names that workers change them by and put them back.
+
+    Of the pass at hand, be it the target's or a draft layer's: rows of each request, and tokens
+    that its cache holds behind them. What the cache had from ``kv_len - seq_len`` on is gone.
+
+    Args:
+        batch: of the step. device: where it runs.
+    """
+
+    is_cuda_graph = False
+
+    def __init__(self, batch: PlainBatch, device: torch.device | str) -> None:
+        lens = batch.seq_lens
+        ends = [request.step_positions.stop for request in batch.all_requests()]
+        self._seq_lens = torch.tensor(lens, dtype=torch.int32)
+        self._seq_lens_cuda = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.kv_lens_cuda = torch.tensor(ends, dtype=torch.int32, device=device)
+        self.num_contexts = len(batch.context_requests)
+        self.request_ids = batch.request_ids
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[R] int32 on the host: rows of each request."""
+        return self._seq_lens
+
+    @property
+    def seq_lens_cuda(self) -> torch.Tensor:
+        """[R] int32 on the device."""
+        return self._seq_lens_cuda
+
+    @property
+    def num_seqs(self) -> int:
+        """R."""
+        return len(self._seq_lens)
+
+    @property
+    def num_generations(self) -> int:
+        """G."""
+        return self.num_seqs - self.num_contexts
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        """Rows of all contexts together."""
+        return int(self._seq_lens[: self.num_contexts].sum())
+
+    def on_update(self) -> None:
+        """Nothing is kept that follows of the lengths."""
