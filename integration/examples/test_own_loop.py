@@ -1,0 +1,95 @@
+"""The loop of one's own: its text is the target's, and drafts make it come faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from integration.examples.own_loop import OwnLoop, main
+from mtp_plugin import FinishReason, SamplingParams
+from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.infer import decode
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+
+TINY_MODEL = Path(__file__).parent.parent / "tiny_model"
+CHECKPOINT = TINY_MODEL / "checkpoint"
+GREEDY = SamplingParams(max_tokens=24)
+DRAWN = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, frequency_penalty=0.2)
+LEAST_TOKENS_A_STEP = {1: 1.5, 2: 1.9, 3: 2.2}
+
+torch.set_num_threads(1)  # thin layers: a second thread costs more than it gives
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Those of the model, and one of a single token: windows of pairs then begin before it."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    texts = json.loads((TINY_MODEL / "prompts.json").read_text())[:4]
+    return [tokenizer.encode(text["prompt"]) for text in texts] + [[7]]
+
+
+def plain_texts(
+    model: LoadedModel, prompts: list[list[int]], params: SamplingParams
+) -> list[list[int]]:
+    """Of the target alone, over transformers' own attention."""
+    ends = model.facts.eos_token_ids
+    return [
+        list(decode(model.target, ids, params, number=number, end_ids=ends).token_ids)
+        for number, ids in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def greedy_texts(model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return plain_texts(model, prompts, GREEDY)
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_text_is_the_targets_and_comes_faster(
+    k: int,
+    vanilla: bool,
+    model: LoadedModel,
+    prompts: list[list[int]],
+    greedy_texts: list[list[int]],
+) -> None:
+    loop = OwnLoop(model, k, vanilla=vanilla, max_batch_size=3)
+    assert type(loop.pieces.worker) is (MTPWorker if vanilla else MTPEagleWorker)
+    assert isinstance(loop.pieces.manager, MTPHiddenStatesManager) is vanilla
+    requests = loop.generate(prompts, GREEDY)
+    assert [request.output_token_ids for request in requests] == greedy_texts
+    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
+    # the first token is the prompt's
+    tokens = sum(len(request.output_token_ids) - 1 for request in requests)
+    steps = sum(request.py_decoding_iter - 1 for request in requests)
+    assert tokens / steps > LEAST_TOKENS_A_STEP[k]
+    assert loop.caches == {}
+    assert loop.pieces.manager.slot_manager.slot_mapping == {}
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+def test_drawn_texts_are_the_targets_too(
+    vanilla: bool, model: LoadedModel, prompts: list[list[int]]
+) -> None:
+    requests = OwnLoop(model, 2, vanilla=vanilla, max_batch_size=8).generate(prompts, DRAWN)
+    texts = plain_texts(model, prompts, DRAWN)
+    assert [request.output_token_ids for request in requests] == texts
+
+
+def test_it_runs_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    main(str(CHECKPOINT))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    texts = [line.split(" steps: ")[1] for line in lines]
+    assert texts[:2] == texts[2:]
+    assert all(int(line.split(" steps: ")[0]) < 32 for line in lines)
