@@ -42,19 +42,24 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 
-# on a machine with a GPU: its tests, then every figure of the README
+# on a machine with a GPU: its tests, then the figures of one GPU, and the pages that tell them
 results: $(STAMP)
 	$(PYTEST) -m gpu
 	$(BIN)/mtp-plugin bench step
 	$(BIN)/mtp-plugin bench ops
+	$(BIN)/mtp-plugin bench ops --filter draw/ --output integration/results/ops-draws.json
 	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
 		--acceptance 0.78,0.605,0.467
 	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-draft-vocab.json
 	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,32 --worker eagle --k 3 --isl 7000 --osl 200 \
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-long.json
+	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 256 \
+		--acceptance 0.8 --ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
+		--output integration/results/e2e-8gb-asked.json
 	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
 	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
+	$(BIN)/python -m integration.figures
 
 clean:
 	rm -rf $(VENV) $(OLD_TRITON) build dist *.egg-info .coverage

@@ -1,4 +1,4 @@
-"""The README's table of options is the one that admission goes by.
+"""The table of options in ``mtp_plugin/requests/README.md`` is the one that admission goes by.
 
 ``python -m tests.test_readme_options`` writes it anew.
 """
@@ -15,11 +15,12 @@ from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION, OPTIONS, Option, SamplingParams
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS
 from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "mtp_plugin" / "requests" / "README.md"
 HEAD = [
     "| option | what it does | values | other names | in TensorRT-LLM's request | given | note |",
     "|---|---|---|---|---|---|---|",
@@ -48,7 +49,9 @@ def served() -> dict[str, frozenset[str]]:
     cpu = torch.device("cpu")
     thinking = ThinkingRule.of(ThinkingEnd(1, (2,)), cpu)
     return {
-        name: OWN_OPTIONS | Verifier(make_modes(options, cpu), thinking).served_options
+        name: OWN_OPTIONS
+        | LOGPROB_OPTIONS
+        | Verifier(make_modes(options, cpu), thinking).served_options
         for name, options in decoding_options().items()
     }
 
@@ -79,14 +82,14 @@ def table() -> list[str]:
 
 
 def told() -> tuple[list[str], slice]:
-    """The README's lines, and where its table is."""
-    lines = README.read_text(encoding="utf-8").split("\n")
+    """The page's lines, and where its table is."""
+    lines = PAGE.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("| option |"))
     behind = next(i for i, line in enumerate(lines) if i > first and not line.startswith("|"))
     return lines, slice(first, behind)
 
 
-def test_options_of_the_readme() -> None:
+def test_options_of_the_page() -> None:
     lines, place = told()
     for line, wanted in zip(lines[place], table(), strict=True):
         assert line == wanted
@@ -124,4 +127,4 @@ def test_what_the_table_says_is_what_admission_does(name: str) -> None:
 if __name__ == "__main__":
     all_lines, at = told()
     all_lines[at] = table()
-    README.write_text("\n".join(all_lines), encoding="utf-8")
+    PAGE.write_text("\n".join(all_lines), encoding="utf-8")

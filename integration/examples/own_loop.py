@@ -95,10 +95,6 @@ class OwnLoop:
         for request in contexts:
             request.move_to_next_context_chunk()
         self.pieces.sampler.update_requests(results)
-        for request in batch.all_requests():
-            if request.is_finished:
-                self.pieces.manager.free_resources(request)
-                del self.caches[request.request_id]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[PlainRequest]:
         """Continue every prompt, as many at a time as a batch holds."""
@@ -114,7 +110,11 @@ class OwnLoop:
             for request in contexts:
                 request.py_seq_slot = rows.pop()
             self.step(contexts, running)
-            running = [r for r in contexts + running if not r.is_finished]
+            running = contexts + running
+            for request in [r for r in running if r.is_finished]:
+                running.remove(request)
+                self.pieces.manager.free_resources(request)
+                del self.caches[request.request_id]
         return requests
 
 

@@ -82,7 +82,8 @@ def expect_everywhere(told: str, ranks: Communicator, timeout_s: float = TIMEOUT
             not waiting or time.monotonic() < end,
             HostError,
             f"rank {me} of {count}: {_of(waiting)} did not load mtp_plugin within {timeout_s:g} s; "
-            "every rank needs it: see --custom_module_dirs or TRTLLM_MTP_PLUGIN in the README",
+            "every rank needs it: see --custom_module_dirs or TRTLLM_MTP_PLUGIN in "
+            "mtp_plugin/hosts/tensorrt_llm/README.md",
         )
         if waiting:
             time.sleep(_PAUSE_S)

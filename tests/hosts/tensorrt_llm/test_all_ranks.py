@@ -57,7 +57,7 @@ def test_all_have_it(size: int) -> None:
 def test_one_has_not() -> None:
     assert run({0: "line 1.2, {}", 1: "line 1.2, {}", 3: "line 1.2, {}"}, 4) == [
         f"rank {rank} of 4: rank 2 did not load mtp_plugin within 0.5 s; every rank needs it: see "
-        "--custom_module_dirs or TRTLLM_MTP_PLUGIN in the README"
+        "--custom_module_dirs or TRTLLM_MTP_PLUGIN in mtp_plugin/hosts/tensorrt_llm/README.md"
         for rank in (0, 1, 3)
     ]
 

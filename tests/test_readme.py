@@ -1,0 +1,128 @@
+"""The README and the pages it leads to: code runs, links lead somewhere, names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import pytest
+
+from integration.examples import own_loop
+from mtp_plugin import MTPSpecMetadata, SamplingParams
+from mtp_plugin.executor.models import load_model
+from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [
+    path
+    for path in sorted(ROOT.rglob("*.md"))
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+]
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
+
+
+def test_the_readme_is_for_a_reader_in_a_hurry() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(BLOCKS) == 2
+    assert len([line for line in BLOCKS[0].splitlines() if line]) <= 6
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
+
+
+def test_the_six_lines_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(BLOCKS[0], {})
+    told = capsys.readouterr().out.split()
+    assert told[-2] in {"stop", "stop_words", "length"}
+    assert float(told[-1]) > 1.5
+
+
+def test_the_loop_is_that_of_the_example_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(own_loop.__file__).read_text(encoding="utf-8")
+    indented = indent(BLOCKS[1], "    ")
+    assert indented in source
+    loop = own_loop.OwnLoop(load_model(CHECKPOINT), 3, vanilla=False, max_batch_size=1)
+    prompt, params = [[523, 574, 301]], SamplingParams(max_tokens=8)
+    (as_it_is,) = loop.generate(prompt, params)
+    names: dict[str, Any] = dict(vars(own_loop))
+    exec("from __future__ import annotations\n" + BLOCKS[1], names)
+    monkeypatch.setattr(own_loop.OwnLoop, "step", names["step"])
+    (as_told,) = loop.generate(prompt, params)
+    assert as_told.output_token_ids == as_it_is.output_token_ids
+    assert len(as_told.output_token_ids) == 8
+
+
+def set_in_every_step() -> dict[str, list[str]]:
+    """The table's fields, by whose they are."""
+    table = README.split("What a host sets in every step:\n\n")[1].split("\n\n")[0]
+    owner, found = "", dict[str, list[str]]()
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        owner = cells[0] or owner
+        found.setdefault(owner, []).extend(re.findall(r"`(\w+)`", cells[1]))
+    return found
+
+
+def test_what_a_host_sets_is_what_the_loop_sets() -> None:
+    named = set_in_every_step()
+    assert named["the metadata"] == re.findall(r"spec\.(\w+) =", BLOCKS[1])
+    call = BLOCKS[1].split("self.pieces.worker(")[1].split("\n    )\n")[0]
+    arguments = re.findall(r"^ +(\w+)=", call, re.MULTILINE)
+    assert [*named["the worker"], "attn_metadata", "spec_metadata"] == arguments
+    request = PlainRequest(0, [3], SamplingParams(), max_seq_len=8)
+    holders = {
+        "each new request": request,
+        "each request": request,
+        "the metadata": MTPSpecMetadata(max_num_requests=1, max_draft_len=1),
+        "attention": PlainAttentionMetadata(PlainBatch([request], []), "cpu"),
+    }
+    assert {
+        (owner, name)
+        for owner, holder in holders.items()
+        for name in named[owner]
+        if not hasattr(holder, name)
+    } == set()
+
+
+def test_every_dependency_is_named_for_an_environment_that_is_there() -> None:
+    declared = (ROOT / "pyproject.toml").read_text().split("\ndependencies = [")[1].split("\n]")[0]
+    names = re.findall(r'^ +"([\w-]+)', declared, re.MULTILINE)
+    line = next(line for line in README.lower().splitlines() if "--no-deps" in line)
+    # torch brings triton along where there is one
+    assert [name for name in names if name not in line] == ["triton"]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are linked to."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in links:
+        if "://" in link:
+            continue
+        place, _, anchor = link.partition("#")
+        target = page.parent / place if place else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    seen, left = set[Path](), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        seen.add(page)
+        for link in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve()
+            if target.suffix == ".md" and target.exists() and target not in seen:
+                left.append(target)
+    assert [page for page in PAGES if page not in seen] == []
