@@ -124,7 +124,7 @@ def main(checkpoint: str) -> None:
     prompts = [tokenizer.encode(text) for text in ("def read_file(path):\n", "import os\n")]
     for vanilla in (False, True):
         loop = OwnLoop(model, 3, vanilla=vanilla, max_batch_size=2)
-        for request in loop.generate(prompts, SamplingParams(max_tokens=32)):
+        for request in loop.generate(prompts, SamplingParams(max_tokens=24)):
             text, steps = tokenizer.decode(request.output_token_ids), request.py_decoding_iter
             sys.stdout.write(f"{steps} steps: {text!r}\n")
 

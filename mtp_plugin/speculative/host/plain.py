@@ -227,8 +227,9 @@ def _flat(
 class PlainAttentionMetadata:
     """The lengths of a step, under the names that workers change them by and put them back.
 
-    Of the pass at hand, be it the target's or a draft layer's: rows of each request, and tokens
-    that its cache holds behind them. What the cache had from ``kv_len - seq_len`` on is gone.
+    Of the pass at hand, be it the target's or a draft layer's: the rows that each request feeds,
+    and the tokens that its cache holds with them. What the cache held from ``kv_len - seq_len`` on
+    is overwritten. Rows of a window that begins before the text count too, and nobody reads them.
 
     Args:
         batch: of the step. device: where it runs.
