@@ -49,7 +49,6 @@ class LlmRequest(PlainRequest):
         self.text = text
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
-        self.py_orig_prompt_len = len(prompt_token_ids)
         self.py_num_drafted = 0
         most = max_draft_len if params.max_draft_len is None else params.max_draft_len
         self.py_disable_speculative_decoding = not params.speculate or most == 0

@@ -63,6 +63,7 @@ class PlainRequest:
         self.state = RequestState.CONTEXT_INIT
         self.finish_reason: FinishReason | None = None
         self.py_error: str | None = None
+        self.py_orig_prompt_len = len(self.tokens)
         self.py_seq_slot: int | None = None
         self.py_draft_tokens: list[int] = []
         self.py_rewind_len = 0
@@ -103,7 +104,7 @@ class PlainRequest:
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens emitted so far."""
-        return self.tokens[self.facts.stop.prompt_len :]
+        return self.tokens[self.py_orig_prompt_len :]
 
     def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
         """Append an emitted token.
