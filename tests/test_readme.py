@@ -16,11 +16,14 @@ from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [
-    path
-    for path in sorted(ROOT.rglob("*.md"))
-    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-]
+PAGES = sorted(
+    [*ROOT.glob("*.md")]
+    + [
+        page
+        for folder in ("configs", "integration", "mtp_plugin", "tests")
+        for page in (ROOT / folder).rglob("*.md")
+    ]
+)
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 
