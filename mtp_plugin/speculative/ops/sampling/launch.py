@@ -30,7 +30,7 @@ SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
-KEPT_ROWS = 256
+KEPT_ROWS = 64
 """Of so many rows or fewer those that are edited are kept for who finishes them: to edit some of
 their values again takes longer there than to write all of them."""
 REGISTERS = 128
