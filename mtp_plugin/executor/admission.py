@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError, RequestError
 from mtp_plugin.executor.models import ModelFacts
+from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.executor.tokenizer_turn import TokenizerTurn
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
@@ -37,6 +40,7 @@ class Admission:
         pieces: how many drafts a request may get, and whether draws accept them.
         tokenizer: with ``encode`` and ``decode``; None: prompts are ids, and there is no text.
         max_seq_len: tokens of a request at most.
+        is_stepping_here: see `TokenizerTurn`.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Admission:
         *,
         tokenizer: Any,
         max_seq_len: int,
+        is_stepping_here: Callable[[], bool] = lambda: False,
     ) -> None:
         self._executor = executor
         self._facts = facts
@@ -57,6 +62,7 @@ class Admission:
         self._all_ids = frozenset(range(min(facts.vocab_size, MAX_BAD_WORDS + 1)))
         """Those of the vocabulary, or more than a request can ban."""
         self._ids = itertools.count()  # its next() is one step for any number of threads
+        self._turn = TokenizerTurn(is_stepping_here)
 
     def make_batch(
         self,
@@ -91,6 +97,34 @@ class Admission:
             requests.append(request)
         return requests
 
+    def ask(
+        self, prompt: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> PendingRequest:
+        """A request whose texts are tokenised later, by whoever makes it.
+
+        Raises:
+            RequestError: naming every reason that needs no tokenizer.
+        """
+        (prompt,) = prompts_of([prompt])
+        (params,) = params_of(sampling_params, 1)
+        prompt = prompt if isinstance(prompt, str) else list(prompt)
+        request_id = next(self._ids)
+
+        def make() -> LlmRequest:
+            request = self._make_request(request_id, prompt, params)
+            self._executor.check_fits(request)
+            return request
+
+        if self._tokenizer is None or not _has_texts(prompt, params):
+            return PendingRequest.of(make())
+        if isinstance(prompt, str):
+            self._check_text(prompt, request_id)
+        else:
+            self._check_ids(prompt, request_id)
+        self._admitted(params, request_id, tokenise=False)
+        self._turn.expect_outside(request_id)
+        return PendingRequest(request_id, make, partial(self._turn.expect_outside, request_id))
+
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         """A request that is admitted; whether it fits, its enqueuing says.
 
@@ -100,6 +134,11 @@ class Admission:
         return self._make_request(next(self._ids), prompt, params)
 
     def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+        if not _has_texts(prompt, params):
+            return self._tokenised(request_id, prompt, params)
+        return self._turn.take(request_id, lambda: self._tokenised(request_id, prompt, params))
+
+    def _tokenised(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         ids = self._prompt_ids(prompt, request_id)
         params = self._admitted(params, request_id)
         text = None
@@ -122,25 +161,18 @@ class Admission:
         )
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError(
-                    f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has no "
-                    f"tokenizer.json"
-                )
-            self._expect_length(prompt, request_id)
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(
-                    f"request {request_id}: the prompt is no valid Unicode text: {error}"
-                ) from error
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+        else:
+            self._check_text(prompt, request_id)
             try:
                 ids = encode(self._tokenizer, prompt)
             except MTPPluginError as error:
                 raise RequestError(f"request {request_id}: {error}") from error
-        else:
-            ids = list(prompt)
+        self._check_ids(ids, request_id)
+        return ids
+
+    def _check_ids(self, ids: Sequence[int], request_id: int) -> None:
         if not ids:
             raise RequestError(f"request {request_id}: the prompt is empty")
         vocab = self._facts.vocab_size
@@ -152,7 +184,21 @@ class Admission:
                 f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
                 f"{wrong[:3]}"
             )
-        return ids
+
+    def _check_text(self, prompt: str, request_id: int) -> None:
+        """Refuse a text that is none for this tokenizer, before it is tokenised."""
+        if self._tokenizer is None:
+            raise RequestError(
+                f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has no "
+                f"tokenizer.json"
+            )
+        self._expect_length(prompt, request_id)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"request {request_id}: the prompt is no valid Unicode text: {error}"
+            ) from error
 
     def _expect_length(self, prompt: str, request_id: int) -> None:
         """Refuse a text that is too long whatever its tokens are, before it is tokenised."""
@@ -165,16 +211,21 @@ class Admission:
                 f"({self._max_seq_len}) tokens of this tokenizer have at most {most}"
             )
 
-    def _admitted(self, params: SamplingParams, request_id: int) -> SamplingParams:
+    def _admitted(
+        self, params: SamplingParams, request_id: int, *, tokenise: bool = True
+    ) -> SamplingParams:
         """The options, with bad words as ids.
+
+        Args:
+            tokenise: False: leave out what asks the tokenizer.
 
         Raises:
             RequestError: naming every reason why they cannot be served.
         """
         unsupported = params.unsupported(self._pieces.served_options)
         unsupported += self._pieces.refusals(params.asked())
-        unsupported += self._stop_problems(params.stop)
-        words, problems = self._bad_words(params)
+        unsupported += self._stop_problems(params.stop, tokenise)
+        words, problems = self._bad_words(params, tokenise)
         unsupported += problems
         unsupported += self._outside_vocabulary(params, words)
         unsupported += self._nothing_left(params, words)
@@ -192,7 +243,7 @@ class Admission:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
         return params if words == params.bad_words else replace(params, bad_words=words)
 
-    def _stop_problems(self, stop: tuple[str, ...]) -> list[str]:
+    def _stop_problems(self, stop: tuple[str, ...], tokenise: bool) -> list[str]:
         """What is wrong with stop strings; sizes come first, since the rest takes time."""
         if len(stop) > MAX_STOP_STRINGS:
             return [f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(stop)}"]
@@ -206,10 +257,12 @@ class Admission:
         return [
             f"stop={shortened(word)} ({problem})"
             for word in stop
-            if (problem := self._no_text(word)) is not None
+            if (problem := self._no_text(word, tokenise)) is not None
         ]
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+    def _bad_words(
+        self, params: SamplingParams, tokenise: bool
+    ) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
         """The bad words as ids, and what is wrong with them.
 
         Of a text also the ids behind a space, where they begin with another id and are as many.
@@ -227,6 +280,8 @@ class Admission:
                 word.encode()
             except UnicodeEncodeError:
                 problems.append(f"bad_words={word!r} (it is no valid Unicode text)")
+                continue
+            if not tokenise:
                 continue
             try:
                 plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
@@ -283,12 +338,14 @@ class Admission:
                 f"{self._facts.vocab_size} is left"
             )
 
-    def _no_text(self, word: str) -> str | None:
+    def _no_text(self, word: str, tokenise: bool) -> str | None:
         """Why a model cannot write the word in tokens that are all decoded; None: it can."""
         try:
             word.encode()
         except UnicodeEncodeError:
             return "it is no valid Unicode text"
+        if not tokenise:
+            return None
         try:
             ids = encode(self._tokenizer, word, add_special_tokens=False)
             shown, whole = (self._decode(ids, skip) for skip in (True, False))
@@ -306,3 +363,9 @@ class Admission:
         except Exception as error:  # whatever a user's tokenizer raises
             raise tokenizer_error(self._tokenizer, f"cannot decode {ids[:3]}", error) from error
         return str(text)
+
+
+def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether a tokenizer is asked before the request is made."""
+    words = (prompt, *params.stop, *params.bad_words)
+    return any(isinstance(word, str) for word in words)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,14 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config
-from mtp_plugin.executor.async_steps import AsyncSteps
+from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
 from mtp_plugin.executor.build import Progress, build_executor
-from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
+from mtp_plugin.executor.dispatcher import Dispatcher
+from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
+from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
@@ -48,8 +49,9 @@ class LLM:
         stop_callback: a rule of stopping of your own, as `MTPSampler` takes it: called once a step
             with ids of requests, whose tokens :meth:`find_request` has. Where it answers with ids
             alone, the text depends on how many drafts were accepted, hence on K; a mapping of ids
-            to the tokens of the output to keep is exact. It runs within the step, and may ask this
-            object for nothing else.
+            to the tokens of the output to keep is exact. It runs within the step, where nothing
+            can wait for another one: of this object it may use :meth:`find_request`,
+            :meth:`submit`, :meth:`abort` and :meth:`shutdown`.
         options: beside a checkpoint's folder: keys of ``LLMConfig``, as its YAML file has them.
 
     Raises:
@@ -100,14 +102,15 @@ class LLM:
         self.blocks = built.blocks
         self.pools = built.pools
         self.seq_slots = built.seq_slots
+        self._dispatcher = dispatcher = Dispatcher(built.executor)
         self._admission = Admission(
             built.executor,
             built.model.facts,
             built.pieces,
             tokenizer=built.tokenizer,
             max_seq_len=built.max_seq_len,
+            is_stepping_here=lambda: dispatcher.is_stepping_here,
         )
-        self._dispatcher = Dispatcher(built.executor)
         self._async_steps = AsyncSteps(self._dispatcher)
         self._thaw: Callable[[], Any] = lambda: None
         if built.device.type == "cuda":
@@ -126,7 +129,9 @@ class LLM:
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
+            ExecutorError: the executor was shut down, or a step runs in this thread.
         """
+        self._dispatcher.expect_to_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
         for _ in self._run(requests):
             pass
@@ -141,23 +146,33 @@ class LLM:
 
         ``prompt_index`` of an event is its prompt's place among these, from 0; request ids count
         on over the life of the object. Closing the
-        iterator cancels what is unfinished and gives its resources back. Other calls may run
-        between two steps; what they make this one's requests gain comes with its next steps.
+        iterator cancels what is unfinished and gives its resources back, and so does letting go of
+        it. Other calls may run between two steps; what they make this one's requests gain comes
+        with its next steps.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served; nothing was started.
+            ExecutorError: of the iterator: the executor was shut down, or a step runs in this
+                thread.
         """
         return self._run(self._admission.make_batch(prompts, sampling_params))
 
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[StepEvent]:
+    ) -> AsyncEventStream:
         """The events of one request; many may run at a time and share the batch.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. Texts are tokenised in a thread once the
+        iteration starts; what can be refused before is refused here.
 
         Raises:
-            RequestError: a prompt or option that cannot be served; nothing was started.
+            RequestError: a prompt or option that cannot be served, of the iterator too; nothing
+                was started.
+            ExecutorError: of the iterator: the executor was shut down, or a step runs in this
+                thread.
         """
-        (request,) = self._admission.make_batch([prompt], sampling_params)
-        return self._async_steps.run(request, self)
+        pending = self._admission.ask(prompt, sampling_params)
+        return AsyncEventStream(pending, self._async_steps, self)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -166,36 +181,47 @@ class LLM:
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
-            ExecutorError: the request ended with an error.
+            ExecutorError: the request ended with an error, or a step runs in this thread.
         """
-        (request,) = self._admission.make_batch([prompt], sampling_params)
-        async for _ in self._async_steps.run(request, self):
+        pending = self._admission.ask(prompt, sampling_params)
+        async for _ in self._async_steps.run(pending):
             pass
-        return RequestOutput.of_success(request)
+        return RequestOutput.of_success(pending.now())
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> RequestHandle:
         """Hand one prompt in, to be read, waited for or ended by its handle.
 
+        Where an event loop runs, texts are tokenised in a thread: what only that tells is raised by
+        the handle.
+
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
             ExecutorError: the executor was shut down.
         """
-        (request,) = self._admission.make_batch([prompt], sampling_params)
-        return RequestHandle(request, self._dispatcher, self._async_steps, self)
+        if is_in_a_loop():
+            pending = self._admission.ask(prompt, sampling_params)
+        else:
+            (request,) = self._admission.make_batch([prompt], sampling_params)
+            pending = PendingRequest.of(request)
+        return RequestHandle(pending, self._dispatcher, self._async_steps, self)
 
     def abort(self, request_id: int) -> bool:
         """End a request of any call, from any thread; never waits.
 
-        Its last event or output says ``cancelled``, and its resources come back, with the next
-        step. False: nothing of that id runs or waits.
+        Its last event or output says ``cancelled``. Its resources come back at once, or at the end
+        of a step that runs. False: nothing of that id runs or waits.
         """
         return self._dispatcher.cancel_id(request_id)
 
     def shutdown(self) -> None:
         """Cancel everything and give every resource back, with the memory of KV cache and graphs;
-        who waits for a request gets an error."""
+        who waits for a request gets an error.
+
+        A step that runs is waited for. Within a step, as a tokenizer, a stop callback or a signal's
+        handler may call it, it takes place at that step's end.
+        """
         self._dispatcher.shutdown()
         self._thaw()
 
@@ -209,8 +235,11 @@ class LLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # a step that runs is waited for, and the event loop goes on
-        await asyncio.to_thread(self.shutdown)
+        if self._dispatcher.is_stepping_here:
+            self.shutdown()
+        else:
+            # a step that runs is waited for, and the event loop goes on
+            await asyncio.to_thread(self.shutdown)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -236,17 +265,8 @@ class LLM:
         """
         return self._admission.make_requests(prompts, params)
 
-    def _run(self, requests: list[LlmRequest]) -> Iterator[list[StepEvent]]:
-        arrived: deque[StepResults] = deque()
-        self._dispatcher.start(requests, arrived.append)
-        try:
-            while self._dispatcher.holds(requests) or arrived:
-                if arrived:
-                    yield events_of(arrived.popleft())
-                else:
-                    self._dispatcher.advance()
-        finally:
-            self._dispatcher.abort(requests)
+    def _run(self, requests: list[LlmRequest]) -> EventStream:
+        return EventStream(requests, self._dispatcher, self)
 
 
 def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -> None:

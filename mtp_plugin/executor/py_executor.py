@@ -112,12 +112,21 @@ class PyExecutor:
         return self._requests.get(request_id)
 
     def cancel(self, request_id: int) -> bool:
-        """End a request now; its event comes with the next step. False for an unknown id."""
+        """End a request now; its event comes with the next step, or :meth:`end_cancelled`. False
+        for an unknown id."""
         request = self._requests.get(request_id)
         if request is None or request.is_finished:
             return False
         request.finish_by(FinishReason.CANCELLED)
         return True
+
+    def end_cancelled(self) -> list[StepEvent]:
+        """Between two steps: the events of cancelled requests, which give everything back. A step
+        that runs for none but them is forgotten."""
+        events = self._end_cancelled()
+        if events and not self._requests:
+            self._launched = None
+        return events
 
     def shutdown(self) -> None:
         """Drop every request and give all resources back."""
