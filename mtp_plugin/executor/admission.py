@@ -204,7 +204,10 @@ class Admission:
         """Refuse a text that is too long whatever its tokens are, before it is tokenised."""
         if len(prompt) <= max(LONG_PROMPT, self._max_seq_len):
             return
-        most = most_characters(self._tokenizer, self._max_seq_len)
+        try:
+            most = most_characters(self._tokenizer, self._max_seq_len)
+        except MTPPluginError as error:
+            raise RequestError(f"request {request_id}: {error}") from error
         if most is not None and len(prompt) > most:
             raise RequestError(
                 f"request {request_id}: the prompt has {len(prompt)} characters, max_seq_len "

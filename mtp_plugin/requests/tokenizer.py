@@ -70,11 +70,20 @@ def shortened(text: str) -> str:
 
 def most_characters(tokenizer: Any, num_tokens: int) -> int | None:
     """How long a text of so many tokens can be: each as long as the longest of the vocabulary;
-    None: the tokenizer tells none."""
+    None: the tokenizer tells none.
+
+    Raises:
+        MTPPluginError: the tokenizer raised something else.
+    """
     vocab = getattr(tokenizer, "get_vocab", None)
     if vocab is None:
         return None
-    return num_tokens * max(map(len, vocab()), default=1)
+    try:
+        return num_tokens * max(map(len, vocab()), default=1)
+    except MTPPluginError:
+        raise
+    except Exception as error:  # whatever a user's tokenizer raises
+        raise tokenizer_error(tokenizer, "cannot tell its vocabulary", error) from error
 
 
 def detokenizer_of(tokenizer: Any) -> Any:
