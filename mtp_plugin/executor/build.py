@@ -29,7 +29,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     probe_pools,
 )
 from mtp_plugin.executor.memory_line import memory_line
-from mtp_plugin.executor.memory_needs import check_requests, shortage_named
+from mtp_plugin.executor.memory_needs import check_requests, shortage_named, token_bytes
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.models import (
     LoadedModel,
@@ -104,7 +104,7 @@ def build_executor(
         if checked.stripped_line is not None:
             report(checked.stripped_line)
     resolved = resolve_config(config, facts, report)
-    check_requests(resolved)
+    check_requests(resolved, dtype=None if model is None else _dtype_of(model))
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
         raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
     if model is None:
@@ -119,6 +119,7 @@ def build_executor(
         report("loading the tokenizer")
         tokenizer = read_tokenizer(checked or read_config(config.model))
     host = _host_facts(resolved, model, tokenizer)
+    _check_memory(resolved, model)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
         pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
     engine = _engine(resolved, model, pieces, attn_backend, on_progress, kv_fill)
@@ -154,6 +155,18 @@ def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:
     return model
 
 
+def _dtype_of(model: LoadedModel) -> torch.dtype:
+    return model.lm_head.weight.dtype  # type: ignore[return-value]
+
+
+def _check_memory(resolved: ResolvedConfig, model: LoadedModel) -> None:
+    """Ask for the requests' memory again, now that the weights have theirs."""
+    layers = model.facts.num_hidden_layers + resolved.plan.num_draft_layers
+    dtype = _dtype_of(model)
+    row = token_bytes(HeadShape.of(model.target.config), dtype, layers)
+    check_requests(resolved, dtype=dtype, token_bytes=row)
+
+
 def _limit_threads(resolved: ResolvedConfig) -> None:
     is_thin = resolved.device.type == "cpu" and resolved.facts.hidden_size <= THIN_MODEL_WIDTH
     if is_thin and "OMP_NUM_THREADS" not in os.environ:
@@ -165,7 +178,7 @@ def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) ->
     return HostFacts(
         hidden_size=resolved.facts.hidden_size,
         vocab_size=resolved.facts.vocab_size,
-        dtype=model.lm_head.weight.dtype,  # type: ignore[arg-type]
+        dtype=_dtype_of(model),
         device=resolved.device,
         max_batch_size=resolved.config.max_batch_size,
         max_num_sequences=2 * resolved.config.max_batch_size,

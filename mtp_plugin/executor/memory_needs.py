@@ -9,15 +9,20 @@ import torch
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.attention import HeadShape
-from mtp_plugin.executor.kv_cache.sizing import available_bytes, available_host_bytes, told
-from mtp_plugin.executor.resolved_config import ResolvedConfig
+from mtp_plugin.executor.kv_cache.sizing import (
+    available_bytes,
+    available_host_bytes,
+    least_kv_bytes,
+    told,
+)
+from mtp_plugin.executor.resolved_config import ResolvedConfig, resolve_dtype
 
 _TABLES = 3
 """Tensors that hold a step's rows: one on the device, two on the host."""
-_EDIT_BYTES = 6
-"""Of an id, for a request's bias and counts."""
-_SLOT_BYTES = 200
-"""Host bytes of a request's slots, at least."""
+_FIXED_COLUMNS = 6
+"""Of these rows, beside a step's tokens and a request's blocks."""
+_HOST_BYTES = 240
+"""Of a request's places in lists of free slots, at least."""
 
 
 def token_bytes(heads: HeadShape, dtype: torch.dtype, num_layers: int) -> int:
@@ -25,31 +30,63 @@ def token_bytes(heads: HeadShape, dtype: torch.dtype, num_layers: int) -> int:
     return num_layers * heads.num_kv_heads * (heads.key_width + heads.value_width) * dtype.itemsize
 
 
-def check_requests(resolved: ResolvedConfig) -> None:
-    """Refuse a batch whose rows, logits and edits alone take more memory than there is.
+def request_bytes(resolved: ResolvedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes on the device and on the host that each request of a batch takes, at least: its rows
+    of a step, what is kept of it, and its logits.
+
+    Args:
+        dtype: that the model runs in.
+    """
+    config, plan, facts = resolved.config, resolved.plan, resolved.facts
+    blocks = -(-resolved.max_seq_len // config.kv_cache_config.tokens_per_block)
+    row = 4 * (plan.step_rows + _FIXED_COLUMNS + blocks)
+    kept = plan.bytes_per_request(facts.vocab_size, facts.hidden_size, dtype)
+    logits = plan.step_rows * facts.vocab_size * dtype.itemsize
+    return row + kept + logits, (_TABLES - 1) * row + _HOST_BYTES
+
+
+def check_requests(
+    resolved: ResolvedConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    token_bytes: int = 0,
+    weight_bytes: int = 0,
+) -> None:
+    """Refuse a batch whose requests take more memory than there is, before any of it is taken.
+
+    Args:
+        dtype: that the model runs in; None: the one that is asked for.
+        token_bytes: of a token's KV rows; 0: not known yet. The cache that is asked for, or the
+            smallest one, is left beside the requests.
+        weight_bytes: of weights that will be loaded.
 
     Raises:
-        ConfigError: with what it takes at least, and what there is.
+        ConfigError: with what they take at least, and what there is.
     """
-    config, device, plan = resolved.config, resolved.device, resolved.plan
-    row = 4 * -(-resolved.max_seq_len // config.kv_cache_config.tokens_per_block)
-    # float16 and bfloat16 are the smallest that models run in
-    logits = (2 * plan.step_rows + _EDIT_BYTES) * resolved.facts.vocab_size
-    on_device, on_host = row + logits, (_TABLES - 1) * row + _SLOT_BYTES
+    config, device = resolved.config, resolved.device
+    dtype = dtype or resolve_dtype(config.dtype, resolved.facts.dtype, device)
+    on_device, on_host = request_bytes(resolved, dtype)
+    cache = least_kv_bytes(config.kv_cache_config, token_bytes)
     if device.type == "cuda":
         needs = [
-            ("cuda", on_device, available_bytes(device)),
-            ("cpu", on_host, available_host_bytes()),
+            ("cuda", on_device, cache, weight_bytes, available_bytes(device)),
+            ("cpu", on_host, 0, 0, available_host_bytes()),
         ]
     else:
-        needs = [("cpu", on_device + on_host, available_host_bytes())]
-    for place, each, available in needs:
+        needs = [("cpu", on_device + on_host, cache, weight_bytes, available_host_bytes())]
+    for place, each, beside, weights, available in needs:
+        if available is None:
+            continue
+        left = max(0, available - weights)
+        # a cache that does not fit by itself is told by itself
+        beside = beside if beside <= left else 0
         needed = config.max_batch_size * each
-        if available is not None and needed > available:
+        if needed > left - beside:
+            cached = f" beside a KV cache of {told(beside)}" if beside else ""
             raise ConfigError(
                 f"max_batch_size: {config.max_batch_size} requests of up to "
-                f"{resolved.max_seq_len} tokens take at least {told(needed)}, {told(available)} "
-                f"are available on {place}"
+                f"{resolved.max_seq_len} tokens take at least {told(needed)}{cached}, "
+                f"{told(left)} are available on {place}"
             )
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, build, memory_needs
 from mtp_plugin.executor.attention import HeadShape
 from mtp_plugin.executor.kv_cache import sizing
 from mtp_plugin.executor.memory_needs import shortage_named, token_bytes
 from mtp_plugin.executor.models import FAMILIES, write_random_checkpoint
+from mtp_plugin.executor.resolved_config import resolve_config
+from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.tools.terminal import doctor
 
 GIB = 2**30
@@ -58,8 +61,23 @@ CASES = [
     ),
     (
         {"max_batch_size": 10**9, "max_num_tokens": 10**10, "max_seq_len": 64},
-        "max_batch_size: 1000000000 requests of up to 64 tokens take at least 5930.7 GiB, 4.0 GiB "
+        "max_batch_size: 1000000000 requests of up to 64 tokens take at least 13701.6 GiB, 4.0 GiB "
         "are available on cpu",
+    ),
+    (
+        {"max_batch_size": 10**6, "max_num_tokens": 10**7},
+        "max_batch_size: 1000000 requests of up to 512 tokens take at least 13.9 GiB, 4.0 GiB are "
+        "available on cpu",
+    ),
+    (
+        {
+            "max_batch_size": 2 * 10**5,
+            "max_num_tokens": 10**7,
+            "max_seq_len": 64,
+            "kv_cache_config": {"max_tokens": 5 * 10**6},
+        },
+        "max_batch_size: 200000 requests of up to 64 tokens take at least 2.7 GiB beside a KV "
+        "cache of 3.6 GiB, 4.0 GiB are available on cpu",
     ),
 ]
 
@@ -74,6 +92,60 @@ def test_what_memory_cannot_hold_is_refused(path: Path, options: dict, message: 
     assert str(refused.value) == message
     told = doctor.examine(doctor.LLMConfig.model_validate(config)).problems
     assert [problem.split(" take ")[0] for problem in told] == [message.split(" take ")[0]]
+
+
+@pytest.mark.usefixtures("four_gib")
+def test_a_refusal_takes_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded or allocated before."""
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(SlotStateManager, "__init__", lambda *_, **__: pytest.fail("allocated"))
+    config = {"model": str(path), "device": "cpu", "speculative_config": MTP}
+    for batch_size in (5 * 10**5, 10**6, 10**15):
+        large = {"max_batch_size": batch_size, "max_num_tokens": 4 * batch_size}
+        with pytest.raises(ConfigError, match=f"^max_batch_size: {batch_size} requests of up to"):
+            LLM({**config, **large})
+
+
+PLANS = [
+    None,
+    {**MTP, "max_draft_len": 3},
+    {**MTP, "use_mtp_vanilla": True},
+    {**MTP, "mtp": {"verification": "rejection"}},
+]
+
+
+@pytest.mark.parametrize("speculative", PLANS)
+def test_requests_take_what_they_are_said_to(tmp_path: Path, speculative: dict | None) -> None:
+    """Each of many, and little beside: slots of padding and warm-up, and columns of modes."""
+    path = write_random_checkpoint(tmp_path / "checkpoint", "glm4_moe", num_mtp_layers=2)
+
+    def taken(batch_size: int) -> tuple[int, int]:
+        config = LLMConfig(
+            model=str(path),
+            device="cpu",
+            max_batch_size=batch_size,
+            max_num_tokens=10 * batch_size,
+            kv_cache_config={"max_tokens": 64},
+            speculative_config=speculative,
+        )
+        with LLM(config) as llm:
+            manager, store = llm.pieces.manager, llm.pieces.sampler.store
+            kept = manager.num_rows * manager.bytes_per_slot() + manager.edit_rows.num_bytes
+            kept += 0 if manager.draft_probs is None else manager.draft_probs.nbytes
+            table = llm.executor.engine._table
+            facts, plan = llm.model.facts, llm.pieces.plan
+            resolved = resolve_config(llm.config, facts, str)
+            on_device, on_host = memory_needs.request_bytes(resolved, torch.float32)
+            logits = plan.step_rows * facts.vocab_size * 4
+            rows = [table._device_rows, *table._host_rows]
+            return (
+                kept + store.rows.nbytes + sum(row.nbytes for row in rows),
+                on_device + on_host - logits - memory_needs._HOST_BYTES,
+            )
+
+    (few, each), (many, same) = taken(8), taken(40)
+    assert each == same
+    assert 0 <= (many - few) // 32 - each <= 3 * 4 * 8
 
 
 @pytest.mark.usefixtures("four_gib")

@@ -153,11 +153,16 @@ def test_an_entry_point_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ({}, 3, DraftPlan(1, num_draft_layers=1, loop_rows=0)),
         ({"max_draft_len": 4}, 1, DraftPlan(4, num_draft_layers=1, loop_rows=3)),
-        ({"use_mtp_vanilla": True}, 3, DraftPlan(3, num_draft_layers=3, history_rows=3)),
+        ({"use_mtp_vanilla": True}, 3, DraftPlan(3, 3, history_rows=3, past_pairs=3)),
         (
             {"use_mtp_vanilla": True, "max_draft_len": 2},
             3,
-            DraftPlan(2, num_draft_layers=2, history_rows=2),
+            DraftPlan(2, num_draft_layers=2, history_rows=2, past_pairs=2),
+        ),
+        (
+            {"max_draft_len": 2, "mtp": {"verification": "block"}},
+            1,
+            DraftPlan(2, num_draft_layers=1, loop_rows=1, num_draft_probs=2),
         ),
     ],
 )

@@ -50,6 +50,15 @@ def asked_blocks(cache: KVCacheConfig) -> int | None:
     return blocks
 
 
+def least_kv_bytes(cache: KVCacheConfig, token_bytes: int) -> int:
+    """Bytes of the cache that is asked for, or of the smallest one, with the block for padding.
+
+    Raises:
+        ConfigError: as `asked_blocks`.
+    """
+    return ((asked_blocks(cache) or 1) + 1) * cache.tokens_per_block * token_bytes
+
+
 def told(num_bytes: int) -> str:
     """Bytes for a message, in GiB or MiB."""
     size = num_bytes / 2**30

@@ -27,6 +27,7 @@ from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.host import ResourceManager, Sampler
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
+from mtp_plugin.speculative.state import SlotStateManager
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,24 @@ class DraftPlan:
     num_draft_layers: int = 0  # MTP layers to load, each with a KV pool of its own
     loop_rows: int = 0  # KV rows that the draft loop writes behind the step's own rows
     history_rows: int = 0  # rows that a continued prompt chunk feeds to the draft layers again
+    past_pairs: int = 0  # states and tokens that a slot keeps
+    num_draft_probs: int = 0  # drafts of which a slot keeps what they were drawn from
 
     @property
     def step_rows(self) -> int:
         """Target rows of a generation: K+1."""
         return self.max_draft_len + 1
+
+    def bytes_per_request(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> int:
+        """Device bytes that manager and sampler keep for each request of a batch, told before any
+        is allocated; at least, and of a `SlotStateManager`.
+
+        Args:
+            dtype: of the states.
+        """
+        pairs = self.past_pairs * (hidden_size * dtype.itemsize + 4)
+        store = 2 * 4 * (3 * self.max_draft_len + 4)
+        return store + SlotStateManager.bytes_per_request(vocab_size, pairs, self.num_draft_probs)
 
     def rows_to_reserve(self, length: int, *, in_flight: bool) -> int:
         """KV rows that a generation may touch in its next step.

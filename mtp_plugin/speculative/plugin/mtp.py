@@ -27,7 +27,7 @@ from mtp_plugin.speculative.plugin.contract import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.verification import check_modes, label_of, refusals
+from mtp_plugin.speculative.verification import check_modes, label_of, most_draft_probs, refusals
 
 
 class MTPPlugin:
@@ -40,10 +40,12 @@ class MTPPlugin:
         config = self._own(config).resolve(num_mtp_layers)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
-        check_modes(DecodingOptions.read(config))
+        options = DecodingOptions.read(config)
+        check_modes(options)
+        probs = most_draft_probs(options)
         if config.use_mtp_vanilla:
-            return DraftPlan(max_draft_len=k, num_draft_layers=k, history_rows=k)
-        return DraftPlan(max_draft_len=k, num_draft_layers=1, loop_rows=k - 1)
+            return DraftPlan(k, k, history_rows=k, past_pairs=k, num_draft_probs=probs)
+        return DraftPlan(k, 1, loop_rows=k - 1, num_draft_probs=probs)
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
         """Manager, worker and sampler for the planned draft length."""

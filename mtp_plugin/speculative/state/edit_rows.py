@@ -48,6 +48,13 @@ class EditRows:
         )
         self._rows = SlotManager(num_rows)
 
+    @staticmethod
+    def bytes_per_row(vocab_size: int) -> int:
+        """Device bytes that a row takes in all pools."""
+        return 6 * vocab_size + 4 * (
+            2 * num_words(vocab_size) + 1 + MAX_BAD_WORDS * MAX_BAD_WORD_LEN
+        )
+
     @property
     def num_bytes(self) -> int:
         """Device bytes of all pools."""

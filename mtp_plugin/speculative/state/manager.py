@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect
-from mtp_plugin.requests.columns import NO_TOKEN
+from mtp_plugin.requests.columns import NO_TOKEN, REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
@@ -111,6 +111,20 @@ class SlotStateManager:
         """How requests want their tokens drawn is left out."""
         self._asking: dict[int, bool] = {}
         self._contexts: Sequence[Any] = ()
+
+    @staticmethod
+    def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
+        """Device bytes that a request of a batch takes, columns of modes left out: a row of the
+        pools of logit edits, and slots for itself, for who comes behind it, and for warm-up.
+
+        Args:
+            pair_bytes: of a slot's past pairs.
+            num_draft_probs: drafts of a slot whose probabilities are kept.
+        """
+        slot = (
+            4 * TableColumns(REQUEST_COLUMNS).width + pair_bytes + 4 * num_draft_probs * vocab_size
+        )
+        return EditRows.bytes_per_row(vocab_size) + 3 * slot
 
     @property
     def num_rows(self) -> int:

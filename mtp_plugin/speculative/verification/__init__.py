@@ -8,6 +8,7 @@ from mtp_plugin.speculative.verification.registry import (
     check_modes,
     label_of,
     make_modes,
+    most_draft_probs,
     refusals,
 )
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
@@ -28,5 +29,6 @@ __all__ = [
     "check_modes",
     "label_of",
     "make_modes",
+    "most_draft_probs",
     "refusals",
 ]

@@ -68,8 +68,7 @@ class VerificationMode(ABC):
     reads_cuts: ClassVar[bool] = False
     """Whether it asks what the draw left of the target's rows."""
     num_draft_probs: int = 0
-    """Drafts per slot of which it reads what they were drawn from, in ``draft_probs`` of the
-    manager."""
+    """See :meth:`count_draft_probs`."""
     columns: Sequence[SlotColumn] = ()
     """What it keeps per slot, behind what every slot has."""
     reads_tokens: ClassVar[bool] = True
@@ -82,6 +81,7 @@ class VerificationMode(ABC):
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:  # noqa: ARG002 - modes may
         if options.mtp.draft_sampling == "greedy":
             self.draft_rule = GREEDY_DRAFTS
+        self.num_draft_probs = self.count_draft_probs(options)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: B027 - as above
         """Replace the mode's own tensors, as ``nn.Module.to`` does those of a module."""
@@ -98,6 +98,12 @@ class VerificationMode(ABC):
         Raises:
             ConfigError: naming the option.
         """
+
+    @classmethod
+    def count_draft_probs(cls, options: DecodingOptions) -> int:  # noqa: ARG003
+        """Drafts per slot of which it reads what they were drawn from, in ``draft_probs`` of the
+        manager."""
+        return 0
 
     @classmethod
     def label(cls, options: DecodingOptions) -> Label | None:  # noqa: ARG003

@@ -47,6 +47,11 @@ def make_modes(options: DecodingOptions, device: torch.device) -> tuple[Verifica
     return tuple(mode(options, device) for mode in _enabled(options))
 
 
+def most_draft_probs(options: DecodingOptions) -> int:
+    """Drafts per slot of which a mode that a config enables reads what they were drawn from."""
+    return max((mode.count_draft_probs(options) for mode in _enabled(options)), default=0)
+
+
 def label_of(options: DecodingOptions) -> Label | None:
     """What reports must say of the modes that a config enables; None: nothing."""
     labels = (mode.label(options) for mode in _enabled(options))

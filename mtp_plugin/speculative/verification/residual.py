@@ -29,10 +29,10 @@ class ResidualVerification(VerificationMode):
     columns = (STEP_COLUMN,)
     reads_cuts = True
 
-    def __init__(self, options: DecodingOptions, device: torch.device) -> None:
-        super().__init__(options, device)
-        is_drawn = options.mtp.draft_sampling != "greedy"
-        self.num_draft_probs = options.max_draft_len if is_drawn else 0
+    @classmethod
+    @override
+    def count_draft_probs(cls, options: DecodingOptions) -> int:
+        return options.max_draft_len if options.mtp.draft_sampling != "greedy" else 0
 
     @override
     def verify(

@@ -116,13 +116,17 @@ def examine(config: LLMConfig) -> Diagnosis:
     if plugin is None or plan is None or limit is None:
         return found
     _add_costs(found, config, plan, limit)
+    needs = None
     if tensors is not None:
-        found.attempt(lambda: _examine_memory(found, config, plan, limit, tensors))
+        needs = found.attempt(lambda: _row_and_weights(config, plan, tensors))
+    row, weights = needs or (0, 0)
+    if needs is not None:
+        found.attempt(lambda: _examine_memory(found, config, limit, row, weights))
     device = found.attempt(lambda: resolve_device(config.device))
     if device is None:
         return found
     resolved = ResolvedConfig(config, facts, plugin, plan, device, limit)
-    if not found.holds(lambda: check_requests(resolved)):
+    if not found.holds(lambda: check_requests(resolved, token_bytes=row, weight_bytes=weights)):
         return found
     pieces = found.attempt(lambda: _build(plugin, config, plan, facts, limit, tokenizer))
     slots = getattr(getattr(pieces, "manager", None), "slot_manager", None)
@@ -197,18 +201,22 @@ def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None
     return checked
 
 
+def _row_and_weights(config: LLMConfig, plan: DraftPlan, checked: Preflight) -> tuple[int, int]:
+    """Bytes of a token's KV rows, and of the weights that will be loaded."""
+    dtype = resolve_dtype(config.dtype, checked.facts.dtype, resolve_device(config.device))
+    layers = checked.facts.num_hidden_layers + plan.num_draft_layers
+    weights = sum(math.prod(tensor.shape) for tensor in checked.stored.values())
+    return token_bytes(HeadShape.of(checked.config), dtype, layers), weights * dtype.itemsize
+
+
 def _examine_memory(
-    found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len: int, checked: Preflight
+    found: Diagnosis, config: LLMConfig, max_seq_len: int, row: int, weights: int
 ) -> None:
     """The KV cache, beside the weights that will be loaded."""
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, checked.facts.dtype, device)
-    layers = checked.facts.num_hidden_layers + plan.num_draft_layers
-    row = token_bytes(HeadShape.of(checked.config), dtype, layers)
     available = available_bytes(device)
     if available is not None:
-        weights = sum(math.prod(tensor.shape) for tensor in checked.stored.values())
-        available = max(0, available - weights * dtype.itemsize)
+        available = max(0, available - weights)
     blocks = num_kv_blocks(
         config, device, max_seq_len=max_seq_len, token_bytes=row, available=available
     )
