@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
-from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
@@ -141,7 +140,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[list[StepEvent]]:
+    ) -> EventStream:
         """The events of every executor step; an event carries 0 to K+1 tokens of one request.
 
         ``prompt_index`` of an event is its prompt's place among these, from 0; request ids count

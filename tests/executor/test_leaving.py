@@ -6,7 +6,9 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -119,6 +121,9 @@ async def _ends_with_the_last_token(given: Given) -> None:
     await given.llm.generate_async(given.prompts[3], greedy(given.count + 1))
 
 
+OFTEN = (_breaks, _keeps_the_stream, _is_cancelled)
+
+
 @pytest.mark.parametrize(
     "leave",
     [
@@ -144,7 +149,7 @@ def test_nothing_is_left_when_an_event_loop_ends(
     gc.collect()
     gc.disable()
     try:
-        for number in range(25):
+        for number in range(25 if leave in OFTEN else 8):
             llm = llms[number % 2]
             given = Given(llm, prompts, dice)
             with suppress(LookupError):
@@ -256,4 +261,46 @@ def test_an_abort_within_a_step_takes_place_at_its_end(bed, prompts, no_overlap)
     assert llm.blocks.num_free_blocks < llm.blocks.num_blocks
     go_on.set()
     thread.join(20)
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_threads_that_leave_as_they_like_leave_nothing(bed, target, prompts, no_overlap) -> None:
+    """And disturb nobody who stays."""
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    truth = {number: target.greedy(prompts[number], 12) for number in range(4)}
+    found: list[bool] = []
+
+    def stay(number: int) -> None:
+        for _ in range(6):
+            (output,) = llm.generate(prompts[number], greedy(12))
+            found.append(output.token_ids == truth[number])
+
+    def leave(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(15):
+            way = dice.randrange(4)
+            prompt, count = dice.choice(prompts), dice.randrange(4)
+            if way == 0:
+                handle = llm.submit(prompt, greedy(60))
+                time.sleep(dice.random() * 0.01)
+                handle.abort()
+                assert handle.result().finish_reason in {"cancelled", "length"}
+            elif way == 1:
+                llm.submit(prompt, greedy(60))
+            elif way == 2:
+                stream = llm.stream([prompt, [1, 2]], greedy(60))
+                for _ in range(count):
+                    next(stream)
+                stream.close()
+            else:
+                with suppress(asyncio.TimeoutError):
+                    call = llm.generate_async(prompt, greedy(60))
+                    asyncio.run(asyncio.wait_for(call, dice.random() * 0.01))
+
+    calls = [(stay, number) for number in range(2)] + [(leave, seed) for seed in range(3)]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for done in [pool.submit(call, number) for call, number in calls]:
+            done.result(60)
+    assert found == [True] * 12
     assert_nothing_left(llm)

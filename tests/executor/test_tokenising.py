@@ -87,7 +87,7 @@ CALLS = [_stream, _generate, _submit, _read]
 def test_the_event_loop_goes_on_while_texts_are_tokenised(
     bed, target, call, prompt, options
 ) -> None:
-    tokenizer = Slow(0.5 if prompt == "&'" else 0.25)
+    tokenizer = Slow(0.5)
     llm = bed.llm(tokenizer=tokenizer)
     gaps: list[float] = []
 
@@ -105,7 +105,7 @@ def test_the_event_loop_goes_on_while_texts_are_tokenised(
 
     assert asyncio.run(asyncio.wait_for(main(), 30)) == target.greedy([6, 7], 6)
     assert tokenizer.texts
-    assert max(gaps) < 0.2
+    assert max(gaps) < 0.4
     assert threading.get_ident() not in tokenizer.threads
     assert_drained(llm)
 
