@@ -19,9 +19,9 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, Samplin
 from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
 from mtp_plugin.requests.stopping import MAX_STOP_LEN, MAX_STOP_STRINGS, StopRule
 from mtp_plugin.requests.tokenizer import (
+    LongestToken,
     detokenizer_of,
     encode,
-    most_characters,
     shortened,
     tokenizer_error,
 )
@@ -62,6 +62,7 @@ class Admission:
         self._all_ids = frozenset(range(min(facts.vocab_size, MAX_BAD_WORDS + 1)))
         """Those of the vocabulary, or more than a request can ban."""
         self._ids = itertools.count()  # its next() is one step for any number of threads
+        self._longest = LongestToken(tokenizer)
         self._turn = TokenizerTurn(is_stepping_here)
 
     def make_batch(
@@ -205,7 +206,7 @@ class Admission:
         if len(prompt) <= max(LONG_PROMPT, self._max_seq_len):
             return
         try:
-            most = most_characters(self._tokenizer, self._max_seq_len)
+            most = self._longest.most_characters(self._max_seq_len)
         except MTPPluginError as error:
             raise RequestError(f"request {request_id}: {error}") from error
         if most is not None and len(prompt) > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sized
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError
@@ -68,22 +69,36 @@ def shortened(text: str) -> str:
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
-def most_characters(tokenizer: Any, num_tokens: int) -> int | None:
-    """How long a text of so many tokens can be: each as long as the longest of the vocabulary;
-    None: the tokenizer tells none.
+class LongestToken:
+    """How long a text of some tokens can be: each as long as the longest of the vocabulary.
 
-    Raises:
-        MTPPluginError: the tokenizer raised something else.
+    A large vocabulary takes a while to read, so that it is read again only where it has grown.
     """
-    vocab = getattr(tokenizer, "get_vocab", None)
-    if vocab is None:
-        return None
-    try:
-        return num_tokens * max(map(len, vocab()), default=1)
-    except MTPPluginError:
-        raise
-    except Exception as error:  # whatever a user's tokenizer raises
-        raise tokenizer_error(tokenizer, "cannot tell its vocabulary", error) from error
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._read: tuple[int | None, int] | None = None
+
+    def most_characters(self, num_tokens: int) -> int | None:
+        """Characters of so many tokens at most; None: the tokenizer tells no vocabulary.
+
+        Raises:
+            MTPPluginError: the tokenizer raised something else.
+        """
+        vocab = getattr(self._tokenizer, "get_vocab", None)
+        if vocab is None:
+            return None
+        try:
+            size = len(self._tokenizer) if isinstance(self._tokenizer, Sized) else None
+            read = self._read
+            if read is None or read[0] != size:
+                self._read = read = (size, max(map(len, vocab()), default=1))
+        except MTPPluginError:
+            raise
+        except Exception as error:  # whatever a user's tokenizer raises
+            told = "cannot tell its vocabulary"
+            raise tokenizer_error(self._tokenizer, told, error) from error
+        return num_tokens * read[1]
 
 
 def detokenizer_of(tokenizer: Any) -> Any:

@@ -182,6 +182,28 @@ def test_what_needs_no_tokenizer_is_refused_at_the_call(bed, prompt, options, to
     assert not llm._dispatcher.has_work
 
 
+def test_a_vocabulary_is_read_once_for_its_size(bed) -> None:
+    """A large one takes longer than the event loop should wait, for every long prompt."""
+    reads = []
+
+    class Growing(Vocabulary):
+        def __len__(self) -> int:
+            return VOCAB + len(self.texts)
+
+        def get_vocab(self) -> dict[str, int]:
+            reads.append(len(self))
+            return {"x" * len(self): 0}
+
+    tokenizer = Growing()
+    llm = bed.llm(tokenizer=tokenizer, max_seq_len=64)
+    for added in (0, 0, 1, 1):
+        tokenizer.texts = ["added"] * added
+        most = 64 * (VOCAB + added)
+        with pytest.raises(RequestError, match=f"tokens of this tokenizer have at most {most}$"):
+            llm.stream_async("x" * 10**5)
+    assert reads == [VOCAB, VOCAB + 1]
+
+
 def test_a_vocabulary_that_fails_is_named(bed) -> None:
     tokenizer = Vocabulary()
     tokenizer.get_vocab = lambda: {}["no"]  # type: ignore[method-assign]
