@@ -41,7 +41,8 @@ class LLM:
             ``LLMConfig``, or one.
         model: a checkpoint's folder, before that of a config; or an already loaded model to share.
         tokenizer: with ``encode`` and ``decode``, or the folder of one; default: the checkpoint's,
-            where it has one.
+            where it has one. One thread at a time calls ``encode``, and the one that steps
+            ``decode``; within them, as within a signal's handler, prompts may be token ids.
         on_progress: called with a line of text as loading goes on.
         chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
         kv_fill: initial value of the KV pools (tests fill them with NaN).
