@@ -1,4 +1,4 @@
-"""The extra ``executor``: packages that a host of the plugin does without.
+"""The extras ``executor`` and ``plot``: packages that a host of the plugin does without.
 
 What needs them asks here first, so that a missing one is one line with the command that installs
 it, not a failed import somewhere inside.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from mtp_plugin.errors import MissingExtraError
 
 INSTALL = "pip install 'mtp-plugin[executor]'"
+INSTALL_PLOT = "pip install 'mtp-plugin[plot]'"
 
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
 """What models and their tokenizers need."""
-COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, "typer", "rich")
+DISPLAY_PACKAGES = ("typer", "rich")
+"""What reading arguments and showing results needs."""
+COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
 """What the command line needs."""
+PLOT_PACKAGE = "matplotlib"
+"""What plots of a bench need."""
 
 TRANSFORMERS_RANGE = ((5, 17), (6, 0))
 """From which (major, minor) transformers is used, and below which; engines often pin older ones."""
@@ -34,13 +39,7 @@ def require(user: str, *packages: str) -> None:
     Raises:
         MissingExtraError: some are not, or transformers is of another version than is used.
     """
-    missing = [package for package in packages if not _is_installed(package)]
-    if missing:
-        what = "the package" if len(missing) == 1 else "the packages"
-        which = "which is" if len(missing) == 1 else "which are"
-        raise MissingExtraError(
-            f"{user} needs {what} {', '.join(missing)}, {which} not installed: {INSTALL}"
-        )
+    _require_installed(user, packages)
     if "transformers" in packages:
         least, below = TRANSFORMERS_RANGE
         installed = _transformers_version()
@@ -53,12 +52,33 @@ def require(user: str, *packages: str) -> None:
 
 
 def require_or_exit(user: str, *packages: str) -> None:
-    """As `require`, for a command: one line on standard error, and exit code 2."""
+    """As `require`, for a command: one line on standard error, and exit code 2.
+
+    Versions are not looked up, which takes as long as all else that ``--help`` does: what uses a
+    package asks for its version.
+    """
     try:
-        require(user, *packages)
+        _require_installed(user, packages)
     except MissingExtraError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+
+
+def why_no_plot() -> str | None:
+    """What is missing for plots, with the command that installs it; None: nothing is."""
+    if _is_installed(PLOT_PACKAGE):
+        return None
+    return f"{PLOT_PACKAGE} is not installed: {INSTALL_PLOT}"
+
+
+def _require_installed(user: str, packages: Sequence[str]) -> None:
+    missing = [package for package in packages if not _is_installed(package)]
+    if missing:
+        what = "the package" if len(missing) == 1 else "the packages"
+        which = "which is" if len(missing) == 1 else "which are"
+        raise MissingExtraError(
+            f"{user} needs {what} {', '.join(missing)}, {which} not installed: {INSTALL}"
+        )
 
 
 def _is_installed(package: str) -> bool:
@@ -70,6 +90,8 @@ def _is_installed(package: str) -> bool:
 @cache
 def _transformers_version() -> str:
     """Empty for a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("transformers")
     except PackageNotFoundError:

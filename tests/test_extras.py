@@ -64,7 +64,8 @@ def test_what_the_extra_adds() -> None:
     assert sorted(extras.COMMAND_LINE_PACKAGES) == sorted(EXTRA)
     (least, below) = (".".join(map(str, end)) for end in extras.TRANSFORMERS_RANGE)
     assert f"transformers>={least},<{below.removesuffix('.0')}" in optional["executor"]
-    assert "mtp-plugin[executor]" in optional["dev"]
+    assert "mtp-plugin[executor,plot]" in optional["dev"]
+    assert optional["plot"] == [extras.PLOT_PACKAGE]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
@@ -159,6 +160,13 @@ def test_the_script_is_the_same_door() -> None:
     result = without(EXTRA, f"from {module} import {function}; {function}()")
     assert result.stderr == f"error: {message('the command line mtp-plugin', *EXTRA)}\n"
     assert result.returncode == 2
+
+
+def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert extras.why_no_plot() == ("matplotlib is not installed: pip install 'mtp-plugin[plot]'")
+    monkeypatch.setitem(sys.modules, "matplotlib", sys)
+    assert extras.why_no_plot() is None
 
 
 def test_tools_that_compare_need_models() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from mtp_plugin.extras import why_no_plot
 from mtp_plugin.tools.bench.files import written_whole
 from mtp_plugin.tools.bench.machine import Ceilings
 from mtp_plugin.tools.bench.measure import Outcome, floor_us
@@ -115,8 +115,9 @@ def document(
 
 def plot(path: Path, outcomes: list[Outcome], ceilings: Ceilings) -> str:
     """Time over batch size against the byte floor, where matplotlib is there; says what it did."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed"
+    missing = why_no_plot()
+    if missing is not None:
+        return f"no plot: {missing}"
     lines = _lines(outcomes, ceilings)
     if not lines:
         return "no plot: no case has more than one batch size"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -170,8 +171,16 @@ def test_targets_stand_beside_the_figures(on_device, target: Target, met: bool) 
     assert (told["benchmark"], told["targets"], told["targets_met"]) == (True, 1, int(met))
 
 
-def test_one_batch_size_makes_no_plot(on_device, tmp_path) -> None:
-    assert plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS).startswith("no plot: ")
+def test_one_batch_size_makes_no_plot(on_device, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", sys)
+    said = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
+    assert said == "no plot: no case has more than one batch size"
+
+
+def test_a_plot_names_the_extra_that_it_needs(on_device, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
+    assert said == "no plot: matplotlib is not installed: pip install 'mtp-plugin[plot]'"
 
 
 def test_the_heading_names_what_ran() -> None:

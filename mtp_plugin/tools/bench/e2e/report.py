@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from mtp_plugin.extras import why_no_plot
 from mtp_plugin.tools.bench.e2e.asks import GREEDY, SAMPLED
 from mtp_plugin.tools.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
 from mtp_plugin.tools.bench.e2e.measure import HOST_BOUND_GAP
@@ -242,8 +242,9 @@ def document(
 
 def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
     """Tokens per second, speed-up and phases over batch sizes; says what it did."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "no plot: matplotlib is not installed"
+    missing = why_no_plot()
+    if missing is not None:
+        return f"no plot: {missing}"
     told = [(outcome, outcome.figures) for outcome in outcomes if outcome.figures is not None]
     if not told:
         return "no plot: no case has figures"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
@@ -517,6 +518,16 @@ def test_host_bound_rows_are_marked(toy: Subject) -> None:
     assert ["host-bound" in table.caption for table in tables] == [True, False]
 
 
-def test_a_plot_needs_figures_or_says_so(toy: Subject, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("matplotlib", "reason"),
+    [
+        (sys, "no case has figures"),
+        (None, "matplotlib is not installed: pip install 'mtp-plugin[plot]'"),
+    ],
+)
+def test_a_plot_needs_figures_or_says_so(
+    toy: Subject, tmp_path, monkeypatch, matplotlib: object, reason: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
     said = plot(tmp_path / "plot.png", toy, [E2EOutcome(E2ECase(1), error="no")])
-    assert said.startswith("no plot: ")
+    assert said == f"no plot: {reason}"
