@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
-from mtp_plugin.config import LLMConfig, MTPDecodingConfig, json_schema, load_config
 from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
 from mtp_plugin.tools.bench.cli import app as bench
+from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import (
     INTERRUPTED,
     REFUSED,
@@ -29,9 +28,11 @@ from mtp_plugin.tools.terminal.console import (
     tolerate_odd_characters,
 )
 
-# torch and transformers take seconds to import: each command imports what it needs
+# torch and transformers take seconds to import, pydantic and yaml half the time of --help: each
+# command imports what it needs
 if TYPE_CHECKING:
-    from mtp_plugin.executor import SamplingParams
+    from mtp_plugin.config import LLMConfig
+    from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal.report import Report
 
 app = typer.Typer(
@@ -40,6 +41,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    cls=CommandGroup,
 )
 app.add_typer(bench)
 
@@ -205,9 +208,8 @@ def generate(
     Exit code 1: the text is not that of decoding without MTP, or the output cannot be written.
     2: a named error.
     """
-    from mtp_plugin.executor import SamplingParams
+    from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal.prompts import read_prompts
-    from mtp_plugin.tools.terminal.report import report_document, show_report
 
     log = messages()
     settings = _load(config, log, model, plugin_options)
@@ -233,6 +235,8 @@ def generate(
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
+    from mtp_plugin.tools.terminal.report import report_document, show_report
+
     if as_json:
         out.write_line(json.dumps(report_document(report), indent=2))
     else:
@@ -251,17 +255,21 @@ def _decode(
     compare: bool,
 ) -> Report:
     """Run the batch as configured and, to compare, without drafts and by target-only decoding."""
-    from mtp_plugin.executor import LLM
-    from mtp_plugin.tools.terminal.decoding import (
-        compare_with_target_only_decoding,
-        engine_seed_of,
-        redraws,
-        run_batch,
-    )
-    from mtp_plugin.tools.terminal.report import Report
-    from mtp_plugin.tools.terminal.stream_view import StreamView
+    from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     with progress(log) as tell:
+        tell("importing torch and transformers")
+        read_ahead(settings.model)
+        from mtp_plugin.executor import LLM
+        from mtp_plugin.tools.terminal.decoding import (
+            compare_with_target_only_decoding,
+            engine_seed_of,
+            redraws,
+            run_batch,
+        )
+        from mtp_plugin.tools.terminal.report import Report
+        from mtp_plugin.tools.terminal.stream_view import StreamView
+
         llm = LLM(settings, on_progress=tell)
     model, tokenizer = llm.model, llm.tokenizer
     draft_len, max_seq_len = llm.pieces.plan.max_draft_len, llm.max_seq_len
@@ -415,6 +423,7 @@ def parity(
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
+    from mtp_plugin.config import LLMConfig, MTPDecodingConfig
     from mtp_plugin.executor import SamplingParams
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.tools.parity import TIE_ULPS
@@ -504,6 +513,10 @@ def show_config(
     """Check a YAML file and print it with every default filled in, or print the schema."""
     if schema == (file is not None):
         raise typer.BadParameter("expected either FILE or --schema")
+    import yaml
+
+    from mtp_plugin.config import json_schema
+
     if file is None:
         output().write_line(json.dumps(json_schema(), indent=2))
         return
@@ -537,6 +550,7 @@ def doctor(
 
     Exit code 1: they will not.
     """
+    from mtp_plugin.config import LLMConfig
     from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis
 
     try:
@@ -570,6 +584,8 @@ def _load(
         from mtp_plugin.executor.asked_config import config_of_checkpoint
 
         return config_of_checkpoint(str(model), {}, log.write_line)
+    from mtp_plugin.config import load_config
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         settings = load_config(file, model=model, plugin_options=plugin_options)

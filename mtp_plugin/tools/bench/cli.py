@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.tools.command_group import CommandGroup
 
 app = typer.Typer(
     name="bench",
@@ -19,6 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    cls=CommandGroup,
 )
 
 RESULTS = Path("integration/results")

@@ -1,0 +1,31 @@
+"""Weights are read from disk while Python still imports."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+
+def read_ahead(checkpoint: str | Path) -> Thread | None:
+    """Have the system read a checkpoint's weights into its page cache, beside what follows.
+
+    Returns:
+        The thread that asks, which nobody has to wait for; None: the system takes no such hints.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    thread = Thread(target=_ask, args=(Path(checkpoint),), daemon=True, name="read ahead")
+    thread.start()
+    return thread
+
+
+def _ask(checkpoint: Path) -> None:
+    # what is wrong with a file is told where it is loaded
+    with suppress(OSError, ValueError):
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            if not file.is_file():
+                continue
+            with file.open("rb") as weights:
+                os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

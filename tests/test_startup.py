@@ -1,0 +1,91 @@
+"""What commands import before they have something to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny_eagle.yaml")
+HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "triton", "pydantic", "numpy")
+HELP_SECONDS = 0.2
+"""CPU seconds that a command's help may take on a machine with nothing else to do."""
+
+RUN = """
+import sys, time
+sys.argv[1:] = {arguments!r}
+from mtp_plugin.__main__ import main
+code = None
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+loaded = {{name.split(".")[0] for name in sys.modules}}
+sys.stderr.write(f"{{code}} {{time.process_time()}} {{' '.join(sorted(loaded))}}")
+"""
+
+
+def run(*arguments: str) -> tuple[int, float, set[str], str]:
+    """Exit code, CPU seconds, top-level modules and standard output of a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(arguments=list(arguments))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+    )
+    code, seconds, *loaded = done.stderr.splitlines()[-1].split()
+    return int(code), float(seconds), set(loaded), done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([command, "--help"] for command in ("generate", "parity", "config", "doctor", "bench")),
+        ["bench", "e2e", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code, _, loaded, out = run(*arguments)
+    assert code == 0
+    assert out
+    assert not loaded & set(HEAVY)
+
+
+def test_help_is_there_at_once() -> None:
+    """Five times what it may take, so that a busy machine passes; torch alone takes longer."""
+    assert min(run("--help")[1] for _ in range(3)) < 5 * HELP_SECONDS
+
+
+def test_a_config_is_read_without_torch() -> None:
+    code, _, loaded, out = run("config", "--schema")
+    assert (code, out[0]) == (0, "{")
+    assert not loaded & {"torch", "transformers", "triton"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["generate"], "expected --config FILE or --model DIR"),
+        (["generate", "--config", CONFIG, "--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_mistakes_are_told_before_torch_is_imported(arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mtp_plugin", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    told = [line for line in lines if not line.startswith("import time:")]
+    assert message in "\n".join(told)
+    assert "mtp_plugin.cli" in imports
+    assert not imports & {"torch", "transformers", "triton"}
