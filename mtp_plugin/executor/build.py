@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from mtp_plugin.executor.models import (
     read_config,
     read_tokenizer,
 )
+from mtp_plugin.executor.progress import Progress
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.resolved_config import (
     ResolvedConfig,
@@ -55,9 +55,6 @@ from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces
 THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
 than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
-
-Progress = Callable[[str], None]
-"""Called with a line of text as loading goes on."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
-from mtp_plugin.executor.build import Progress, build_executor
+from mtp_plugin.executor.build import build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher
 from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
+from mtp_plugin.executor.progress import Progress, loading_told, prompts_told
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
@@ -43,7 +44,8 @@ class LLM:
         tokenizer: with ``encode`` and ``decode``, or the folder of one; default: the checkpoint's,
             where it has one. One thread at a time calls ``encode``, and the one that steps
             ``decode``; within them, as within a signal's handler, prompts may be token ids.
-        on_progress: called with a line of text as loading goes on.
+        on_progress: called with a line of text as loading goes on; None: standard error shows it
+            where it is a terminal.
         chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
         kv_fill: initial value of the KV pools (tests fill them with NaN).
         stop_callback: a rule of stopping of your own, as `MTPSampler` takes it: called once a step
@@ -77,14 +79,15 @@ class LLM:
         if isinstance(tokenizer, (str, Path)):
             tokenizer = load_tokenizer(str(tokenizer))
         try:
-            built = build_executor(
-                asked.config,
-                model=asked.model,
-                tokenizer=tokenizer,
-                on_progress=on_progress,
-                chunk_policy=chunk_policy,
-                kv_fill=kv_fill,
-            )
+            with loading_told(on_progress) as tell:
+                built = build_executor(
+                    asked.config,
+                    model=asked.model,
+                    tokenizer=tokenizer,
+                    on_progress=tell,
+                    chunk_policy=chunk_policy,
+                    kv_fill=kv_fill,
+                )
         except ConfigError as error:
             if asked.file is not None:
                 raise ConfigError(f"{asked.file}: {error}") from error
@@ -124,8 +127,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Run prompts to their end; outputs come in the prompts' order.
+
+        Args:
+            use_tqdm: for several prompts, show on standard error how many have ended; where that
+                is no terminal, nothing is shown.
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
@@ -133,8 +141,9 @@ class LLM:
         """
         self._dispatcher.expect_to_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
-        for _ in self._run(requests):
-            pass
+        with prompts_told(len(requests), use_tqdm) as tell:
+            for events in self._run(requests):
+                tell(events)
         return [RequestOutput.of(request) for request in requests]
 
     def stream(

@@ -256,6 +256,7 @@ def _soak(
         _config(subject, options),
         model=subject.model,
         tokenizer=subject.tokenizer,
+        on_progress=lambda _: None,  # what is shown is that of the soak
         chunk_policy=random_chunks(options.seed),
     )
     report("warming up")
