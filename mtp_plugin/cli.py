@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,9 @@ from mtp_plugin.tools.terminal.console import (
 # command imports what it needs
 if TYPE_CHECKING:
     from mtp_plugin.config import LLMConfig
+    from mtp_plugin.executor import LLM
     from mtp_plugin.requests.options import SamplingParams
+    from mtp_plugin.tools.terminal.decoding import BatchRun
     from mtp_plugin.tools.terminal.report import Report
 
 app = typer.Typer(
@@ -210,9 +213,14 @@ def generate(
     """
     from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal.prompts import read_prompts
+    from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     log = messages()
+    if model is not None:
+        read_ahead(model)
     settings = _load(config, log, model, plugin_options)
+    if model is None:
+        read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -255,27 +263,24 @@ def _decode(
     compare: bool,
 ) -> Report:
     """Run the batch as configured and, to compare, without drafts and by target-only decoding."""
-    from mtp_plugin.tools.terminal.read_ahead import read_ahead
+    _import_engine(log)
+    from mtp_plugin.executor import LLM
+    from mtp_plugin.tools.terminal.decoding import (
+        compare_with_target_only_decoding,
+        engine_seed_of,
+        redraws,
+        run_batch,
+    )
+    from mtp_plugin.tools.terminal.report import Report
+    from mtp_plugin.tools.terminal.stream_view import StreamView
 
     with progress(log) as tell:
-        tell("importing torch and transformers")
-        read_ahead(settings.model)
-        from mtp_plugin.executor import LLM
-        from mtp_plugin.tools.terminal.decoding import (
-            compare_with_target_only_decoding,
-            engine_seed_of,
-            redraws,
-            run_batch,
-        )
-        from mtp_plugin.tools.terminal.report import Report
-        from mtp_plugin.tools.terminal.stream_view import StreamView
-
         llm = LLM(settings, on_progress=tell)
     model, tokenizer = llm.model, llm.tokenizer
     draft_len, max_seq_len = llm.pieces.plan.max_draft_len, llm.max_seq_len
     with llm:
         if stream is None:
-            run = run_batch(llm, prompts, params)
+            run = _run_told(llm, prompts, params)
         else:
             view = StreamView(stream, prompts, marks=marks)
             try:
@@ -286,11 +291,11 @@ def _decode(
     del llm
     run_without_mtp = comparison = None
     if compare and draft_len:
-        # no spinner, which would take its share of the time that is measured
+        # no spinner, whose thread would take its share of the time that is measured
         log.write_line("decoding without MTP, for the speed")
         without_mtp = settings.model_copy(update={"speculative_config": None})
         with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
-            run_without_mtp = run_batch(llm, prompts, params)
+            run_without_mtp = _run_told(llm, prompts, params)
         del llm
     redrawing = redraws(settings, params)
     if compare and redrawing is not None:
@@ -319,6 +324,24 @@ def _decode(
         comparison=comparison,
         tokenizer=tokenizer,
     )
+
+
+def _import_engine(log: OutputConsole) -> None:
+    """Import what runs models, and say that this is waited for."""
+    if "mtp_plugin.executor" in sys.modules:
+        return
+    with progress(log) as tell:
+        tell("importing torch and transformers")
+        import_module("mtp_plugin.executor")
+
+
+def _run_told(llm: LLM, prompts: list[str], params: SamplingParams) -> BatchRun:
+    """`run_batch`, with a bar for several prompts, which is drawn between the steps."""
+    from mtp_plugin.executor.progress import prompts_told
+    from mtp_plugin.tools.terminal.decoding import run_batch
+
+    with prompts_told(len(prompts), use_tqdm=True) as tell:
+        return run_batch(llm, prompts, params, lambda events: tell([event for _, event in events]))
 
 
 @app.command()
@@ -423,20 +446,24 @@ def parity(
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
-    from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-    from mtp_plugin.executor import SamplingParams
-    from mtp_plugin.executor.models import read_facts
-    from mtp_plugin.tools.parity import TIE_ULPS
-    from mtp_plugin.tools.terminal import parity as room
-    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
-
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
+    from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+    from mtp_plugin.requests.options import SamplingParams
+    from mtp_plugin.tools.terminal.read_ahead import read_ahead
+
     log = messages()
     if config is not None:
         settings = _load(config, log)
     else:
         settings = LLMConfig(model=str(model), speculative_config=MTPDecodingConfig())
+    read_ahead(settings.model)
+    _import_engine(log)
+    from mtp_plugin.executor.models import read_facts
+    from mtp_plugin.tools.parity import TIE_ULPS
+    from mtp_plugin.tools.terminal import parity as room
+    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
+
     settings = room.on(settings, dtype=dtype, device=device, graphs=graphs)
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     variants = room.variants_of(
@@ -550,6 +577,7 @@ def doctor(
 
     Exit code 1: they will not.
     """
+    _import_engine(messages())
     from mtp_plugin.config import LLMConfig
     from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis
 
@@ -581,6 +609,7 @@ def _load(
             raise typer.BadParameter("expected --config FILE or --model DIR")
         if plugin_options is not None:
             raise typer.BadParameter("--plugin-options goes with --config alone")
+        _import_engine(log)
         from mtp_plugin.executor.asked_config import config_of_checkpoint
 
         return config_of_checkpoint(str(model), {}, log.write_line)

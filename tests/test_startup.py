@@ -68,6 +68,13 @@ def test_a_config_is_read_without_torch() -> None:
     assert not loaded & {"torch", "transformers", "triton"}
 
 
+def test_what_is_waited_for_is_said() -> None:
+    arguments = ["generate", "--config", CONFIG, "-p", "x", "-n", "4", "--no-compare", "--json"]
+    command = [sys.executable, "-m", "mtp_plugin", *arguments]
+    lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+    assert lines[:2] == ["importing torch and transformers", "reading the checkpoint's config"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
