@@ -56,8 +56,8 @@ class PagedCache:
 
 
 def _flat(pages: torch.Tensor) -> torch.Tensor:
-    """[R, heads, S', width] -> [1, heads, R*S', width]."""
-    return pages.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    """[R, heads, S', width] -> [1, heads, R*S', width], of the memory that `gather_pages` gave."""
+    return pages.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 def _paged_attention(

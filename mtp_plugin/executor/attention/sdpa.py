@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from mtp_plugin.executor.attention.contract import SDPA_BACKEND, HeadShape, StepMetadata
+from mtp_plugin.executor.attention.layout import Layout
 
 
 class SdpaBackend:
@@ -48,16 +49,24 @@ class SdpaBackend:
 def gather_pages(layer_idx: int, metadata: StepMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [R, Hk, S', D] and values [R, Hk, S', Dv] of every sequence, in order of position.
 
-    S' is what the widest block table holds; rows that hold no key of the request are zero.
+    S' is what the widest block table holds; rows that hold no key of the request are zero. Behind
+    the transposition lie rows [R, S', heads, width] without gaps.
     """
     layout = metadata.layout()
-    gathered = []
-    for pool in metadata.pools.written(layer_idx):
-        pages = pool[layout.read_rows]  # [R, S', heads, width]
-        # a row that holds no key must not reach the product: 0 * NaN is NaN
-        pages = pages.masked_fill(~layout.readable[..., None, None], 0)
-        gathered.append(pages.transpose(1, 2))
-    return gathered[0], gathered[1]
+    keys, values = metadata.pools.written(layer_idx)
+    return _gather(keys, layout).transpose(1, 2), _gather(values, layout).transpose(1, 2)
+
+
+def _gather(pool: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """[R, S', heads, width]."""
+    rows = pool.index_select(0, layout.flat_read_rows)
+    pages = rows.view(*layout.read_rows.shape, *pool.shape[1:])
+    # a row that holds no key must not reach the product: 0 * NaN is NaN
+    if pool.device.type == "cpu":
+        rows.index_fill_(0, layout.unreadable_rows, 0)
+    else:
+        pages.masked_fill_(layout.unreadable, 0)
+    return pages
 
 
 def attend_pages(
@@ -69,22 +78,15 @@ def attend_pages(
 ) -> torch.Tensor:
     """Causal attention of query [T, Hq, D] over gathered pages, [T, Hq, Dv]."""
     layout = metadata.layout()
-    key_positions = torch.arange(keys.shape[2], device=query.device)
     outputs = []
-    for group in layout.groups:
-        rows = slice(group.first_row, group.first_row + group.num_seqs * group.query_rows)
-        seqs = slice(group.first_seq, group.first_seq + group.num_seqs)
-        shape = (group.num_seqs, group.query_rows)
-        # a dead row attends one zeroed or foreign-free key, so that it stays finite
-        last_key = torch.where(layout.alive[rows], layout.positions[rows], 0).view(*shape, 1)
-        visible = (key_positions <= last_key).unsqueeze(1)  # [B, 1, q, S']
+    for group, visible in zip(layout.groups, layout.visible, strict=True):
         output = functional.scaled_dot_product_attention(
-            query[rows].unflatten(0, shape).transpose(1, 2),
-            keys[seqs],
-            values[seqs],
+            query[group.rows].unflatten(0, (group.num_seqs, group.query_rows)).transpose(1, 2),
+            keys[group.seqs],
+            values[group.seqs],
             attn_mask=visible,
             scale=scaling,
             enable_gqa=query.shape[1] != keys.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [B*q, Hq, Dv]
-    return torch.cat(outputs)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
