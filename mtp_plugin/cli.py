@@ -7,6 +7,8 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -239,7 +241,8 @@ def generate(
     out = output()
     stream = None if as_json else out
     try:
-        report = _decode(settings, prompts, params, stream, log, marks=marks, compare=compare)
+        with _errors_of(config):
+            report = _decode(settings, prompts, params, stream, log, marks=marks, compare=compare)
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -446,11 +449,31 @@ def parity(
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
-    if (config is None) == (model is None):
-        raise typer.BadParameter("expected either --config or --model")
     from mtp_plugin.config import LLMConfig, MTPDecodingConfig
     from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
+
+    if (config is None) == (model is None):
+        raise typer.BadParameter("expected either --config or --model")
+    # what is wrong with these is told before anything is imported that takes seconds
+    workers = _names(worker, ("eagle", "vanilla"), "--worker")
+    ks, batch_sizes = _numbers(k, "--k"), _numbers(batch_size, "--batch-size")
+    if tie_tolerance is not None and not tie_tolerance >= 0:
+        raise typer.BadParameter(
+            f"expected at least 0 ulps, got {tie_tolerance:g}", param_hint="--tie-tolerance"
+        )
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
 
     log = messages()
     if config is not None:
@@ -466,25 +489,14 @@ def parity(
 
     settings = room.on(settings, dtype=dtype, device=device, graphs=graphs)
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
-    variants = room.variants_of(
-        settings,
-        read_facts(settings.model).num_mtp_layers,
-        workers=_names(worker, (room.EAGLE, room.VANILLA), "--worker"),
-        ks=_numbers(k, "--k"),
-        batch_sizes=_numbers(batch_size, "--batch-size"),
-    )
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-    )
+    with _errors_of(config):
+        variants = room.variants_of(
+            settings,
+            read_facts(settings.model).num_mtp_layers,
+            workers=workers,
+            ks=ks,
+            batch_sizes=batch_sizes,
+        )
     try:
         with progress(log) as tell:
             report = room.run_parity(
@@ -553,7 +565,8 @@ def show_config(
         from mtp_plugin.executor.models import read_facts
 
         try:
-            settings = settings.resolve(read_facts(settings.model).num_mtp_layers)
+            with _errors_of(file):
+                settings = settings.resolve(read_facts(settings.model).num_mtp_layers)
         except CheckpointError as error:
             log.write_line(f"warning: draft length not looked up in the checkpoint: {error}")
     output().write(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
@@ -590,6 +603,17 @@ def doctor(
         diagnosis = examine(LLMConfig(model=str(model)))
     show_diagnosis(diagnosis, output())
     raise typer.Exit(diagnosis.exit_code)
+
+
+@contextmanager
+def _errors_of(file: Path | None) -> Iterator[None]:
+    """What is found wrong with a config later than when it is read names its file too."""
+    try:
+        yield
+    except ConfigError as error:
+        if file is None:
+            raise
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _load(

@@ -257,7 +257,7 @@ class Admission:
                 f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
             ]
         if stop and self._tokenizer is None:
-            return [f"stop={stop!r} (the checkpoint has no tokenizer)"]
+            return [f"stop={stop!r} (the checkpoint has no tokenizer.json)"]
         return [
             f"stop={shortened(word)} ({problem})"
             for word in stop
@@ -278,7 +278,7 @@ class Admission:
                 words[word] = None
                 continue
             if self._tokenizer is None:
-                problems.append(f"bad_words={word!r} (the checkpoint has no tokenizer)")
+                problems.append(f"bad_words={word!r} (the checkpoint has no tokenizer.json)")
                 continue
             try:
                 word.encode()

@@ -36,6 +36,7 @@ from mtp_plugin.executor.models import (
     load_model,
     read_config,
     read_tokenizer,
+    unread_tokenizer,
 )
 from mtp_plugin.executor.progress import Progress
 from mtp_plugin.executor.py_executor import PyExecutor
@@ -115,6 +116,8 @@ def build_executor(
     if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
         report("loading the tokenizer")
         tokenizer = read_tokenizer(checked or read_config(config.model))
+    elif tokenizer is None and (unread := unread_tokenizer(Path(config.model))):
+        report(f"no tokenizer: prompts must be token ids{unread}")
     host = _host_facts(resolved, model, tokenizer)
     _check_memory(resolved, model)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):

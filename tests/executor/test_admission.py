@@ -151,7 +151,7 @@ REQUESTS = [
         [[1]],
         "request 0: not supported: n=2, best_of=3, length_penalty=2.0, no_repeat_ngram_size=2, "
         "guided_decoding='json', "
-        "stop=('END',) (the checkpoint has no tokenizer), "
+        "stop=('END',) (the checkpoint has no tokenizer.json), "
         "stop_token_ids: 128 is outside the vocabulary of 128, "
         "stop_token_ids: 999 is outside the vocabulary of 128",
         params=SamplingParams(

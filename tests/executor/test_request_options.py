@@ -100,7 +100,7 @@ class Wrong(NamedTuple):
 NUMBERS = [str(n) for n in range(33)]
 OUTSIDE = "is outside the vocabulary of 90"
 WRONG = [
-    Wrong({"bad_words": ["a"]}, "bad_words='a' (the checkpoint has no tokenizer)", None),
+    Wrong({"bad_words": ["a"]}, "bad_words='a' (the checkpoint has no tokenizer.json)", None),
     Wrong({"bad_words": ["?"]}, "bad_words='?' (it has no tokens)"),
     Wrong({"bad_words": ["  "]}, "bad_words='  ' (it has no tokens)"),
     Wrong({"bad_words": ["\ud800"]}, "bad_words='\\ud800' (it is no valid Unicode text)"),

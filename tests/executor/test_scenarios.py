@@ -402,7 +402,7 @@ def test_r31_refused_before_the_stream_with_every_reason(bed, target, prompts):
     told = (
         "not supported: n=2, use_beam_search=True, no_repeat_ngram_size=3, "
         f"logits_processor={[print]!r}, guided_decoding={{'json': {{}}}}, "
-        "stop=('x',) (the checkpoint has no tokenizer), "
+        "stop=('x',) (the checkpoint has no tokenizer.json), "
         f"stop_token_ids: {VOCAB} is outside the vocabulary of {VOCAB}"
     )
     calls = [

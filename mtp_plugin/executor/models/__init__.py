@@ -18,7 +18,7 @@ from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, preflight
 from mtp_plugin.executor.models.random_model import random_model
 from mtp_plugin.executor.models.testing import write_random_checkpoint
-from mtp_plugin.executor.models.tokenizer_files import read_tokenizer
+from mtp_plugin.executor.models.tokenizer_files import read_tokenizer, unread_tokenizer
 
 __all__ = [
     "FAMILIES",
@@ -42,5 +42,6 @@ __all__ = [
     "read_config",
     "read_facts",
     "read_tokenizer",
+    "unread_tokenizer",
     "write_random_checkpoint",
 ]

@@ -17,6 +17,8 @@ from mtp_plugin.executor.models.config_reader import (
 from mtp_plugin.executor.models.json_files import read_json
 
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
+_UNREAD = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
+"""Tokenizers that transformers would have to convert first."""
 _FOREIGN = ("fast_tokenizer_files", "init_inputs")
 """Settings that name other files, or arguments by place."""
 
@@ -46,6 +48,15 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
         raise CheckpointError(
             f"tokenizer of {directory}: it cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def unread_tokenizer(directory: Path) -> str:
+    """What is told of a directory without a tokenizer that is read, where another one lies there;
+    empty where none does."""
+    if (directory / TOKENIZER_FILE).is_file():
+        return ""
+    found = [name for name in _UNREAD if (directory / name).is_file()]
+    return f" ({found[0]} is not read, expected {TOKENIZER_FILE})" if found else ""
 
 
 def _check_file(file: Path) -> None:

@@ -276,9 +276,27 @@ def read_layout(
 
 
 def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:
-    """Tokens of each context that are in the cache before the step."""
-    counts: list[int] = attn_metadata.kv_cache_params.num_cached_tokens_per_seq
-    return list(counts[:num_contexts])
+    """Tokens of each context that are in the cache before the step.
+
+    Without the host's list they are read from the device.
+
+    Raises:
+        MetadataError: there are contexts, and neither the list nor ``kv_lens_cuda``.
+    """
+    if num_contexts == 0:
+        return []
+    params = getattr(attn_metadata, "kv_cache_params", None)
+    counts: list[int] | None = getattr(params, "num_cached_tokens_per_seq", None)
+    if counts is not None:
+        return list(counts[:num_contexts])
+    kv_lens = getattr(attn_metadata, "kv_lens_cuda", None)
+    if kv_lens is None:
+        raise MetadataError(
+            "attention metadata: prompts of vanilla MTP need kv_cache_params or kv_lens_cuda, got "
+            "neither"
+        )
+    lens = kv_lens[:num_contexts].cpu() - attn_metadata._seq_lens[:num_contexts].cpu()
+    return [int(count) for count in lens]
 
 
 def takes_output_rows(layer: Any) -> bool:

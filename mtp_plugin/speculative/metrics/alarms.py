@@ -178,8 +178,8 @@ class AcceptanceAlarms:
         self.looping = True
         _logger.warning(
             "request %s loops: every draft is accepted, and %.0f %% of the last %d tokens' "
-            "%d-grams repeat. Acceptance figures are flattered by it; does the text loop without "
-            "MTP too?",
+            "%d-grams repeat. Acceptance figures are flattered by it; a run without "
+            "speculative_config shows whether the text loops without MTP too",
             request.request_id,
             100 * share,
             LOOP_SPAN,

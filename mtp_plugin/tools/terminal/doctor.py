@@ -27,6 +27,7 @@ from mtp_plugin.executor.models import (
     preflight,
     read_config,
     read_tokenizer,
+    unread_tokenizer,
 )
 from mtp_plugin.executor.models.checkpoint_files import listed
 from mtp_plugin.executor.resolved_config import (
@@ -186,7 +187,9 @@ def _examine_tokenizer(found: Diagnosis, checked: CheckedConfig) -> Any:
     tokenizer = read_tokenizer(checked)
     found.add(
         "tokenizer",
-        "none: prompts must be token ids" if tokenizer is None else f"{len(tokenizer)} tokens",
+        f"none: prompts must be token ids{unread_tokenizer(checked.directory)}"
+        if tokenizer is None
+        else f"{len(tokenizer)} tokens",
     )
     return tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.executor.models import read_config, read_tokenizer
+from mtp_plugin.executor.models import read_config, read_tokenizer, unread_tokenizer
 
 Edited = Callable[..., Path]
 SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "b"}
@@ -38,6 +38,16 @@ def refusal(path: Path) -> str:
 
 def test_none(edited: Edited) -> None:
     assert read_tokenizer(read_config(edited("glm4_moe"))) is None
+
+
+def test_one_that_is_not_read_is_told(with_tokenizer: Callable[..., Path]) -> None:
+    path = with_tokenizer()
+    (path / "tokenizer.model").write_bytes(b"")
+    assert unread_tokenizer(path) == ""
+    (path / "tokenizer.json").unlink()
+    assert unread_tokenizer(path) == " (tokenizer.model is not read, expected tokenizer.json)"
+    (path / "tokenizer.model").unlink()
+    assert unread_tokenizer(path) == ""
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "mimo"])

@@ -14,7 +14,7 @@ from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, TensorContractError
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
-from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows
+from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows, cached_tokens
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import SlotRows
@@ -331,3 +331,15 @@ def test_what_layers_are_told_of_ranks(
     ranks: RankRows, single_rows: bool, told: dict[str, Any]
 ) -> None:
     assert ranks.arguments(single_rows=single_rows) == told
+
+
+def test_cached_tokens_come_from_the_list_or_from_the_device() -> None:
+    lens = torch.tensor([3, 2, 4], dtype=torch.int32)
+    given = SimpleNamespace(num_cached_tokens_per_seq=[7, 0, 9])
+    kv_lens = torch.tensor([10, 2, 13], dtype=torch.int32)
+    for fields in ({"kv_cache_params": given}, {"kv_lens_cuda": kv_lens}):
+        assert cached_tokens(SimpleNamespace(_seq_lens=lens, **fields), 2) == [7, 0]
+    bare = SimpleNamespace(_seq_lens=lens, kv_cache_params=None)
+    assert cached_tokens(bare, 0) == []
+    with pytest.raises(MetadataError, match="need kv_cache_params or kv_lens_cuda, got neither"):
+        cached_tokens(bare, 2)

@@ -125,6 +125,8 @@ def test_a_loop_at_the_ceiling_is_told_with_its_request(told: pytest.LogCaptureF
     assert not alarms.looping
     emit(alarms, request, loop(5, 4))
     assert alarms.looping
+    assert "?" not in told.text
+    assert "a run without speculative_config shows" in told.text
     emit(alarms, request, loop(5, 5 * LOOP_SPAN))
     emit(alarms, Text(18), loop(7))
     assert alarms.num_looping_requests == 2

@@ -170,8 +170,9 @@ def cases_of(options: E2EOptions, num_mtp_layers: int) -> tuple[list[E2ECase], l
         # vanilla takes one layer per draft
         able = [c for c in wanted if c.worker != VANILLA or c.k <= num_mtp_layers]
         skipped += [case.label for case in wanted if case not in able]
-        if able:
-            cases += [E2ECase(batch), *able]
+        off = E2ECase(batch)
+        if able or (options.only and options.only in off.label):
+            cases += [off, *able]
     expect(
         bool(cases),
         BenchmarkError,

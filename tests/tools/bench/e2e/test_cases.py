@@ -57,6 +57,19 @@ def test_a_filter_keeps_the_run_to_compare_with() -> None:
     ]
 
 
+def test_a_filter_takes_every_name_that_is_printed() -> None:
+    options = E2EOptions(batches=(1, 4), ks=(1,))
+    for case in cases_of(options, 3)[0]:
+        found = [
+            each.label for each in cases_of(dataclasses.replace(options, only=case.label), 3)[0]
+        ]
+        assert found == list(dict.fromkeys([case.off.label, case.label]))
+    assert [c.label for c in cases_of(dataclasses.replace(options, only="off"), 3)[0]] == [
+        "off/b1",
+        "off/b4",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
