@@ -451,12 +451,14 @@ def parity(
     """
     from mtp_plugin.config import LLMConfig, MTPDecodingConfig
     from mtp_plugin.requests.options import SamplingParams
+    from mtp_plugin.tools.terminal import parity_options
+    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
     # what is wrong with these is told before anything is imported that takes seconds
-    workers = _names(worker, ("eagle", "vanilla"), "--worker")
+    workers = _names(worker, (parity_options.EAGLE, parity_options.VANILLA), "--worker")
     ks, batch_sizes = _numbers(k, "--k"), _numbers(batch_size, "--batch-size")
     if tie_tolerance is not None and not tie_tolerance >= 0:
         raise typer.BadParameter(
@@ -480,15 +482,16 @@ def parity(
         settings = _load(config, log)
     else:
         settings = LLMConfig(model=str(model), speculative_config=MTPDecodingConfig())
+    settings = parity_options.on(settings, dtype=dtype, device=device, graphs=graphs)
+    parity_options.check_combinations(settings, workers=workers, ks=ks, batch_sizes=batch_sizes)
+    texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
+
     read_ahead(settings.model)
     _import_engine(log)
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity as room
-    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
 
-    settings = room.on(settings, dtype=dtype, device=device, graphs=graphs)
-    texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     with _errors_of(config):
         variants = room.variants_of(
             settings,

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.config.llm import LLMConfig
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mtp import MTPPluginOptions
@@ -210,7 +211,7 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{source}: no such file; expected a YAML file") from None
     except OSError as error:

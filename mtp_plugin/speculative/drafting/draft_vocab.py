@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.errors import ConfigError, expect
 
 KEY = "mtp.draft_vocab"
@@ -78,7 +78,7 @@ def place_draft_vocab(
 
 def _read_json(path: str, where: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return json.loads(read_bounded(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; expected a JSON list of token ids") from None
     except OSError as error:

@@ -28,14 +28,30 @@ def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path |
         BenchmarkError: a file that cannot be written, or that the plot beside it would replace.
     """
     path = default if output is None and is_full else output
-    if path is not None:
-        expect(
-            path.suffix != PLOT_SUFFIX,
-            BenchmarkError,
-            f"{OUTPUT}: expected a file for JSON, got {path}, where the plot goes",
-        )
-        check_writable(path)
+    check_output(path)
     return path
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a file for the results, or for the plot beside it, before anything is loaded for it.
+
+    Raises:
+        BenchmarkError: a file that cannot be written, or that the plot would replace.
+    """
+    if path is None:
+        return
+    expect(
+        path.suffix != PLOT_SUFFIX,
+        BenchmarkError,
+        f"{OUTPUT}: expected a file for JSON, got {path}, where the plot goes",
+    )
+    check_writable(path)
+    check_writable(plot_file(path))
+
+
+def plot_file(path: Path) -> Path:
+    """Where the plot of results goes."""
+    return path.with_suffix(PLOT_SUFFIX)
 
 
 def stored_line(path: Path | None) -> str:

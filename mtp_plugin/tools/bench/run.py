@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.bench.case import BenchmarkError
-from mtp_plugin.tools.bench.files import results_file, store, stored_line
+from mtp_plugin.tools.bench.files import plot_file, results_file, store, stored_line
 from mtp_plugin.tools.bench.machine import describe_machine, measure_ceilings
 from mtp_plugin.tools.bench.measure import Bench, Outcome
 from mtp_plugin.tools.bench.report import document, heading, plot, results_table
@@ -51,6 +51,7 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     log = OutputConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
     outcomes: list[Outcome] = []
     complete = False
+    failed: BenchmarkError | None = None
     try:
         for number, case in enumerate(cases, start=1):
             log.print(f"{number}/{len(cases)} {case.label}")
@@ -61,6 +62,9 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
             store(path, told)
     except KeyboardInterrupt:
         log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
+    except BenchmarkError as error:
+        # what is measured is shown all the same
+        failed = error
     out = OutputConsole(highlight=False, markup=False)
     if not out.is_terminal:
         out.width = max(out.width, _NARROWEST)
@@ -73,8 +77,10 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     if ceilings is not None:
         met = [outcome.target_met for outcome in outcomes if outcome.target_met is not None]
         out.print(f"targets met: {sum(met)} of {len(met)}")
-        if path is not None:
-            out.print(plot(path.with_suffix(".png"), outcomes, ceilings), soft_wrap=True)
+        if path is not None and failed is None:
+            out.print(plot(plot_file(path), outcomes, ceilings), soft_wrap=True)
+    if failed is not None:
+        raise failed
     out.print(stored_line(path), soft_wrap=True)
     if not complete:
         return INTERRUPTED

@@ -29,9 +29,10 @@ from mtp_plugin.tools.terminal.decoding import (
     run_batch,
     verdicts_of_target_only_decoding,
 )
+from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combinations
 from mtp_plugin.tools.terminal.report import spelled, versions
 
-EAGLE, VANILLA, NO_DRAFTS = "eagle", "vanilla", "none"
+NO_DRAFTS = "none"
 RANDOM_PROMPTS = 8
 LONGEST_RANDOM_PROMPT = 48
 SHOWN_TIES = 10
@@ -118,20 +119,6 @@ class ParityReport:
 # --- what runs ---
 
 
-def on(
-    settings: LLMConfig, *, dtype: str | None, device: str | None, graphs: bool | None
-) -> LLMConfig:
-    """The settings with another dtype or device, with or without CUDA graphs, where that is
-    given."""
-    values = settings.model_dump()
-    values |= {name: v for name, v in (("dtype", dtype), ("device", device)) if v is not None}
-    if graphs is not None:
-        values["cuda_graph_config"] = {"enable_padding": True} if graphs else None
-    elif device == "cpu":
-        values["cuda_graph_config"] = None
-    return LLMConfig.model_validate(values)
-
-
 def variants_of(
     settings: LLMConfig,
     num_mtp_layers: int,
@@ -146,33 +133,10 @@ def variants_of(
         ConfigError: settings under which the text may differ by design, or a combination that the
             checkpoint cannot run.
     """
-    found: list[tuple[Variant, LLMConfig]] = []
-    for worker in workers or (None,):
-        for k in ks or (None,):
-            for batch_size in batch_sizes or (settings.max_batch_size,):
-                config = _configured(settings, worker, k, batch_size, num_mtp_layers)
-                found.append((_variant(config), config))
-    return found
-
-
-def _configured(
-    settings: LLMConfig, worker: str | None, k: int | None, batch_size: int, num_mtp_layers: int
-) -> LLMConfig:
-    values = settings.model_dump()
-    speculative = values["speculative_config"]
-    if worker is not None or k is not None:
-        speculative = {"decoding_type": "MTP"} if speculative is None else dict(speculative)
-        if worker is not None:
-            speculative["use_mtp_vanilla"] = worker == VANILLA
-        if k is not None:
-            speculative |= {"max_draft_len": k, "draft_len_schedule": None}
-    values |= {"max_batch_size": batch_size, "speculative_config": speculative}
-    graphs = values["cuda_graph_config"]
-    if graphs is not None and batch_size != settings.max_batch_size:
-        values["cuda_graph_config"] = {**graphs, "batch_sizes": None, "max_batch_size": None}
-    drafts = (speculative or {}).get("max_draft_len") or max(num_mtp_layers, 1)
-    values["max_num_tokens"] = max(settings.max_num_tokens, batch_size * (1 + drafts))
-    return LLMConfig.model_validate(values).resolve(num_mtp_layers)
+    configs = combinations(
+        settings, num_mtp_layers, workers=workers, ks=ks, batch_sizes=batch_sizes
+    )
+    return [(_variant(config), config) for config in configs]
 
 
 def _variant(config: LLMConfig) -> Variant:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_plugin.config.bounded import read_all, read_bounded
 from mtp_plugin.errors import RequestError
 from mtp_plugin.requests.prompts import place_of
-from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+from mtp_plugin.requests.tokenizer import encode
 
 BUNDLED = "prompts.json"
 """Prompts that lie in the folder around a checkpoint."""
@@ -36,8 +37,9 @@ def read_prompts(
 
     Raises:
         RequestError: a file that cannot be read, an empty prompt, or no prompt anywhere.
+        CheckpointError: an empty prompt, and a tokenizer that cannot be asked about it.
     """
-    prompts = [*given, *([] if file is None else _from_file(file))]
+    prompts = [*given, *([] if file is None else prompts_of_file(file))]
     if prompts:
         return _not_empty(prompts, model)
     if file is None and (text := _piped_text(report)):
@@ -45,7 +47,7 @@ def read_prompts(
     bundled = model.parent / BUNDLED
     if file is None and bundled.is_file():
         report(f"no prompt was given: taking those of {bundled}")
-        return _not_empty(_from_file(bundled), model)
+        return _not_empty(prompts_of_file(bundled), model)
     raise RequestError(
         "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
         f"(and there is no {bundled})"
@@ -57,11 +59,12 @@ def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path)
 
     Raises:
         RequestError: a file that cannot be read, or an empty prompt.
+        CheckpointError: an empty prompt, and a tokenizer that cannot be asked about it.
     """
-    prompts = [*given, *([] if file is None else _from_file(file))]
+    prompts = [*given, *([] if file is None else prompts_of_file(file))]
     bundled = model.parent / BUNDLED
     if not prompts and file is None and bundled.is_file():
-        prompts = _from_file(bundled)
+        prompts = prompts_of_file(bundled)
     return _not_empty(prompts, model)
 
 
@@ -71,13 +74,20 @@ def _not_empty(prompts: list[str], model: Path) -> list[str]:
     if not empty:
         return prompts
     # some tokenizers begin every text with a token of their own
-    has_tokenizer = (model / "tokenizer.json").is_file()
-    if has_tokenizer and encode(load_tokenizer(str(model)), ""):
+    from mtp_plugin.executor.models import read_config, read_tokenizer
+
+    tokenizer = read_tokenizer(read_config(model))
+    if tokenizer is not None and encode(tokenizer, ""):
         return prompts
     raise RequestError(f"{place_of(empty[0], len(prompts))}: the prompt is empty")
 
 
-def _from_file(file: Path) -> list[str]:
+def prompts_of_file(file: Path) -> list[str]:
+    """The prompts of a file, or of standard input.
+
+    Raises:
+        RequestError: it cannot be read, or holds something else.
+    """
     if file == STANDARD_INPUT:
         return [_read_stdin()]
     if file.suffix not in (".txt", ".json"):
@@ -86,7 +96,7 @@ def _from_file(file: Path) -> list[str]:
         )
     try:
         # no newline is translated: the prompt is the file's text, but for a byte-order mark
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_bounded(file).decode("utf-8-sig")
     except FileNotFoundError:
         raise RequestError(f"prompt file {file}: no such file") from None
     except OSError as error:
@@ -137,7 +147,7 @@ def _read_stdin() -> str:
     if sys.stdin is None or sys.stdin.closed:
         raise RequestError("standard input is closed; expected a prompt there")
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
+        return read_all(sys.stdin.buffer).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input: expected UTF-8 text: {error}") from None
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,9 +9,7 @@ from mtp_plugin.errors import expect
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.e2e.subject import Subject
-
-BUNDLED = "prompts.json"
-"""Prompts that lie in the folder around a checkpoint."""
+from mtp_plugin.tools.terminal.prompts import BUNDLED, prompts_of_file
 
 
 def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[list[int]]:
@@ -21,7 +18,8 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
     Text prompts are bundled ones in a row, the last one cut where it was the last one before.
 
     Raises:
-        BenchmarkError: bundled prompts that cannot be read.
+        BenchmarkError: a bundled prompt without a token.
+        RequestError: bundled prompts that cannot be read.
     """
     dice = random.Random(seed)
     texts = _bundled(subject)
@@ -29,6 +27,7 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
         vocab = subject.model.facts.vocab_size
         return [[dice.randrange(vocab) for _ in range(length)] for _ in range(count)]
     whole = [encode(subject.tokenizer, text) for text in texts]
+    expect(all(whole), BenchmarkError, f"{_file(subject)}: expected no prompt without a token")
     prompts = []
     for number in range(count):
         last = whole[number % len(whole)]
@@ -46,7 +45,8 @@ def make_pieces(subject: Subject, count: int, longest: int, seed: int) -> list[l
     """``count`` prompts of 1 to ``longest`` tokens each.
 
     Raises:
-        BenchmarkError: bundled prompts that cannot be read.
+        BenchmarkError: a bundled prompt without a token.
+        RequestError: bundled prompts that cannot be read.
     """
     dice = random.Random(seed)
     prompts = make_prompts(subject, count, longest, seed)
@@ -54,14 +54,11 @@ def make_pieces(subject: Subject, count: int, longest: int, seed: int) -> list[l
 
 
 def _bundled(subject: Subject) -> list[str]:
-    file = Path(subject.path).parent / BUNDLED
+    file = _file(subject)
     if subject.tokenizer is None or not file.is_file():
         return []
-    content = json.loads(file.read_text(encoding="utf-8"))
-    texts = [item["prompt"] if isinstance(item, dict) else item for item in content]
-    expect(
-        all(isinstance(text, str) and text for text in texts),
-        BenchmarkError,
-        f"{file}: expected a list of prompts",
-    )
-    return texts
+    return prompts_of_file(file)
+
+
+def _file(subject: Subject) -> Path:
+    return Path(subject.path).parent / BUNDLED

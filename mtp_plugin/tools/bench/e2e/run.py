@@ -21,7 +21,15 @@ from mtp_plugin.tools.bench.e2e.report import (
 )
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.bench.e2e.transformers_side import GenerateOutcome, measure_transformers
-from mtp_plugin.tools.bench.files import TRACE, check_writable, results_file, store, stored_line
+from mtp_plugin.tools.bench.files import (
+    TRACE,
+    check_output,
+    check_writable,
+    plot_file,
+    results_file,
+    store,
+    stored_line,
+)
 from mtp_plugin.tools.bench.machine import describe_machine
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
 
@@ -57,6 +65,9 @@ def run(
         "bench e2e: expected either --model or --shape",
     )
     options.check()
+    check_output(path)
+    if trace is not None:
+        check_writable(trace, TRACE)
     log = OutputConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
     place = resolve_device(device)
     fused = place.type == "cuda" if options.fused is None else options.fused
@@ -73,8 +84,6 @@ def run(
     default = folder / f"e2e-{subject.name}{kinds}.json"
     is_full = place.type == "cuda" and not (options.quick or options.only)
     path = results_file(path, default, is_full=is_full)
-    if trace is not None:
-        check_writable(trace, TRACE)
     machine = describe_machine(place)
     outcomes: list[E2EOutcome] = []
     beside: GenerateOutcome | None = None
@@ -95,6 +104,7 @@ def run(
         store(path, content)
 
     complete = False
+    failed: BenchmarkError | None = None
     try:
         for number, case in enumerate(cases, start=1):
             log.print(f"{number}/{len(cases)} {case.label}")
@@ -107,7 +117,13 @@ def run(
         write(complete=True)
     except KeyboardInterrupt:
         log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
-    _show(log, machine, subject, options, outcomes, beside, path)
+    except BenchmarkError as error:
+        # what is measured is shown all the same
+        failed = error
+    _show(log, machine, subject, options, outcomes, beside, path if failed is None else None)
+    if failed is not None:
+        raise failed
+    _output().print(stored_line(path), soft_wrap=True)
     if not complete:
         return INTERRUPTED
     return 0 if all(outcome.all_matched for outcome in outcomes) else 1
@@ -136,7 +152,7 @@ def _show(
     beside: GenerateOutcome | None,
     path: Path | None,
 ) -> None:
-    out = OutputConsole(highlight=False, markup=False)
+    out = _output()
     if not out.is_terminal:
         out.width = max(out.width, _NARROWEST)
     for line in heading(machine, subject, options):
@@ -152,5 +168,8 @@ def _show(
         for problem in outcome.problems:
             log.print(f"no figure: {problem}", style="red")
     if subject.device.type == "cuda" and path is not None:
-        out.print(plot(path.with_suffix(".png"), subject, outcomes), soft_wrap=True)
-    out.print(stored_line(path), soft_wrap=True)
+        out.print(plot(plot_file(path), subject, outcomes), soft_wrap=True)
+
+
+def _output() -> OutputConsole:
+    return OutputConsole(highlight=False, markup=False)

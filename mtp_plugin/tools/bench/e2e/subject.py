@@ -15,9 +15,9 @@ from mtp_plugin.executor.models import (
     fuse,
     load_model,
     random_model,
-    read_facts,
+    read_config,
+    read_tokenizer,
 )
-from mtp_plugin.requests.tokenizer import load_tokenizer
 from mtp_plugin.tools.bench.case import BenchmarkError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,15 +104,16 @@ def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fuse
 
     Raises:
         BenchmarkError: an unknown dtype.
-        CheckpointError: see `load_model`.
+        CheckpointError: see `read_config`, `read_tokenizer` and `load_model`.
     """
-    stored = torch.float32 if device.type == "cpu" else read_facts(path).dtype
-    model = load_model(path, dtype=_dtype(dtype) or stored, device=device)
+    asked = _dtype(dtype)
+    checked = read_config(path)
+    tokenizer = read_tokenizer(checked)
+    stored = torch.float32 if device.type == "cpu" else checked.facts.dtype
+    model = load_model(path, dtype=asked or stored, device=device)
     model = fuse(model) if fused else model
-    has_tokenizer = (path / "tokenizer.json").is_file()
     resolved = path.resolve()
     name = resolved.parent.name if resolved.name == "checkpoint" else resolved.name
-    tokenizer = load_tokenizer(str(path)) if has_tokenizer else None
     return Subject(name, model, str(path), True, tokenizer)
 
 

@@ -24,7 +24,7 @@ from mtp_plugin.tools.bench.e2e.cases import EAGLE, VANILLA, WORKERS
 from mtp_plugin.tools.bench.e2e.gate import Gate
 from mtp_plugin.tools.bench.e2e.prompts import make_pieces
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint
-from mtp_plugin.tools.bench.files import results_file, store, stored_line
+from mtp_plugin.tools.bench.files import check_output, results_file, store, stored_line
 from mtp_plugin.tools.bench.machine import describe_machine
 from mtp_plugin.tools.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
 from mtp_plugin.tools.bench.soak.outputs import Texts
@@ -386,6 +386,7 @@ def run(
         BenchmarkError, ConfigError, CheckpointError: nothing that could be run.
     """
     options.check()
+    check_output(path)
     place = resolve_device(device)
     fused = place.type == "cuda" if options.fused is None else options.fused
     subject = load_checkpoint(checkpoint, place, dtype, fused=fused)
@@ -394,20 +395,29 @@ def run(
     path = results_file(path, default, is_full=place.type == "cuda")
     with progress(messages()) as tell:
         found = soak(subject, options, tie_ulps=tie_ulps, on_progress=tell)
-    store(path, document(machine, subject, options, found))
-    out = OutputConsole(highlight=False, markup=False)
+    try:
+        store(path, document(machine, subject, options, found))
+    finally:
+        _show(found)
+    _output().print(stored_line(path), soft_wrap=True)
+    if found.complete:
+        return 0 if found.holds else 1
+    return INTERRUPTED
+
+
+def _show(found: Soaked) -> None:
+    out, counts = _output(), found.counts
     out.print(_table(found))
-    counts = found.counts
     out.print(
         f"{counts.requests} requests, {counts.aborted} aborted, {counts.preemptions} preemptions, "
         f"{counts.tokens} tokens in {counts.steps} steps and {counts.seconds:.1f} s, "
         f"acceptance length {found.acceptance_length:.2f}",
         soft_wrap=True,
     )
-    out.print(stored_line(path), soft_wrap=True)
-    if found.complete:
-        return 0 if found.holds else 1
-    return INTERRUPTED
+
+
+def _output() -> OutputConsole:
+    return OutputConsole(highlight=False, markup=False)
 
 
 def document(
