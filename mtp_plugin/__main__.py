@@ -27,9 +27,9 @@ def main() -> None:
 def _host_of(arguments: list[str]) -> str | None:
     """The engine of ``doctor --host ENGINE`` or ``--host=ENGINE``; None: another command."""
     if arguments[:1] == ["doctor"]:
-        for argument, value in zip(arguments[1:], [*arguments[2:], ""], strict=True):
+        for place, argument in enumerate(arguments):
             if argument == "--host":
-                return value
+                return "".join(arguments[place + 1 : place + 2])
             if argument.startswith("--host="):
                 return argument.removeprefix("--host=")
     return None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
+from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.tools.bench.cli import app as bench
 from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import (
     INTERRUPTED,
-    REFUSED,
-    UNWRITABLE,
     OutputConsole,
     messages,
     output,
     progress,
-    require_output,
-    show_error,
-    tolerate_odd_characters,
+    run_to_the_end,
 )
 
 # torch and transformers take seconds to import, pydantic and yaml half the time of --help: each
@@ -55,20 +48,7 @@ app.add_typer(bench)
 def main() -> None:
     """Run the command line; named errors become one line each and exit code 2, as a full disk
     does with exit code 1."""
-    require_output()
-    tolerate_odd_characters()
-    try:
-        app()
-    except MTPPluginError as error:
-        show_error(error)
-        sys.exit(REFUSED)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        show_error(OSError(f"the output cannot be written: {error.strerror}"))
-        # nothing more may be written when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(UNWRITABLE)
+    run_to_the_end(app)
 
 
 def _show_version(asked: bool) -> None:

@@ -1284,9 +1284,11 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
         ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
         ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
         ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
+        ("doctor", "-c", "CONFIG"),
+        ("bench", "ops", "--cpu", "--filter", "accept"),
         ("config", "CONFIG"),
     ],
-    ids=["generate-json", "generate", "parity", "config"],
+    ids=["generate-json", "generate", "parity", "doctor", "bench", "config"],
 )
 def test_output_that_cannot_be_written_is_one_line(
     config: Callable[..., str], arguments: tuple[str, ...]
@@ -1308,18 +1310,24 @@ def test_output_that_cannot_be_written_is_one_line(
     assert "Traceback" not in ended.stderr.decode()
 
 
+CLOSED = "standard output is closed; /dev/null takes what nobody reads"
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
         ("--help >/dev/full", "the output cannot be written: No space left on device"),
         ("bench soak --help >/dev/full", "the output cannot be written: No space left on device"),
-        ("--version >&-", "standard output is closed; /dev/null takes what nobody reads"),
-        ("generate -c x.yaml >&-", "standard output is closed; /dev/null takes what nobody reads"),
+        ("--version >&-", CLOSED),
+        *((f"{command} >&-", CLOSED) for command in ("generate", "doctor", "parity", "bench ops")),
+        ("tools.bench ops >&-", CLOSED),
+        ("tools.bench --help >/dev/full", "the output cannot be written: No space left on device"),
     ],
 )
 def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
+    module = "mtp_plugin." if way.startswith("tools.") else "mtp_plugin "
     ended = subprocess.run(
-        ["sh", "-c", f"exec {sys.executable} -m mtp_plugin {way}"],
+        ["sh", "-c", f"exec {sys.executable} -m {module}{way}"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=60,
@@ -1327,6 +1335,29 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     )
     assert ended.stderr.decode() == f"error: {message}\n"
     assert ended.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", "-c", "CONFIG"),
+        ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4"),
+        ("bench", "ops", "--cpu", "--filter", "accept"),
+    ],
+    ids=["doctor", "parity", "bench"],
+)
+def test_a_report_that_nobody_reads_ends_the_process_quietly(
+    config: Callable[..., str], arguments: tuple[str, ...]
+) -> None:
+    file = config(EAGLE)
+    with start(*(file if a == "CONFIG" else a for a in arguments)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read().decode()
+        assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "error" not in told
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.tools.command_group import CommandGroup
 
 app = typer.Typer(
@@ -57,11 +56,9 @@ Cpu = Annotated[
 
 def main() -> None:
     """Run on its own; named errors become one line each and exit code 2."""
-    try:
-        app()
-    except MTPPluginError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    from mtp_plugin.tools.terminal.console import run_to_the_end
+
+    run_to_the_end(app)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 from typing_extensions import override
+
+from mtp_plugin.errors import MTPPluginError
 
 OK = 0
 DIFFERENT = 1
@@ -80,6 +83,25 @@ def output() -> OutputConsole:
 def messages() -> OutputConsole:
     """Standard error: progress, warnings and errors."""
     return OutputConsole(stderr=True, highlight=False, soft_wrap=True)
+
+
+def run_to_the_end(command: Callable[[], None]) -> None:
+    """Run a command line; named errors become one line each and exit code 2, as a full disk does
+    with exit code 1."""
+    require_output()
+    tolerate_odd_characters()
+    try:
+        command()
+    except MTPPluginError as error:
+        show_error(error)
+        sys.exit(REFUSED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        show_error(OSError(f"the output cannot be written: {error.strerror}"))
+        # nothing more may be written when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(UNWRITABLE)
 
 
 def require_output() -> None:

@@ -100,6 +100,18 @@ def test_an_interrupt_keeps_what_is_measured(bench, monkeypatch) -> None:
     assert "accept/strict" in result.stdout
 
 
+def test_a_full_disk_loses_no_report(bench, monkeypatch) -> None:
+    def fill(*_: object) -> None:
+        raise BenchmarkError("--output: cannot be written: No space left on device")
+
+    monkeypatch.setattr(run, "store", fill)
+    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    assert isinstance(result.exception, BenchmarkError)
+    assert told is None
+    assert "accept/strict" in result.stdout
+    assert "results: " not in result.stdout
+
+
 def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
     right = op_cases.accept
 

@@ -104,6 +104,27 @@ def test_a_read_only_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         files.check_writable(file)
 
 
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    """As another user where this one may do everything."""
+    tmp_path.chmod(0o755 if (is_root := os.geteuid() == 0) else 0o555)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        with pytest.raises(BenchmarkError) as refused:
+            files.check_writable(tmp_path / "step.json")
+    finally:
+        if is_root:
+            os.seteuid(0)
+        tmp_path.chmod(0o755)
+    assert str(refused.value).endswith("step.json cannot be written: Permission denied")
+
+
+def test_a_plot_that_cannot_be_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "step.png").mkdir()
+    with pytest.raises(BenchmarkError, match=r"step\.png is a folder, expected a file"):
+        files.results_file(tmp_path / "step.json", DEFAULT, is_full=False)
+
+
 @pytest.mark.parametrize("written", ['{"traceEvents": [', "", None])
 def test_a_part_of_a_trace_replaces_none(tmp_path: Path, written: str | None) -> None:
     file = tmp_path / "trace.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -418,3 +419,47 @@ def test_wrong_options_are_named(
     assert result.code == 2
     assert message in " ".join(result.err.replace("\u2502", " ").split())
     assert "loading weights" not in result.err
+
+
+TOLD_AT_ONCE = [
+    ("--worker medusa", "expected eagle or vanilla, with commas between, got 'medusa'"),
+    ("--k 1,x", "expected whole numbers above 0 with commas between, got '1,x'"),
+    ("--k 17", "--k: expected at most 16 drafts, got 17"),
+    ("--batch-size 0", "expected whole numbers above 0 with commas between, got '0'"),
+    ("--tie-tolerance nan", "expected at least 0 ulps, got nan"),
+    ("--top-p 2", "top_p must be a number from 0 to 1, got 2.0"),
+    ("-n 0", "max_new_tokens must be an integer >= 1"),
+    ("--dtype float8", "dtype: expected one of"),
+    ("--device tpu", "device: expected one of"),
+    ("--graphs --device cpu", "expected null with device: cpu"),
+    ("--prompt-file none.txt", "prompt file none.txt: no such file"),
+    ("--num-prompts 0", "Input should be greater than or equal to"),
+]
+IN_ONE_PROCESS = """
+import sys
+from mtp_plugin import cli
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["mtp-plugin", "parity", "-m", "nowhere", *line.split()]
+    sys.stderr.write(f"# {line}\\n")
+    try:
+        cli.main()
+    except SystemExit as ended:
+        loaded = {"torch", "transformers"} & {*sys.modules}
+        sys.stderr.write(f"exit code {ended.code}, imported: {loaded or None}\\n")
+"""
+
+
+def test_wrong_options_are_told_before_torch_is_imported() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        input="\n".join(options for options, _ in TOLD_AT_ONCE),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    told = ended.stderr.split("# ")[1:]
+    for (options, message), lines in zip(TOLD_AT_ONCE, told, strict=True):
+        assert lines.startswith(f"{options}\n")
+        assert message in " ".join(lines.replace("\u2502", " ").split()), lines
+        assert lines.endswith("exit code 2, imported: None\n")

@@ -20,6 +20,7 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import app
 from mtp_plugin.tools.bench.e2e import measure, transformers_side
+from mtp_plugin.tools.bench.e2e import run as command
 from mtp_plugin.tools.bench.e2e.batch import Batch, Call, Run, run_batch, timed_steps
 from mtp_plugin.tools.bench.e2e.case_config import executor_config
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
@@ -323,6 +324,18 @@ def test_an_interrupt_keeps_what_is_measured(bench, checkpoint, monkeypatch) -> 
     assert "interrupted: 1 of " in result.stderr
     assert told["complete"] is False
     assert len(told["cases"]) == 1
+
+
+def test_a_full_disk_loses_no_report(bench, checkpoint, monkeypatch) -> None:
+    def fill(*_: object) -> None:
+        raise BenchmarkError("--output: cannot be written: No space left on device")
+
+    monkeypatch.setattr(command, "store", fill)
+    result, told = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
+    assert isinstance(result.exception, BenchmarkError)
+    assert told is None
+    assert "off/b1" in " ".join(result.stdout.split())
+    assert "results: " not in result.stdout
 
 
 @pytest.mark.parametrize("option", ["--k", "--batch", "--acceptance"])

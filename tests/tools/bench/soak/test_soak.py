@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -173,6 +175,46 @@ def test_an_interrupt_keeps_what_went_through(path, tmp_path, monkeypatch) -> No
     assert lines[0] == "warming up"
     assert [line.split("%")[0] for line in lines[1:6]] == ["10", "20", "30", "40", "50"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_of_the_process_keeps_what_went_through(path, tmp_path) -> None:
+    file = tmp_path / "soak.json"
+    options = ["--seconds", "300", *SMALL_COMMAND[2:], "--output", str(file)]
+    command = [sys.executable, "-m", "mtp_plugin", "bench", "soak", "-m", str(path), *options]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = iter(process.stderr.readline, "")
+        assert "warming up\n" in told  # reads up to there
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted at " in err
+    assert "Traceback" not in err
+    assert "KV blocks" in out
+    assert out.splitlines()[-1] == f"results: {file}"
+    stored = json.loads(file.read_text())
+    assert (stored["complete"], stored["holds"]) == (False, True)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_full_disk_at_the_end_loses_no_report(path, tmp_path, monkeypatch) -> None:
+    def fill(*_: object) -> None:
+        raise BenchmarkError("--output: cannot be written: No space left on device")
+
+    monkeypatch.setattr(run, "store", fill)
+    arguments = ["soak", "-m", str(path), *SMALL_COMMAND, "--output", str(tmp_path / "a.json")]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, BenchmarkError)
+    assert "KV blocks" in result.stdout
+    assert "results: " not in result.stdout
 
 
 @pytest.mark.usefixtures("interruptible")
