@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class MTPPluginError(Exception):
     """Root of every error that the package raises on purpose."""
@@ -59,3 +61,36 @@ def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
     """Raise ``error(message)`` unless ``condition`` holds."""
     if not condition:
         raise error(message)
+
+
+SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+class _Spelling(reprlib.Repr):
+    """Python's spelling, cut where it is long; whatever a value's own ``__repr__`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 20
+        self.maxdeque = self.maxarray = 20
+        self.maxother = SHOWN
+
+    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002
+        return repr(x) if len(x) <= SHOWN else f"{x[:SHOWN]!r}..."
+
+    def repr_bytes(self, x: bytes, level: int) -> str:  # noqa: ARG002
+        return repr(x) if len(x) <= SHOWN else f"{x[:SHOWN]!r}..."
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
+        return repr(x) if x.bit_length() <= SHOWN else f"an integer of {x.bit_length()} bits"
+
+
+_spelling = _Spelling()
+
+
+def told(value: object) -> str:
+    """A value for a message, as Python spells it, cut where it is long."""
+    shown = _spelling.repr(value)
+    return shown if len(shown) <= 2 * SHOWN else f"{shown[:SHOWN]}..."

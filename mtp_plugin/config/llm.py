@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -80,7 +81,7 @@ class CudaGraphConfig(ConfigModel):
             return
         if not sizes:
             yield "batch_sizes", "expected at least one batch size, got an empty list"
-        twice = sorted({size for size in sizes if sizes.count(size) > 1})
+        twice = sorted(size for size, count in Counter(sizes).items() if count > 1)
         if twice:
             yield "batch_sizes", f"expected every size once, got {join(twice)} more than once"
         if self.max_batch_size not in (None, max(sizes, default=None)):

@@ -17,6 +17,9 @@ from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.speculative import MTPDecodingConfig, is_mtp
 from mtp_plugin.errors import ConfigError
 
+LONGEST_PATH = 400
+"""Characters of a path that messages show."""
+
 
 def load_config(
     path: str | Path,
@@ -34,7 +37,7 @@ def load_config(
     Raises:
         ConfigError: one line per mistake: file, key path, what came, what is allowed.
     """
-    source = str(path)
+    source = _source_of(path)
     data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
     if model is not None:
         data["model"] = str(model)
@@ -51,6 +54,13 @@ def load_config(
             update={"mtp": _found_options(folder, spec.mtp, f"{source}: speculative_config.mtp.")}
         )
     return config.model_copy(update=found)
+
+
+def _source_of(path: str | Path) -> str:
+    """A file's name for messages."""
+    if not isinstance(path, (str, Path)):
+        raise ConfigError(f"config: expected a file's path, got {got(path)}")
+    return str(path) if len(str(path)) <= LONGEST_PATH else f"{str(path)[:LONGEST_PATH]}..."
 
 
 def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:

@@ -8,6 +8,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from mtp_plugin.errors import told
+
+LONGEST_KEY = 200
+"""Characters of a key that messages show."""
+
 
 def expected(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
     """The allowed values of an annotation, in words."""
@@ -58,7 +63,7 @@ def got(value: Any) -> str:
         return "a mapping"
     if isinstance(value, (list, tuple)):
         return "a list"
-    shown = repr(value)
+    shown = told(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
@@ -69,4 +74,6 @@ def join(values: Iterable[Any]) -> str:
 
 def spelled(step: int | str) -> str:
     """A step of a key path; quoted where it would not show."""
+    if isinstance(step, str) and len(step) > LONGEST_KEY:
+        step = f"{step[:LONGEST_KEY]}..."
     return str(step) if str(step) and str(step).isprintable() else repr(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
@@ -130,7 +131,7 @@ class MTPPluginOptions(ConfigModel):
         ways = self.verifications
         if not ways:
             yield "verification", "expected at least one, got a list without any"
-        for way in sorted({way for way in ways if ways.count(way) > 1}):
+        for way in sorted(way for way, count in Counter(ways).items() if count > 1):
             yield "verification", f"expected each at most once, got {way!r} twice"
         allowed = list(dict.fromkeys(drafts for way in ways for drafts in _DRAFTS_OF[way]))
         if ways and self.draft_sampling not in (None, *allowed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -19,6 +20,9 @@ from mtp_plugin.errors import ConfigError
 Problem = tuple[str, str]
 
 _Model = TypeVar("_Model", bound="ConfigModel")
+
+MAX_PROBLEMS = 100
+"""Lines of an error at most."""
 
 
 def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
@@ -71,6 +75,20 @@ class ConfigModel(BaseModel):
         except ValidationError as error:
             raise _config_error(cls, error, source) from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_integers(cls, data: Any) -> Any:
+        """No number is so long that arithmetic with it takes long, or cannot be told."""
+        if isinstance(data, Mapping):
+            raise_problems(
+                [
+                    (spelled(key), f"expected an integer of at most 64 bits, got {got(value)}")
+                    for key, value in data.items()
+                    if isinstance(value, int) and value.bit_length() > 64
+                ]
+            )
+        return data
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         raise_problems(list(self._problems()))
@@ -108,11 +126,17 @@ def raise_problems(problems: list[Problem]) -> None:
 
 
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:
+    problems = (
+        problem
+        for details in error.errors(include_url=False)
+        for problem in _problems_of(model, details)
+    )
     lines = [
         f"{source}: {key}: {message}" if key else f"{source}: {message}"
-        for details in error.errors(include_url=False)
-        for key, message in _problems_of(model, details)
+        for key, message in itertools.islice(problems, MAX_PROBLEMS)
     ]
+    if next(problems, None) is not None:
+        lines.append(f"{source}: and more; only the first {MAX_PROBLEMS} problems are told")
     return ConfigError("\n".join(lines))
 
 
@@ -124,7 +148,7 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
     match details["type"]:
         case "problems":
             for key, message in details["ctx"]["problems"]:
-                yield f"{path}.{key}" if path else key, message
+                yield ".".join(part for part in (path, key) if part), message
         case "union_tag_not_found" if steps[-1] == "speculative_config":
             named = "expected 'MTP' or the name of another plugin"
             yield f"{path}.decoding_type", f"required key is missing; {named}"

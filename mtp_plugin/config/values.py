@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
@@ -17,18 +18,32 @@ MAX_THINKING_END = 16
 """Ids that end thinking at most."""
 MAX_ENGINE_SEED = 2**64 - 1
 
+MAX_ITEMS = 10_000
+"""Items of a list or mapping at most."""
+
 _DIGITS = re.compile(r"[0-9]+\Z")
 
 
 def _tuple_from_list(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(_bounded(value)) if isinstance(value, (list, tuple)) else value
+
+
+def _bounded(value: Any) -> Any:
+    """A list or mapping that is worth a look at each item."""
+    if len(value) > MAX_ITEMS:
+        problem = f"expected at most {MAX_ITEMS} items, got {len(value)}"
+        raise PydanticCustomError("problems", "problems", {"problems": [("", problem)]})
+    return value
 
 
 def _int_keys(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     # JSON knows text keys only
-    by_int = {int(k) if isinstance(k, str) and _DIGITS.match(k) else k: v for k, v in value.items()}
+    by_int = {
+        int(k) if isinstance(k, str) and _DIGITS.match(k) else k: v
+        for k, v in _bounded(value).items()
+    }
     return by_int if len(by_int) == len(value) else value
 
 

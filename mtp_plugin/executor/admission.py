@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError, RequestError
+from mtp_plugin.errors import MTPPluginError, RequestError, told
 from mtp_plugin.executor.models import ModelFacts
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import PyExecutor
@@ -108,8 +108,8 @@ class Admission:
         """
         (prompt,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
-        prompt = prompt if isinstance(prompt, str) else list(prompt)
         request_id = next(self._ids)
+        prompt = prompt if isinstance(prompt, str) else _listed(prompt, request_id)
 
         def make() -> LlmRequest:
             request = self._make_request(request_id, prompt, params)
@@ -163,7 +163,7 @@ class Admission:
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
         if not isinstance(prompt, str):
-            ids = list(prompt)
+            ids = _listed(prompt, request_id)
         else:
             self._check_text(prompt, request_id)
             try:
@@ -183,7 +183,7 @@ class Admission:
         if wrong:
             raise RequestError(
                 f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
-                f"{wrong[:3]}"
+                f"{told(wrong[:3])}"
             )
 
     def _check_text(self, prompt: str, request_id: int) -> None:
@@ -257,7 +257,7 @@ class Admission:
                 f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
             ]
         if stop and self._tokenizer is None:
-            return [f"stop={stop!r} (the checkpoint has no tokenizer.json)"]
+            return [f"stop={told(stop)} (the checkpoint has no tokenizer.json)"]
         return [
             f"stop={shortened(word)} ({problem})"
             for word in stop
@@ -278,27 +278,27 @@ class Admission:
                 words[word] = None
                 continue
             if self._tokenizer is None:
-                problems.append(f"bad_words={word!r} (the checkpoint has no tokenizer.json)")
+                problems.append(f"bad_words={told(word)} (the checkpoint has no tokenizer.json)")
                 continue
             try:
                 word.encode()
             except UnicodeEncodeError:
-                problems.append(f"bad_words={word!r} (it is no valid Unicode text)")
+                problems.append(f"bad_words={told(word)} (it is no valid Unicode text)")
                 continue
             if not tokenise:
                 continue
             try:
                 plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
             except MTPPluginError as error:
-                problems.append(f"bad_words={word!r} ({error})")
+                problems.append(f"bad_words={told(word)} ({error})")
                 continue
             if not plain:
-                problems.append(f"bad_words={word!r} (it has no tokens)")
+                problems.append(f"bad_words={told(word)} (it has no tokens)")
                 continue
             if len(plain) > MAX_BAD_WORD_LEN:
                 problems.append(
-                    f"bad_words={word!r} (at most {MAX_BAD_WORD_LEN} tokens of a word are served, "
-                    f"got {len(plain)})"
+                    f"bad_words={told(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
+                    f"served, got {len(plain)})"
                 )
                 continue
             words[plain] = None
@@ -373,3 +373,12 @@ def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether a tokenizer is asked before the request is made."""
     words = (prompt, *params.stop, *params.bad_words)
     return any(isinstance(word, str) for word in words)
+
+
+def _listed(prompt: Any, request_id: int) -> list[int]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(
+            f"request {request_id}: expected text or a list of token ids, got "
+            f"{type(prompt).__name__}"
+        )
+    return list(prompt)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig, load_config, parse_config
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.models import LoadedModel, read_facts
 
 MAX_DEFAULT_DRAFT_LEN = 3
@@ -47,6 +47,8 @@ def asked_config(
         ConfigError: nothing or too much was given, or what was given cannot be.
         CheckpointError: the checkpoint cannot be asked for its MTP layers.
     """
+    if report is not None and not callable(report):
+        raise ConfigError(f"on_progress: expected a function of a line of text, got {told(report)}")
     loaded = model if isinstance(model, LoadedModel) else None
     folder = model if isinstance(model, (str, Path)) else None
     if model is not None and loaded is None and folder is None:
@@ -112,8 +114,16 @@ def config_of_checkpoint(
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path leads to a folder, and so names a checkpoint and no YAML file."""
-    return Path(_expanded(path)).is_dir()
+    """Whether a path leads to a folder, and so names a checkpoint and no YAML file.
+
+    Raises:
+        ConfigError: no path can be so.
+    """
+    given = Path(_expanded(path))
+    try:
+        return given.is_dir()
+    except OSError as error:
+        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
 
 
 def _expanded(path: str | Path) -> str:
@@ -121,12 +131,17 @@ def _expanded(path: str | Path) -> str:
         return str(Path(path).expanduser()) if str(path) else ""
     except RuntimeError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
 
 
 def _check_file(path: str | Path) -> None:
     """Refuse what is neither there nor called like a YAML file."""
-    if Path(path).suffix.lower() in (".yaml", ".yml") or Path(path).exists():
-        return
+    try:
+        if Path(path).suffix.lower() in (".yaml", ".yml") or Path(path).exists():
+            return
+    except OSError as error:
+        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
     raise ConfigError(
         f"{path}: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
         f"fetched from a hub)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.attention import (
     SDPA_BACKEND,
     AttentionBackend,
@@ -57,6 +58,9 @@ THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
 than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
+HIGHEST_FILL = torch.finfo(torch.float16).max
+"""Of KV pools, beside infinities and NaN: every dtype has it."""
+
 
 @dataclass(frozen=True)
 class BuiltExecutor:
@@ -91,6 +95,7 @@ def build_executor(
 
     Args and errors: see `mtp_plugin.executor.llm.LLM`.
     """
+    _check_arguments(tokenizer, chunk_policy, kv_fill)
     report = on_progress or (lambda _: None)
     report("reading the checkpoint's config")
     checked = None
@@ -137,6 +142,22 @@ def build_executor(
         pools=engine.pools,
         seq_slots=seq_slots,
     )
+
+
+def _check_arguments(tokenizer: Any, chunk_policy: Any, kv_fill: Any) -> None:
+    missing = [
+        name for name in ("encode", "decode") if not callable(getattr(tokenizer, name, None))
+    ]
+    if tokenizer is not None and missing:
+        raise ConfigError(
+            f"tokenizer: expected one with encode and decode, got {told(tokenizer)} without "
+            f"{missing[0]}"
+        )
+    if not callable(chunk_policy):
+        raise ConfigError(f"chunk_policy: expected a function, got {told(chunk_policy)}")
+    is_number = isinstance(kv_fill, (int, float)) and not isinstance(kv_fill, bool)
+    if not is_number or HIGHEST_FILL < abs(kv_fill) < math.inf:
+        raise ConfigError(f"kv_fill: expected a number, got {told(kv_fill)}")
 
 
 def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:

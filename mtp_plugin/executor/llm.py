@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config
@@ -283,4 +283,6 @@ def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -
         raise ConfigError(
             f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} asks none"
         )
+    if not callable(stop_callback):
+        raise ConfigError(f"stop_callback: expected a function, got {told(stop_callback)}")
     pieces.set_stop_callback(stop_callback)

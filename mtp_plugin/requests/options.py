@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import RequestError, told
 
 MAX_BIAS_IDS = 1024
 """Ids that ``logit_bias`` of a request may name."""
@@ -81,7 +81,12 @@ class Option:
 
     def is_neutral(self, value: Any) -> bool:
         """Whether a value changes nothing."""
-        return value is None or value == self.neutral
+        if value is None:
+            return True
+        try:
+            return bool(value == self.neutral)
+        except Exception:  # as of arrays: what cannot be compared is something else
+            return False
 
 
 def _is_int(value: Any) -> bool:
@@ -104,7 +109,10 @@ def _number(least: float, most: float, words: str) -> Values:
 
 
 def _one_of(*names: str) -> Values:
-    return Values(f"one of {', '.join(names)}", lambda value: value is None or value in names)
+    def allows(value: Any) -> bool:
+        return value is None or (isinstance(value, str) and value in names)
+
+    return Values(f"one of {', '.join(names)}", allows)
 
 
 def _unset_or(values: Values) -> Values:
@@ -531,7 +539,7 @@ class SamplingParams:
             elif value is None and OPTIONS[name].neutral is not None:
                 value = ()
             self._set(name, value)
-        if self.top_k == -1:
+        if _is_int(self.top_k) and self.top_k == -1:
             self._set("top_k", 0)
         if isinstance(self.logit_bias, dict):
             self._set("logit_bias", dict(self.logit_bias) or None)
@@ -570,18 +578,20 @@ class SamplingParams:
 
     def unsupported(self, served: Collection[str]) -> list[str]:
         """Every option that changes something and is not ``served``, as ``name=value``."""
-        return [f"{name}={value!r}" for name, value in self.asked().items() if name not in served]
+        return [
+            f"{name}={told(value)}" for name, value in self.asked().items() if name not in served
+        ]
 
     def _problems(self) -> list[str]:
         values = vars(self)
         problems = [
-            f"{name} must be {option.values.words}, got {values[name]!r}"
+            f"{name} must be {option.values.words}, got {told(values[name])}"
             for name, option in OPTIONS.items()
             if not option.values.allows(values[name])
         ]
         counts = (self.min_tokens, self.max_new_tokens)
         if all(_is_int(count) for count in counts) and counts[0] > counts[1] >= 1:
-            problems.append(f"min_tokens {counts[0]} is above max_new_tokens {counts[1]}")
+            problems.append(f"min_tokens {told(counts[0])} is above max_new_tokens {counts[1]}")
         return problems or [*self._too_many(), *self._not_together()]
 
     def _too_many(self) -> Iterator[str]:

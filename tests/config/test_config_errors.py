@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +21,9 @@ from mtp_plugin.config import (
     load_config,
     parse_config,
 )
+from mtp_plugin.config.schema import ConfigModel
 from mtp_plugin.errors import ConfigError, MTPPluginError
+from tests.hostile import HOSTILE, is_short, suppress_short
 
 
 class Case(NamedTuple):
@@ -1003,3 +1005,114 @@ def message_of(call: Callable[[], object]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+# --- values that nobody means ---
+
+SECTIONS: dict[tuple[str, ...], type[ConfigModel]] = {
+    (): LLMConfig,
+    ("kv_cache_config",): KVCacheConfig,
+    ("cuda_graph_config",): CudaGraphConfig,
+    ("speculative_config",): MTPDecodingConfig,
+    ("speculative_config", "mtp"): MTPPluginOptions,
+}
+
+
+def holding(path: tuple[str, ...], key: Any, value: Any) -> dict[str, Any]:
+    """A mapping for `parse_config` with a value somewhere in it."""
+    top: dict[Any, Any] = {"model": "m", "speculative_config": {"decoding_type": "MTP"}}
+    section = top
+    for step in path:
+        section = section.setdefault(step, {})
+    section[key] = value
+    return top
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_value_ends_in_another_error(value: Any) -> None:
+    """Under any key each is taken, set aside, or refused in lines that can be read."""
+    for path, section in SECTIONS.items():
+        for key in (*section.model_fields, *section.host_keys, "nonsense"):
+            with suppress_short(ConfigError):
+                parse_config(holding(path, key, value))
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_key_ends_in_another_error(value: Any) -> None:
+    if type(value).__hash__ is None:
+        value = repr(type(value))
+    for path in SECTIONS:
+        with pytest.raises(ConfigError) as refused:
+            parse_config(holding(path, value, 1))
+        assert is_short(refused.value)
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_path_ends_in_another_error(value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(value)
+    assert is_short(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "value", "message"),
+    [
+        (
+            (),
+            "max_batch_size",
+            10**5000,
+            "max_batch_size: expected an integer of at most 64 bits, got an integer of 16610 bits",
+        ),
+        (
+            ("kv_cache_config",),
+            "max_tokens",
+            2**64,
+            "kv_cache_config.max_tokens: expected an integer of at most 64 bits, got 18446744073",
+        ),
+        (
+            ("cuda_graph_config",),
+            "batch_sizes",
+            [1] * 10**6,
+            "cuda_graph_config.batch_sizes: expected at most 10000 items, got 1000000",
+        ),
+        (
+            ("speculative_config", "mtp"),
+            "verification",
+            ["x"] * 10**6,
+            "speculative_config.mtp.verification: expected at most 10000 items, got 1000000",
+        ),
+        (
+            ("speculative_config",),
+            "draft_len_schedule",
+            dict.fromkeys(range(1, 10002), 1),
+            "speculative_config.draft_len_schedule: expected at most 10000 items, got 10001",
+        ),
+    ],
+    ids=["digits", "bits", "batch sizes", "verification", "schedule"],
+)
+def test_what_is_too_much(path: tuple[str, ...], key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(holding(path, key, value))
+    assert str(refused.value).startswith(f"<mapping>: {message}")
+
+
+def test_many_problems_are_cut() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"model": "m", **{f"key{i}": 1 for i in range(150)}})
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 101
+    assert lines[-1] == "<mapping>: and more; only the first 100 problems are told"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "plugin.yaml"])
+def test_a_device_without_an_end_is_no_config(tmp_path: Path, name: str) -> None:
+    """A file may be a link to one."""
+    (tmp_path / name).symlink_to("/dev/zero")
+    (tmp_path / "good.yaml").write_text("model: m\nspeculative_config: {decoding_type: MTP}\n")
+    wrong = str(tmp_path / name)
+    given = (wrong, None) if name == "config.yaml" else (tmp_path / "good.yaml", wrong)
+    with pytest.raises(ConfigError) as refused:
+        load_config(given[0], plugin_options=given[1])
+    assert str(refused.value) == (
+        f"{wrong}: cannot be read: expected at most 67108864 bytes, got more"
+    )

@@ -97,6 +97,11 @@ REQUESTS = [
         [True, False],
         "request 0: prompt ids must be integers in [0, 128), got [True, False]",
     ),
+    Case(
+        "an id of 5,000 digits",
+        [[10**5000]],
+        "request 0: prompt ids must be integers in [0, 128), got [an integer of 16610 bits]",
+    ),
     Case("nothing", None, "prompts: expected text or lists of token ids, got NoneType"),
     Case("one id", 7, "prompts: expected text or lists of token ids, got int"),
     Case("bytes", b"ab", "prompts: expected text or lists of token ids, got bytes"),
@@ -299,6 +304,14 @@ def test_requests_refused_before_anything_starts(bed, case: Case, call: str) -> 
     assert not llm.executor.has_work
     assert llm.executor.num_steps == 0
     assert_drained(llm)
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"ab", {1, 2}, {"prompt": "a"}])
+def test_a_request_of_something_else(bed, prompt: Any) -> None:
+    with bed.llm() as llm, pytest.raises(RequestError) as refused:
+        llm.make_request(prompt, SamplingParams())
+    kind = type(prompt).__name__
+    assert str(refused.value) == f"request 0: expected text or a list of token ids, got {kind}"
 
 
 def test_a_list_counts_from_its_own_start(bed) -> None:

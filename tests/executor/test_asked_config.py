@@ -220,6 +220,33 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {"max_batch_size": 3},
         "max_batch_size: expected in the dict; options stand beside a checkpoint's folder alone",
     ),
+    "no path at all": (("x" * 5000,), {}, f"{'x' * 200!r}...: File name too long"),
+    "progress to nobody": (
+        ("BED",),
+        {"on_progress": 3},
+        "on_progress: expected a function of a line of text, got 3",
+    ),
+    "a tokenizer that is none": (
+        ("BED",),
+        {"tokenizer": 3},
+        "tokenizer: expected one with encode and decode, got 3 without encode",
+    ),
+    "a chunk policy that is none": (
+        ("BED",),
+        {"chunk_policy": None},
+        "chunk_policy: expected a function, got None",
+    ),
+    "a stop callback that is none": (
+        ("BED",),
+        {"stop_callback": 3},
+        "stop_callback: expected a function, got 3",
+    ),
+    "a fill that is none": (("BED",), {"kv_fill": None}, "kv_fill: expected a number, got None"),
+    "a fill beyond half precision": (
+        ("BED",),
+        {"kv_fill": 1e30},
+        "kv_fill: expected a number, got 1e+30",
+    ),
 }
 
 

@@ -32,6 +32,7 @@ from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
+from tests.hostile import HOSTILE, LONGEST_LINE, suppress_short
 
 SERVED = frozenset(
     {"max_new_tokens", "min_tokens", "stop_token_ids", "stop", "ignore_eos", "speculate"}
@@ -634,3 +635,37 @@ def test_greedy_by_the_name_of_the_options_alone() -> None:
     assert not is_greedy({"temperature": 0.7})
     assert not is_greedy({"min_p": 0})
     assert is_greedy({"temperature": 0.0, "min_p": 0.5})
+
+
+# --- values that nobody means ---
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_value_ends_in_another_error(value: Any) -> None:
+    """Each is served, does nothing, or is refused in a line that can be read."""
+    for field in dataclasses.fields(SamplingParams):
+        with suppress_short(RequestError):
+            params = SamplingParams(**{field.name: value})
+            assert all(len(told) < LONGEST_LINE for told in params.unsupported(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": HOSTILE["an array"]}, "top_k must be an integer >= -1, got array([0, 1, 2])"),
+        (
+            {"verification": HOSTILE["an array"]},
+            "verification must be one of coupled, rejection, block, got array([0, 1, 2])",
+        ),
+        (
+            {"min_tokens": 10**5000},
+            "min_tokens an integer of 16610 bits is above max_new_tokens 128",
+        ),
+        ({"seed": 10**5000}, "seed must be an integer from -2**63 to 2**64 - 1, got an integer of"),
+    ],
+    ids=["an array", "an array among names", "least", "most"],
+)
+def test_values_that_have_no_short_spelling(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**options)
+    assert str(refused.value).startswith(f"sampling parameters: {message}")

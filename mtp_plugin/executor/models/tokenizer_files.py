@@ -16,6 +16,8 @@ from mtp_plugin.executor.models.config_reader import (
 )
 from mtp_plugin.executor.models.json_files import read_json
 
+LONGEST_REASON = 400
+"""Characters of what transformers says of a tokenizer; it may say all of it."""
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
 _UNREAD = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
 """Tokenizers that transformers would have to convert first."""
@@ -46,7 +48,8 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(
-            f"tokenizer of {directory}: it cannot be loaded: {type(error).__name__}: {error}"
+            f"tokenizer of {directory}: it cannot be loaded: {type(error).__name__}: "
+            f"{str(error)[:LONGEST_REASON]}"
         ) from error
 
 
@@ -66,6 +69,11 @@ def _check_file(file: Path) -> None:
     kind = content.get("tokenizer_class")
     if kind is not None and not isinstance(kind, str):
         raise CheckpointError(f"{file}: tokenizer_class: expected text or null, got {got(kind)}")
+    longest = content.get("model_max_length")
+    if isinstance(longest, bool) or not isinstance(longest, int | float | None):
+        raise CheckpointError(
+            f"{file}: model_max_length: expected a number or null, got {got(longest)}"
+        )
     for key in _FOREIGN:
         if content.get(key):
             raise CheckpointError(f"{file}: {key}: expected none, got {got(content[key])}")

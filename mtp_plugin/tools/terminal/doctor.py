@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from mtp_plugin.executor.resolved_config import (
     resolve_dtype,
     resolve_max_seq_len,
 )
+from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.plugin import (
     DraftPlan,
@@ -277,10 +279,6 @@ def _build(
         max_num_sequences=2 * batch_size,
         max_seq_len=max_seq_len,
         chain=family_of(facts.model_type).traits.chain,
-        encode=(
-            None
-            if tokenizer is None
-            else lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-        ),
+        encode=None if tokenizer is None else partial(encode, tokenizer, add_special_tokens=False),
     )
     return plugin.build(config.speculative_config, plan, host)

@@ -73,6 +73,8 @@ def test_no_code_runs(with_tokenizer: Callable[..., Path]) -> None:
             {"fast_tokenizer_files": ["../other.json"]},
             "fast_tokenizer_files: expected none, got a list",
         ),
+        ({"model_max_length": "x"}, "model_max_length: expected a number or null, got 'x'"),
+        ({"model_max_length": True}, "model_max_length: expected a number or null, got true"),
         ({"init_inputs": ["/etc/passwd"]}, "init_inputs: expected none, got a list"),
     ],
 )
@@ -99,6 +101,11 @@ def test_what_transformers_trips_over(
     path = with_tokenizer()
     (path / file).write_text(content)
     assert refusal(path).startswith(f"tokenizer of PATH: it cannot be loaded: {told}")
+
+
+def test_a_long_reason_is_cut(with_tokenizer: Callable[..., Path]) -> None:
+    path = with_tokenizer(eos_token={"deep": "x" * 10**5})
+    assert len(refusal(path)) < 600
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "special_tokens_map.json"])

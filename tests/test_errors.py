@@ -1,0 +1,38 @@
+"""How messages spell values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import told
+from tests.hostile import HOSTILE, Evil
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ((5, -1), "(5, -1)"),
+        ({2: "a", 1: None}, "{1: None, 2: 'a'}"),
+        ("x" * 200, repr("x" * 200)),
+        ("x" * 201, repr("x" * 200) + "..."),
+        (10**60, str(10**60)),
+        (-(10**5000), "an integer of 16610 bits"),
+        ([10**5000], "[an integer of 16610 bits]"),
+        ([1] * 30, f"[{'1, ' * 20}...]"),
+        ([[[[[1]]]]], "[[[[[...]]]]]"),
+    ],
+    ids=range(9),
+)
+def test_values_are_spelled_as_python_does_and_cut(value: Any, shown: str) -> None:
+    assert told(value) == shown
+
+
+def test_what_cannot_be_spelled_is_named() -> None:
+    assert told(Evil()).startswith("<Evil instance at 0x")
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_value_is_too_much(value: Any) -> None:
+    assert 0 < len(told(value)) <= 410
