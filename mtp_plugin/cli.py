@@ -351,6 +351,7 @@ def parity(
             "--num-prompts",
             metavar="N",
             min=1,
+            max=100_000,
             help="The first N prompts; where there are fewer, also random pieces of them.",
         ),
     ] = None,

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.models import FusedModel, LoadedModel, ModelFacts
 from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ def resolve_device(name: str) -> torch.device:
     """The device of ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: CUDA was asked for, and there is none.
+        ConfigError: another name, or CUDA was asked for, and there is none.
     """
+    if name not in DEVICES:
+        raise ConfigError(f"device: expected one of {', '.join(DEVICES)}, got {told(name)}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

@@ -30,6 +30,8 @@ from mtp_plugin.tools.bench.shapes import (
 from mtp_plugin.tools.bench.step_cases import kind_cases, step_cases, target_shift_case
 
 MIXED_BATCH = 64
+MAX_SIZE = 2**24
+"""Of one dimension: more bytes than a device has come of it."""
 LEAST_VOCAB = 16
 """The top-k of relaxed acceptance, and the two thinking tokens besides."""
 
@@ -71,6 +73,11 @@ class Options:
                 BenchmarkError,
                 f"--{name}: expected at least {least}, got {size}",
             )
+            expect(
+                size <= MAX_SIZE,
+                BenchmarkError,
+                f"--{name}: expected at most {MAX_SIZE}, got {size}",
+            )
         expect(
             shape.k <= MAX_DRAFT_LEN,
             BenchmarkError,
@@ -88,6 +95,11 @@ class Options:
             min(batches) >= 1,
             BenchmarkError,
             f"--batch: expected sizes of at least 1, got {min(batches)}",
+        )
+        expect(
+            max(batches) <= MAX_SIZE,
+            BenchmarkError,
+            f"--batch: expected sizes of at most {MAX_SIZE}, got {max(batches)}",
         )
         return [replace(shape, batch=batch) for batch in batches]
 

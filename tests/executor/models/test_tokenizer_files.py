@@ -104,8 +104,12 @@ def test_what_transformers_trips_over(
 
 
 def test_a_long_reason_is_cut(with_tokenizer: Callable[..., Path]) -> None:
-    path = with_tokenizer(eos_token={"deep": "x" * 10**5})
-    assert len(refusal(path)) < 600
+    path = with_tokenizer()
+    content = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps({**content, "version": "9" * 5000}))
+    told = refusal(path)
+    assert "9" * 300 in told
+    assert len(told) < 600
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "special_tokens_map.json"])

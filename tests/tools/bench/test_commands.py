@@ -186,6 +186,8 @@ def test_without_a_gpu_it_refuses(bench) -> None:
     [
         (Options(only="nothing"), "--filter: no case has 'nothing' in its name"),
         (Options(batches=(4, 0)), "--batch: expected sizes of at least 1, got 0"),
+        (Options(batches=(10**20,)), "--batch: expected sizes of at most 16777216, got 1000000"),
+        (Options(vocab=10**20), "--vocab: expected at most 16777216, got 100000000000000000000"),
         (Options(k=0), "--k: expected at least 1, got 0"),
         (Options(k=99), "--k: expected at most 16, got 99"),
         (Options(vocab=4), "--vocab: expected at least 16, got 4"),

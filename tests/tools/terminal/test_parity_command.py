@@ -433,6 +433,7 @@ TOLD_AT_ONCE = [
     ("--device tpu", "device: expected one of"),
     ("--graphs --device cpu", "expected null with device: cpu"),
     ("--prompt-file none.txt", "prompt file none.txt: no such file"),
+    (f"--num-prompts {10**20}", "Input should be less than or equal to"),
     ("--num-prompts 0", "Input should be greater than or equal to"),
 ]
 IN_ONE_PROCESS = """

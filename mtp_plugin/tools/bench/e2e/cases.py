@@ -133,6 +133,11 @@ class E2EOptions:
         ):
             low = [number for number in numbers or () if number < 1]
             expect(not low, BenchmarkError, f"--{name}: expected at least 1, got {low[:1]}")
+        expect(
+            -(2**63) <= self.seed < 2**63,
+            BenchmarkError,
+            f"--seed: expected an integer of at most 64 bits, got {self.seed}",
+        )
         high = [k for k in self.ks or () if k > MAX_DRAFT_LEN]
         expect(not high, BenchmarkError, f"--k: expected at most {MAX_DRAFT_LEN}, got {high[:1]}")
         odd = [worker for worker in self.workers or () if worker not in WORKERS]

@@ -15,6 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
 from mtp_plugin.executor.resolved_config import resolve_device
@@ -32,6 +33,7 @@ from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, messages, progress
 
 TOKENS_PER_BLOCK = 16
+MAX_PROMPTS = 100_000
 MAX_STALLED_STEPS = 20_000
 """Steps in which draining must end."""
 TOLD_EVERY = 10.0
@@ -69,6 +71,16 @@ class SoakOptions:
             if getattr(self, name) < 1
         ]
         expect(not low, BenchmarkError, f"soak: expected at least 1, got less for {low[:1]}")
+        expect(
+            self.k <= MAX_DRAFT_LEN,
+            BenchmarkError,
+            f"--k: expected at most {MAX_DRAFT_LEN}, got {self.k}",
+        )
+        expect(
+            self.num_prompts <= MAX_PROMPTS,
+            BenchmarkError,
+            f"--num-prompts: expected at most {MAX_PROMPTS}, got {self.num_prompts}",
+        )
         expect(
             self.worker in WORKERS,
             BenchmarkError,
@@ -251,6 +263,14 @@ def _soak(
     interrupts: Interrupts,
 ) -> Soaked:
     gate = Gate(subject, 0, tie_ulps)
+    positions = subject.model.facts.max_position_embeddings
+    length = options.longest_prompt + options.longest_output
+    expect(
+        length <= positions,
+        BenchmarkError,
+        f"--longest-prompt and --longest-output: expected at most the model's {positions} "
+        f"positions, got {length}",
+    )
     prompts = make_pieces(subject, options.num_prompts, options.longest_prompt, options.seed)
     llm = LLM(
         _config(subject, options),

@@ -300,6 +300,7 @@ def test_another_text_of_transformers_yields_no_figure(bench, checkpoint, monkey
         ((), "expected either --model or --shape"),
         (("--model", "x", "--shape", "toy"), "expected either --model or --shape"),
         (("--shape", "huge"), "--shape: expected one of 8gb, toy, got 'huge'"),
+        (("--shape", "toy", "--seed", f"{2**63}"), "--seed: expected an integer of at most 64"),
         (("--shape", "toy", "--k", "0"), "--k: expected at least 1"),
         (
             ("--shape", "toy", "--trace", "/proc/trace.json"),

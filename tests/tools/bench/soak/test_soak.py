@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -248,6 +249,7 @@ def test_a_soak_that_ignores_interrupts_goes_on_doing_so(subject: Subject, monke
     ("arguments", "message"),
     [
         (["--output", "/proc/none/soak.json"], "--output: /proc/none/soak.json cannot be written"),
+        (["--device", "tpu"], "device: expected one of auto, cpu, cuda, got 'tpu'"),
         (["--tie-tolerance", "-1"], "tie tolerance: expected at least 0 ulps"),
     ],
 )
@@ -265,6 +267,13 @@ def test_what_would_lose_the_result_is_refused_first(
     [
         (SoakOptions(k=0), "expected at least 1, got less for"),
         (SoakOptions(worker="medusa"), "--worker: expected eagle or vanilla, got 'medusa'"),
+        (SoakOptions(k=17), "--k: expected at most 16, got 17"),
+        (SoakOptions(num_prompts=10**20), "--num-prompts: expected at most 100000, got 1000000"),
+        (
+            SoakOptions(longest_prompt=10**20),
+            "--longest-output: expected at most the model's 512 positions, got 100000000",
+        ),
+        (SoakOptions(seconds=math.nan), "expected some time, got nan s"),
         (SoakOptions(seconds=0), "expected some time, got 0 s"),
     ],
 )
