@@ -366,7 +366,12 @@ class Admission:
             raise
         except Exception as error:  # whatever a user's tokenizer raises
             raise tokenizer_error(self._tokenizer, f"cannot decode {ids[:3]}", error) from error
-        return str(text)
+        if not isinstance(text, str):
+            raise MTPPluginError(
+                f"the tokenizer {type(self._tokenizer).__name__} gave no text for {ids[:3]}, but "
+                f"{told(text)}"
+            )
+        return text
 
 
 def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:

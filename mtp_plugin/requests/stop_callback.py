@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Integral
 from typing import Any
+
+from mtp_plugin.errors import told
+
+MAX_UNKNOWN = 10
+"""Ids that nobody asked about which are told."""
+MAX_WISHES = 10_000
+"""Ids that an answer may have."""
 
 StopAnswer = Collection[int] | Mapping[int, int] | None
 """Ids of requests to end behind their last token, or by id how many tokens of the output to keep;
@@ -50,10 +58,17 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     keep: dict[int, int] = {}
     wrong: dict[int, str] = {}
     unknown: list[str] = []
-    for request_id, count in _wishes(answer):
+    try:
+        num_wishes = len(answer)
+        wishes = list(islice(_wishes(answer), MAX_WISHES))
+    except Exception as error:  # as of tensors without a dimension
+        return _failed(outputs, f"{type(error).__name__}: {error}")
+    if num_wishes > MAX_WISHES:
+        return _failed(outputs, f"expected at most {MAX_WISHES} ids, got {num_wishes}")
+    for request_id, count in wishes:
         if not _is_integer(request_id) or request_id not in outputs:
-            told = ", ".join(map(str, outputs))
-            unknown.append(f"stop_callback: expected ids among {told}, got {request_id!r}")
+            among = ", ".join(map(str, outputs))
+            unknown.append(f"stop_callback: expected ids among {among}, got {told(request_id)}")
             continue
         before, now = outputs[request_id]
         count = now if count is _ALL else count
@@ -62,8 +77,11 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
         else:
             wrong[int(request_id)] = (
                 f"stop_callback: expected {before} to {now} tokens of the output to keep, got "
-                f"{count!r}"
+                f"{told(count)}"
             )
+    more = len(unknown) - MAX_UNKNOWN
+    if more > 0:
+        unknown[MAX_UNKNOWN:] = [f"stop_callback: and {more} more that nobody asked about"]
     return StopWishes(keep, wrong, tuple(unknown))
 
 

@@ -36,6 +36,13 @@ class Characters:
         return "".join(chr(t) for t in token_ids if t != END)
 
 
+class Mute(Characters):
+    """Decodes nothing."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> Any:
+        del ids, skip_special_tokens
+
+
 class Odd(Characters):
     """Fails on a text, or gives something else than ids."""
 
@@ -237,6 +244,13 @@ REQUESTS = [
         "'boom': KeyError: 'two\\nlines')",
         params=SamplingParams(stop=("a", "boom"), bad_words=("boom",)),
         tokenizer=Odd(),
+    ),
+    Case(
+        "a tokenizer that gives no text",
+        [[3]],
+        "request 0: not supported: stop='a' (the tokenizer Mute gave no text for [97], but None)",
+        params=SamplingParams(stop=("a",)),
+        tokenizer=Mute(),
     ),
     Case(
         "a text that is too long whatever its tokens are",

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mtp_plugin.requests.stop_callback import StopWishes, ask
+from tests.hostile import HOSTILE, LONGEST_LINE
 
 OUTPUTS = {7: (4, 7), 3: (0, 1), 9: (2, 4)}
 
@@ -84,3 +86,31 @@ def test_an_interrupt_is_none_of_its_answers() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ask(callback, OUTPUTS)
+
+
+def test_more_ids_than_anybody_asked_about() -> None:
+    why = "stop_callback: expected at most 10000 ids, got 10001"
+    assert answered([1] * 10_001) == StopWishes(wrong=dict.fromkeys(OUTPUTS, why))
+
+
+def test_many_strangers_are_cut() -> None:
+    wishes = answered([9, *range(100, 130)])
+    assert wishes.keep == {9: 4}
+    assert len(wishes.unknown) == 11
+    assert wishes.unknown[-1] == "stop_callback: and 20 more that nobody asked about"
+
+
+def test_an_answer_without_items() -> None:
+    why = "stop_callback: TypeError: "
+    wishes = answered(torch.tensor(7))
+    assert [reason.startswith(why) for reason in wishes.wrong.values()] == [True] * len(OUTPUTS)
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_no_answer_ends_in_another_error(value: Any) -> None:
+    """Whatever an answer is or holds, each request ends by a wish or goes on."""
+    for answer in (value, [value], dict.fromkeys(OUTPUTS, value)):
+        wishes = answered(answer)
+        told = (*wishes.wrong.values(), *wishes.unknown)
+        assert all(len(why) < LONGEST_LINE for why in told)
+        assert len(told) <= 20
