@@ -65,6 +65,13 @@ class MTPPluginOptions(ConfigModel):
         le=MAX_ENGINE_SEED,
         description="of the draws of requests without a seed, with their numbers",
     )
+    logprobs_mode: Literal["raw", "processed"] = Field(
+        default="raw",
+        description="what log-probabilities of emitted tokens are of; raw: the target's own "
+        "logits; processed: what the token was chosen from, behind bias, masks, penalties, "
+        "temperature and cuts, for greedy requests at temperature 1 and without cuts; of prompts "
+        "always raw",
+    )
     draft_window: Literal["exact", "trtllm"] = Field(
         default="exact",
         description="rows a generation feeds to vanilla layers: K+1 (exact) or K (trtllm)",

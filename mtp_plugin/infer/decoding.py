@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from typing_extensions import TypeIs
@@ -26,6 +26,8 @@ from mtp_plugin.requests.stopping import StopRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Continuation:
         tokenizer: decodes the text; asked for by stop strings.
         engine_seed: of requests without a seed.
         emitted: tokens of the output that stand already, as if they had been chosen here.
+        logprobs_mode: log-probabilities of tokens are of the ``raw`` logits, or of what tokens were
+            chosen from (``processed``); those of the prompt are raw.
 
     Raises:
         RequestError: an empty prompt, or options that are not given here.
@@ -73,6 +77,7 @@ class Continuation:
         tokenizer: Any = None,
         engine_seed: int = ENGINE_SEED,
         emitted: Sequence[int] = (),
+        logprobs_mode: LogprobsMode = "raw",
     ) -> None:
         if not prompt_ids:
             raise RequestError("prompt_ids: expected at least one token, got none")
@@ -103,6 +108,7 @@ class Continuation:
             end_ids=end_ids,
             watch=None if self._text is None else self._text.push,
         )
+        self._logprobs_mode = logprobs_mode
         self._logprobs: list[Logprobs] = []
         self._prompt_logprobs: list[Logprobs | None] = [None]
         self.tokens = [*prompt_ids, *emitted]
@@ -127,12 +133,16 @@ class Continuation:
         ending = self._stop.judge(
             usable, len(self.tokens), num_drafts=num_drafts, tokens=self.tokens
         )
+        before = self.output
         self.tokens += usable[: ending.length]
         self.finish_reason = ending.reason
         if ending.reason is None and len(usable) < len(run):
             self.finish_reason = FinishReason.ERROR
         if self.params.logprobs is not None:
-            for token, row in zip(usable[: ending.length], rows, strict=False):
+            for place, token in enumerate(usable[: ending.length]):
+                row = rows[place]
+                if self._logprobs_mode == "processed":
+                    row = self.rule.scores(row, [*before, *usable[:place]])
                 self._logprobs.append(logprobs_of(row, token, self.params.logprobs))
 
     def tell_prompt(self, rows: torch.Tensor) -> None:
@@ -172,6 +182,7 @@ def decode(
     tokenizer: Any = None,
     engine_seed: int = ENGINE_SEED,
     emitted: Sequence[int] = (),
+    logprobs_mode: LogprobsMode = "raw",
 ) -> Decoded:
     """The continuation of a prompt by the target alone; arguments and errors as `Continuation`.
 
@@ -188,6 +199,7 @@ def decode(
         tokenizer=tokenizer,
         engine_seed=engine_seed,
         emitted=emitted,
+        logprobs_mode=logprobs_mode,
     )
     if text.finish_reason is not None and params.prompt_logprobs is None:
         return text.decoded()

@@ -1,4 +1,5 @@
-"""Log-probabilities of the model's own distribution, before a request's options change it."""
+"""Log-probabilities of a row of logits; told are those of the model's own, before a request's
+options change them, or of what these leave."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
-    """Log-probabilities of a token, and of the most likely ones, under a raw row [V]."""
+    """Log-probabilities of a token, and of the most likely ones, under a row [V]."""
     logprobs = raw_logprobs(logits)
     ids = usable(logits).sort(descending=True, stable=True).indices[:num_top].tolist()
     return Logprobs(float(logprobs[token]), {one: float(logprobs[one]) for one in ids})

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from mtp_plugin.errors import RequestError
 from mtp_plugin.requests.options import (
     HOST_OPTIONS,
+    LOGPROBS_MODE,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     OPTIONS,
@@ -36,7 +37,6 @@ _CONFIG = "config."
 _LOGPROBS = "py_return_log_probs"
 _NUM_LOGPROBS = "py_num_logprobs"
 _CONTEXT_LOGITS = "py_return_context_logits"
-_MODE = "py_logprobs_mode"
 _DECAY = "top_p_decay"
 _PLAIN_WORDS = "py_bad_words"
 
@@ -81,7 +81,7 @@ def host_options(request: Any) -> list[HostAsks]:
     found = (_asked(request, config, row) for row in _ROWS)
     asked = [one for one in found if one is not None]
     if not getattr(request, _LOGPROBS, False):
-        return [one for one in asked if one.field != _MODE]
+        return [one for one in asked if one.field != LOGPROBS_MODE]
     # beside the flag stands how many; hosts without the number tell of the token alone
     number = getattr(request, _NUM_LOGPROBS, None) or 0
     return [one._replace(value=number) if one.field == _LOGPROBS else one for one in asked]
@@ -214,10 +214,18 @@ def _num_logprobs(number: Any) -> int:
     return int(number)
 
 
+def _logprobs_mode(mode: Any) -> str:
+    name = str(getattr(mode, "value", mode)).lower()
+    if name != "processed":
+        raise RequestError(f"expected raw or processed, got {name!r}")
+    return name
+
+
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "bad_words": _words,
     "logit_bias": _bias,
     "logprobs": _num_logprobs,
+    LOGPROBS_MODE: _logprobs_mode,
     "top_k": _top_k,
 }
 

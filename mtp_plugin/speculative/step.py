@@ -145,6 +145,8 @@ class Accepted:
     tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN behind the run
     num_accepted: torch.Tensor  # [R] int32: emitted tokens, matching drafts plus the bonus
     status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
+    scores: torch.Tensor | None = None
+    """[C + G*(K+1), V] float32: what log-probabilities are told of; None: the target's logits."""
 
     @classmethod
     def unwritten(cls, requests: int, max_draft_len: int, device: torch.device | str) -> Accepted:

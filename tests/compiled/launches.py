@@ -58,6 +58,7 @@ from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Role, draw
+from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
@@ -217,6 +218,25 @@ def compile_judging_by_odds() -> None:
                 draft_lens=ints(requests) if ids is None else None,
                 backend=Backend.TRITON,
             )
+
+
+def compile_processed() -> None:
+    """What processed log-probabilities are of, as steps of prompts and generations ask for it."""
+    for contexts, generations, k, vocab, dtype, forces in (
+        (0, 8, 3, VOCAB, F32, True),
+        (2, 8, 3, VOCAB, BF16, False),
+        (0, 256, 0, 202048, F16, False),
+    ):
+        requests, rows = contexts + generations, contexts + generations * (k + 1)
+        drafts = ints(generations, k) if k else None
+        processed_scores(
+            floats(rows, vocab, dtype=dtype),
+            DrawnRows(contexts, k + 1, ints(requests), drafts=drafts),
+            slot_rows(requests, vocab),
+            floats(rows, 4, dtype=F32),
+            ints(rows) if forces else None,
+            backend=Backend.TRITON,
+        )
 
 
 def compile_logprobs() -> None:

@@ -659,6 +659,25 @@ def test_log_probabilities_of_another_distribution() -> None:
     Host().sampler.validate_request(request)
 
 
+def test_log_probabilities_of_what_tokens_are_drawn_from() -> None:
+    """Of one id that is left of the cuts all is told; of the model's own distribution less."""
+    values = {}
+    for mode in ("raw", "processed"):
+        host = Host(logprobs_mode=mode)
+        draws = {"temperature": 0.9, "random_seed": 11, "top_p": 1e-6}
+        request = LlmRequest(7, PROMPT, sampling=draws, return_log_probs=True, num_logprobs=0)
+        request.py_logprobs_mode = LogprobMode(mode)
+        host.sampler.validate_request(request)
+        assert text_of(host, request) == GREEDY
+        (told,) = request.py_result.log_probs
+        values[mode] = [one[t].logprob for one, t in zip(told, request.output, strict=True)]
+    assert set(values["processed"]) == {0.0}
+    assert max(values["raw"]) < -0.01
+    request.py_logprobs_mode = "processed_logits"
+    with pytest.raises(ConfigError, match="expected raw or processed, got 'processed_logits'"):
+        host.sampler.validate_request(request)
+
+
 def test_what_only_the_manager_can_tell_ends_its_request_alone() -> None:
     """A bias of another vocabulary; nobody looked before the step."""
     host = Host()

@@ -13,6 +13,7 @@ from torch import nn
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
@@ -116,6 +117,7 @@ class SpecWorker(nn.Module, ABC):
         self.verifier = Verifier(
             make_modes(options, device),
             None if thinking is None else ThinkingRule.of(thinking, device),
+            tells_scores=options.mtp.logprobs_mode == "processed",
         )
         # captured graphs read the ids where they lie
         ids = place_draft_vocab(options.mtp.draft_vocab, draft_vocab_ids, device)
@@ -254,7 +256,8 @@ class SpecWorker(nn.Module, ABC):
     @property
     def served_options(self) -> frozenset[str]:
         """Options of a request that steps give."""
-        return self.verifier.served_options | LOGPROB_OPTIONS
+        served = self.verifier.served_options | LOGPROB_OPTIONS
+        return served | {LOGPROBS_MODE} if self.verifier.tells_scores else served
 
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
         """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that
@@ -263,7 +266,7 @@ class SpecWorker(nn.Module, ABC):
             return None
         return logprobs(
             step.layout,
-            step.logits,
+            step.logits if accepted.scores is None else accepted.scores,
             accepted.tokens,
             accepted.num_accepted,
             step.host.expect_slots(),

@@ -14,6 +14,7 @@ from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accep
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
+from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
@@ -27,17 +28,23 @@ class Verifier:
 
     Args:
         thinking: what budgets of thinking go by; None: no request has one.
+        tells_scores: log-probabilities are of what tokens were chosen from, so that is kept.
 
     Raises:
         ConfigError: modes that want their drafts drawn in different ways, or none at all.
     """
 
     def __init__(
-        self, modes: Sequence[VerificationMode], thinking: ThinkingRule | None = None
+        self,
+        modes: Sequence[VerificationMode],
+        thinking: ThinkingRule | None = None,
+        *,
+        tells_scores: bool = False,
     ) -> None:
         expect(len(modes) > 0, ConfigError, "verification: expected at least one mode, got none")
         self.modes = tuple(modes)
         self.thinking = thinking
+        self.tells_scores = tells_scores
         self.draft_rule: DraftRule = modes[0].draft_rule
         others = [mode.name for mode in modes if mode.draft_rule is not self.draft_rule]
         expect(
@@ -97,7 +104,8 @@ class Verifier:
     ) -> Accepted:
         """What the modes accept, where the target's tokens are drawn."""
         logits, slots = inputs.logits, inputs.step.drawn_slots()
-        if any(mode.reads_cuts for mode in self.modes):
+        tells_scores = self.tells_scores and not inputs.step.only_draws
+        if tells_scores or any(mode.reads_cuts for mode in self.modes):
             cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
             inputs = replace(inputs, cuts=cuts)
         choices = draw(logits, inputs.expect_rows(), slots, cuts=inputs.cuts, backend=backend)
@@ -106,7 +114,13 @@ class Verifier:
             where = inputs.layout, inputs.step.draft_tokens, slots
             forced = force_ends(*where, self.thinking, choices, backend=backend)
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
-        return self._judge(inputs, rules, last_tokens, backend)
+        accepted = self._judge(inputs, rules, last_tokens, backend)
+        if not tells_scores or inputs.cuts is None:
+            return accepted
+        scores = processed_scores(
+            logits, inputs.expect_rows(), slots, inputs.cuts, forced, backend=backend
+        )
+        return replace(accepted, scores=scores)
 
     def _judge(
         self,

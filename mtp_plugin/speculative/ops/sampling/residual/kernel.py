@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def _kept_of(batch, row, slot, draft_ptr, num_before):
+def kept_of(batch, row, slot, draft_ptr, num_before):
     """A row of a batch; ``draft_ptr``: the first of its request's drafts."""
     edits = edits_of(
         slot,
@@ -94,7 +94,7 @@ def _kept_of(batch, row, slot, draft_ptr, num_before):
 
 
 @triton.jit
-def _score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
     """Of columns the scores behind the cuts, -inf where nothing stays."""
     x = values_of(kept.row, columns, inside, HAS_IDS, HAS_EDITS)
     depth = tl.div_rn(kept.top - x, tl.maximum(kept.temperature, GREEDY_BELOW))
@@ -168,12 +168,12 @@ def keep_kernel(
             seen_ptr,
             pool_vocab,
         )
-        kept = _kept_of(
+        kept = kept_of(
             batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0
         )
         columns = piece * PIECE + tl.arange(0, PIECE)
         inside = columns < vocab
-        score = _score_of(kept, columns, inside, HAS_IDS, HAS_EDITS)
+        score = score_of(kept, columns, inside, HAS_IDS, HAS_EDITS)
         ids = ids_of(kept.row, columns, inside, HAS_IDS)
         out = prob_ptr + (place * depth + column) * words
         tl.store(out + ids, _share_of(kept, score), mask=inside)
@@ -291,8 +291,8 @@ def piece_kernel(
             told = tl.load(drafts + number, mask=number < width - 1, other=-1)
             is_there = (number < length) & (told >= 0) & (told < vocab) & (passed >= 0)
             token = tl.where(is_there, told, 0).to(tl.int32)
-            kept = _kept_of(batch, row - offset + number, slot, drafts, number)
-            p = _share_of(kept, _score_of(kept, token, is_there, False, HAS_EDITS))
+            kept = kept_of(batch, row - offset + number, slot, drafts, number)
+            p = _share_of(kept, score_of(kept, token, is_there, False, HAS_EDITS))
             q = _draft_share(probs + number * vocab, token, token, is_plain & HAS_PROBS, is_there)
             test = _test_of(slot, request, number, step, position_ptr, position_stride)
             odds = _next_odds(odds, p, q)
@@ -303,10 +303,10 @@ def piece_kernel(
         by_block = judged_by == JUDGED_BY_BLOCK
         # of rejection the row behind all that stand is known, of block verification it is not yet
         if tl.where(by_block, stands >= 0, (stands > 0) & (passed <= 0)):
-            kept = _kept_of(batch, row, slot, drafts, offset)
+            kept = kept_of(batch, row, slot, drafts, offset)
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < vocab
-            score = _score_of(kept, columns, inside, False, HAS_EDITS)
+            score = score_of(kept, columns, inside, False, HAS_EDITS)
             told = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
             q = _draft_share(

@@ -1,0 +1,217 @@
+"""What processed log-probabilities are of: the story equals torch equals Triton."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
+from mtp_plugin.speculative.ops.sampling.processed import launch, processed_scores
+from mtp_plugin.speculative.step import SlotRows
+from tests.doors import check_strided_arguments, poisoned_memory
+from tests.kernels.top_k.rows import DTYPES
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
+from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling.cases import COLUMNS, ROUNDED, slots_of
+from tests.speculative.ops.sampling.edited import EditedBatch, write
+from tests.speculative.ops.sampling.story import Options
+
+BOTH = pytest.mark.parametrize("backend", Backend)
+
+
+def told_of(row: list[float], options: Options, forced: int) -> list[float]:
+    """Probabilities of a row of edited values, as the story has them."""
+    ids = range(len(row))
+    values = [-math.inf if math.isnan(value) else value for value in row]
+    highest = max(values)
+    if forced >= 0:
+        return [float(column == forced) for column in ids]
+    if highest == -math.inf:
+        return [0.0 for _ in ids]
+    if highest == math.inf:
+        return [float(column == values.index(highest)) for column in ids]
+    is_greedy = options.temperature < 1e-5
+    below = [story.rounded(value - highest) for value in values]
+    scores = [story.rounded(value / (1 if is_greedy else options.temperature)) for value in below]
+    kept = set(ids if is_greedy else story.kept(scores, options))
+    weights = [math.exp(scores[column]) if column in kept else 0.0 for column in ids]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def forced_of(dice: random.Random, rows: int, vocab: int) -> list[int]:
+    return [dice.choice((-1, -1, -1, dice.randrange(vocab))) for _ in range(rows)]
+
+
+def scores_of(
+    case: EditedBatch, forced: torch.Tensor | None, slots: SlotRows, backend: Backend
+) -> torch.Tensor:
+    logits, rows = case.logits, case.batch.rows
+    with poisoned_memory():
+        cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=DEVICE)
+        draw(logits, rows, slots, cuts=cuts, backend=backend)
+        return processed_scores(logits, rows, slots, cuts, forced, backend=backend)
+
+
+def shares_of(scores: torch.Tensor) -> torch.Tensor:
+    """Probabilities [N, V] float64; of rows without any nothing."""
+    return scores.double().softmax(dim=1).nan_to_num(nan=0.0)
+
+
+@BOTH
+def test_the_story_of_processed_scores(backend: Backend) -> None:
+    odd = every = 0
+
+    @settings(max_examples=60 if backend is Backend.TORCH else 30)
+    @given(
+        seed=st.integers(0, 2**31),
+        vocab=st.sampled_from((1, 2, 7, 31, 33, 127)),
+        contexts=st.integers(0, 2),
+        generations=st.integers(0, 2),
+        width=st.integers(1, 3),
+        dtype=st.sampled_from(DTYPES),
+        behind=st.integers(0, 2),
+        drafts=st.booleans(),
+        pools=st.sampled_from([True, True, False]),
+        forces=st.booleans(),
+        greedy=st.sampled_from([False, False, True]),
+    )
+    def agree(seed: int, vocab: int, forces: bool, **shape: Any) -> None:
+        nonlocal odd, every
+        case = EditedBatch.of(seed, vocab, **shape)
+        case = replace(case, batch=case.batch.replaced(rows=replace(case.batch.rows, column=0)))
+        case = replace(case, places=without_column(case))
+        dice, count = random.Random(seed), len(case.logits)
+        forced = forced_of(dice, count, vocab) if forces else [-1] * count
+        slots = case.batch.slots
+        asked = [dice.choice((-1, 0, 5)) for _ in case.options]
+        write(slots, [{"logprobs": number} for number in asked])
+        given_ids = vector(forced, torch.int32) if forces else None
+        got = shares_of(scores_of(case, given_ids, slots, backend)).tolist()
+        rows = case.edited() if slots.pools is not None else case.logits.double().tolist()
+        for row, (request, _) in enumerate(case.drawn()):
+            if asked[request] < 0:
+                continue
+            options = case.options[request]
+            options = options._replace(**{n: story.rounded(getattr(options, n)) for n in ROUNDED})
+            told = told_of(rows[row], options, forced[row])
+            every += 1
+            odd += got[row] != pytest.approx(told, rel=1e-4, abs=1e-6)
+
+    agree()
+    assert every > 30
+    assert odd == 0, every
+
+
+def without_column(case: EditedBatch) -> list[Place]:
+    """What stands in front of rows that begin behind no draft."""
+    rows, told = case.batch.rows, []
+    for row, (request, index) in enumerate(case.drawn()):
+        before: list[int] = []
+        if rows.drafts is not None and request >= rows.num_contexts:
+            number = (row - rows.num_contexts) % rows.width
+            before = rows.drafts[request - rows.num_contexts].tolist()[:number]
+        told.append(replace(case.places[row], index=index, before=before))
+    return told
+
+
+@BOTH
+def test_drafts_in_front_of_a_row_are_counted(backend: Backend) -> None:
+    """Greedy rows behind no draft, ``3``, and ``3 3``; the first draft costs 2, a further one 1."""
+    pools, columns = pools_of([Asks(counts={})], 7, random.Random(0))
+    slots = slots_of([Options(temperature=0.0)], random.Random(0))
+    asks = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
+    write(slots, [{**asks, **columns[0], "logprobs": 0}])
+    slots = replace(slots, pools=pools)
+    rows = DrawnRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
+    logits, cuts = torch.zeros(3, 7, device=DEVICE), torch.empty(3, NUM_CUTS, device=DEVICE)
+    draw(logits, rows, slots, cuts=cuts, backend=backend)
+    scores = processed_scores(logits, rows, slots, cuts, backend=backend)
+    assert scores[:, 3].tolist() == [0.0, -2.0, -3.0]
+    assert not bool(scores[:, :3].any())
+
+
+OPTIONS = [
+    Options(0.0),
+    Options(1.0, seed=5),
+    Options(0.8, top_k=30, top_p=0.9, seed=6),
+    Options(1.2, top_p=0.7, seed=7),
+    Options(2.0, min_p=0.2, seed=2**63 + 8),
+]
+
+
+def arguments(vocab: int = 70) -> dict[str, Any]:
+    """One prompt and four turns of two rows, of which the last asks for nothing."""
+    dice = torch.Generator().manual_seed(3)
+    slots = slots_of(OPTIONS, random.Random(4))
+    write(slots, [{"logprobs": number} for number in (0, 5, 0, 3, 2)])
+    rows = DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]))
+    logits = (torch.randn(9, vocab, generator=dice) * 2).to(DEVICE)
+    cuts = torch.empty(9, NUM_CUTS, device=DEVICE)
+    draw(logits, rows, slots, cuts=cuts, backend=Backend.TORCH)
+    forced = vector([-1, -1, -1, 5, -1, -1, 0, -1, -1], torch.int32)
+    return {"logits": logits, "rows": rows, "slots": slots, "cuts": cuts, "forced": forced}
+
+
+@BOTH
+def test_strided_arguments(backend: Backend) -> None:
+    def told(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        return processed_scores(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+
+    given_ = arguments()
+    slots = given_.pop("slots")
+    given_ |= {"table": slots.table, "slot_ids": slots.slot_ids}
+    refused = {"logits": "contiguous rows", "table": "rows without gaps", "cuts": "without gaps"}
+    check_strided_arguments(told, given_, refused=refused, backend=backend)
+
+
+def test_kernels_follow_torch_over_many_pieces() -> None:
+    given_ = arguments(2 * launch.PIECE + 77)
+    expected, got = (processed_scores(**given_, backend=backend) for backend in Backend)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert bool((got == -torch.inf).any())
+
+
+def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of their rows is written; and without rows nothing is launched."""
+    given_ = arguments()
+    write(given_["slots"], [{"logprobs": -1}] * 4 + [{"logprobs": 0}])
+    with poisoned_memory():
+        got = processed_scores(**given_, backend=Backend.TRITON)
+    expected = processed_scores(**given_, backend=Backend.TORCH)
+    torch.testing.assert_close(got[7:], expected[7:], rtol=1e-6, atol=1e-6)
+    assert bool(got[:7].isnan().all())
+    forbid_launches(monkeypatch, launch)
+    nobody = DrawnRows(0, 2, vector([]))
+    none = {"logits": given_["logits"][:0], "cuts": given_["cuts"][:0], "forced": None}
+    assert processed_scores(**{**given_, **none, "rows": nobody}, backend=Backend.TRITON).shape == (
+        0,
+        70,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(9, 70, dtype=torch.int32, device=DEVICE)}, "floating"),
+        ({"logits": torch.zeros(8, 70, device=DEVICE)}, "expected 9 rows"),
+        ({"rows": DrawnRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got drafts'"),
+        ({"rows": DrawnRows(1, 2, vector([1] * 5), column=1)}, "got drafts'"),
+        ({"cuts": torch.zeros(9, 3, device=DEVICE)}, r"cuts: expected torch.float32 \[9, 4\]"),
+        ({"forced": vector([1] * 8)}, r"forced: expected integers \[9\]"),
+    ],
+)
+def test_what_the_door_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TensorContractError, match=message):
+        processed_scores(**{**arguments(), **change}, backend=Backend.TORCH)
