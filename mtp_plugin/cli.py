@@ -168,6 +168,15 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
+    thinking_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--thinking-token-budget",
+            "--thinking-budget",
+            metavar="N",
+            help="Tokens of thinking behind which its end is forced.",
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -218,6 +227,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        thinking_token_budget=thinking_budget,
     )
     out = output()
     stream = None if as_json else out
@@ -254,6 +264,7 @@ def _decode(
         engine_seed_of,
         redraws,
         run_batch,
+        thinking_of,
     )
     from mtp_plugin.tools.terminal.report import Report
     from mtp_plugin.tools.terminal.stream_view import StreamView
@@ -274,10 +285,14 @@ def _decode(
     # its KV cache goes before the next one is allocated
     del llm
     run_without_mtp = comparison = None
-    if compare and draft_len:
+    thinking = thinking_of(settings, tokenizer)
+    without_mtp = settings.model_copy(update={"speculative_config": None})
+    has_budget = params.thinking_token_budget is not None
+    if compare and draft_len and has_budget and thinking_of(without_mtp, tokenizer) != thinking:
+        log.write_line("not timed without MTP: only speculative_config names the ids of thinking")
+    elif compare and draft_len:
         # no spinner, whose thread would take its share of the time that is measured
         log.write_line("decoding without MTP, for the speed")
-        without_mtp = settings.model_copy(update={"speculative_config": None})
         with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
             run_without_mtp = _run_told(llm, prompts, params)
         del llm
@@ -295,6 +310,7 @@ def _decode(
                 max_seq_len=max_seq_len,
                 tokenizer=tokenizer,
                 engine_seed=engine_seed_of(settings),
+                thinking=thinking,
             )
     weight: Any = model.embed_tokens.weight
     return Report(

@@ -353,6 +353,28 @@ def test_drawn_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
     assert seeded[0] == oracle_text.token_ids
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_budget_of_thinking(run: Run, config: Callable[..., str], named: bool) -> None:
+    """Its end stands where it is spent, and target-only decoding writes the same; decoding without
+    MTP knows the tokenizer's tags alone."""
+    begin, end = (byte_tokenizer().encode(tag) for tag in ("<think>", "</think>"))
+    tags = {"begin_thinking_phase_token": begin[0], "end_thinking_phase_token": ord("x") - 33}
+    file = config({**EAGLE, **tags} if named else EAGLE)
+    asked = ("generate", "-c", file, "-p", "<think>ab", "-n", "12", "--ignore-eos", "--json")
+    result = run(*asked, "--thinking-token-budget", "4")
+    assert result.code == 0
+    told = json.loads(result.out)
+    tokens = told["results"][0]["token_ids"]
+    assert tokens[4] == (tags["end_thinking_phase_token"] if named else end[0])
+    assert told["comparison"]["identical"] is True
+    assert ("not timed without MTP" in result.err) is named
+    assert (told["run_without_mtp"] is None) is named
+    assert json.loads(run(*asked).out)["results"][0]["token_ids"] != tokens
+    refused = run(*asked, "--thinking-budget", "-2")
+    assert refused.code == 2
+    assert "thinking_token_budget must be an integer >= 0, got -2" in refused.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.infer import decode
+from mtp_plugin.infer import Thinking, decode
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
@@ -60,6 +60,7 @@ class Oracle:
         number: int = 0,
         engine_seed: int = ENGINE_SEED,
         tokenizer: Tokenizer | None = None,
+        thinking: Thinking | None = None,
     ) -> list[int]:
         """``emitted`` and what target-only decoding adds to it.
 
@@ -69,6 +70,7 @@ class Oracle:
             number: of the request.
             engine_seed: of requests without a seed.
             tokenizer: decodes the text that stop strings end.
+            thinking: its ids, which a budget goes by.
         """
         return decode(
             self._model.target,
@@ -80,6 +82,7 @@ class Oracle:
             tokenizer=tokenizer,
             engine_seed=engine_seed,
             emitted=emitted,
+            thinking=thinking,
         ).token_ids
 
     @torch.inference_mode()

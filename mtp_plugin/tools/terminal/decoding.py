@@ -11,11 +11,13 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.infer import SamplingRule
+from mtp_plugin.infer import SamplingRule, Thinking
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
+from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import TIE_ULPS, Oracle, TieRule, compare_with_continuations, judge_gap
 from mtp_plugin.tools.parity import Comparison as Verdict
@@ -127,6 +129,20 @@ def engine_seed_of(config: LLMConfig) -> int:
     return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
 
 
+def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | None:
+    """The ids that budgets of thinking go by; None: nothing says them.
+
+    Raises:
+        ConfigError: see `resolve_thinking_end`.
+    """
+    has_ids = tokenizer is not None
+    told = partial(encode, tokenizer, add_special_tokens=False) if has_ids else None
+    end = resolve_thinking_end(config.speculative_config, told)
+    if end is None:
+        return None
+    return Thinking(end.begin, end.end, None if end.end_token == NO_TOKEN else end.end_token)
+
+
 def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
     """The verification under which a drawn text is another than the target's own, as likely one;
     None: it is the target's own."""
@@ -176,10 +192,14 @@ def compare_with_target_only_decoding(
     max_seq_len: int,
     tokenizer: Tokenizer | None,
     engine_seed: int = ENGINE_SEED,
+    thinking: Thinking | None = None,
 ) -> Comparison:
     """Decode every prompt with the target alone, through none of the executor, and compare.
 
     The model must run with an attention of transformers' own.
+
+    Args:
+        thinking: its ids, which a budget goes by.
     """
     verdicts = verdicts_of_target_only_decoding(
         model,
@@ -188,6 +208,7 @@ def compare_with_target_only_decoding(
         max_seq_len=max_seq_len,
         tokenizer=tokenizer,
         engine_seed=engine_seed,
+        thinking=thinking,
     )
     found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
     return Comparison(
@@ -212,6 +233,7 @@ def verdicts_of_target_only_decoding(
     tie_ulps: float = TIE_ULPS,
     engine_seed: int = ENGINE_SEED,
     known: dict[tuple[int, ...], list[int]] | None = None,
+    thinking: Thinking | None = None,
 ) -> list[Verdict]:
     """What target-only decoding says of each result; see :func:`compare_with_target_only_decoding`.
 
@@ -231,6 +253,7 @@ def verdicts_of_target_only_decoding(
             number=result.number,
             end_ids=oracle.end_ids,
             engine_seed=engine_seed,
+            thinking=thinking,
         )
         plain = _TargetOnlyDecoding(oracle, result, sampling, limit, tokenizer, engine_seed, known)
         judge = judge_gap(oracle, rule, sampling, result.token_ids)
@@ -260,6 +283,7 @@ class _TargetOnlyDecoding:
             number=result.number,
             engine_seed=engine_seed,
             tokenizer=tokenizer,
+            thinking=sampling.thinking,
         )
 
     def continue_from(self, emitted: list[int]) -> list[int]:
