@@ -12,7 +12,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
 from mtp_plugin.executor.scheduler import ScheduledRequests, Scheduler
 from mtp_plugin.requests.detokenizer import Segment
-from mtp_plugin.requests.logprobs import Logprobs
+from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import Sampler
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
@@ -32,6 +32,8 @@ class StepEvent(NamedTuple):
     """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
     prompt_index: int = 0
     """The prompt's place among those of its call, from 0."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """In the request's first event, where they were asked for; as `RequestOutput` has them."""
 
     @property
     def text(self) -> str:
@@ -256,6 +258,7 @@ class PyExecutor:
             request.py_acceptance.label,
             logprobs,
             request.prompt_index,
+            request.first_prompt_logprobs(),
         )
 
     def _terminate(self, request: LlmRequest) -> None:

@@ -58,6 +58,7 @@ class LlmRequest(PlainRequest):
         """Of the tokens emitted so far; None: nobody asks."""
         self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
         """Of the prompt's tokens as far as it was scored; None: nobody asks."""
+        self._untold = self.prompt_logprobs
         self.edits_logits = self.facts.edits_logits
         self.only_draws = self.facts.only_draws
         self.max_length = self.facts.stop.max_length
@@ -65,6 +66,11 @@ class LlmRequest(PlainRequest):
         self.context_chunk_size = 0
 
     # ---- tokens -----------------------------------------------------------------------------
+
+    def first_prompt_logprobs(self) -> PromptLogprobs | None:
+        """What an event tells of the prompt: `prompt_logprobs` once, then None."""
+        told, self._untold = self._untold, None
+        return told
 
     def take_back_tokens(self, count: int) -> None:
         """Drop the last emitted tokens, whose text was not shown, and their text.

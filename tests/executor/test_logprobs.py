@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from types import SimpleNamespace
 
@@ -211,6 +212,50 @@ def test_events_tell_the_same(bed, prompts, no_overlap, k):
             assert [next(iter(told)) for told in event.logprobs] == event.token_ids
         assert [told for event in mine for told in event.logprobs] == request.logprobs
         assert len(request.logprobs) == NUM_TOKENS
+
+
+def params_of_prompts(number: int) -> list[SamplingParams]:
+    return [params_of(i, prompt_logprobs=(3, None, 0, 20)[i % 4]) for i in range(number)]
+
+
+def check_first(events, output) -> None:
+    """The first event tells of the whole prompt, and no other does."""
+    assert [event.prompt_logprobs for event in events[1:]] == [None] * (len(events) - 1)
+    if output.prompt_logprobs is None:
+        assert events[0].prompt_logprobs is None
+    else:
+        assert len(events[0].prompt_logprobs) == len(output.prompt_token_ids)
+        assert events[0].prompt_logprobs == output.prompt_logprobs
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("way", ["stream", "stream_async", "submit"])
+def test_prompts_are_told_in_streams(bed, prompts, way, no_overlap):
+    """The same as `generate` tells, when the first token comes: then the prompt was read."""
+    params = params_of_prompts(len(prompts))
+    llm = bed.llm(disable_overlap_scheduler=no_overlap, **TIGHT)
+    outputs = llm.generate(prompts, params)
+
+    async def read(events) -> list:
+        return [(event, len(event.prompt_logprobs or ())) async for event in events]
+
+    async def together() -> list[list]:
+        start = llm.stream_async if way == "stream_async" else llm.submit
+        return await asyncio.gather(
+            *(read(start(prompt, asked)) for prompt, asked in zip(prompts, params, strict=True))
+        )
+
+    if way == "stream":
+        told: list[list] = [[] for _ in prompts]
+        for events in llm.stream(prompts, params):
+            for event in events:
+                told[event.prompt_index].append((event, len(event.prompt_logprobs or ())))
+    else:
+        told = asyncio.run(together())
+    for mine, output in zip(told, outputs, strict=True):
+        check_first([event for event, _ in mine], output)
+        # when it came, not only when it was looked at
+        assert mine[0][1] == len(output.prompt_logprobs or ())
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
