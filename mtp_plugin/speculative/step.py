@@ -9,7 +9,7 @@ the flat tokens, a generation request K+1 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -300,6 +301,41 @@ class EditPools:
 
 
 @dataclass(frozen=True)
+class DraftBans:
+    """Which ids drafts may be, of requests with a row of allowed ids: those without the ids that
+    must not come where the next draft stands."""
+
+    allowed: torch.Tensor  # [P, V/32 + 1] int32: as of `EditPools`
+    hidden: torch.Tensor
+    """[P + 1, MAX_STOP_IDS + MAX_BAD_WORDS] int32: the ids that were taken out, -1: none. The last
+    row is nobody's."""
+
+    def check(self, pools: EditPools) -> None:
+        """Check them beside pools that were checked.
+
+        Raises:
+            TensorContractError: another shape, type or device, or gaps.
+        """
+        rows = int(pools.allowed.shape[0])
+        for name, shape in (
+            ("allowed", tuple(pools.allowed.shape)),
+            ("hidden", (rows + 1, MAX_STOP_IDS + MAX_BAD_WORDS)),
+        ):
+            tensor: torch.Tensor = vars(self)[name]
+            if not (
+                tensor.shape == shape
+                and tensor.dtype == torch.int32
+                and tensor.device == pools.allowed.device
+                and tensor.is_contiguous()
+            ):
+                raise TensorContractError(
+                    f"bans of drafts, {name}: expected contiguous torch.int32 {list(shape)} on "
+                    f"{pools.allowed.device}, got {tensor.dtype} {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())} on {tensor.device}"
+                )
+
+
+@dataclass(frozen=True)
 class SlotRows:
     """What is kept of each request of a step in the slot table, read where it lies."""
 
@@ -307,6 +343,13 @@ class SlotRows:
     slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
     columns: TableColumns  # which are there
     pools: EditPools | None = None  # None: no request has a row of one
+    bans: DraftBans | None = None  # None: drafts are not kept from what must not come
+
+    def as_drafts_read(self) -> SlotRows:
+        """The same with the allowed ids of drafts."""
+        if self.pools is None or self.bans is None:
+            return self
+        return replace(self, pools=replace(self.pools, allowed=self.bans.allowed))
 
     def of(self, requests: slice) -> torch.Tensor:
         """The slots of some of the step's requests [N] int64."""

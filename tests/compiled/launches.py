@@ -42,6 +42,7 @@ from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
     local_top1,
     merge_top1,
+    place_drafts,
     place_last_states,
     propose,
 )
@@ -63,7 +64,14 @@ from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
-from mtp_plugin.speculative.step import Accepted, DraftColumn, EditPools, SlotRows, StepLayout
+from mtp_plugin.speculative.step import (
+    Accepted,
+    DraftBans,
+    DraftColumn,
+    EditPools,
+    SlotRows,
+    StepLayout,
+)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -92,7 +100,8 @@ def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
         seen=ints(2, words),
         words=ints(2, 64, 16),
     )
-    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools)
+    bans = DraftBans(ints(2, words + 1), ints(3, 96))
+    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools, bans)
 
 
 # --- ops of a step ---
@@ -143,6 +152,8 @@ def compile_sampling() -> None:
                 pass
         accepted = Accepted.unwritten(layout.num_requests, 3, "cpu")
         note_emitted(accepted, slots, backend=Backend.TRITON)
+        drafted = rows.positions
+        note_emitted(accepted, slots, drafted, backend=Backend.TRITON)
 
 
 def compile_draws() -> None:
@@ -327,6 +338,9 @@ def compile_draft_step() -> None:
     ):
         filled = dataclasses.replace(place, **more)
         propose(floats(requests, vocab), filled, backend=Backend.TRITON)
+        behind = DrawnRows(0, 1, last, ints(requests), 2, filled.drafts)
+        for slots in (slot_rows(requests), None):
+            place_drafts(ints(requests), filled, behind, slots, backend=Backend.TRITON)
     draft_argmax(floats(1, VOCAB), backend=Backend.TRITON)
     for dtype in (BF16, F32):
         part = floats(requests, 64640, dtype=dtype)

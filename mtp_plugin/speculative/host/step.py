@@ -139,7 +139,7 @@ class HostStep:
             MetadataError: the host gave no manager, or no slots.
         """
         slots = self.expect_slots()
-        return replace(slots, pools=None) if self.only_draws else slots
+        return replace(slots, pools=None, bans=None) if self.only_draws else slots
 
     def expect_manager(self) -> tuple[Any, torch.Tensor]:
         """The host's MTP manager, and the requests' rows in its pools [R] int64.

@@ -1,6 +1,7 @@
 """Rows of logits: whose they are, for which token, and as what they are read."""
 
+from mtp_plugin.speculative.logit_rows.bans import ban_next, banned
 from mtp_plugin.speculative.logit_rows.contract import GREEDY_BELOW, DrawnRows
 from mtp_plugin.speculative.logit_rows.edits import EDITED_OPTIONS, edited
 
-__all__ = ["EDITED_OPTIONS", "GREEDY_BELOW", "DrawnRows", "edited"]
+__all__ = ["EDITED_OPTIONS", "GREEDY_BELOW", "DrawnRows", "ban_next", "banned", "edited"]

@@ -11,8 +11,16 @@ from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.requests.columns import FLOAT32_MAX, Number
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.step import MOST_COUNTED, EditPools, num_words, packed_bits, to_device
+from mtp_plugin.speculative.step import (
+    MOST_COUNTED,
+    DraftBans,
+    EditPools,
+    num_words,
+    packed_bits,
+    to_device,
+)
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 POOLED_OPTIONS = frozenset(
@@ -25,6 +33,11 @@ def bad_words_of(facts: RequestFacts) -> list[tuple[int, ...]]:
     """Everything that a request must not write, as ids."""
     words: list[tuple[int, ...]] = [tuple(word) for word in facts.options.get("bad_words", ())]
     return words + [(token,) for token in facts.options.get("bad_token_ids", ())]
+
+
+def _holds_ends_back(facts: RequestFacts) -> bool:
+    """Whether an id would end the text too early."""
+    return facts.options.get("min_tokens", 0) > 0 and bool(facts.stop.slot_ids)
 
 
 class EditRows:
@@ -46,6 +59,13 @@ class EditRows:
             seen=torch.zeros(num_rows, words, **int32),
             words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
         )
+        hidden = MAX_STOP_IDS + MAX_BAD_WORDS
+        self.bans = DraftBans(
+            allowed=torch.zeros_like(self.pools.allowed),
+            hidden=torch.full((num_rows + 1, hidden), -1, **int32),
+        )
+        bits = packed_bits(torch.arange(vocab_size, device=device), vocab_size)
+        self._everything = torch.cat([bits, bits.new_full((1,), vocab_size)])
         self._rows = SlotManager(num_rows)
 
     @staticmethod
@@ -58,7 +78,8 @@ class EditRows:
     @property
     def num_bytes(self) -> int:
         """Device bytes of all pools."""
-        return sum(pool.numel() * pool.element_size() for pool in vars(self.pools).values())
+        pools = (*vars(self.pools).values(), *vars(self.bans).values())
+        return sum(pool.numel() * pool.element_size() for pool in pools)
 
     def take(
         self, request_id: int, facts: RequestFacts, tokens: Sequence[int]
@@ -82,6 +103,7 @@ class EditRows:
             "count_row": any(name in options for name in PENALTIES),
             "words_row": bool(bad_words_of(facts)),
         }
+        bans_drafts = asked["words_row"] or _holds_ends_back(facts)
         if not any(asked.values()):
             return {}
         row = self._rows.add_slot(request_id)
@@ -95,10 +117,26 @@ class EditRows:
                 self._fill_counts(row, tokens, ignored)
             if asked["words_row"]:
                 self._fill_words(row, bad_words_of(facts))
+            if bans_drafts or asked["allowed_row"]:
+                self._fill_bans(row, has_allowed=asked["allowed_row"])
+                asked["allowed_row"] = True
         except BaseException:
             self.give_back(request_id)
             raise
         return {name: row for name, is_asked in asked.items() if is_asked}
+
+    def take_for_drafts(self, facts: RequestFacts) -> dict[str, Number]:
+        """Give a request that needs no row one for its drafts, where an end would come too early
+        for some and a row is free; otherwise its drafts are made as if it might.
+
+        Returns:
+            The columns that name the row.
+        """
+        if not _holds_ends_back(facts) or not self._rows.free_slots:
+            return {}
+        row = self._rows.add_slot(facts.request_id)
+        self._fill_bans(row, has_allowed=False)
+        return {"allowed_row": row}
 
     def give_back(self, request_id: int) -> None:
         """Take a request's row back; one that has none changes nothing."""
@@ -130,6 +168,13 @@ class EditRows:
         pool = self.pools.allowed[row]
         pool[:-1] = packed_bits(self._ids("allowed_token_ids", listed), self.pools.vocab_size)
         pool[-1] = len(listed)
+
+    def _fill_bans(self, row: int, *, has_allowed: bool) -> None:
+        """Nothing is banned yet; without allowed ids of its own a request is allowed all."""
+        if not has_allowed:
+            self.pools.allowed[row].copy_(self._everything)
+        self.bans.allowed[row].copy_(self.pools.allowed[row])
+        self.bans.hidden[row].fill_(-1)
 
     def _fill_counts(self, row: int, tokens: Sequence[int], ignored: int) -> None:
         """Everything is seen; what stands behind the ignored prompt is counted."""

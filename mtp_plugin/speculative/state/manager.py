@@ -246,8 +246,9 @@ class SlotStateManager:
 
     def slot_rows(self, slot_ids: torch.Tensor) -> SlotRows:
         """What is kept of a step's requests, whose slots are [R] int64."""
-        pools = None if self.edit_rows is None else self.edit_rows.pools
-        return self.table.rows_of(slot_ids, pools)
+        if self.edit_rows is None:
+            return self.table.rows_of(slot_ids)
+        return self.table.rows_of(slot_ids, self.edit_rows.pools, self.edit_rows.bans)
 
     def memory_report(self, name: str = "MTP state") -> str:
         """What is kept takes of the device, in words, under a name."""
@@ -298,7 +299,7 @@ class SlotStateManager:
         """
         needed = [name for name in facts.options if name in POOLED_OPTIONS]
         if not needed:
-            return {}
+            return {} if self.edit_rows is None else self.edit_rows.take_for_drafts(facts)
         if self.edit_rows is None:
             raise MetadataError(
                 f"request {request.request_id}: {', '.join(needed)} need a manager that was told "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
-from mtp_plugin.speculative.step import EditPools, SlotRows, to_device
+from mtp_plugin.speculative.step import DraftBans, EditPools, SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
 """Of one slot, by column; what is left out is empty."""
@@ -35,9 +35,14 @@ class SlotTable:
         view = view.view(torch.float32) if column.kind is float else view
         return view if column.width > 1 else view.squeeze(1)
 
-    def rows_of(self, slot_ids: torch.Tensor, pools: EditPools | None = None) -> SlotRows:
+    def rows_of(
+        self,
+        slot_ids: torch.Tensor,
+        pools: EditPools | None = None,
+        bans: DraftBans | None = None,
+    ) -> SlotRows:
         """The rows of a step's requests, [R] int64."""
-        return SlotRows(self.rows, slot_ids, self.columns, pools)
+        return SlotRows(self.rows, slot_ids, self.columns, pools, bans)
 
     def write(self, slots: Mapping[int, SlotValues]) -> torch.Tensor:
         """Replace whole rows, in one copy for all of them; behind what runs on the device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -50,7 +50,8 @@ class SampledDrafts:
             propose(logits, place, backend=backend)
             return
         rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column, place.drafts)
-        slots, pool = step.drawn_slots(), step.draft_probs
+        kept, pool = step.drawn_slots(), step.draft_probs
+        slots = kept.as_drafts_read()
         cuts = None
         if pool is not None:
             cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
@@ -67,7 +68,10 @@ class SampledDrafts:
             keep_draft_probs(
                 logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
             )
-        place_drafts(drafts, place, backend=backend)
+        behind = None
+        if place.column + 1 < step.layout.draft_len:
+            behind = replace(rows, column=place.column + 1)
+        place_drafts(drafts, place, behind, kept, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

@@ -94,7 +94,8 @@ class Verifier:
             return self._judge_drawn(inputs, last_tokens, backend)
         with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
-        note_emitted(accepted, slots, backend=backend)
+        drafted = rows.positions if step.layout.draft_len else None
+        note_emitted(accepted, slots, drafted, backend=backend)
         if self.thinking is not None:
             note_thought(accepted, slots, self.thinking, backend=backend)
         return accepted

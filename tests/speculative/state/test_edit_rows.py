@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS
@@ -118,6 +120,60 @@ def test_the_dense_bias_of_a_host(shape: tuple[int, ...], dtype: torch.dtype) ->
     assert torch.equal(held, dense.reshape(-1).float())
     dense.zero_()
     assert held.any()
+
+
+def banned_rows(manager: SlotStateManager, request_id: int) -> tuple[set[int], int, list[int]]:
+    """The ids that drafts of a request may be, how many it may write, and which are banned."""
+    assert manager.edit_rows is not None
+    row = rows(manager, request_id)["allowed_row"]
+    bans = manager.edit_rows.bans
+    assert torch.equal(bans.allowed[row], pools(manager).allowed[row])
+    hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
+    return ids_in(bans.allowed[row, :-1]), int(bans.allowed[row, -1]), hidden
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed"),
+    [
+        ({"min_tokens": 3}, range(VOCAB)),
+        ({"bad_token_ids": [5]}, range(VOCAB)),
+        ({"bad_words": [[5, 6]], "min_tokens": 2}, range(VOCAB)),
+        ({"allowed_token_ids": [3, 69]}, [3, 69]),
+        ({"allowed_token_ids": [3, 69], "min_tokens": 1, "bad_token_ids": [3]}, [3, 69]),
+    ],
+)
+def test_ids_that_drafts_may_be(asked: dict[str, Any], allowed: Sequence[int]) -> None:
+    """At first all that may be written; a row that somebody else had is cleaned."""
+    manager = managed()
+    assert manager.edit_rows is not None
+    manager.edit_rows.bans.allowed.fill_(SOILED)
+    manager.edit_rows.bans.hidden.fill_(7)
+    manager.prepare_resources(batch(request(1, **asked)))
+    assert banned_rows(manager, 1) == (set(allowed), len(allowed), [])
+
+
+@pytest.mark.parametrize("asked", [{"min_tokens": 3, "ignore_eos": True}, {"logprobs": 3}])
+def test_drafts_that_may_be_anything_have_no_row(asked: dict[str, Any]) -> None:
+    manager = managed()
+    manager.prepare_resources(batch(request(1, **asked)))
+    assert taken(manager) == {}
+
+
+def test_drafts_make_do_without_a_row() -> None:
+    """Where all are taken, a request that needs none is served without."""
+    manager = managed(1)
+    for number in (1, 2):
+        manager.prepare_resources(batch(request(number, presence_penalty=1.0)))
+    manager.prepare_resources(batch(request(3, min_tokens=3)))
+    assert sorted(taken(manager)) == [1, 2]
+    slot = manager.slot_of(3)
+    assert int(manager.table.column("min_tokens")[slot]) == 3
+    manager.free_resources(request(1))
+    manager.prepare_resources(batch(request(4, min_tokens=3)))
+    assert taken(manager) == {2: 1, 4: 0}
+    without = managed(2, None)
+    without.prepare_resources(batch(request(1, min_tokens=3)))
+    assert taken(without) == {}
 
 
 def test_allowed_ids() -> None:
@@ -395,8 +451,11 @@ def test_the_report_tells_of_the_pools() -> None:
     words = 2**17 // 32
     per_row = 2**17 * 6 + 4 * (2 * words + 1) + 4 * MAX_BAD_WORDS * MAX_BAD_WORD_LEN
     assert manager.edit_rows is not None
-    assert manager.edit_rows.num_bytes == 8 * per_row
-    told = f", logit edits {8 * per_row / 2**20:.1f} MiB"
+    # of drafts the bits again, and the ids that are banned, those of nobody too
+    hidden = 4 * (MAX_STOP_IDS + MAX_BAD_WORDS)
+    size = 8 * (per_row + 4 * (words + 1)) + 9 * hidden
+    assert manager.edit_rows.num_bytes == size
+    told = f", logit edits {size / 2**20:.1f} MiB"
     assert manager.memory_report() == without.memory_report() + told
     assert "logit edits" not in without.memory_report()
     assert manager.bytes_per_slot() == without.bytes_per_slot()

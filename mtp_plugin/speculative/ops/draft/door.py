@@ -13,8 +13,15 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import is_integral
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import reference
-from mtp_plugin.speculative.step import DraftColumn, expect_vocab
+from mtp_plugin.speculative.step import (
+    DraftColumn,
+    EditPools,
+    SlotRows,
+    check_slots,
+    expect_vocab,
+)
 
 
 def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
@@ -40,13 +47,24 @@ def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> No
         _side(backend).propose(logits, place)
 
 
-def place_drafts(drafts: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
+def place_drafts(
+    drafts: torch.Tensor,
+    place: DraftColumn,
+    behind: DrawnRows | None = None,
+    slots: SlotRows | None = None,
+    *,
+    backend: Backend,
+) -> None:
     """Drafts that were drawn, written to every place that reads them.
 
     Args:
         drafts: [R] int32, any stride: ids of the whole vocabulary; -1, of a row that had none,
             counts as 0.
         place: as :func:`propose`; its ``vocab_ids`` are not read.
+        behind: the rows that propose the drafts behind these, of int32 drafts that are the place's.
+            Ids that must not come there are taken out of those that slots' ``bans`` let drafts be.
+            None: no draft follows.
+        slots: of the R requests; None: nobody keeps drafts from anything.
 
     Raises:
         TensorContractError: drafts or tensors of the place that have other shapes, types or
@@ -57,8 +75,12 @@ def place_drafts(drafts: torch.Tensor, place: DraftColumn, *, backend: Backend) 
             f"drafts: expected torch.int32 [R], got {drafts.dtype} {list(drafts.shape)}"
         )
     _check_place(place, drafts.shape[0])
+    if behind is None or slots is None or slots.pools is None or slots.bans is None:
+        behind = slots = None
+    elif slots.pools is not None:
+        _check_behind(behind, slots, place, slots.pools)
     if drafts.shape[0] > 0:
-        _side(backend).place_drafts(drafts, place)
+        _side(backend).place_drafts(drafts, place, behind, slots)
 
 
 def draft_argmax(logits: torch.Tensor, *, backend: Backend) -> torch.Tensor:
@@ -169,7 +191,13 @@ def place_last_states(
 class _Side(Protocol):
     def propose(self, logits: torch.Tensor, place: DraftColumn) -> None: ...
 
-    def place_drafts(self, drafts: torch.Tensor, place: DraftColumn) -> None: ...
+    def place_drafts(
+        self,
+        drafts: torch.Tensor,
+        place: DraftColumn,
+        behind: DrawnRows | None,
+        slots: SlotRows | None,
+    ) -> None: ...
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor: ...
 
@@ -221,6 +249,20 @@ def _check_place(place: DraftColumn, rows: int) -> None:
         _check_written("positions", place.positions, rows, exact=True)
         if place.kv_lens is not None:
             _check_written("kv_lens", place.kv_lens, rows)
+
+
+def _check_behind(behind: DrawnRows, slots: SlotRows, place: DraftColumn, pools: EditPools) -> None:
+    rows, device = int(place.drafts.shape[0]), place.drafts.device
+    behind.check(device)
+    if (behind.num_rows, behind.width, behind.column) != (rows, 1, place.column + 1):
+        raise TensorContractError(
+            f"rows behind: expected {rows} of width 1 and column {place.column + 1}, got "
+            f"{behind.num_rows} of width {behind.width} and column {behind.column}"
+        )
+    check_slots(slots, rows, device)
+    pools.check(device)
+    if slots.bans is not None:
+        slots.bans.check(pools)
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, rows: int, column: int) -> None:

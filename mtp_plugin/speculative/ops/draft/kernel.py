@@ -4,9 +4,14 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.logit_rows.bans_kernel import ban_next
+
+OF_BANS = ["drawn_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
+SHIFTING = ["drawn_position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
+"""Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BANS, do_not_specialize_on_alignment=SHIFTING)
 def place_kernel(
     value_ptr,
     id_ptr,
@@ -17,20 +22,38 @@ def place_kernel(
     position_ptr,
     kv_len_ptr,
     vocab_ptr,
+    drawn_position_ptr,
+    ahead_ptr,
+    table_ptr,
+    slot_ptr,
+    words_ptr,
+    allowed_ptr,
+    hidden_ptr,
     num_pieces,
     draft_stride,
     next_stride,
     column,
     max_position,
+    drawn_position_stride,
+    ahead_stride,
+    table_stride,
+    slot_stride,
+    pool_vocab,
     PIECES: tl.constexpr,
     SHIFT: tl.constexpr,
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
     HAS_VOCAB_IDS: tl.constexpr,
     IS_DRAWN: tl.constexpr,
+    HAS_BANS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: the draft of its row, written wherever the next pass and the sampler read it."""
+    """One request: the draft of its row, written wherever the next pass and the sampler read it,
+    and what the draft behind it must not be."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     pieces = tl.arange(0, PIECES)
@@ -56,6 +79,27 @@ def place_kernel(
         tl.store(position_ptr + request, tl.minimum(position, max_position))
         if HAS_KV:
             tl.store(kv_len_ptr + request, tl.load(kv_len_ptr + request) + 1)
+    if HAS_BANS:
+        index = tl.load(drawn_position_ptr + request * drawn_position_stride).to(tl.int64)
+        if HAS_AHEAD:
+            index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
+        slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+        # the draft is read by other threads than wrote it
+        tl.debug_barrier()
+        ban_next(
+            table_ptr + slot * table_stride,
+            index + column + 2,
+            column + 1,
+            allowed_ptr,
+            hidden_ptr,
+            words_ptr,
+            draft_ptr + request * draft_stride,
+            pool_vocab,
+            STOPS,
+            WORDS,
+            LENGTH,
+            True,
+        )
 
 
 @triton.jit

@@ -8,10 +8,13 @@ import triton
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.step import DraftColumn, SlotRows
 
 UNBOUNDED = 2**62
 APART, SHARED, COLUMNS = 32, 256, 64
@@ -25,9 +28,11 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     _place(partials.values, partials.ids, partials.num_pieces, place.vocab_ids, place)
 
 
-def place_drafts(drafts: torch.Tensor, place: DraftColumn) -> None:
+def place_drafts(
+    drafts: torch.Tensor, place: DraftColumn, behind: DrawnRows | None, slots: SlotRows | None
+) -> None:
     """As at the door, in one launch."""
-    _place(drafts, drafts.contiguous(), 1, None, place, is_drawn=True)
+    _place(drafts, drafts.contiguous(), 1, None, place, is_drawn=True, behind=behind, slots=slots)
 
 
 def _place(
@@ -38,9 +43,14 @@ def _place(
     place: DraftColumn,
     *,
     is_drawn: bool = False,
+    behind: DrawnRows | None = None,
+    slots: SlotRows | None = None,
 ) -> None:
-    """Write the best of every row's pieces, or what was drawn, where it is read."""
+    """Write the best of every row's pieces, or what was drawn, where it is read, and ban what must
+    not come behind it."""
     unused = ids
+    pools, bans = (None, None) if slots is None else (slots.pools, slots.bans)
+    ahead = None if behind is None else behind.ahead
     place_kernel[(ids.shape[0],)](
         values,
         ids,
@@ -51,17 +61,34 @@ def _place(
         place.positions if place.positions is not None else unused,
         place.kv_lens if place.kv_lens is not None else unused,
         vocab_ids if vocab_ids is not None else unused,
+        unused if behind is None else behind.positions,
+        unused if ahead is None else ahead,
+        unused if slots is None else slots.table,
+        unused if slots is None else slots.slot_ids,
+        unused if pools is None else pools.words,
+        unused if bans is None else bans.allowed,
+        unused if bans is None else bans.hidden,
         num_pieces,
         place.drafts.stride(0),
         place.next_tokens.stride(0),
         place.column,
         UNBOUNDED if place.max_position is None else place.max_position,
+        0 if behind is None else behind.positions.stride(0),
+        0 if ahead is None else ahead.stride(0),
+        0 if slots is None else slots.table.stride(0),
+        0 if slots is None else slots.slot_ids.stride(0),
+        0 if pools is None else pools.vocab_size,
         PIECES=triton.next_power_of_2(num_pieces),
         SHIFT=place.shifted_ids is not None,
         ADVANCE=place.positions is not None,
         HAS_KV=place.kv_lens is not None,
         HAS_VOCAB_IDS=vocab_ids is not None,
         IS_DRAWN=is_drawn,
+        HAS_BANS=bans is not None,
+        HAS_AHEAD=ahead is not None,
+        STOPS=MAX_STOP_IDS,
+        WORDS=MAX_BAD_WORDS,
+        LENGTH=MAX_BAD_WORD_LEN,
         num_warps=1,
         **pdl_options(ids.device),
     )

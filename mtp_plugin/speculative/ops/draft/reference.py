@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.logit_rows import DrawnRows, ban_next
+from mtp_plugin.speculative.step import DraftColumn, SlotRows
 
 
 def propose(logits: torch.Tensor, place: DraftColumn) -> None:
@@ -15,9 +16,13 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     place.write(drafts)
 
 
-def place_drafts(drafts: torch.Tensor, place: DraftColumn) -> None:
+def place_drafts(
+    drafts: torch.Tensor, place: DraftColumn, behind: DrawnRows | None, slots: SlotRows | None
+) -> None:
     """As at the door."""
     place.write(drafts.clamp_min(0))
+    if behind is not None and slots is not None:
+        ban_next(behind, slots)
 
 
 def draft_argmax(logits: torch.Tensor) -> torch.Tensor:

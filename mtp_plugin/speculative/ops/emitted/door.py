@@ -13,21 +13,32 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_integers
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.emitted import reference
 from mtp_plugin.speculative.step import Accepted, SlotRows, check_slots
 
 
-def note_emitted(accepted: Accepted, slots: SlotRows, *, backend: Backend) -> None:
+def note_emitted(
+    accepted: Accepted,
+    slots: SlotRows,
+    positions: torch.Tensor | None = None,
+    *,
+    backend: Backend,
+) -> None:
     """Move on, in place, what is kept of each request's text by what it emitted.
 
     ``recent``: its last tokens; of a request with a ``count_row`` the tokens that it has seen, and
     how often, up to 65535. What was rejected leaves no trace.
+
+    With ``positions`` drafts follow: where slots have ``bans``, ids that must not come behind the
+    emitted tokens are taken out of those that the first draft may be.
 
     Where slots have no pools, nobody asks, and nothing is written.
 
     Args:
         accepted: tokens [R, K+1] in rows without gaps, and how many of each row count.
         slots: of the requests, of which no two that count share a row.
+        positions: [R] integer, any stride: of the token in front of each run.
 
     Raises:
         TensorContractError: tokens, a table, slots or pools of another shape, type or device.
@@ -48,12 +59,17 @@ def note_emitted(accepted: Accepted, slots: SlotRows, *, backend: Backend) -> No
     if slots.pools is None:
         return
     slots.pools.check(tokens.device)
+    rows = None
+    if positions is not None and slots.bans is not None:
+        slots.bans.check(slots.pools)
+        rows = DrawnRows(0, 1, positions, num_accepted)
+        rows.check(tokens.device)
     if requests:
-        _side(backend).note_emitted(accepted, slots)
+        _side(backend).note_emitted(accepted, slots, rows)
 
 
 class _Side(Protocol):
-    def note_emitted(self, accepted: Accepted, slots: SlotRows) -> None: ...
+    def note_emitted(self, accepted: Accepted, slots: SlotRows, rows: DrawnRows | None) -> None: ...
 
 
 @cache

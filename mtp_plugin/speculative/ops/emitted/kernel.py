@@ -5,6 +5,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.bans_kernel import RECENT, ban_next
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
     MOST_COUNTED,
     WORD_BITS,
@@ -13,31 +14,39 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
 )
 
 COUNT_ROW = tl.constexpr(request_column("count_row"))
-RECENT = tl.constexpr(request_column("recent"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["position_ptr"])
 def note_kernel(
     # inputs
     token_ptr,
     count_ptr,
     slot_ptr,
+    position_ptr,
+    words_ptr,
     # read, and moved on
     table_ptr,
     pool_ptr,
     seen_ptr,
+    allowed_ptr,
+    hidden_ptr,
     # sizes
     token_stride,
     count_stride,
     slot_stride,
     table_stride,
+    position_stride,
     pool_vocab,
     # constants
     COLUMNS: tl.constexpr,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    HAS_BANS: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: its last tokens, and the counts of what it emitted."""
+    """One request: its last tokens, the counts of what it emitted, and what its first draft must
+    not be."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
@@ -52,6 +61,25 @@ def note_kernel(
     # all are read before one is written
     tl.debug_barrier()
     tl.store(slot_row + RECENT + places, tl.where(source < LENGTH, kept, new))
+
+    if HAS_BANS:
+        # the last tokens are read by other threads than wrote them
+        tl.debug_barrier()
+        index = tl.load(position_ptr + request * position_stride).to(tl.int64) + num + 1
+        ban_next(
+            slot_row,
+            index,
+            0,
+            allowed_ptr,
+            hidden_ptr,
+            words_ptr,
+            token_ptr,
+            pool_vocab,
+            STOPS,
+            WORDS,
+            LENGTH,
+            False,
+        )
 
     count_row = tl.load(slot_row + COUNT_ROW).to(tl.int64)
     if count_row >= 0:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.speculative.logit_rows import DrawnRows, ban_next
 from mtp_plugin.speculative.step import MOST_COUNTED, WORD_BITS, Accepted, SlotRows, bit_of
 
 
-def note_emitted(accepted: Accepted, slots: SlotRows) -> None:
-    """As at the door."""
+def note_emitted(accepted: Accepted, slots: SlotRows, rows: DrawnRows | None) -> None:
+    """As at the door; ``rows``: that propose the first drafts behind."""
     requests = slice(0, accepted.num_accepted.shape[0])
     _shift_recent(accepted, slots, requests)
     pools = slots.pools
     if pools is None:
         return
+    if rows is not None:
+        ban_next(rows, slots)
     row = slots.read("count_row", requests).to(torch.int64)
     for column in range(accepted.tokens.shape[1]):
         token = accepted.tokens[:, column].to(torch.int64)

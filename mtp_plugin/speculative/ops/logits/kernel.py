@@ -4,22 +4,9 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, bits_of, num_words
+from mtp_plugin.speculative.logit_rows.bans_kernel import early_stops, leaves_some, word_ends
+from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, num_words
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
-
-PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
-MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
-STOP_IDS = tl.constexpr(request_column("stop_ids"))
-WORDS_ROW = tl.constexpr(request_column("words_row"))
-RECENT = tl.constexpr(request_column("recent"))
-
-
-@triton.jit
-def _taken(allowed_ptr, ids, pool_vocab):
-    """Whether ids are among the allowed ones, 0 or 1."""
-    inside = (ids >= 0) & (ids < pool_vocab)
-    return bits_of(allowed_ptr, ids, inside)
 
 
 @triton.jit
@@ -62,54 +49,21 @@ def hide_kernel(
     )
     position = tl.load(position_ptr + request * position_stride).to(tl.int64)
     columns = tl.arange(0, STOPS)
-    stops = tl.load(slot + STOP_IDS + columns)
-    first = tl.load(slot + PROMPT_LEN).to(tl.int64) + tl.load(slot + MIN_TOKENS)
-    early = position + 1 + offset < first
-    hidden = early & (stops >= 0) & (stops < vocab)
+    stops, hidden = early_stops(slot, position + 1 + offset, vocab, STOPS)
     kept = row * (STOPS + WORDS)
     row_ptr = logits_ptr + row * row_stride
 
     if HAS_POOLS:
-        words_row = tl.load(slot + WORDS_ROW).to(tl.int64)
-        allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
         lanes = tl.arange(0, WORDS)
-        ends = tl.full([WORDS], -1, tl.int32)
-        if words_row >= 0:
-            places = tl.arange(0, LENGTH)
-            word_ptr = words_ptr + words_row * (WORDS * LENGTH)
-            parts = tl.load(word_ptr + lanes[:, None] * LENGTH + places[None, :])
-            # in front of a word's last token stand the slot's last tokens, then drafts
-            back = LENGTH - 1 - places
-            from_slot = LENGTH + offset - back
-            tokens = tl.load(
-                slot + RECENT + from_slot,
-                mask=(back > 0) & (from_slot < LENGTH),
-                other=-1,
-            ).to(tl.int64)
-            if HAS_DRAFTS:
-                at = tl.maximum(request - num_contexts, 0) * draft_stride + from_slot - LENGTH
-                drafts = tl.load(
-                    draft_ptr + at, mask=(back > 0) & (from_slot >= LENGTH), other=-1
-                ).to(tl.int64)
-                tokens = tl.where(from_slot < LENGTH, tokens, drafts)
-            fits = (parts < 0) | (back == 0)[None, :] | (parts == tokens[None, :])
-            begins = tl.min(fits.to(tl.int32), axis=1) == 1
-            last = tl.max(tl.where((back == 0)[None, :], parts, -1), axis=1)
-            ends = tl.where(begins, last, -1)
+        drafts = draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride
+        ends = word_ends(slot, offset, words_ptr, drafts, WORDS, LENGTH, HAS_DRAFTS)
+        allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
         if allowed_row >= 0:
             # of what is allowed something must be left, or the stop ids yield
-            words = num_words(pool_vocab)
-            row_allowed = allowed_ptr + allowed_row * (words + 1)
-            held = tl.where(hidden, stops, -1)
-            again = (held[:, None] == held[None, :]) & (columns[None, :] < columns[:, None])
-            again = tl.max(again.to(tl.int32), axis=1)
-            again_word = tl.max((held[:, None] == ends[None, :]).to(tl.int32), axis=1)
-            taken = _taken(row_allowed, held, pool_vocab) & (1 - again) & (1 - again_word)
-            twice = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
-            twice = tl.max(twice.to(tl.int32), axis=1)
-            left = tl.load(row_allowed + words) - tl.sum(taken, axis=0)
-            left -= tl.sum(_taken(row_allowed, ends, pool_vocab) & (1 - twice), axis=0)
-            hidden = hidden & (left > 0)
+            row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
+            hidden = hidden & leaves_some(
+                row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS
+            )
         is_end = (ends >= 0) & (ends < vocab)
         end_entries = row_ptr + tl.where(is_end, ends, 0)
         end_values = tl.load(end_entries, mask=is_end, other=0.0)

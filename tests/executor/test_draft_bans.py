@@ -1,0 +1,88 @@
+"""Drafts are no ids that the target must refuse: as many stand as where nothing is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import decode
+from mtp_plugin.speculative.step import SlotRows
+from tests.executor.conftest import assert_drained
+
+NUM_TOKENS = 32
+EOS = (1,)
+
+
+def often(texts: list[list[int]]) -> list[int]:
+    """Every second of the ids that stand most often in texts."""
+    counted = Counter(token for text in texts for token in text)
+    return [token for token, _ in counted.most_common(40)][::2]
+
+
+OPTIONS = {
+    "bad_token_ids": lambda texts: {"bad_token_ids": often(texts)},
+    "bad_words": lambda texts: {
+        "bad_words": [text[i : i + 2] for text in texts for i in range(0, 16, 2)]
+    },
+    "min_tokens": lambda texts: {
+        "stop_token_ids": often(texts),
+        "ignore_eos": False,
+        "min_tokens": NUM_TOKENS,
+    },
+}
+
+
+def run(llm, prompts, params) -> tuple[float, list[list[int]]]:
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return llm.executor.acceptance.acceptance_length, [output.token_ids for output in outputs]
+
+
+def blind(monkeypatch) -> None:
+    """Let drafts be made without what is kept for them."""
+    monkeypatch.setattr(SlotRows, "as_drafts_read", lambda slots: slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "vanilla", "temperature"),
+    [
+        ("bad_token_ids", False, 0),
+        ("bad_words", True, 0),
+        ("bad_words", False, 0.7),
+        ("min_tokens", True, 0.7),
+    ],
+)
+def test_the_acceptance_length_is_that_without(
+    bed, prompts, monkeypatch, name, vanilla, temperature
+):
+    """And the text is the target's own, whatever drafts see."""
+    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
+    without, free_texts = run(bed.llm(vanilla=vanilla), prompts, free)
+    asked = {**always, **OPTIONS[name](free_texts)}
+    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
+    seen, texts = run(bed.llm(vanilla=vanilla), prompts, params)
+    blind(monkeypatch)
+    unseen, same = run(bed.llm(vanilla=vanilla), prompts, params)
+    assert texts == same
+    assert seen > unseen + 0.05
+    # the texts are others, of ids that are less sure
+    assert seen > without - 0.3
+    target = bed.oracle_model.target
+    for prompt, asks, text in list(zip(prompts, params, texts, strict=True))[:2]:
+        assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
+
+
+@pytest.mark.parametrize("way", ["rejection", "block"])
+def test_drafts_that_are_judged_by_their_odds(bed, prompts, monkeypatch, way):
+    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.7}
+    _, texts = run(bed.llm(), prompts, [SamplingParams(**always)] * len(prompts))
+    banned = often(texts)
+    params = [SamplingParams(**always, seed=i, bad_token_ids=banned) for i in range(len(prompts))]
+    seen, texts = run(bed.llm(mtp={"verification": way}), prompts, params)
+    assert not {token for text in texts for token in text} & set(banned)
+    blind(monkeypatch)
+    unseen, _ = run(bed.llm(mtp={"verification": way}), prompts, params)
+    assert seen > unseen + 0.3

@@ -1,0 +1,255 @@
+"""What drafts may not be, pass by pass of a draft loop: the story equals torch equals Triton."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.draft import place_drafts
+from mtp_plugin.speculative.ops.emitted import note_emitted
+from mtp_plugin.speculative.step import Accepted, DraftBans, DraftColumn, SlotRows
+from tests.doors import check_strided_arguments
+from tests.speculative.ops.logits import story
+from tests.speculative.ops.logits.pools import bits_of, ids_in, pools_of
+from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.logits.test_banned import word_of
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.speculative.ops.slots import column, on_copy, slot_rows
+
+KEPT = MAX_STOP_IDS + MAX_BAD_WORDS
+
+
+def asks_of(dice: random.Random, vocab: int, few: list[int]) -> Asks:
+    """Of one request; some allow all ids, and some have no row."""
+    recent = [dice.choice(few) for _ in range(dice.choice((0, 1, 5, 16)))]
+    stops = [dice.choice((dice.randrange(vocab), vocab)) for _ in range(dice.randrange(6))]
+    words = None
+    if dice.random() < 0.8:
+        text = [*recent, *(dice.choice(few) for _ in range(6))]
+        words = [word_of(dice, vocab, text) for _ in range(dice.choice((1, 2, 8, 64)))]
+    some = {*few, *stops, *(word[-1] for word in words or ()), dice.randrange(vocab)}
+    allowed = dice.choice((range(vocab), range(vocab), some, None))
+    if allowed is not None:
+        allowed = {token for token in allowed if token < vocab}
+    return Asks(
+        allowed=allowed,
+        words=words,
+        recent=recent,
+        stops=stops,
+        prompt_len=dice.randrange(1, 8),
+        min_tokens=dice.choice((0, dice.randrange(12), 2**31 - 1)),
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests, of which each draft is banned what its text must not go on with."""
+
+    asks: list[Asks]
+    slots: SlotRows
+    positions: list[int]
+
+    @classmethod
+    def of(cls, seed: int, requests: int, vocab: int) -> Batch:
+        dice = random.Random(seed)
+        few = [dice.randrange(vocab) for _ in range(3)]
+        asks = [asks_of(dice, vocab, few) for _ in range(requests)]
+        pools, columns = pools_of(asks, vocab, dice)
+        hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32)
+        values = [
+            {
+                "prompt_len": ask.prompt_len,
+                "min_tokens": ask.min_tokens,
+                "stop_ids": ask.stops,
+                "recent": [-1] * (MAX_BAD_WORD_LEN - len(ask.recent)) + list(ask.recent),
+                **rows,
+            }
+            for ask, rows in zip(asks, columns, strict=True)
+        ]
+        bans = DraftBans(pools.allowed.clone(), hidden.to(DEVICE))
+        slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, bans=bans)
+        return cls(asks, slots, [dice.randrange(14) for _ in range(requests)])
+
+    def copy(self) -> Batch:
+        """With a table, and bans, of its own."""
+        bans = self.slots.bans
+        assert bans is not None
+        mine = DraftBans(bans.allowed.clone(), bans.hidden.clone())
+        return replace(self, slots=replace(on_copy(self.slots), bans=mine))
+
+    def behind(self, runs: list[list[int]]) -> list[Asks]:
+        """The requests with what they emitted."""
+        pairs = zip(self.asks, runs, strict=True)
+        return [replace(ask, recent=[*ask.recent, *run][-MAX_BAD_WORD_LEN:]) for ask, run in pairs]
+
+    def check(self, asks: list[Asks], indices: list[int], before: list[list[int]]) -> int:
+        """What every row of drafts' ids holds; how many ids are banned."""
+        bans, pools = self.slots.bans, self.slots.pools
+        assert bans is not None
+        assert pools is not None
+        number = 0
+        for request, (ask, index, drafts) in enumerate(zip(asks, indices, before, strict=True)):
+            if ask.allowed is None:
+                continue
+            row = int(column(self.slots, "allowed_row")[int(self.slots.slot_ids[request])])
+            banned = story.banned(Place(ask, index, tuple(drafts))) & set(ask.allowed)
+            assert ids_in(bans.allowed[row, :-1]) == set(ask.allowed) - banned
+            hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
+            assert sorted(hidden) == sorted(banned)
+            assert int(bans.allowed[row, -1]) == len(set(ask.allowed))
+            number += len(banned)
+        return number
+
+
+def accepted_of(runs: list[list[int]], width: int) -> Accepted:
+    tokens = [[*run, *[-1] * (width - len(run))] for run in runs]
+    counts = vector(map(len, runs), torch.int32)
+    rows = torch.tensor(tokens, dtype=torch.int32, device=DEVICE).reshape(len(runs), width)
+    return Accepted(rows, counts, torch.zeros_like(counts))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_story_torch_and_triton_agree(backend: Backend) -> None:
+    banned = 0
+
+    @settings(max_examples=40 if backend is Backend.TORCH else 15)
+    @given(
+        seed=st.integers(0, 2**31),
+        requests=st.integers(1, 4),
+        vocab=st.sampled_from((1, 2, 31, 32, 33, 100)),
+        k=st.integers(1, 4),
+        steps=st.integers(1, 3),
+        index_dtype=st.sampled_from(INDEX_DTYPES),
+    )
+    def agree(seed: int, requests: int, vocab: int, k: int, steps: int, index_dtype) -> None:
+        nonlocal banned
+        dice = random.Random(seed + 1)
+        batch = Batch.of(seed, requests, vocab)
+        pools, before = batch.slots.pools, batch.slots.bans
+        assert pools is not None
+        assert before is not None
+        outside = before.allowed.clone()
+        asks, positions = batch.asks, batch.positions
+        for _ in range(steps):
+            ids = [*(asks[0].recent or [0]), dice.randrange(vocab)]
+            runs = [[dice.choice(ids) for _ in range(dice.randrange(k + 2))] for _ in asks]
+            asks = replace(batch, asks=asks).behind(runs)
+            accepted = accepted_of(runs, k + 1)
+            given_positions = vector(positions, index_dtype)
+            note_emitted(accepted, batch.slots, given_positions, backend=backend)
+            first = [at + len(run) + 1 for at, run in zip(positions, runs, strict=True)]
+            drafts: list[list[int]] = [[] for _ in asks]
+            banned += batch.check(asks, first, drafts)
+            held = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
+            following = torch.zeros(requests, k + 1, dtype=torch.int32, device=DEVICE)
+            rows = DrawnRows(0, 1, given_positions, accepted.num_accepted, 0, held)
+            for number in range(k):
+                drawn = [dice.choice(ids) for _ in asks]
+                place = DraftColumn(held, following, number)
+                next_rows = replace(rows, column=number + 1) if number + 1 < k else None
+                place_drafts(
+                    vector(drawn, torch.int32), place, next_rows, batch.slots, backend=backend
+                )
+                if next_rows is None:
+                    break
+                drafts = [[*some, one] for some, one in zip(drafts, drawn, strict=True)]
+                indices = [index + number + 1 for index in first]
+                banned += batch.check(asks, indices, drafts)
+            positions = [index - 1 for index in first]
+        assert torch.equal(pools.allowed, outside)
+        mine = column(batch.slots, "allowed_row")[batch.slots.slot_ids[:requests]].tolist()
+        others = [row for row in range(len(outside)) if row not in mine]
+        assert torch.equal(before.allowed[others], outside[others])
+
+    agree()
+    assert banned > 100
+
+
+def one_request(**asks: object) -> Batch:
+    pools, columns = pools_of([Asks(**asks)], 40, random.Random(0))  # type: ignore[arg-type]
+    hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32, device=DEVICE)
+    values = {"prompt_len": 2, "min_tokens": 0, "stop_ids": (), "recent": [-1] * MAX_BAD_WORD_LEN}
+    slots = slot_rows([{**values, **columns[0]}])
+    return Batch(
+        [Asks(**asks)],  # type: ignore[arg-type]
+        replace(slots, pools=pools, bans=DraftBans(pools.allowed.clone(), hidden)),
+        [5],
+    )
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_without_drafts_behind_nothing_is_banned(backend: Backend) -> None:
+    batch = one_request(allowed=range(40), words=[(3,)])
+    bans = batch.slots.bans
+    assert bans is not None
+    note_emitted(accepted_of([[1]], 1), batch.slots, backend=backend)
+    assert bool((bans.hidden == -1).all())
+    note_emitted(accepted_of([[1]], 1), batch.slots, vector([5]), backend=backend)
+    assert bans.hidden[bans.hidden >= 0].tolist() == [3]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    given_batch = Batch.of(3, 4, 40)
+    refused = {"slots.table": "rows without gaps", "accepted.tokens": "rows without gaps"}
+    for name in ("bias", "allowed", "counts", "seen", "words"):
+        refused[f"slots.pools.{name}"] = f"pool {name} of logit edits"
+    for name in ("allowed", "hidden"):
+        refused[f"slots.bans.{name}"] = f"bans of drafts, {name}"
+    pools = given_batch.slots.pools
+    assert pools is not None
+    finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
+    slots = replace(given_batch.slots, pools=finite)
+    arguments = {
+        "accepted": accepted_of([[1], [2, 3], [], [4]], 2),
+        "slots": slots,
+        "positions": vector(given_batch.positions),
+    }
+    check_strided_arguments(note_emitted, arguments, refused=refused, backend=backend)
+
+    def placed(drafts: torch.Tensor, held: torch.Tensor, behind: DrawnRows, slots: SlotRows):
+        following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
+        rows = replace(behind, drafts=held)
+        place_drafts(drafts, DraftColumn(held, following, 1), rows, slots, backend=backend)
+        return following
+
+    refused.pop("accepted.tokens")
+    refused["held"] = "contiguous rows"
+    arguments = {
+        "drafts": vector([4, 5, 6, 7], torch.int32),
+        "held": torch.arange(12, dtype=torch.int32, device=DEVICE).reshape(4, 3),
+        "behind": DrawnRows(0, 1, vector(given_batch.positions), vector([1, 0, 2, 1]), 2),
+        "slots": slots,
+    }
+    # `held` is given beside the rows, which have none of their own
+    check_strided_arguments(placed, arguments, refused=refused)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
+    slots = Batch.of(3, 2, 40).slots
+    held = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    following = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    place, drafts = DraftColumn(held, following, 0), vector([1, 2], torch.int32)
+    for rows in (
+        DrawnRows(0, 1, vector([3, 4]), column=0, drafts=held),
+        DrawnRows(0, 2, vector([3, 4]), column=1, drafts=held),
+        DrawnRows(0, 1, vector([3, 4, 5]), column=1),
+    ):
+        with pytest.raises(TensorContractError, match="rows behind: expected 2 of width 1 and"):
+            place_drafts(drafts, place, rows, slots, backend=backend)
+
+
+def test_bits_of_all_ids() -> None:
+    """The sign's bit too, which int32 shifts to."""
+    assert ids_in(bits_of(range(64), 2)) == set(range(64))
