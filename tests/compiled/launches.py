@@ -341,6 +341,10 @@ def compile_draft_step() -> None:
         behind = DrawnRows(0, 1, last, ints(requests), 2, filled.drafts)
         for slots in (slot_rows(requests), None):
             place_drafts(ints(requests), filled, behind, slots, backend=Backend.TRITON)
+        slots = slot_rows(requests)
+        for count in (1, 6):
+            rule = ThinkingRule(1, 2, ints(count), ints(count, count))
+            place_drafts(ints(requests), filled, behind, slots, rule, backend=Backend.TRITON)
     draft_argmax(floats(1, VOCAB), backend=Backend.TRITON)
     for dtype in (BF16, F32):
         part = floats(requests, 64640, dtype=dtype)

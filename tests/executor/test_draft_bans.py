@@ -9,10 +9,12 @@ import pytest
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
 from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.verification import draft_rules
 from tests.executor.conftest import assert_drained
 
 NUM_TOKENS = 32
 EOS = (1,)
+BEGIN, END = 5, (9, 11, 13, 9, 11, 15, 17, 6)
 
 
 def often(texts: list[list[int]]) -> list[int]:
@@ -86,3 +88,31 @@ def test_drafts_that_are_judged_by_their_odds(bed, prompts, monkeypatch, way):
     blind(monkeypatch)
     unseen, _ = run(bed.llm(mtp={"verification": way}), prompts, params)
     assert seen > unseen + 0.3
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_drafts_go_on_with_the_end_of_thinking(bed, prompts, monkeypatch, vanilla, temperature):
+    """Where a budget is spent; of an end of eight ids that no draft would be."""
+    spec = {
+        "begin_thinking_phase_token": BEGIN,
+        "end_thinking_phase_token": END[-1],
+        "mtp": {"check_metadata": True, "thinking_end": list(END)},
+    }
+    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    params = [
+        SamplingParams(**always, seed=i, thinking_token_budget=i % 4) for i in range(len(prompts))
+    ]
+    thinking = [[BEGIN, *prompt] for prompt in prompts]
+    seen, texts = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
+    for place, text in enumerate(texts):
+        assert text[place % 4 : place % 4 + len(END)] == list(END)
+    right = draft_rules.place_drafts
+
+    def blind_to_budgets(drafts, place, behind, slots, _, **others):
+        right(drafts, place, behind, slots, None, **others)
+
+    monkeypatch.setattr(draft_rules, "place_drafts", blind_to_budgets)
+    unseen, same = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
+    assert texts == same
+    assert seen > unseen + 0.2

@@ -343,7 +343,7 @@ class SpecWorker(nn.Module, ABC):
         logits = self._whole_vocabulary(logits, step.logits.shape[1])
         if self.draft_vocab_ids is not None:
             place = replace(place, vocab_ids=self.draft_vocab_ids)
-        draft_pass = DraftPass(step.host, accepted.num_accepted, place)
+        draft_pass = DraftPass(step.host, accepted.num_accepted, place, self.verifier.thinking)
         self.verifier.draft_rule.propose(logits, draft_pass, backend=self.backend)
 
     def _whole_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -3,5 +3,15 @@
 from mtp_plugin.speculative.logit_rows.bans import ban_next, banned
 from mtp_plugin.speculative.logit_rows.contract import GREEDY_BELOW, DrawnRows
 from mtp_plugin.speculative.logit_rows.edits import EDITED_OPTIONS, edited
+from mtp_plugin.speculative.logit_rows.thinking import ThinkingRule, ThinkingState
 
-__all__ = ["EDITED_OPTIONS", "GREEDY_BELOW", "DrawnRows", "ban_next", "banned", "edited"]
+__all__ = [
+    "EDITED_OPTIONS",
+    "GREEDY_BELOW",
+    "DrawnRows",
+    "ThinkingRule",
+    "ThinkingState",
+    "ban_next",
+    "banned",
+    "edited",
+]

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import place_drafts, propose
 from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
@@ -23,6 +23,7 @@ class DraftPass:
     step: HostStep
     num_accepted: torch.Tensor  # [R] int32: tokens that the target emitted
     place: DraftColumn  # where the drafts go
+    thinking: ThinkingRule | None = None  # what budgets of thinking go by
 
 
 class DraftRule(Protocol):
@@ -71,7 +72,8 @@ class SampledDrafts:
         behind = None
         if place.column + 1 < step.layout.draft_len:
             behind = replace(rows, column=place.column + 1)
-        place_drafts(drafts, place, behind, kept, backend=backend)
+        thinking = None if step.only_draws else draft_pass.thinking
+        place_drafts(drafts, place, behind, kept, thinking, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

@@ -95,7 +95,7 @@ class Verifier:
         with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
         drafted = rows.positions if step.layout.draft_len else None
-        note_emitted(accepted, slots, drafted, backend=backend)
+        note_emitted(accepted, slots, positions=drafted, backend=backend)
         if self.thinking is not None:
             note_thought(accepted, slots, self.thinking, backend=backend)
         return accepted

@@ -13,9 +13,10 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import is_integral
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.step import (
+    DraftBans,
     DraftColumn,
     EditPools,
     SlotRows,
@@ -52,10 +53,12 @@ def place_drafts(
     place: DraftColumn,
     behind: DrawnRows | None = None,
     slots: SlotRows | None = None,
+    thinking: ThinkingRule | None = None,
     *,
     backend: Backend,
 ) -> None:
-    """Drafts that were drawn, written to every place that reads them.
+    """Drafts that were drawn, written to every place that reads them; where the end of thinking
+    must come, its ids instead.
 
     Args:
         drafts: [R] int32, any stride: ids of the whole vocabulary; -1, of a row that had none,
@@ -65,6 +68,8 @@ def place_drafts(
             Ids that must not come there are taken out of those that slots' ``bans`` let drafts be.
             None: no draft follows.
         slots: of the R requests; None: nobody keeps drafts from anything.
+        thinking: what budgets go by, beside slots and int32 drafts in front that are the place's.
+            None: no request has one.
 
     Raises:
         TensorContractError: drafts or tensors of the place that have other shapes, types or
@@ -75,12 +80,18 @@ def place_drafts(
             f"drafts: expected torch.int32 [R], got {drafts.dtype} {list(drafts.shape)}"
         )
     _check_place(place, drafts.shape[0])
-    if behind is None or slots is None or slots.pools is None or slots.bans is None:
-        behind = slots = None
-    elif slots.pools is not None:
-        _check_behind(behind, slots, place, slots.pools)
+    if slots is None:
+        behind = thinking = None
+    else:
+        check_slots(slots, drafts.shape[0], drafts.device)
+        if behind is not None and slots.pools is not None and slots.bans is not None:
+            _check_behind(behind, place, slots.pools, slots.bans)
+        else:
+            behind = None
+    if thinking is not None:
+        thinking.check(drafts.device)
     if drafts.shape[0] > 0:
-        _side(backend).place_drafts(drafts, place, behind, slots)
+        _side(backend).place_drafts(drafts, place, behind, slots, thinking)
 
 
 def draft_argmax(logits: torch.Tensor, *, backend: Backend) -> torch.Tensor:
@@ -197,6 +208,7 @@ class _Side(Protocol):
         place: DraftColumn,
         behind: DrawnRows | None,
         slots: SlotRows | None,
+        thinking: ThinkingRule | None,
     ) -> None: ...
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor: ...
@@ -251,7 +263,7 @@ def _check_place(place: DraftColumn, rows: int) -> None:
             _check_written("kv_lens", place.kv_lens, rows)
 
 
-def _check_behind(behind: DrawnRows, slots: SlotRows, place: DraftColumn, pools: EditPools) -> None:
+def _check_behind(behind: DrawnRows, place: DraftColumn, pools: EditPools, bans: DraftBans) -> None:
     rows, device = int(place.drafts.shape[0]), place.drafts.device
     behind.check(device)
     if (behind.num_rows, behind.width, behind.column) != (rows, 1, place.column + 1):
@@ -259,10 +271,8 @@ def _check_behind(behind: DrawnRows, slots: SlotRows, place: DraftColumn, pools:
             f"rows behind: expected {rows} of width 1 and column {place.column + 1}, got "
             f"{behind.num_rows} of width {behind.width} and column {behind.column}"
         )
-    check_slots(slots, rows, device)
     pools.check(device)
-    if slots.bans is not None:
-        slots.bans.check(pools)
+    bans.check(pools)
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, rows: int, column: int) -> None:

@@ -5,13 +5,15 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.bans_kernel import ban_next
+from mtp_plugin.speculative.logit_rows.thinking_kernel import forced_behind
 
-OF_BANS = ["drawn_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
+OF_SLOTS = ["drawn_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
+OF_SLOTS += ["begin_token", "end_token", "end_length"]
 SHIFTING = ["drawn_position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
-@triton.jit(do_not_specialize=OF_BANS, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=OF_SLOTS, do_not_specialize_on_alignment=SHIFTING)
 def place_kernel(
     value_ptr,
     id_ptr,
@@ -29,6 +31,8 @@ def place_kernel(
     words_ptr,
     allowed_ptr,
     hidden_ptr,
+    end_ptr,
+    next_place_ptr,
     num_pieces,
     draft_stride,
     next_stride,
@@ -39,6 +43,9 @@ def place_kernel(
     table_stride,
     slot_stride,
     pool_vocab,
+    begin_token,
+    end_token,
+    end_length,
     PIECES: tl.constexpr,
     SHIFT: tl.constexpr,
     ADVANCE: tl.constexpr,
@@ -46,6 +53,8 @@ def place_kernel(
     HAS_VOCAB_IDS: tl.constexpr,
     IS_DRAWN: tl.constexpr,
     HAS_BANS: tl.constexpr,
+    HAS_THINKING: tl.constexpr,
+    LANES: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     STOPS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -68,6 +77,22 @@ def place_kernel(
         draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
     if HAS_VOCAB_IDS:
         draft = tl.load(vocab_ptr + draft)
+    slot = table_ptr
+    if HAS_BANS or HAS_THINKING:
+        slot += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+    if HAS_THINKING:
+        forced = forced_behind(
+            slot,
+            draft_ptr + request * draft_stride,
+            column,
+            begin_token,
+            end_token,
+            end_ptr,
+            next_place_ptr,
+            end_length,
+            LANES,
+        )
+        draft = tl.where(forced >= 0, forced, draft)
     tl.store(draft_ptr + request * draft_stride + column, draft)
     tl.store(next_ptr + request * next_stride + column + 1, draft)
     if SHIFT:
@@ -83,11 +108,10 @@ def place_kernel(
         index = tl.load(drawn_position_ptr + request * drawn_position_stride).to(tl.int64)
         if HAS_AHEAD:
             index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
-        slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
         # the draft is read by other threads than wrote it
         tl.debug_barrier()
         ban_next(
-            table_ptr + slot * table_stride,
+            slot,
             index + column + 2,
             column + 1,
             allowed_ptr,

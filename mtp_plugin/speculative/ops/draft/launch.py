@@ -10,7 +10,7 @@ from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
@@ -29,10 +29,24 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
 
 
 def place_drafts(
-    drafts: torch.Tensor, place: DraftColumn, behind: DrawnRows | None, slots: SlotRows | None
+    drafts: torch.Tensor,
+    place: DraftColumn,
+    behind: DrawnRows | None,
+    slots: SlotRows | None,
+    thinking: ThinkingRule | None,
 ) -> None:
     """As at the door, in one launch."""
-    _place(drafts, drafts.contiguous(), 1, None, place, is_drawn=True, behind=behind, slots=slots)
+    _place(
+        drafts,
+        drafts.contiguous(),
+        1,
+        None,
+        place,
+        is_drawn=True,
+        behind=behind,
+        slots=slots,
+        thinking=thinking,
+    )
 
 
 def _place(
@@ -45,11 +59,14 @@ def _place(
     is_drawn: bool = False,
     behind: DrawnRows | None = None,
     slots: SlotRows | None = None,
+    thinking: ThinkingRule | None = None,
 ) -> None:
-    """Write the best of every row's pieces, or what was drawn, where it is read, and ban what must
-    not come behind it."""
+    """Write the best of every row's pieces, or what was drawn or must come, where it is read, and
+    ban what must not come behind it."""
     unused = ids
-    pools, bans = (None, None) if slots is None else (slots.pools, slots.bans)
+    bans = None if behind is None or slots is None else slots.bans
+    pools = None if bans is None or slots is None else slots.pools
+    length = 1 if thinking is None else thinking.end_ids.numel()
     ahead = None if behind is None else behind.ahead
     place_kernel[(ids.shape[0],)](
         values,
@@ -68,6 +85,8 @@ def _place(
         unused if pools is None else pools.words,
         unused if bans is None else bans.allowed,
         unused if bans is None else bans.hidden,
+        unused if thinking is None else thinking.end_ids,
+        unused if thinking is None else thinking.next_places,
         num_pieces,
         place.drafts.stride(0),
         place.next_tokens.stride(0),
@@ -78,6 +97,9 @@ def _place(
         0 if slots is None else slots.table.stride(0),
         0 if slots is None else slots.slot_ids.stride(0),
         0 if pools is None else pools.vocab_size,
+        -1 if thinking is None else thinking.begin_token,
+        -1 if thinking is None else thinking.end_token,
+        length,
         PIECES=triton.next_power_of_2(num_pieces),
         SHIFT=place.shifted_ids is not None,
         ADVANCE=place.positions is not None,
@@ -85,6 +107,8 @@ def _place(
         HAS_VOCAB_IDS=vocab_ids is not None,
         IS_DRAWN=is_drawn,
         HAS_BANS=bans is not None,
+        HAS_THINKING=thinking is not None,
+        LANES=triton.next_power_of_2(length),
         HAS_AHEAD=ahead is not None,
         STOPS=MAX_STOP_IDS,
         WORDS=MAX_BAD_WORDS,

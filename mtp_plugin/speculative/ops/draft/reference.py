@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import DrawnRows, ban_next
+from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule, ThinkingState, ban_next
 from mtp_plugin.speculative.step import DraftColumn, SlotRows
 
 
@@ -17,10 +17,22 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
 
 
 def place_drafts(
-    drafts: torch.Tensor, place: DraftColumn, behind: DrawnRows | None, slots: SlotRows | None
+    drafts: torch.Tensor,
+    place: DraftColumn,
+    behind: DrawnRows | None,
+    slots: SlotRows | None,
+    thinking: ThinkingRule | None,
 ) -> None:
     """As at the door."""
-    place.write(drafts.clamp_min(0))
+    drafts = drafts.clamp_min(0)
+    if thinking is not None and slots is not None:
+        state = ThinkingState.read(slots, slice(0, drafts.shape[0]))
+        for column in range(place.column):
+            token = place.drafts[:, column].to(torch.int64)
+            state = state.behind(token, state.budget >= 0, thinking)
+        forced = torch.where(state.budget >= 0, state.forced(thinking), -1)
+        drafts = torch.where(forced >= 0, forced, drafts)
+    place.write(drafts)
     if behind is not None and slots is not None:
         ban_next(behind, slots)
 

@@ -13,8 +13,8 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import is_integral
+from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.thinking import reference
-from mtp_plugin.speculative.ops.thinking.contract import ThinkingRule
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout, check_slots
 
 
@@ -108,19 +108,4 @@ def _side(backend: Backend) -> _Side:
 
 def _check(slots: SlotRows, rule: ThinkingRule, requests: int, device: torch.device) -> None:
     check_slots(slots, requests, device)
-    length = rule.end_ids.numel()
-    for name, tensor, shape in (
-        ("end_ids", rule.end_ids, (length,)),
-        ("next_places", rule.next_places, (length, length)),
-    ):
-        if not (
-            length
-            and tensor.shape == shape
-            and tensor.dtype == torch.int32
-            and tensor.device == device
-            and tensor.is_contiguous()
-        ):
-            raise TensorContractError(
-                f"{name}: expected torch.int32 {list(shape)} without gaps on {device}, of 1 id or "
-                f"more, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            )
+    rule.check(device)

@@ -4,26 +4,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.requests.columns import request_column
-
-BUDGET = tl.constexpr(request_column("thinking_token_budget"))
-THOUGHT = tl.constexpr(request_column("thought"))
-PLACE = tl.constexpr(request_column("end_place"))
-
-
-@triton.jit
-def _behind(
-    token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
-):
-    """What is thought, and the place in the end, behind a token."""
-    row = tl.load(next_ptr + place * length + lanes, mask=lanes < length, other=0)
-    place = tl.max(tl.where(end_ids == token, row, 0), axis=0)
-    thinks = thought >= 0
-    forces = thinks & (budget >= 0) & (thought >= budget)
-    ends = (token == end_token) & (token >= 0) & (forces == 0)
-    goes_on = thinks & (ends == 0) & (place != length)
-    begins = tl.where((token == begin_token) & (thought < 0), 0, -1)
-    return tl.where(goes_on, thought + 1, begins), tl.where(goes_on, place, 0)
+from mtp_plugin.speculative.logit_rows.thinking_kernel import BUDGET, PLACE, THOUGHT, behind
 
 
 @triton.jit
@@ -77,7 +58,7 @@ def force_kernel(
         _store_forced(first, thought, place, budget, end_ptr, forced_ptr, choice_ptr)
         for column in tl.static_range(K):
             token = tl.load(draft_ptr + generation * K + column)
-            thought, place = _behind(
+            thought, place = behind(
                 token,
                 thought,
                 place,
@@ -130,7 +111,7 @@ def note_kernel(
         place = tl.load(slot_row + PLACE)
         for column in range(0, count):
             token = tl.load(token_ptr + request * token_stride + column * column_stride)
-            thought, place = _behind(
+            thought, place = behind(
                 token,
                 thought,
                 place,

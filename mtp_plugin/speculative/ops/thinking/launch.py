@@ -6,7 +6,7 @@ import torch
 import triton
 
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.thinking.contract import ThinkingRule
+from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.thinking.kernel import force_kernel, note_kernel
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 

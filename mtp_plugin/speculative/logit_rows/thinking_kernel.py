@@ -1,0 +1,62 @@
+"""Where requests stand that have a budget of thinking, on the device."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.requests.columns import request_column
+
+BUDGET = tl.constexpr(request_column("thinking_token_budget"))
+THOUGHT = tl.constexpr(request_column("thought"))
+PLACE = tl.constexpr(request_column("end_place"))
+
+
+@triton.jit
+def behind(token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes):
+    """What is thought, and the place in the end, behind a token."""
+    row = tl.load(next_ptr + place * length + lanes, mask=lanes < length, other=0)
+    place = tl.max(tl.where(end_ids == token, row, 0), axis=0)
+    thinks = thought >= 0
+    forces = thinks & (budget >= 0) & (thought >= budget)
+    ends = (token == end_token) & (token >= 0) & (forces == 0)
+    goes_on = thinks & (ends == 0) & (place != length)
+    begins = tl.where((token == begin_token) & (thought < 0), 0, -1)
+    return tl.where(goes_on, thought + 1, begins), tl.where(goes_on, place, 0)
+
+
+@triton.jit
+def forced_behind(
+    slot,
+    draft_ptr,
+    number,
+    begin_token,
+    end_token,
+    end_ptr,
+    next_ptr,
+    length,
+    LANES: tl.constexpr,
+):
+    """The id that must come behind ``number`` drafts of a request, -1: any."""
+    forced = tl.full([], -1, tl.int32)
+    budget = tl.load(slot + BUDGET)
+    if budget >= 0:
+        lanes = tl.arange(0, LANES)
+        end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
+        thought = tl.load(slot + THOUGHT)
+        place = tl.load(slot + PLACE)
+        for column in range(0, number):
+            token = tl.load(draft_ptr + column)
+            thought, place = behind(
+                token,
+                thought,
+                place,
+                budget,
+                begin_token,
+                end_token,
+                end_ids,
+                next_ptr,
+                length,
+                lanes,
+            )
+        forces = (thought >= 0) & (thought >= budget)
+        forced = tl.load(end_ptr + place, mask=forces, other=-1)
+    return forced

@@ -1,0 +1,104 @@
+"""Drafts of requests whose budget of thinking is spent: the story equals torch equals Triton."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import ThinkingRule
+from mtp_plugin.speculative.ops.draft import place_drafts
+from mtp_plugin.speculative.step import DraftColumn, SlotRows
+from tests.doors import check_strided_arguments
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.thinking.story import Tags, Thinker
+from tests.speculative.ops.thinking.test_budget import (
+    copy_of,
+    rule_of,
+    slots_of,
+    some_tags,
+    some_thinker,
+    some_tokens,
+)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_story_torch_and_triton_agree(backend: Backend) -> None:
+    """Each forced draft is the end's next id, behind drafts that were forced too."""
+    number = 0
+
+    @settings(max_examples=40 if backend is Backend.TORCH else 20)
+    @given(
+        seed=st.integers(0, 2**31),
+        requests=st.integers(1, 4),
+        k=st.integers(1, 5),
+        gap=st.integers(0, 2),
+        id_stride=st.integers(1, 2),
+    )
+    def agree(seed: int, requests: int, k: int, **layout: int) -> None:
+        nonlocal number
+        dice = random.Random(seed)
+        tags = some_tags(dice)
+        thinkers = [some_thinker(dice) for _ in range(requests)]
+        for each in thinkers:
+            if each.thought is not None and dice.random() < 0.4:
+                each.written = dice.randrange(len(tags.end))
+        slots, rule = slots_of(thinkers, seed=seed, **layout), rule_of(tags)
+        drawn = [some_tokens(dice, tags, k) for _ in thinkers]
+        told = []
+        for each, tokens in zip(thinkers, drawn, strict=True):
+            each, mine = copy_of(each), []
+            for token in tokens:
+                only = each.must_give(tags)
+                number += only is not None
+                mine.append(max(token, 0) if only is None else only)
+                each.take(mine[-1], tags)
+            told.append(mine)
+        drafts = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
+        following = torch.full((requests, k + 1), -7, dtype=torch.int32, device=DEVICE)
+        for column in range(k):
+            tokens = vector((mine[column] for mine in drawn), torch.int32)
+            place = DraftColumn(drafts, following, column)
+            place_drafts(tokens, place, None, slots, rule, backend=backend)
+        assert drafts.tolist() == told
+        assert following[:, 1:].tolist() == told
+
+    agree()
+    assert number > 30
+
+
+TAGS = Tags(1, (2, 3, 2), -1)
+THINKERS = [Thinker(2, 3), Thinker(None), Thinker(2, 1), Thinker(0, 0)]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    def placed(drafts: torch.Tensor, slots: SlotRows, thinking: ThinkingRule) -> torch.Tensor:
+        held = torch.tensor([[2, 9], [2, 9], [7, 9], [2, 9]], dtype=torch.int32, device=DEVICE)
+        following = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
+        place = DraftColumn(held, following, 1)
+        place_drafts(drafts, place, None, slots, thinking, backend=backend)
+        return held
+
+    arguments = {
+        "drafts": vector([4, 5, 6, 7], torch.int32),
+        "slots": slots_of(THINKERS),
+        "thinking": rule_of(TAGS),
+    }
+    assert placed(**arguments)[:, 1].tolist() == [3, 5, 2, 3]
+    refused = {"slots.table": "rows without gaps"}
+    refused |= {f"thinking.{name}": f"{name}: expected" for name in ("end_ids", "next_places")}
+    check_strided_arguments(placed, arguments, refused=refused)
+
+
+def test_slots_of_too_few_requests() -> None:
+    held = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE)
+    place = DraftColumn(held, torch.zeros(6, 3, dtype=torch.int32, device=DEVICE), 0)
+    slots = slots_of(THINKERS[:1])
+    with pytest.raises(TensorContractError, match="slot_ids: expected integers"):
+        place_drafts(held[:, 0], place, None, slots, rule_of(TAGS), backend=Backend.TORCH)
