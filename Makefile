@@ -8,6 +8,8 @@ MOST_WORKERS ?= 6
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # the oldest Triton that is supported, in a folder that comes before the environment's own
 OLD_TRITON := $(CURDIR)/.triton-3.5
+# how drafts of a temperature are judged
+ways = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
 .PHONY: setup demo test test-triton-3.5 lint results clean
 
@@ -58,6 +60,10 @@ results: $(STAMP)
 		--acceptance 0.8 --ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
 		--output integration/results/e2e-8gb-asked.json
 	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
+	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
+		--dtype float32 --no-phases --no-transformers --ask greedy,$(call ways,0.6),$(call ways,1.0) \
+		--output integration/results/e2e-tiny_model-sampled.json
+	$(BIN)/python -m tests.test_readme_figures
 	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 	$(BIN)/python -m integration.figures
 

@@ -79,11 +79,9 @@ class DrawnGate:
     ) -> Match:
         """The tokens of every request are the ``expected`` ones, which were made without drafts and
         may go on behind them."""
-        different: list[Run] = []
-        for run in runs:
-            if all(run.token_ids != other.token_ids for other in different):
-                different.append(run)
-        return all_of([self._match_text(prompts, params, run, expected) for run in different])
+        return all_of(
+            [self._match_text(prompts, params, run, expected) for run in _different(runs)]
+        )
 
     def match_synthetic(self, accepted: Match, undrafted: Match) -> Match:
         """Draws accept: ids and shares of the timed runs, and the texts that the same executor
@@ -96,10 +94,16 @@ class DrawnGate:
         )
 
     def match_law(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], runs: Sequence[Run]
+    ) -> Match:
+        """The tokens of every run are drawn of the target's distribution as far as their surprise
+        tells: the negative logarithm of each one's probability has the entropy of its row as its
+        mean. Runs of the same seeds that wrote the same are one draw."""
+        return all_of([self._match_draws(prompts, params, run) for run in _different(runs)])
+
+    def _match_draws(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run
     ) -> Match:
-        """The tokens are drawn of the target's distribution as far as their surprise tells: the
-        negative logarithm of each one's probability has the entropy of its row as its mean."""
         excess = variance = 0.0
         mismatches = []
         with transformers_attention(self._subject.model):
@@ -258,3 +262,12 @@ class DrawnGate:
                     f"{error:.4g}"
                 ]
         return []
+
+
+def _different(runs: Sequence[Run]) -> list[Run]:
+    """Runs without those that wrote what an earlier one did."""
+    different: list[Run] = []
+    for run in runs:
+        if all(run.token_ids != other.token_ids for other in different):
+            different.append(run)
+    return different

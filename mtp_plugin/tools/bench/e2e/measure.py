@@ -34,7 +34,7 @@ from mtp_plugin.tools.bench.e2e.case_config import (
 )
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.drawn_gate import DrawnGate
-from mtp_plugin.tools.bench.e2e.gate import Gate, Match, all_of
+from mtp_plugin.tools.bench.e2e.gate import Gate, Match
 from mtp_plugin.tools.bench.e2e.outcome import AskOutcome, E2EOutcome, Phases, StepFigures
 from mtp_plugin.tools.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from mtp_plugin.tools.bench.e2e.prompts import make_prompts
@@ -204,7 +204,7 @@ class E2EBench:
         params = self._params(ask, case, num_tokens)
         missing = gate.missing_logprobs(params, measured.runs)
         if ask.is_residual:
-            found = all_of([gate.match_law(prompts, params, run) for run in measured.runs])
+            found = gate.match_law(prompts, params, measured.runs)
             return replace(found, mismatches=missing + found.mismatches)
         undrafted = self._undrafted.get((case.batch, ask.name))
         if undrafted is None:

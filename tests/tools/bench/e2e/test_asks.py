@@ -210,14 +210,15 @@ def test_the_surprise_of_draws_is_the_entropy() -> None:
     toy = make_shape("toy", CPU, "float32", 0, fused=False)
     gate = DrawnGate(toy, Gate(toy, 2, TIE_ULPS), 2)
     prompts, params, run = drawn(toy, 6, temperature=0.3)
-    match = gate.match_law(prompts, params, run)
+    match = gate.match_law(prompts, params, [run, run])
+    assert match.num_tokens == run.num_tokens  # one that was run twice is one draw
     assert match.holds, match.mismatches
     assert match.num_tokens == 6 * 20
     for options in ({"temperature": 0.15}, {"temperature": 0.8}, {"top_k": 1}):
-        other = gate.match_law(prompts, params, drawn(toy, 6, **options)[2])
+        other = gate.match_law(prompts, params, [run, drawn(toy, 6, **options)[2]])
         assert [line.split(":")[0] for line in other.mismatches] == ["surprise of all tokens"]
     short = dataclasses.replace(run, token_ids=[run.token_ids[0][:-1], *run.token_ids[1:]])
-    assert gate.match_law(prompts, params, short).mismatches == ["request 0: 19 tokens, not 20"]
+    assert gate.match_law(prompts, params, [short]).mismatches == ["request 0: 19 tokens, not 20"]
 
 
 # --- what is told ---
