@@ -174,11 +174,14 @@ if TYPE_CHECKING:
         def __get__(self, owner: object, kind: object) -> _Read: ...
         def __set__(self, owner: object, value: _Given) -> None: ...
 
+    _Int = _As[int, int | None]
+    _Float = _As[float, float | None]
     _Ids = _As[tuple[int, ...], Sequence[int] | None]
     _IdsOrNone = _As[tuple[int, ...] | None, Sequence[int] | None]
     _Texts = _As[tuple[str, ...], str | Sequence[str] | None]
     _Words = _As[tuple[str | tuple[int, ...], ...], str | Sequence[str | Sequence[int]] | None]
 else:
+    _Int, _Float = int, float
     _Ids = tuple[int, ...]
     _IdsOrNone = tuple[int, ...] | None
     _Texts = tuple[str, ...]
@@ -186,15 +189,17 @@ else:
 
 _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
-    "additional_model_outputs": (None,),
+    "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
-    "beam_search_diversity_rate": (None, 0),
-    "beam_width_array": (None,),
+    "beam_search_diversity_rate": (None, 0, 1),
+    "beam_width_array": (None, [], ()),
     "detokenize": (True,),
-    "early_stopping": (None, False),
+    "early_stopping": (None, False, True),
     "end_id": (None,),
     "exclude_input_from_output": (True,),
-    "extra_args": (None,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "lookahead_config": (None,),
     "pad_id": (None,),
     "return_context_logits": (False,),
     "return_encoder_output": (False,),
@@ -204,7 +209,25 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
 }
-"""Options of other engines alone, with the values that ask for what is done here."""
+"""Options of other engines alone, with the values that ask for what is done here; those of beams do
+where there are none."""
+
+_NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
+    "length_penalty": lambda penalty: penalty == 0,
+    "no_repeat_ngram_size": lambda size: _is_int(size) and size >= 1 << 30,
+}
+"""Values by which other engines mean that nothing is asked, beside those of the table."""
+
+_UNSET_ELSEWHERE = frozenset(
+    {
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_ignore_length",
+    }
+)
+"""Options that TensorRT-LLM's parameters leave at None, and mean what is presumed here."""
 
 _WRITTEN_HERE: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
@@ -294,7 +317,7 @@ class SamplingParams:
         elsewhere=("max_tokens",),
         differs="vLLM presumes 16 as max_tokens",
     )
-    min_tokens: int = _option(
+    min_tokens: _Int = _option(
         0,
         _integer(0),
         "tokens before which no end id, stop id or stop string ends the text",
@@ -399,7 +422,7 @@ class SamplingParams:
         elsewhere=("random_seed",),
     )
     # ---- what is done to the logits
-    repetition_penalty: float = _option(
+    repetition_penalty: _Float = _option(
         1.0,
         Values("a finite number > 0", lambda value: _FINITE.allows(value) and value > 0),
         "divides logits above 0 of ids in prompt and text, multiplies those below",
@@ -408,7 +431,7 @@ class SamplingParams:
         column=float,
         empty=1.0,
     )
-    presence_penalty: float = _option(
+    presence_penalty: _Float = _option(
         0.0,
         _FINITE,
         "taken off the logits of ids that were counted",
@@ -417,7 +440,7 @@ class SamplingParams:
         column=float,
         differs="vLLM counts the text alone",
     )
-    frequency_penalty: float = _option(
+    frequency_penalty: _Float = _option(
         0.0,
         _FINITE,
         "taken off for every time that an id was counted",
@@ -426,7 +449,7 @@ class SamplingParams:
         column=float,
         differs="vLLM counts the text alone",
     )
-    prompt_ignore_length: int = _option(
+    prompt_ignore_length: _Int = _option(
         0,
         _integer(0),
         "tokens of the prompt that presence and frequency do not count",
@@ -539,6 +562,11 @@ class SamplingParams:
             elif value is None and OPTIONS[name].neutral is not None:
                 value = ()
             self._set(name, value)
+        for name, default in _DEFAULTS.items():
+            value, is_neutral = vars(self)[name], _NEUTRAL_TOO.get(name)
+            is_unset = value is None and name in _UNSET_ELSEWHERE
+            if is_unset or (is_neutral is not None and is_neutral(value)):
+                self._set(name, default)
         if _is_int(self.top_k) and self.top_k == -1:
             self._set("top_k", 0)
         if isinstance(self.logit_bias, dict):

@@ -275,12 +275,27 @@ def test_the_signature_is_that_of_the_table() -> None:
     assert names == [field.name for field in dataclasses.fields(SamplingParams)]
 
 
+UNSET = (
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "prompt_ignore_length",
+)
+"""Numbers that other engines leave at None."""
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"skip_special_tokens": True, "detokenize": True, "spaces_between_special_tokens": True},
         {"end_id": None, "pad_id": None, "early_stopping": False, "extra_args": None},
         {"beam_search_diversity_rate": 0.0, "return_context_logits": False},
+        {"beam_search_diversity_rate": 1.0, "early_stopping": 1, "beam_width_array": []},
+        {"extra_args": {}, "additional_model_outputs": [], "lookahead_config": None},
+        {"flat_logprobs": False},
+        dict.fromkeys(UNSET),
+        {"length_penalty": 0.0, "no_repeat_ngram_size": 1 << 30},
     ],
     ids=str,
 )
@@ -293,7 +308,8 @@ def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> 
     [
         ("skip_special_tokens", False, "expected True, as nothing else is served, got False"),
         ("end_id", 3, "expected None, as nothing else is served, got 3"),
-        ("early_stopping", True, "expected None or False, as nothing else is served, got True"),
+        ("early_stopping", "never", "expected None or False or True, .* served, got 'never'"),
+        ("extra_args", {"a": 1}, "expected None or {}, as nothing else is served, got {'a': 1}"),
     ],
 )
 def test_what_else_other_engines_have_is_refused(name: str, value: Any, told: str) -> None:
@@ -305,6 +321,10 @@ def test_lists_and_none_are_as_good_as_tuples() -> None:
     params = SamplingParams(stop=["a"], stop_token_ids=[3], bad_words=[])
     assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (3,), ())
     assert params.unsupported(SERVED) == []
+    assert SamplingParams(no_repeat_ngram_size=3, length_penalty=0.5).unsupported(SERVED) == [
+        "length_penalty=0.5",
+        "no_repeat_ngram_size=3",
+    ]
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
     assert SamplingParams(stop="ab").stop == ("ab",)
     words = SamplingParams(bad_words=["a b", [3, 4]]).bad_words
@@ -428,6 +448,8 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         return anything.filter(
             lambda value: value is not None and not option.values.allows(taken(value))
         )
+    if name in UNSET:
+        anything = anything.filter(lambda value: value is not None)
     return anything.filter(lambda value: not (option.values.allows(value) or value == {}))
 
 
