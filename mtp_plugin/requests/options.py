@@ -310,9 +310,9 @@ class SamplingParams:
 
     # ---- when it ends
     max_new_tokens: int = _option(
-        128,
+        32,
         _integer(1),
-        "tokens emitted at most",
+        "tokens emitted at most; 32 where nobody says",
         neutral=None,
         elsewhere=("max_tokens",),
         differs="vLLM presumes 16 as max_tokens",

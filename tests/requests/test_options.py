@@ -74,7 +74,7 @@ def test_a_neutral_value_is_never_asked_for(name: str) -> None:
         return
     params = SamplingParams(**{name: OPTIONS[name].neutral})
     assert name not in params.asked()
-    assert params.unsupported(()) == ["max_new_tokens=128"]
+    assert params.unsupported(()) == ["max_new_tokens=32"]
 
 
 def test_columns_hold_numbers() -> None:
@@ -541,7 +541,7 @@ def test_a_name_given_twice() -> None:
     assert SamplingParams(max_new_tokens=9, max_tokens=9).max_new_tokens == 9
     assert SamplingParams(max_tokens=9).max_new_tokens == 9
     with pytest.raises(RequestError, match="max_tokens=9 is max_new_tokens under another name"):
-        SamplingParams(max_new_tokens=128, max_tokens=9)  # also where ours is the default
+        SamplingParams(max_new_tokens=32, max_tokens=9)  # also where ours is the default
 
 
 # --- what changes nothing ---
@@ -589,7 +589,7 @@ def test_a_name_given_twice() -> None:
 def test_neutral_values_are_what_they_are_in_the_field(options: dict[str, Any]) -> None:
     draws = {name: value for name, value in options.items() if name == "temperature" and value}
     asked = SamplingParams(**options).asked()
-    assert asked == {"max_new_tokens": 128, **draws}
+    assert asked == {"max_new_tokens": 32, **draws}
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
@@ -605,7 +605,7 @@ def test_all_ids_are_drawn_from(top_k: int) -> None:
 
 
 def test_what_is_asked_for_is_what_changes_something() -> None:
-    assert SamplingParams().asked() == {"max_new_tokens": 128}
+    assert SamplingParams().asked() == {"max_new_tokens": 32}
     options = {
         "max_new_tokens": 9,
         "min_tokens": 2,
@@ -624,12 +624,12 @@ def test_what_is_asked_for_is_what_changes_something() -> None:
 
 def test_what_is_asked_of_draws_counts_where_there_are_any() -> None:
     draws = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3}
-    asked = {"max_new_tokens": 128, **draws}
+    asked = {"max_new_tokens": 32, **draws}
     assert SamplingParams(**draws).asked() == asked
     for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0}):
-        assert SamplingParams(**{**draws, **greedy}).asked() == {"max_new_tokens": 128}
+        assert SamplingParams(**{**draws, **greedy}).asked() == {"max_new_tokens": 32}
     # a seed alone draws nothing
-    assert SamplingParams(seed=3).asked() == {"max_new_tokens": 128}
+    assert SamplingParams(seed=3).asked() == {"max_new_tokens": 32}
 
 
 def test_options_that_are_served_are_supported() -> None:
