@@ -360,7 +360,7 @@ class SamplingParams:
     )
     relaxed_delta: float | None = _option(
         None,
-        _unset_or(_number(0, 1, "a number from 0 to 1")),
+        _unset_or(_number(0, sys.float_info.max, "a number >= 0")),
         "relaxed acceptance: so much less likely than the first choice stands",
     )
     thinking_token_budget: int | None = _option(

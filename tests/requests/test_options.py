@@ -160,7 +160,7 @@ REFUSED = [
     ),
     out_of_range("relaxed_acceptance", None, "True or False"),
     out_of_range("relaxed_topk", 0, "an integer >= 1"),
-    out_of_range("relaxed_delta", 1.5, SHARE),
+    out_of_range("relaxed_delta", -0.1, "a number >= 0"),
     Refused(
         {"relaxed_topk": 3, "temperature": 0.5},
         "relaxed_topk=3 needs greedy decoding, and this draws",
@@ -408,7 +408,7 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
     "draft_sampling": st.sampled_from(["coupled", "plain", "greedy"]),
     "relaxed_acceptance": st.booleans(),
     "relaxed_topk": st.integers(1),
-    "relaxed_delta": st.floats(0, 1),
+    "relaxed_delta": st.floats(0, allow_infinity=False),
     "thinking_token_budget": st.integers(0),
     "temperature": st.floats(0, allow_infinity=False),
     "top_k": st.integers(0),

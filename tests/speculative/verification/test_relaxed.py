@@ -72,6 +72,7 @@ def test_a_request_has_a_threshold_of_its_own() -> None:
     assert mode.served_options == set(own)
     assert values(mode, facts(**own), [1, BEGIN]) == (0.75, 1, 7, 0.75)
     assert values(mode, facts(relaxed_delta=0.0), [1, BEGIN]) == (0.0, 1, TOPK, 0.0)
+    assert values(mode, facts(relaxed_delta=2.5), [1, BEGIN]) == (2.5, 1, TOPK, 2.5)
     assert values(mode, facts(relaxed_topk=1), [1]) == (0.0, 0, 1, DELTA)
     # who asks for strict acceptance beside them gets that
     assert values(mode, facts(relaxed_acceptance=False, **own), [1, BEGIN]) == (0.0, 1, 1, 0.0)
