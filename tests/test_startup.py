@@ -75,6 +75,20 @@ def test_what_is_waited_for_is_said() -> None:
     assert lines[:2] == ["importing torch and transformers", "reading the checkpoint's config"]
 
 
+def test_the_collector_leaves_imports_alone() -> None:
+    code = """
+import gc
+runs = []
+gc.callbacks.append(lambda phase, info: runs.append(phase))
+from mtp_plugin import cli
+del runs[:]
+cli._import_engine(cli.messages())
+print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0 True True\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -21,10 +21,17 @@ class CollectorFreeze:
 
     def __init__(self) -> None:
         self._num_owners = 0
+        self._num_imported = 0
+
+    def freeze_imports(self) -> None:
+        """Freeze what was imported, for a process that is no host but a command of this package."""
+        gc.freeze()
+        self._num_imported = gc.get_freeze_count()
 
     def hold(self, owner: object) -> Callable[[], Any]:
         """Freeze what is there; calling the result, or the owner's end, undoes it."""
-        if self._num_owners == 0 and gc.get_freeze_count() >= self.HOST_FROZE:
+        frozen_by_host = gc.get_freeze_count() - self._num_imported
+        if self._num_owners == 0 and frozen_by_host >= self.HOST_FROZE:
             return lambda: None
         gc.collect()
         gc.freeze()
@@ -35,6 +42,7 @@ class CollectorFreeze:
         self._num_owners -= 1
         if self._num_owners == 0:
             gc.unfreeze()
+            self._num_imported = 0
 
 
 of_process = CollectorFreeze()

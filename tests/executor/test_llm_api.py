@@ -181,6 +181,19 @@ def test_what_others_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > CollectorFreeze.HOST_FROZE
 
 
+@pytest.mark.usefixtures("nothing_frozen")
+def test_imports_that_a_command_froze_are_no_hosts() -> None:
+    freeze = CollectorFreeze()
+    freeze.freeze_imports()
+    imported = gc.get_freeze_count()
+    later = [[] for _ in range(100)]
+    owner = Owner()
+    thaw = freeze.hold(owner)
+    assert gc.get_freeze_count() >= imported + len(later)
+    thaw()
+    assert gc.get_freeze_count() < CollectorFreeze.HOST_FROZE
+
+
 def test_no_tokenizer_no_text(bed) -> None:
     assert bed.llm().generate([[1, 2]], greedy(3))[0].text == ""
 
