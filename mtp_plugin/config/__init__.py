@@ -7,7 +7,13 @@ Keys are TensorRT-LLM's LLM arguments (names of its 1.3 line); options of our ow
 from __future__ import annotations
 
 from mtp_plugin.config.llm import CudaGraphConfig, KVCacheConfig, LLMConfig
-from mtp_plugin.config.loading import json_schema, load_config, load_plugin_options, parse_config
+from mtp_plugin.config.loading import (
+    json_schema,
+    load_config,
+    load_plugin_options,
+    parse_config,
+    path_of,
+)
 from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.speculative import MTPDecodingConfig, OtherDecodingConfig
@@ -26,4 +32,5 @@ __all__ = [
     "load_config",
     "load_plugin_options",
     "parse_config",
+    "path_of",
 ]

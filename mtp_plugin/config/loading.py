@@ -17,6 +17,8 @@ from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.speculative import MTPDecodingConfig, is_mtp
 from mtp_plugin.errors import ConfigError
 
+LONGEST_NUMBER = 40
+"""Characters of a number that messages show."""
 LONGEST_PATH = 400
 """Characters of a path that messages show."""
 
@@ -54,6 +56,19 @@ def load_config(
             update={"mtp": _found_options(folder, spec.mtp, f"{source}: speculative_config.mtp.")}
         )
     return config.model_copy(update=found)
+
+
+def path_of(text: str, source: str) -> Path:
+    """A path that a user wrote, with ``~`` read.
+
+    Raises:
+        ConfigError: nobody has that home; ``source`` stands in front.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = Path(text).parts[0]
+        raise ConfigError(f"{source}: expected the home of a user, got {user!r}") from None
 
 
 def _source_of(path: str | Path) -> str:
@@ -108,12 +123,9 @@ def _found_from(folder: Path, path: str, place: str) -> str:
     Raises:
         ConfigError: no path can be so; ``place`` stands in front.
     """
+    given = path_of(path, place)
     try:
-        given = Path(path).expanduser()
         return str(given if given.is_absolute() else (folder / given).resolve())
-    except RuntimeError:  # of a home that nobody has
-        user = Path(path).parts[0]
-        raise ConfigError(f"{place}: expected the home of a user, got {user!r}") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"{place}: expected a path, got {got(path)}: {error}") from None
 
@@ -187,8 +199,9 @@ class _Loader(yaml.SafeLoader):
     def _plain(self, node: yaml.ScalarNode) -> yaml.ScalarNode:
         """A number that is written as all of YAML's versions read it."""
         if _OLD_NUMBER.match(node.value):
+            shown = node.value[:LONGEST_NUMBER]
             raise yaml.constructor.ConstructorError(
-                problem=f"expected a plain number, or quotes around a text, got {node.value}, "
+                problem=f"expected a plain number, or quotes around a text, got {shown}, "
                 "which versions of YAML read differently",
                 problem_mark=node.start_mark,
             )
@@ -240,6 +253,10 @@ def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         told = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {told}") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        # PyYAML trips over values that are not of their tag
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{source}: not valid YAML: a value is not of its tag: {told}") from None
     if data is None:
         raise ConfigError(f"{source}: the file is empty; expected {wanted}")
     if not isinstance(data, dict):

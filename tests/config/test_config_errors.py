@@ -152,6 +152,28 @@ FILE_CASES = [
         "not valid YAML: unacceptable character #x0007: "
         'special characters are not allowed in "<unicode string>", position 7',
     ),
+    Case(
+        "no flag",
+        'model: !!bool "x"\n',
+        "not valid YAML: a value is not of its tag: KeyError: 'x'",
+    ),
+    Case(
+        "no number",
+        'model: !!int ""\n',
+        "not valid YAML: a value is not of its tag: IndexError: string index out of range",
+    ),
+    Case(
+        "no mapping",
+        "!!map [a]\n",
+        "not valid YAML: a value is not of its tag: TypeError: cannot unpack non-iterable "
+        "ScalarNode object",
+    ),
+    Case(
+        "a long old number",
+        f"max_num_tokens: 0{'7' * 5000}\n",
+        f"line 1, column 17: expected a plain number, or quotes around a text, got 0{'7' * 39}, "
+        "which versions of YAML read differently",
+    ),
     Case("impossible date", "model: 2026-13-45\n", "not valid YAML: month must be in 1..12"),
 ]
 

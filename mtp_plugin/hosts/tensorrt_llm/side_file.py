@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from mtp_plugin.config import MTPPluginOptions, load_plugin_options
+from mtp_plugin.config import MTPPluginOptions, load_plugin_options, path_of
 from mtp_plugin.errors import ConfigError
 
 VARIABLE = "TRTLLM_MTP_PLUGIN_CONFIG"
@@ -31,7 +30,8 @@ def read_side_file(environ: Mapping[str, str] | None = None) -> MTPPluginOptions
     given = _given(environ)
     if not given:
         return MTPPluginOptions()
-    return load_plugin_options(Path(given).expanduser(), f"{VARIABLE}={given}")
+    source = f"{VARIABLE}={given}"
+    return load_plugin_options(path_of(given, source), source)
 
 
 def options_of(config: Any, environ: Mapping[str, str] | None = None) -> MTPPluginOptions:

@@ -57,6 +57,19 @@ def test_home(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message({VARIABLE: "~/none.yaml"}).startswith("TRTLLM_MTP_PLUGIN_CONFIG=~/none.yaml: ")
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("~nosuchuser/x", "expected the home of a user, got '~nosuchuser'"),
+        ("/dev/zero", "cannot be read: expected at most 67108864 bytes, got more"),
+        ("/proc/self/mem", "cannot be read: Input/output error"),
+        ("/dev/null", "the file is empty; expected a mapping of the plugin's options"),
+    ],
+)
+def test_what_is_no_file(given: str, told: str) -> None:
+    assert message({VARIABLE: given}) == f"TRTLLM_MTP_PLUGIN_CONFIG={given}: {told}"
+
+
 def test_the_shipped_file() -> None:
     options = read_side_file({VARIABLE: str(ROOT / "configs" / "trtllm" / "mtp_plugin.yaml")})
     assert options.begin_thinking_phase == "<think>"
