@@ -78,8 +78,8 @@ class AttentionMetadata(Protocol):
     """The fields of a host's attention metadata that a worker reads or changes.
 
     Optional, used where present: ``kv_lens_cuda`` [R] int32,
-    ``kv_cache_params.num_cached_tokens_per_seq`` (prompts of vanilla MTP need one of these two, and
-    wait for the device without the second), ``host_request_types`` [R], ``prompt_lens_cpu``
+    ``kv_cache_params.num_cached_tokens_per_seq`` (prompts of vanilla MTP need it, or wait for the
+    device to tell ``kv_lens_cuda``), ``host_request_types`` [R], ``prompt_lens_cpu``
     and ``prompt_lens_cuda`` [R] (query rows of contexts), of these tensors the views of the step's
     rows, under the same names with ``_runtime`` behind; ``use_spec_decoding`` (kernels of K+1 query
     rows per generation); ``enable_flash_mla`` with ``block_ids_per_seq`` (tables of generations)

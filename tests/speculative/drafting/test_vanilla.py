@@ -117,8 +117,10 @@ def test_a_prompt_of_four() -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int) -> None:
-    """The guessed tail of a chunk is read again with the next one, so the drafts are the same."""
+@pytest.mark.parametrize("listed", [True, False], ids=["the host's list", "the device"])
+def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int, listed: bool) -> None:
+    """The guessed tail of a chunk is read again with the next one, so the drafts are the same,
+    wherever the host tells what is in its cache."""
     prompt = [21, 22, 23, 24, 25, 26, 27]
     whole = Step(k, [Prompt(prompt, choice=5)])
     contract = TestVanilla()
@@ -127,6 +129,8 @@ def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int) -> None:
     contract.run(first)
     second = Step(k, [Prompt(prompt, cut, choice=5)])
     second.manager = second.spec.mtp_hidden_states_manager = first.manager
+    if not listed:
+        second.attn.kv_cache_params = None
     layers = contract.layers(k)
     result = contract.run(second, layers)
     assert torch.equal(result["next_draft_tokens"], expected["next_draft_tokens"])
