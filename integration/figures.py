@@ -245,16 +245,20 @@ def of_ways(temperature: str, ways: Sequence[str] = tuple(WAYS.values())) -> lis
     ]
 
 
+def _lengths_and_rate(told: Json) -> str:
+    return f"{told['acceptance_length']:.2f} / {told['steady_tokens_per_second']:.0f}"
+
+
 def ways() -> str:
-    """Which way to judge drafts gives how many tokens per step."""
+    """Which way to judge drafts gives how many tokens per step and per second."""
     told = result(WAYS_FILE)
     temperatures = ("0.6", "1.0")
-    head = ["tokens per step", *(f"{w}, {t}" for w in ("eagle", "vanilla") for t in temperatures)]
+    head = ["tokens per step / per second", *(f"{w}, {t}" for w in ("eagle", "vanilla") for t in temperatures)]
     rows = []
     for row, way in WAYS.items():
         by_temperature = [of_ways(temperature, [way]) for temperature in temperatures]
         cells = [each for worker in zip(*by_temperature, strict=True) for each in worker]
-        rows.append([row, *(f"{cell['acceptance_length']:.2f}" for cell in cells)])
+        rows.append([row, *map(_lengths_and_rate, cells)])
     every = {t: of_ways(t) for t in temperatures}
     steps = [WAYS_BATCH * each["step_ms"]["samples"] for t in temperatures for each in every[t]]
     repeated = {
