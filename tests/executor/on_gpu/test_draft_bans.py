@@ -1,0 +1,1 @@
+from tests.executor.test_draft_bans import *  # noqa: F403
