@@ -97,8 +97,10 @@ def _over_off(name: str, label: str, batches: Sequence[int] = E2E_BATCHES) -> li
 
 
 def _microseconds(name: str, label: str) -> str:
-    times = [case(name, f"{label}/b{batch}")["graph_us"]["median"] for batch in OPS_BATCHES]
-    return _each(times, 1)
+    """Of every batch size; "-" of one that the run did not come to."""
+    measured = {each["case"]: each for each in result(name)["cases"]}
+    found = [measured.get(f"{label}/b{batch}") for batch in OPS_BATCHES]
+    return " / ".join("-" if each is None else f"{each['graph_us']['median']:.1f}" for each in found)
 
 
 STEPS = {
