@@ -100,7 +100,9 @@ def _microseconds(name: str, label: str) -> str:
     """Of every batch size; "-" of one that the run did not come to."""
     measured = {each["case"]: each for each in result(name)["cases"]}
     found = [measured.get(f"{label}/b{batch}") for batch in OPS_BATCHES]
-    return " / ".join("-" if each is None else f"{each['graph_us']['median']:.1f}" for each in found)
+    return " / ".join(
+        "-" if each is None else f"{each['graph_us']['median']:.1f}" for each in found
+    )
 
 
 STEPS = {
@@ -255,7 +257,10 @@ def ways() -> str:
     """Which way to judge drafts gives how many tokens per step and per second."""
     told = result(WAYS_FILE)
     temperatures = ("0.6", "1.0")
-    head = ["tokens per step / per second", *(f"{w}, {t}" for w in ("eagle", "vanilla") for t in temperatures)]
+    head = [
+        "tokens per step / per second",
+        *(f"{w}, {t}" for w in ("eagle", "vanilla") for t in temperatures),
+    ]
     rows = []
     for row, way in WAYS.items():
         by_temperature = [of_ways(temperature, [way]) for temperature in temperatures]
