@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from mtp_plugin.extras import COMMAND_LINE_PACKAGES, require_or_exit
@@ -15,6 +16,14 @@ def main() -> None:
 
     What looks at a host alone needs none of them.
     """
+    try:
+        _run()
+    except KeyboardInterrupt:  # while something is imported: commands see to their own
+        sys.stderr.write("interrupted\n")
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run() -> None:
     host = _host_of(sys.argv[1:])
     if host is not None:
         sys.exit(_examine_host(host, sys.argv[2:]))

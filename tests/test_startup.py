@@ -110,3 +110,19 @@ def test_mistakes_are_told_before_torch_is_imported(arguments: list[str], messag
     assert message in "\n".join(told)
     assert "mtp_plugin.cli" in imports
     assert not imports & {"torch", "transformers", "triton"}
+
+
+def test_an_interrupt_while_something_is_imported_is_told_in_one_line() -> None:
+    interrupted = """
+import signal, sys
+sys.argv[1:] = ["generate", "--help"]
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from mtp_plugin.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

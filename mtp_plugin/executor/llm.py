@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, told
+from mtp_plugin.errors import ConfigError, RequestError, told
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config
@@ -221,7 +221,12 @@ class LLM:
 
         Its last event or output says ``cancelled``. Its resources come back at once, or at the end
         of a step that runs. False: nothing of that id runs or waits.
+
+        Raises:
+            RequestError: what is no id.
         """
+        if not isinstance(request_id, int) or isinstance(request_id, bool):
+            raise RequestError(f"abort: expected the id of a request, got {told(request_id)}")
         return self._dispatcher.cancel_id(request_id)
 
     def shutdown(self) -> None:

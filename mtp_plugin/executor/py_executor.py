@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.errors import ExecutorError, RequestError, told
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
@@ -98,11 +98,13 @@ class PyExecutor:
         """Take a request in.
 
         Raises:
-            RequestError: it can never run here; nothing was taken.
+            RequestError: it can never run here, or is none; nothing was taken.
             ExecutorError: the executor was shut down.
         """
         if self._closed:
             raise ExecutorError("the executor was shut down")
+        if not isinstance(request, LlmRequest):
+            raise RequestError(f"enqueue: expected an LlmRequest, got {told(request)}")
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id}: the id is in use")
         self.check_fits(request)

@@ -389,6 +389,12 @@ def test_an_id_in_use_is_refused(bed) -> None:
     llm.shutdown()
 
 
+def test_enqueue_takes_requests_alone(bed) -> None:
+    with pytest.raises(RequestError) as error:
+        bed.llm().executor.enqueue([1, 2, 3])
+    assert str(error.value) == "enqueue: expected an LlmRequest, got [1, 2, 3]"
+
+
 def test_enqueue_checks_the_size_too(bed) -> None:
     llm = bed.llm(max_seq_len=8)
     request = llm.make_request([1] * 8, SamplingParams())

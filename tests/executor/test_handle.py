@@ -168,8 +168,17 @@ def test_aborting_from_another_thread_while_generate_waits(bed, prompts) -> None
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("request_id", [7, -1, "0", None])
-def test_aborting_what_there_is_not(bed, request_id: Any) -> None:
+@pytest.mark.parametrize(
+    ("request_id", "told"), [("0", "'0'"), (None, "None"), (True, "True"), ([], "[]"), (1.0, "1.0")]
+)
+def test_aborting_what_is_no_id(bed, request_id: Any, told: str) -> None:
+    with pytest.raises(RequestError) as error:
+        bed.llm().abort(request_id)
+    assert str(error.value) == f"abort: expected the id of a request, got {told}"
+
+
+@pytest.mark.parametrize("request_id", [7, -1])
+def test_aborting_what_there_is_not(bed, request_id: int) -> None:
     llm = bed.llm()
     assert not llm.abort(request_id)
     handle = llm.submit([1], greedy(2))
