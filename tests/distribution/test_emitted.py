@@ -173,3 +173,20 @@ def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
         Ways(*pair, OPTIONS[(place + draft_len) % len(OPTIONS)]) for place, pair in enumerate(PAIRS)
     ]
     check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len, backend=Backend.TRITON)
+
+
+@pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)
+def test_draft_rows_without_any_value(pair: tuple[str, str]) -> None:
+    """The token that stands in place of such a draft was never drawn: no odds may let it stand."""
+    full = Language.of(5, VOCAB)
+    dead = Language(full.target, full.drafter, drafts_at={0: torch.full((VOCAB,), float("-inf"))})
+    run = {"draft_len": 1, "length": 2}
+    text, stood = texts(dead, [Ways(*pair)], number=4 * NUMBER, **run)
+    behind = torch.softmax(full.target[full.first], 0)
+    seen = torch.bincount(text[:, 0], minlength=VOCAB).tolist()
+    assert tail(seen, [len(text) * share for share in behind.tolist()]) > LEAST_TAIL
+    if pair[1] == "plain":
+        assert not stood.any()
+    mine, _ = texts(dead, [Ways(*pair)], number=40, backend=Backend.TRITON, **run)
+    same, _ = texts(dead, [Ways(*pair)], number=40, **run)
+    assert torch.equal(mine, same)

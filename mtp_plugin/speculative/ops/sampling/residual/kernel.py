@@ -294,6 +294,8 @@ def piece_kernel(
             kept = kept_of(batch, row - offset + number, slot, drafts, number)
             p = _share_of(kept, score_of(kept, token, is_there, False, HAS_EDITS))
             q = _draft_share(probs + number * vocab, token, token, is_plain & HAS_PROBS, is_there)
+            # of a row without any value, where a token stands that nobody drew
+            is_there = is_there & (q > 0)
             test = _test_of(slot, request, number, step, position_ptr, position_stride)
             odds = _next_odds(odds, p, q)
             passed = tl.where(is_there, tl.where(test * q < p, passed, 0.0), -1.0)

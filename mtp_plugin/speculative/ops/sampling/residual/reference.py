@@ -79,7 +79,7 @@ class _Case:
     p: torch.Tensor  # [G, K+1, V]
     q: torch.Tensor  # [G, K, V]
     drafts: torch.Tensor  # [G, K] int64, within the vocabulary
-    is_present: torch.Tensor  # [G, K]: and within the vocabulary
+    is_present: torch.Tensor  # [G, K]: within the vocabulary, and drawn
     tests: torch.Tensor  # [G, K] uniform
     indices: torch.Tensor  # [G, K+1] of the tokens that rows draw
     seed: torch.Tensor  # [G, 2]
@@ -116,7 +116,8 @@ class _Case:
             held = draft_probs[slots.of(mine), :draft_len]
             q = torch.where(is_plain.view(-1, 1, 1), held, q)
         places = torch.arange(draft_len, device=logits.device)
-        is_present = told == drafts
+        # a draft without any share stands for a row without any value: nobody drew it
+        is_present = (told == drafts) & (q.gather(2, drafts.unsqueeze(2)).squeeze(2) > 0)
         if draft_lens is not None:
             is_present &= places < draft_lens.to(torch.int64).unsqueeze(1)
 
