@@ -112,6 +112,21 @@ def test_they_are_told_beside_judging_by_odds(bed, prompts, way):
             assert sum(math.exp(one.logprob) for one in first) == pytest.approx(1, abs=1e-4)
 
 
+def test_greedy_requests_alone_are_told_of_what_they_choose_from(bed, prompts):
+    """At temperature 1 without cuts: shares of everything, whoever else is in the batch."""
+    llm = bed.llm(mtp=PROCESSED)
+    asked = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=3)
+    alone = llm.generate(prompts[:2], [asked] * 2)
+    edited = SamplingParams(max_new_tokens=6, ignore_eos=True, frequency_penalty=0.5)
+    beside = llm.generate([*prompts[:2], prompts[2]], [asked, asked, edited])
+    for one, other in zip(alone, beside, strict=False):
+        assert one.token_ids == other.token_ids
+        for told, same in zip(one.logprobs, other.logprobs, strict=True):
+            assert {t: each.logprob for t, each in told.items()} == pytest.approx(
+                {t: each.logprob for t, each in same.items()}, abs=1e-5
+            )
+
+
 def test_a_mode_that_there_is_not(bed):
     with pytest.raises(ConfigError, match=r"logprobs_mode.*raw.*processed.*'cooked'"):
         bed.llm(mtp={"logprobs_mode": "cooked"})

@@ -105,8 +105,7 @@ class Verifier:
     ) -> Accepted:
         """What the modes accept, where the target's tokens are drawn."""
         logits, slots = inputs.logits, inputs.step.drawn_slots()
-        tells_scores = self.tells_scores and not inputs.step.only_draws
-        if tells_scores or any(mode.reads_cuts for mode in self.modes):
+        if self.tells_scores or any(mode.reads_cuts for mode in self.modes):
             cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
             inputs = replace(inputs, cuts=cuts)
         choices = draw(logits, inputs.expect_rows(), slots, cuts=inputs.cuts, backend=backend)
@@ -116,7 +115,7 @@ class Verifier:
             forced = force_ends(*where, self.thinking, choices, backend=backend)
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
         accepted = self._judge(inputs, rules, last_tokens, backend)
-        if not tells_scores or inputs.cuts is None:
+        if not self.tells_scores or inputs.cuts is None:
             return accepted
         scores = processed_scores(
             logits, inputs.expect_rows(), slots, inputs.cuts, forced, backend=backend
