@@ -71,9 +71,9 @@ class EditRows:
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
         """Device bytes that a row takes in all pools."""
-        return 6 * vocab_size + 4 * (
-            2 * num_words(vocab_size) + 1 + MAX_BAD_WORDS * MAX_BAD_WORD_LEN
-        )
+        bits = 3 * num_words(vocab_size) + 2
+        words = MAX_BAD_WORDS * MAX_BAD_WORD_LEN
+        return 6 * vocab_size + 4 * (bits + words + MAX_STOP_IDS + MAX_BAD_WORDS)
 
     @property
     def num_bytes(self) -> int:
