@@ -213,7 +213,7 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 where there are none."""
 
 _NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
-    "length_penalty": lambda penalty: penalty == 0,
+    "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
     "no_repeat_ngram_size": lambda size: _is_int(size) and size >= 1 << 30,
 }
 """Values by which other engines mean that nothing is asked, beside those of the table."""

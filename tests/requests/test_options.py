@@ -681,7 +681,7 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
         ),
         (
             {"min_tokens": 10**5000},
-            "min_tokens an integer of 16610 bits is above max_new_tokens 128",
+            "min_tokens an integer of 16610 bits is above max_new_tokens 32",
         ),
         ({"seed": 10**5000}, "seed must be an integer from -2**63 to 2**64 - 1, got an integer of"),
     ],
