@@ -291,15 +291,22 @@ class Dispatcher:
                 self.refuse(request_id, error)
             return
         while self._line:
-            self._line.popleft()()
+            # an interrupt leaves it in line, so that it is done again, not lost
+            try:
+                self._line[0]()
+            except Exception:
+                self._line.popleft()
+                raise
+            self._line.popleft()
         # an interrupt came while a step's results were handed out
         lost = [i for i in self._known() if self._executor.find(i) is None]
         self._tell(lost, ExecutorError(INTERRUPTED))
 
     def _enqueue(self, request: LlmRequest) -> None:
-        self._in_line.discard(request.request_id)
-        if request.request_id in self._callbacks:
+        wanted = request.request_id in self._callbacks
+        if wanted and self._executor.find(request.request_id) is None:
             self._executor.enqueue(request)
+        self._in_line.discard(request.request_id)
 
     def _hand_out(self, events: list[StepEvent]) -> None:
         shares: dict[OnResult, list[StepEvent]] = {}

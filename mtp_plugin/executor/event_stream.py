@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from mtp_plugin.executor.dispatcher import Dispatcher, StepResults, events_of
 from mtp_plugin.executor.py_executor import StepEvent
@@ -36,9 +37,11 @@ class EventStream(Iterator[list[StepEvent]]):
                 self._is_started = True
                 self._dispatcher.start(self._requests, self._arrived.append)
             while self._dispatcher.holds(self._requests) or self._arrived:
-                if self._arrived:
+                if not self._arrived:
+                    self._dispatcher.advance()
+                    continue
+                with suppress(IndexError):  # another thread that reads was first
                     return events_of(self._arrived.popleft())
-                self._dispatcher.advance()
         except BaseException:
             self.close()
             raise

@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, StepEvent
 from tests.executor.conftest import assert_drained
 from tests.executor.test_llm_api import LOOPS, Pieces, greedy
@@ -237,6 +239,33 @@ def test_a_stream_of_a_loop_that_was_closed_gives_back_at_once(bed) -> None:
     assert llm.executor.has_work
     del stream
     assert_nothing_left(llm)
+
+
+class InterruptedOnce(deque):
+    """A line whose first item leaves it with an interrupt."""
+
+    is_over = False
+
+    def popleft(self) -> Any:
+        item = super().popleft()
+        if not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        return item
+
+
+def test_an_interrupt_while_requests_are_let_in_is_told_to_all(bed, target) -> None:
+    llm = bed.llm()
+    llm._dispatcher._line = InterruptedOnce()
+    handle = llm.submit([7, 8], greedy(4))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([1, 2, 3], greedy(4))
+    with pytest.raises(ExecutorError, match="interrupt"):
+        handle.result()
+    assert not llm._dispatcher.has_work
+    (output,) = llm.generate([1, 2, 3], greedy(4))
+    assert output.token_ids == target.greedy([1, 2, 3], 4)
+    assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
