@@ -25,9 +25,6 @@ WHAT_NEEDS_MODELS = {
     "from mtp_plugin import LLM": "the embedded executor (mtp_plugin.LLM)",
     "import mtp_plugin.executor.models": "the embedded executor (mtp_plugin.LLM)",
     "from mtp_plugin.executor.scheduler import Scheduler": "the embedded executor (mtp_plugin.LLM)",
-    "from mtp_plugin.requests.tokenizer import load_tokenizer; load_tokenizer('.')": (
-        "a checkpoint's tokenizer"
-    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.models import LoadedModel, read_facts
+from mtp_plugin.executor.models.config_reader import TOKENIZER_FILE
+from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
 
 MAX_DEFAULT_DRAFT_LEN = 3
 """K at most where nobody names one."""
@@ -165,5 +168,29 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
+def asked_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer in a folder, of its path; what is no path is one itself.
+
+    Raises:
+        ConfigError: there is none.
+        CheckpointError: it cannot be used.
+    """
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    folder = Path(_expanded(tokenizer))
+    try:
+        is_there = bool(str(tokenizer)) and (folder / TOKENIZER_FILE).is_file()
+    except OSError:
+        is_there = False
+    if not is_there:
+        raise ConfigError(
+            f"tokenizer: expected a folder with {TOKENIZER_FILE}, got {told(str(tokenizer))}"
+        )
+    return read_tokenizer_of(folder)
+
+
 def _to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    if sys.stderr is not None:
+        # a terminal that has gone must not end what it was told of
+        with suppress(OSError):
+            sys.stderr.write(f"{line}\n")

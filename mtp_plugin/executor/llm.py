@@ -11,7 +11,7 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, told
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
-from mtp_plugin.executor.asked_config import asked_config
+from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
 from mtp_plugin.executor.build import build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher
@@ -24,9 +24,8 @@ from mtp_plugin.executor.progress import Progress, loading_told, prompts_told
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.requests.prompts import Prompt
+from mtp_plugin.requests.prompts import Prompt, params_of, prompts_of
 from mtp_plugin.requests.stop_callback import StopCallback
-from mtp_plugin.requests.tokenizer import load_tokenizer
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
 
@@ -76,8 +75,7 @@ class LLM:
         **options: Any,
     ) -> None:
         asked = asked_config(config, model, options, on_progress)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = load_tokenizer(str(tokenizer))
+        tokenizer = asked_tokenizer(tokenizer)
         try:
             with loading_told(on_progress) as tell:
                 built = build_executor(
@@ -263,6 +261,7 @@ class LLM:
         Raises:
             RequestError: naming every reason.
         """
+        (prompt,), (params,) = prompts_of([prompt]), params_of(params, 1)
         return self._admission.make_request(prompt, params)
 
     def find_request(self, request_id: int) -> LlmRequest | None:
@@ -277,7 +276,7 @@ class LLM:
         Raises:
             RequestError: naming every reason, and among several the prompt's place.
         """
-        return self._admission.make_requests(prompts, params)
+        return self._admission.make_batch(prompts, params)
 
     def _run(self, requests: list[LlmRequest]) -> EventStream:
         return EventStream(requests, self._dispatcher, self)

@@ -7,26 +7,9 @@ from collections.abc import Sized
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.extras import MODEL_PACKAGES, require
 
 SHOWN = 40
 """Characters of a text that messages show."""
-
-
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint directory.
-
-    Raises:
-        MTPPluginError: it does not load.
-        MissingExtraError: transformers is not installed.
-    """
-    require("a checkpoint's tokenizer", *MODEL_PACKAGES)
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise MTPPluginError(f"tokenizer of {path}: {error}") from error
 
 
 def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:

@@ -16,9 +16,10 @@ from mtp_plugin.config import load_config
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.attention import SDPA_BACKEND
 from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
 from mtp_plugin.infer import decode
 from mtp_plugin.infer.decoding import Decoded
-from mtp_plugin.requests.tokenizer import encode, load_tokenizer
+from mtp_plugin.requests.tokenizer import encode
 from tests.contract_host.installed import installed
 from tests.contract_host.line_rules import LINES
 
@@ -45,7 +46,7 @@ def tiny_model() -> LoadedModel:
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Token ids, 20 to 40 of each."""
-    tokenizer = load_tokenizer(CHECKPOINT)
+    tokenizer = read_tokenizer_of(Path(CHECKPOINT))
     told = json.loads((CHECKPOINT.parent / "prompts.json").read_text())
     return [encode(tokenizer, item["prompt"]) for item in told]
 

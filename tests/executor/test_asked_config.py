@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.errors import CheckpointError, ConfigError
+from mtp_plugin.errors import CheckpointError, ConfigError, told
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.asked_config import config_of_checkpoint
 from mtp_plugin.executor.models import write_random_checkpoint
@@ -139,16 +141,60 @@ class Letters:
         return "x" * len(token_ids)
 
 
-def test_a_tokenizer_by_its_folder(bed, monkeypatch) -> None:
-    asked: list[str] = []
+def test_a_tokenizer_by_its_folder(bed, monkeypatch, tmp_path: Path) -> None:
+    asked: list[Path] = []
     monkeypatch.setattr(
-        "mtp_plugin.executor.llm.load_tokenizer", lambda path: asked.append(path) or Letters()
+        "mtp_plugin.executor.asked_config.read_tokenizer_of",
+        lambda path: asked.append(path) or Letters(),
     )
-    for folder in ("some/where", Path("some/where")):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for folder in (str(tmp_path), tmp_path):
         with LLM(bed.path, model=bed.model, tokenizer=folder, **SMALL) as llm:
             (output,) = llm.generate("a text", SHORT)
         assert (output.prompt_token_ids, output.text) == ([7, 8], "xxxxxx")
-    assert asked == ["some/where"] * 2
+    assert asked == [tmp_path] * 2
+
+
+class GoneTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(text)
+
+
+@pytest.mark.parametrize("stream", [None, GoneTerminal()], ids=["none", "gone"])
+def test_the_default_is_told_to_nobody_where_there_is_no_terminal(
+    bed, monkeypatch, stream: Any
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with LLM(bed.path, model=bed.model, **SMALL) as llm:
+        assert llm.pieces.plan.max_draft_len > 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "no/where", "nul\0", "x" * 5000, "org/name"],
+    ids=["nothing", "no-folder", "nul", "long", "name-of-a-hub"],
+)
+def test_a_folder_without_a_tokenizer(bed, given: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LLM(bed.path, model=bed.model, tokenizer=given, **SMALL)
+    expected = "tokenizer: expected a folder with tokenizer.json, got "
+    assert str(error.value) == expected + told(given)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [("[]", "tokenizer_config.json: expected a JSON object"), ('{"auto_map": 5}', "")],
+    ids=["a-list", "code-of-its-own"],
+)
+def test_a_tokenizer_whose_files_are_wrong(
+    bed, tmp_path: Path, settings: str, message: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(CheckpointError) as error:
+        LLM(bed.path, model=bed.model, tokenizer=tmp_path, **SMALL)
+    assert message in str(error.value)
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

@@ -33,15 +33,23 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
     Raises:
         CheckpointError: a file of it that is no JSON object, or that cannot be used.
     """
-    directory = checked.directory
-    if not (directory / TOKENIZER_FILE).is_file():
+    if not (checked.directory / TOKENIZER_FILE).is_file():
         return None
+    return read_tokenizer_of(checked.directory, config=checked.config)
+
+
+def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
+    """The tokenizer in a folder that has its file, as `read_tokenizer`.
+
+    Args:
+        settings: of `AutoTokenizer`, beside its own.
+    """
     for name in (TOKENIZER_FILE, TOKENIZER_SETTINGS, *_OTHERS):
         if name == TOKENIZER_FILE or (directory / name).exists():
             _check_file(directory / name)
     try:
         return AutoTokenizer.from_pretrained(
-            directory, config=checked.config, local_files_only=True, trust_remote_code=False
+            directory, local_files_only=True, trust_remote_code=False, **settings
         )
     except BaseException as error:
         # tokenizers panics with an error that is no Exception

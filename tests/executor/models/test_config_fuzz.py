@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +27,15 @@ from mtp_plugin.executor.models.config_schema import SCHEMAS
 
 SECONDS = float(os.environ.get("MTP_FUZZ_SECONDS", "5"))
 """How long one case may take; a machine that is shared gets time."""
+GROWTH = 1 << 20
+"""KiB that a case may add to the most that the process ever held."""
 EXAMPLES = int(os.environ.get("MTP_FUZZ_EXAMPLES", "50"))
+
+
+def most_memory() -> int:
+    """KiB that this process held at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
 
 FOREIGN = [
     "_attn_implementation", "_experts_implementation", "_name_or_path", "attn_implementation",
@@ -128,11 +137,12 @@ def test_every_mutation_is_named_or_runs(
     def check(changes: dict[str, Any]) -> None:
         kept = {k: v for k, v in {**config, **changes}.items() if v is not DROPPED}
         (path / "config.json").write_text(json.dumps(kept))
-        start = perf_counter()
+        start, before = perf_counter(), most_memory()
         found = examined(path)
         if isinstance(found, MTPPluginError):
             assert len(str(found)) < 4000
             assert perf_counter() - start < SECONDS
+            assert most_memory() - before < GROWTH
             return
         model = load_model(path)
         ids = torch.arange(3, 8)
@@ -150,5 +160,6 @@ def test_every_mutation_is_named_or_runs(
             assert drafted.shape == states.shape
         assert found.facts == model.facts
         assert perf_counter() - start < SECONDS
+        assert most_memory() - before < GROWTH
 
     check()
