@@ -63,7 +63,6 @@ results: $(STAMP)
 	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
 		--dtype float32 --no-phases --no-transformers --ask greedy,$(call ways,0.6),$(call ways,1.0) \
 		--output integration/results/e2e-tiny_model-sampled.json
-	$(BIN)/python -m tests.test_readme_figures
 	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 	$(BIN)/python -m integration.figures
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_plugin.tools.bench.files import written_whole
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "integration" / "results"
 PAGES = (ROOT / "README.md", RESULTS / "README.md")
@@ -473,8 +475,13 @@ def plot() -> str:
 def main() -> None:
     """Write every page anew, and the plot."""
     for page in PAGES:
-        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
-    PLOT.write_text(plot(), encoding="utf-8")
+        _write(page, rendered(page.read_text(encoding="utf-8")))
+    _write(PLOT, plot())
+
+
+def _write(page: Path, text: str) -> None:
+    with written_whole(page) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
