@@ -92,5 +92,8 @@ _spelling = _Spelling()
 
 def told(value: object) -> str:
     """A value for a message, as Python spells it, cut where it is long."""
-    shown = _spelling.repr(value)
+    try:
+        shown = _spelling.repr(value)
+    except Exception:  # of classes that are called as Python's own are
+        shown = f"<{type(value).__name__}>"
     return shown if len(shown) <= 2 * SHOWN else f"{shown[:SHOWN]}..."

@@ -33,6 +33,11 @@ def test_what_cannot_be_spelled_is_named() -> None:
     assert told(Evil()).startswith("<Evil instance at 0x")
 
 
+@pytest.mark.parametrize("name", ["list", "dict", "deque", "array", "str", "int", "set"])
+def test_classes_that_are_called_as_pythons_own(name: str) -> None:
+    assert told(type(name, (), {})()) == f"<{name}>"
+
+
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_no_value_is_too_much(value: Any) -> None:
     assert 0 < len(told(value)) <= 410

@@ -96,7 +96,7 @@ def run_to_the_end(command: Callable[[], None]) -> None:
         show_error(error)
         sys.exit(REFUSED)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         show_error(OSError(f"the output cannot be written: {error.strerror}"))
         # nothing more may be written when Python ends
