@@ -56,6 +56,14 @@ def test_text_of_a_seed(bed, prompts, no_overlap, vanilla, k):
         assert llm.executor.acceptance.acceptance_length > 1.15
 
 
+@pytest.mark.parametrize("k", [4, 5, 6, 7])
+def test_text_of_a_seed_with_many_drafts(bed, prompts, k):
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(k=k, vanilla=False, max_num_tokens=128)
+    assert generate(llm, prompts, params) == oracle(bed, prompts, params)
+    assert llm.executor.acceptance.acceptance_length > 1.15
+
+
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_chunks_and_preemption_keep_the_text(bed, prompts, vanilla):
     params = [params_of(place) for place in range(len(prompts))]
