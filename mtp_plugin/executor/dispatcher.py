@@ -303,10 +303,11 @@ class Dispatcher:
         self._tell(lost, ExecutorError(INTERRUPTED))
 
     def _enqueue(self, request: LlmRequest) -> None:
+        # first: who cancels it from now on has the executor do so
+        self._in_line.discard(request.request_id)
         wanted = request.request_id in self._callbacks
         if wanted and self._executor.find(request.request_id) is None:
             self._executor.enqueue(request)
-        self._in_line.discard(request.request_id)
 
     def _hand_out(self, events: list[StepEvent]) -> None:
         shares: dict[OnResult, list[StepEvent]] = {}

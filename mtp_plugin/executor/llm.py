@@ -24,7 +24,7 @@ from mtp_plugin.executor.progress import Progress, loading_told, prompts_told
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.requests.prompts import Prompt, params_of, prompts_of
+from mtp_plugin.requests.prompts import Prompt, params_of
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
@@ -261,7 +261,7 @@ class LLM:
         Raises:
             RequestError: naming every reason.
         """
-        (prompt,), (params,) = prompts_of([prompt]), params_of(params, 1)
+        (params,) = params_of(params, 1)
         return self._admission.make_request(prompt, params)
 
     def find_request(self, request_id: int) -> LlmRequest | None:
