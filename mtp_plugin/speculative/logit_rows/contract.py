@@ -111,6 +111,27 @@ class DrawnRows:
                 f"{list(drafts.stride())} on {drafts.device}"
             )
 
+    def check_logits(self, logits: torch.Tensor) -> None:
+        """Check these rows' logits [N, V], and the tensors.
+
+        Raises:
+            TensorContractError: another shape or type, or gaps in a row.
+        """
+        if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
+            raise TensorContractError(
+                f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
+                f"{list(logits.shape)}"
+            )
+        self.check(logits.device)
+        if logits.shape[0] != self.num_rows:
+            raise TensorContractError(
+                f"logits: expected {self.num_rows} rows, got {logits.shape[0]}"
+            )
+        if logits.shape[0] and logits.stride(1) != 1:
+            raise TensorContractError(
+                f"logits: expected contiguous rows, got strides {list(logits.stride())}"
+            )
+
     def owners(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of every row its request, the absolute index of the token that it draws, and how many
         drafts stand in front, all [N] int64."""

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import reference
@@ -55,18 +54,7 @@ def draw(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
     """
-    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
-        raise TensorContractError(
-            f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
-            f"{list(logits.shape)}"
-        )
-    rows.check(logits.device)
-    if logits.shape[0] != rows.num_rows:
-        raise TensorContractError(f"logits: expected {rows.num_rows} rows, got {logits.shape[0]}")
-    if logits.shape[0] and logits.stride(1) != 1:
-        raise TensorContractError(
-            f"logits: expected contiguous rows, got strides {list(logits.stride())}"
-        )
+    rows.check_logits(logits)
     named = [column.name for column in CHOICE_COLUMNS] if by_choice else ()
     check_slots(slots, rows.num_requests, logits.device, named)
     if cuts is not None:

@@ -45,18 +45,7 @@ def processed_scores(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
     """
-    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
-        raise TensorContractError(
-            f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
-            f"{list(logits.shape)}"
-        )
-    rows.check(logits.device)
-    if logits.shape[0] != rows.num_rows:
-        raise TensorContractError(f"logits: expected {rows.num_rows} rows, got {logits.shape[0]}")
-    if logits.shape[0] and logits.stride(1) != 1:
-        raise TensorContractError(
-            f"logits: expected contiguous rows, got strides {list(logits.stride())}"
-        )
+    rows.check_logits(logits)
     if rows.ahead is not None or rows.column:
         raise TensorContractError("drawn rows: expected those of the target, got drafts'")
     check_slots(slots, rows.num_requests, logits.device)

@@ -44,7 +44,7 @@ def keep_draft_probs(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
     """
-    _check_rows(logits, rows)
+    rows.check_logits(logits)
     if rows.num_rows != rows.num_requests:
         raise TensorContractError(
             f"drafts: expected a row of each of {rows.num_requests} requests, got {rows.num_rows}"
@@ -96,7 +96,7 @@ def judge(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
     """
-    _check_rows(logits, rows)
+    rows.check_logits(logits)
     device, count = logits.device, rows.num_requests - rows.num_contexts
     num_drafts = count * (rows.width - 1)
     if (
@@ -157,21 +157,6 @@ def _side(backend: Backend) -> _Side:
     from mtp_plugin.speculative.ops.sampling.residual import launch
 
     return launch
-
-
-def _check_rows(logits: torch.Tensor, rows: DrawnRows) -> None:
-    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
-        raise TensorContractError(
-            f"logits: expected a floating [rows, V] tensor with V >= 1, got {logits.dtype} "
-            f"{list(logits.shape)}"
-        )
-    rows.check(logits.device)
-    if logits.shape[0] != rows.num_rows:
-        raise TensorContractError(f"logits: expected {rows.num_rows} rows, got {logits.shape[0]}")
-    if logits.shape[0] and logits.stride(1) != 1:
-        raise TensorContractError(
-            f"logits: expected contiguous rows, got strides {list(logits.stride())}"
-        )
 
 
 def _expect_words(draft_probs: torch.Tensor, vocab: int) -> None:
