@@ -152,10 +152,9 @@ class LLM:
         """The events of every executor step; an event carries 0 to K+1 tokens of one request.
 
         ``prompt_index`` of an event is its prompt's place among these, from 0; request ids count
-        on over the life of the object. Closing the
-        iterator cancels what is unfinished and gives its resources back, and so does letting go of
-        it. Other calls may run between two steps; what they make this one's requests gain comes
-        with its next steps.
+        on over the life of the object. Closing the iterator cancels what is unfinished and gives
+        its resources back, and so does letting go of it. Other calls may run between two steps;
+        what they make this one's requests gain comes with its next steps.
 
         Raises:
             RequestError: a prompt or option that cannot be served; nothing was started.
