@@ -45,6 +45,7 @@ from mtp_plugin.speculative.ops.draft import (
     place_drafts,
     place_last_states,
     propose,
+    propose_edited,
 )
 from mtp_plugin.speculative.ops.draft_inputs import (
     History,
@@ -157,21 +158,17 @@ def compile_sampling() -> None:
 
 
 def compile_draws() -> None:
-    # the largest kernels there are, half a minute each: every choice of the launch once
-    for requests, width, vocab, dtype, ids, has_pools in (
-        (100, 4, VOCAB, BF16, None, False),
-        (8, 4, VOCAB, BF16, None, True),
-        (40, 1, 32768, F32, ints(32768), True),
-        (300, 1, 202048, F16, None, True),
+    # the largest kernels there are, half a minute each: the others are in `draws`
+    for requests, width, vocab, dtype, ids in (
+        (8, 4, VOCAB, BF16, None),
+        (40, 1, 32768, F32, ints(32768)),
     ):
         ahead = ints(requests) if width == 1 else None
-        slots = slot_rows(requests, VOCAB if ids is not None else vocab)
-        drafts = ints(requests, 4)
-        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead, drafts=drafts)
+        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead, drafts=ints(requests, 4))
         draw(
             floats(requests * width, vocab, dtype=dtype),
             rows,
-            slots if has_pools else dataclasses.replace(slots, pools=None),
+            slot_rows(requests),
             role=Role.TARGET if width > 1 else Role.PLAIN_DRAFT,
             vocab_ids=ids,
             backend=Backend.TRITON,
@@ -199,22 +196,11 @@ def compile_judging_by_odds() -> None:
         slots = slot_rows(requests, vocab)
         for some in (slots, dataclasses.replace(slots, pools=None)):
             pool = floats(64, k, vocab, dtype=F32)
-            draws_too = some.pools is None and dtype is F32
             words = vocab if ids is None else len(ids)
             drafts = ints(requests, k)
             positions = ints(requests, dtype=I64)
             rows = DrawnRows(0, 1, positions, ints(requests), 0, drafts)
             logits, cuts = floats(requests, words, dtype=dtype), floats(requests, 4, dtype=F32)
-            if draws_too:
-                draw(
-                    logits,
-                    rows,
-                    some,
-                    by_choice=True,
-                    vocab_ids=ids,
-                    cuts=cuts,
-                    backend=Backend.TRITON,
-                )
             keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
             rows = DrawnRows(0, k + 1, positions, drafts=drafts)
             number = requests * (k + 1)
@@ -227,6 +213,7 @@ def compile_judging_by_odds() -> None:
                 floats(number, 4, dtype=F32),
                 ints(number),
                 draft_lens=ints(requests) if ids is None else None,
+                forced_ids=None if dtype is F32 else ints(number),
                 backend=Backend.TRITON,
             )
 
@@ -345,6 +332,9 @@ def compile_draft_step() -> None:
         for count in (1, 6):
             rule = ThinkingRule(1, 2, ints(count), ints(count, count))
             place_drafts(ints(requests), filled, behind, slots, rule, backend=Backend.TRITON)
+            rows = dataclasses.replace(behind, column=1)
+            logits = floats(requests, vocab)
+            propose_edited(logits, filled, rows, slots, behind, rule, backend=Backend.TRITON)
     draft_argmax(floats(1, VOCAB), backend=Backend.TRITON)
     for dtype in (BF16, F32):
         part = floats(requests, 64640, dtype=dtype)

@@ -19,6 +19,9 @@ WORD_BITS = tl.constexpr(step.WORD_BITS)
 WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
 """An id so far to the right is the number of its word."""
 NO_ID = tl.constexpr(2147483647)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LEAST_INVERTED, MOST_INVERTED = tl.constexpr(1e-30), tl.constexpr(1e30)
+"""Divisors whose inverses are numbers of full precision."""
 
 
 class Edits(NamedTuple):
@@ -119,32 +122,51 @@ def _biased(x, ids, inside, edits):
 
 
 @triton.jit
-def _repeated(x, seen, edits):
+def _quotient(x, divisor):
+    """x / divisor, rounded as a division is, of a divisor that all values share.
+
+    A product with the rounded inverse is off by units in the last place, and what it leaves of x
+    tells by how many: see Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000", 1990. Values below 1e-30, whose remainders are not numbers of full precision, may
+    be one unit off, and one above the largest float's 0.9999998 may become infinite.
+    """
+    # the interpreter rounds a product before it adds
+    if INTERPRETED or divisor < LEAST_INVERTED or divisor > MOST_INVERTED:
+        quotient = tl.div_rn(x, divisor)
+    else:
+        inverse = tl.div_rn(1.0, divisor)
+        about = x * inverse
+        exact = tl.fma(tl.fma(about, -divisor, x), inverse, about)
+        quotient = tl.where(tl.abs(about) < float("inf"), exact, about)
+    return quotient
+
+
+@triton.jit
+def _repeated(x, seen, edits, ARE_MANY: tl.constexpr):
     """Values of which some were ``seen``, with the row's repetition penalty."""
     if edits.repetition != 1:
-        changed = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
-        x = tl.where(seen, changed, x)
+        if ARE_MANY:  # noqa: SIM108 - known when it is compiled
+            quotient = _quotient(x, edits.repetition)
+        else:
+            quotient = tl.div_rn(x, edits.repetition)
+        x = tl.where(seen, tl.where(x > 0, quotient, x * edits.repetition), x)
     return x
 
 
 @triton.jit
-def _counted(x, ids, in_slot, edits):
-    """Values of ids, of which the slot has some, with the row's presence and frequency
-    penalties."""
-    # what was never seen was never counted: most of the row is not read
-    count = tl.load(edits.count_ptr + ids, mask=in_slot != 0, other=0).to(tl.int32) & MOST_COUNTED
-    count += (ids == edits.draft0).to(tl.int32) + (ids == edits.draft1).to(tl.int32)
-    count += (ids == edits.draft2).to(tl.int32) + (ids == edits.draft3).to(tl.int32)
-    draft = edits.draft4
-    place = 4
-    while draft >= 0:
-        count += (ids == draft).to(tl.int32)
-        place += 1
-        draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+def _counted(x, count, edits):
+    """Values of ids that were counted so often, with the row's presence and frequency penalties."""
     count = tl.minimum(count, MOST_COUNTED)
-    x = x - tl.where(count > 0, edits.presence, 0.0)
+    if edits.presence != 0:
+        x = x - tl.where(count > 0, edits.presence, 0.0)
     # chosen, not subtracted at once: a product that is rounded with the difference differs
     return x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _counts_of(count_ptr, ids, is_read):
+    """How often ids were counted; what was never seen never was: most of a row is not read."""
+    return tl.load(count_ptr + ids, mask=is_read, other=0).to(tl.int32) & MOST_COUNTED
 
 
 @triton.jit
@@ -164,50 +186,96 @@ def edited(x, ids, inside, edits):
             seen = seen | (ids == draft)
             place += 1
             draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-        x = _repeated(x, seen, edits)
+        x = _repeated(x, seen, edits, False)
         if (edits.presence != 0) | (edits.frequency != 0):
-            x = _counted(x, ids, in_slot, edits)
+            count = _counts_of(edits.count_ptr, ids, in_slot != 0)
+            count += (ids == edits.draft0).to(tl.int32) + (ids == edits.draft1).to(tl.int32)
+            count += (ids == edits.draft2).to(tl.int32) + (ids == edits.draft3).to(tl.int32)
+            draft = edits.draft4
+            place = 4
+            while draft >= 0:
+                count += (ids == draft).to(tl.int32)
+                place += 1
+                draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+            x = _counted(x, count, edits)
         x = tl.where(x == x, x, float("-inf"))
     return x
 
 
 @triton.jit
-def _bits_of_words(words, SIZE: tl.constexpr):
-    """The bits of words, in their order [SIZE]."""
-    return tl.reshape((words[:, None] >> tl.arange(0, WORD_BITS)[None, :]) & 1, [SIZE])
+def _fours_of(words_ptr, fours, vocab):
+    """The bits of ids 4f to 4f + 3 in a row of a pool, as a number of each f; 0 behind the row."""
+    words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=fours * 4 < vocab, other=0)
+    return (words >> ((fours & (WORD_BITS // 4 - 1)) * 4)) & 15
 
 
 @triton.jit
-def _bit_in(draft, starts):
-    """The bit of a draft in the words that begin with these ids."""
-    return tl.where(starts == (draft & -WORD_BITS), 1 << (draft & (WORD_BITS - 1)), 0)
+def _bits_of_fours(fours):
+    """0 or 1 of each id [F, 4]."""
+    return (fours[:, None] >> tl.arange(0, 4)[None, :]) & 1
+
+
+@triton.jit
+def _is_in(draft, first, SIZE: tl.constexpr):
+    """Whether a draft is one of the ids from ``first`` on."""
+    return (draft >= first) & (draft < first + SIZE)
+
+
+@triton.jit
+def _penalised(x, fours, vocab, edits, HAS_DRAFTS: tl.constexpr):
+    """Penalised values [F, 4] of fours of ids; with the drafts in front of the row, or knowing that
+    no id of theirs is here."""
+    ids = fours[:, None] * 4 + tl.arange(0, 4)[None, :]
+    in_slot = _fours_of(edits.seen_ptr, fours, vocab)
+    seen = _bits_of_fours(in_slot)
+    if HAS_DRAFTS:
+        times = tl.zeros_like(seen)
+        place = 0
+        draft = edits.draft0
+        while draft >= 0:
+            times += (ids == draft).to(tl.int32)
+            place += 1
+            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
+        seen = seen | times
+    x = _repeated(x, seen != 0, edits, True)
+    if (edits.presence != 0) | (edits.frequency != 0):
+        # by fours, so that a thread reads four at once
+        count = _counts_of(edits.count_ptr, ids, (in_slot[:, None] != 0) & (ids < vocab))
+        if HAS_DRAFTS:
+            count += times
+        x = _counted(x, count, edits)
+    return x
 
 
 @triton.jit
 def edited_piece(x, ids, first, vocab, edits):
-    """As `edited`, of the ids from ``first`` on, which begins a word, of whole words: each is read
-    once."""
+    """As `edited`, of the ids from ``first`` on, which begins a word, of whole words.
+
+    Bits are read by fours of ids, which a thread holds. Drafts are few, so most pieces hold none.
+    """
     SIZE: tl.constexpr = x.shape[0]
-    starts = first + tl.arange(0, SIZE // WORD_BITS) * WORD_BITS
+    fours = first // 4 + tl.arange(0, SIZE // 4)
     if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
         x = _biased(x, ids, ids < vocab, edits)
         if edits.allowed_row >= 0:
-            words_ptr = edits.allowed_ptr + (starts >> WORD_SHIFT)
-            words = tl.load(words_ptr, mask=starts < vocab, other=0)
-            x = tl.where(_bits_of_words(words, SIZE) != 0, x, float("-inf"))
+            bits = _bits_of_fours(_fours_of(edits.allowed_ptr, fours, vocab))
+            x = tl.where(tl.reshape(bits, [SIZE]) != 0, x, float("-inf"))
     if edits.count_row >= 0:
-        words_ptr = edits.seen_ptr + (starts >> WORD_SHIFT)
-        in_slot = tl.load(words_ptr, mask=starts < vocab, other=0)
-        words = in_slot | _bit_in(edits.draft0, starts) | _bit_in(edits.draft1, starts)
-        words = words | _bit_in(edits.draft2, starts) | _bit_in(edits.draft3, starts)
+        has_draft = _is_in(edits.draft0, first, SIZE) | _is_in(edits.draft1, first, SIZE)
+        has_draft = (
+            has_draft | _is_in(edits.draft2, first, SIZE) | _is_in(edits.draft3, first, SIZE)
+        )
         draft = edits.draft4
         place = 4
         while draft >= 0:
-            words = words | _bit_in(draft, starts)
+            has_draft = has_draft | _is_in(draft, first, SIZE)
             place += 1
             draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-        x = _repeated(x, _bits_of_words(words, SIZE) != 0, edits)
-        if (edits.presence != 0) | (edits.frequency != 0):
-            x = _counted(x, ids, _bits_of_words(in_slot, SIZE), edits)
+        x = tl.reshape(x, [SIZE // 4, 4])
+        if has_draft:
+            x = _penalised(x, fours, vocab, edits, True)
+        else:
+            x = _penalised(x, fours, vocab, edits, False)
+        x = tl.reshape(x, [SIZE])
         x = tl.where(x == x, x, float("-inf"))
     return x

@@ -1,8 +1,10 @@
 """Triton kernels of draws: a scan of the rows by chunks of ids, and a finish per row.
 
-A program of the scan reads a piece of a row. Its chunk c is what 8 neighbouring threads hold: some
-segments of ids, so that nothing is moved between threads before a chunk is reduced.
+A program of the scan reads pieces of a row. Chunk c of one is what 8 neighbouring threads hold:
+some segments of ids, so that nothing is moved between threads before a chunk is reduced.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 
 NO_COLUMN = tl.constexpr(2147483647)
 
-CHANGING = ["num_contexts", "width", "column", "role", "num_pieces", "pool_vocab"]
+CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
 CHANGING += ["judged_at", "drafted_at", "step_at"]
 CHANGING += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
 SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
@@ -59,6 +61,107 @@ def _weights(held, base, scale):
     """Of what threads hold [..., threads, each], against a base of each thread; 0 for NaN."""
     weights = tl.exp2((held - base[None, :, None]) * scale)
     return tl.where(held == held, weights, 0.0)
+
+
+class Left(NamedTuple):
+    """Where a scan leaves what it found in a row; pointers stand at the row's own."""
+
+    top_ptr: tl.tensor
+    detail_ptr: tl.tensor
+    mass_ptr: tl.tensor
+    edited_ptr: tl.tensor
+
+
+@triton.jit
+def _bounds_of(row, piece, stream, PIECE: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Of the noise of a piece's ids, in log2 [PIECE]."""
+    if HAS_IDS:
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        words = words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
+    else:
+        groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+        w0, w1, w2, w3 = words_of_groups(groups, stream)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+    return gumbel_bound(words)
+
+
+@triton.jit
+def _scanned(
+    x,
+    row,
+    options,
+    temperature,
+    stream,
+    left,
+    first_piece,
+    last_piece,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
+    NOISE_FIRST: tl.constexpr,
+    KEEPS: tl.constexpr,
+):
+    """Some pieces of a row, of the first of which ``x`` are the values."""
+    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
+    scale = scale_of(temperature)
+    is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
+    for piece in range(first_piece, last_piece):
+        if piece > first_piece:
+            x = _piece_of(row.ptr, piece, row.vocab, PIECE)
+        noise = tl.zeros([PIECE], tl.float32)
+        if NOISE_FIRST and (temperature >= GREEDY_BELOW) & (not is_cut):
+            # it needs no values: they are on their way
+            noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        inside = columns < row.vocab
+        if HAS_EDITS:
+            x = _number(x)
+            if HAS_IDS:
+                x = edited(x, ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+            else:
+                x = edited_piece(x, columns, piece * PIECE, row.vocab, row.edits)
+        if KEEPS:
+            tl.store(left.edited_ptr + columns, x, mask=inside)
+        held = tl.reshape(x, [WRAPS, THREADS, EACH])
+        # what is no number loses against every other, so that few are looked at
+        thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
+        by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+        top = tl.max(by_chunk, axis=1)
+        # where all values are -inf no difference to the highest is a number
+        thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
+        base = tl.where(top > float("-inf"), top, 0.0)
+        below = (by_chunk - base[:, None]) * scale
+
+        out = piece * CHUNKS + tl.arange(0, CHUNKS)
+        if temperature < GREEDY_BELOW:
+            at = tl.reshape(columns, [WRAPS, THREADS, EACH])
+            at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
+            first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
+            first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
+            tl.store(left.detail_ptr + out, first.to(tl.float32, bitcast=True))
+        elif not is_cut:
+            if not NOISE_FIRST:
+                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
+            bound = (held - thread_base[None, :, None]) * scale
+            bound += tl.reshape(noise, [WRAPS, THREADS, EACH])
+            bound = _number(tl.max(tl.max(bound, axis=0), axis=1))
+            bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
+            tl.store(left.detail_ptr + out, tl.max(bound, axis=1))
+            if HAS_CUTS:
+                weights = _weights(held, thread_base, scale)
+                mass = tl.sum(tl.sum(weights, axis=0), axis=1)
+                mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
+                tl.store(left.mass_ptr + out, tl.sum(mass, axis=1))
+        elif (options.top_k == 0) & (options.top_p < 1):
+            weights = _weights(held, thread_base, scale)
+            mass = tl.sum(tl.sum(weights, axis=0), axis=1)
+            mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
+            tl.store(left.detail_ptr + out, tl.sum(mass, axis=1))
+        tl.store(left.top_ptr + out, top)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -109,7 +212,10 @@ def scan_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
+    NOISE_FIRST: tl.constexpr,
     KEEPS_EDITED: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``PARTS`` pieces of a row: per chunk the highest value, and what the options need beside it.
@@ -117,26 +223,24 @@ def scan_kernel(
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
-    what is left of rows. Edited rows are kept, where they are asked for, as far apart as logits.
+    what is left of rows. Where they are asked for edited rows, or all, are kept in float32, as far
+    apart as logits.
     """
     grid_dependency_synchronize(PDL)
-    programs = (num_pieces + PARTS - 1) // PARTS
-    row = (tl.program_id(0) // programs).to(tl.int64)
-    first_piece = tl.program_id(0) % programs * PARTS
+    first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
     last_piece = tl.minimum(first_piece + PARTS, num_pieces)
-    x = _piece_of(logits_ptr + row * row_stride, first_piece, vocab, PIECE)
+    number = tl.program_id(ROW_AXIS).to(tl.int64)
+    # asked for before the values, behind which it would wait
     request, offset, slot = place_of(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
+    x = _piece_of(logits_ptr + number * row_stride, first_piece, vocab, PIECE)
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
     step = tl.full([], 0, tl.int32)
     if HAS_CHOICE:
         temperature, role, step = choice_of(slot, temperature, role, judged_at, drafted_at, step_at)
-    top_k = options.top_k
-    top_p = options.top_p
-    scale = scale_of(temperature)
     stream = stream_of(
         slot,
         request,
@@ -159,66 +263,52 @@ def scan_kernel(
         draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
         tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
     )
-
-    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
-    for piece in range(first_piece, last_piece):
-        columns = piece * PIECE + tl.arange(0, PIECE)
-        inside = columns < vocab
-        if piece > first_piece:
-            x = _piece_of(logits_ptr + row * row_stride, piece, vocab, PIECE)
-        if HAS_EDITS:
-            x = _number(x)
-            if HAS_IDS:
-                of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
-                x = edited(x, ids_of(of_row, columns, inside, HAS_IDS), inside, edits)
-            else:
-                x = edited_piece(x, columns, piece * PIECE, vocab, edits)
-            if KEEPS_EDITED:  # noqa: SIM102 - known when it is compiled
-                if is_edited(slot):
-                    tl.store(edited_ptr + row * row_stride + columns, x, mask=inside)
-        held = tl.reshape(x, [WRAPS, THREADS, EACH])
-        # what is no number loses against every other, so that few are looked at
-        thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
-        by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
-        top = tl.max(by_chunk, axis=1)
-        # where all values are -inf no difference to the highest is a number
-        thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
-        base = tl.where(top > float("-inf"), top, 0.0)
-        below = (by_chunk - base[:, None]) * scale
-
-        detail = top
-        out = row * (num_pieces * CHUNKS) + piece * CHUNKS + tl.arange(0, CHUNKS)
-        if temperature < GREEDY_BELOW:
-            at = tl.reshape(columns, [WRAPS, THREADS, EACH])
-            at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
-            first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
-            first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
-            detail = first.to(tl.float32, bitcast=True)
-        elif (top_k == 0) & (top_p >= 1) & (options.min_p <= 0):
-            if HAS_IDS:
-                ids = tl.load(vocab_ids_ptr + columns, mask=inside, other=0)
-                words = words_of(ids, stream)
-            else:
-                groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
-                w0, w1, w2, w3 = words_of_groups(groups, stream)
-                words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
-            noise = tl.reshape(gumbel_bound(words), [WRAPS, THREADS, EACH])
-            bound = (held - thread_base[None, :, None]) * scale + noise
-            bound = _number(tl.max(tl.max(bound, axis=0), axis=1))
-            bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
-            detail = tl.max(bound, axis=1)
-            if HAS_CUTS:
-                weights = _weights(held, thread_base, scale)
-                mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-                mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-                tl.store(mass_ptr + out, tl.sum(mass, axis=1))
-        elif (top_k == 0) & (top_p < 1):
-            weights = _weights(held, thread_base, scale)
-            mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-            mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-            detail = tl.sum(mass, axis=1)
-        tl.store(top_ptr + out, top)
-        tl.store(detail_ptr + out, detail)
+    row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, edits)
+    chunk = number * (num_pieces * CHUNKS)
+    left = Left(
+        top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, edited_ptr + number * row_stride
+    )
+    # apart, so that rows without edits keep nothing of theirs
+    if HAS_EDITS and is_edited(slot):
+        _scanned(
+            x,
+            row,
+            options,
+            temperature,
+            stream,
+            left,
+            first_piece,
+            last_piece,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            True,
+            HAS_CUTS,
+            False,  # while it is edited a piece takes all registers
+            KEEPS_EDITED,
+        )
+    else:
+        _scanned(
+            x,
+            row,
+            options,
+            temperature,
+            stream,
+            left,
+            first_piece,
+            last_piece,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            False,
+            HAS_CUTS,
+            NOISE_FIRST,
+            KEEPS_ALL,
+        )
 
 
 @triton.jit
@@ -341,21 +431,22 @@ def finish_kernel(
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
     KEPT_EDITED: tl.constexpr,
+    KEPT_ALL: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: its token, and what its cuts leave."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
+    request, offset, slot = place_of(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    )
     num_chunks = num_pieces * CHUNKS
     chunks = tl.arange(0, ALL_CHUNKS)
     tops = tl.load(
         top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
     )
     details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
-    request, offset, slot = place_of(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
-    )
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
@@ -384,9 +475,11 @@ def finish_kernel(
         draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
         tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
     )
-    values_ptr = logits_ptr
-    if KEPT_EDITED:  # noqa: SIM102 - known when it is compiled
-        if is_edited(slot):
+    if KEPT_ALL:
+        values_ptr = edited_ptr
+    else:
+        values_ptr = logits_ptr
+        if KEPT_EDITED and is_edited(slot):
             values_ptr = edited_ptr
     of_row = Row(values_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)

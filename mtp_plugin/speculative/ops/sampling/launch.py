@@ -17,22 +17,25 @@ from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kerne
 from mtp_plugin.speculative.step import SlotRows
 
 PIECE = 4096
-"""Columns that a program of the scan reads, 16 per thread."""
+"""Columns that a program of the scan reads at once, 16 per thread."""
 WARPS = 8
 CHUNKS = 32
 """Of a piece."""
 LOAD_BYTES = 16
 """What a thread reads at once."""
-MOST_PARTS, MANY_ROWS = 4, 192
+PARTS = ((192, 4), (24, 2), (0, 1))
+EDITING_PARTS = ((192, 4), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
-for takes as long as to read one."""
+for takes as long as to read one. To edit one takes longer."""
+MOST_BEHIND = 65535
+"""Programs along the second side of a grid, which follow each other farther apart."""
 SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
 KEPT_ROWS = 64
-"""Of so many rows or fewer those that are edited are kept for who finishes them: to edit some of
-their values again takes longer there than to write all of them."""
+"""Of so many rows or fewer those that are edited, or all where logits are not float32, are kept for
+who finishes them: to edit some of their values again takes longer there than to write all."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
 ALL_REGISTERS, FEW_ROWS = 255, 132
@@ -79,10 +82,16 @@ def draw(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
-    keeps_edited = pools is not None and num_rows <= KEPT_ROWS and _can_be_kept(logits)
-    kept = torch.empty(num_rows, logits.stride(0), **float32) if keeps_edited else details
-    parts = MOST_PARTS if num_rows >= MANY_ROWS else 1
-    scan_kernel[(num_rows * -(-num_pieces // parts),)](
+    keeps = pools is not None and num_rows <= KEPT_ROWS and vocab <= logits.stride(0) < 2 * vocab
+    # of one type, so that whoever finishes rows reads all of them from one place
+    keeps_all = keeps and logits.dtype != torch.float32
+    kept = torch.empty(num_rows, logits.stride(0), **float32) if keeps else details
+    sizes = PARTS if pools is None else EDITING_PARTS
+    parts = next(parts for least, parts in sizes if num_rows >= least)
+    grid = [num_rows, -(-num_pieces // parts)]
+    # neighbours read neighbouring pieces
+    row_axis = int(num_rows <= MOST_BEHIND)
+    scan_kernel[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
         tops,
         details,
@@ -91,12 +100,16 @@ def draw(
         *places,
         *inputs.sizes,
         **constants,
-        KEEPS_EDITED=keeps_edited,
         PARTS=parts,
+        ROW_AXIS=row_axis,
+        # with one piece to read others have their noise drawn meanwhile
+        NOISE_FIRST=parts > 1,
+        KEEPS_EDITED=keeps,
+        KEEPS_ALL=keeps_all,
         num_warps=WARPS,
         maxnreg=None if pools is None else SCAN_REGISTERS,
     )
-    if keeps_edited:
+    if keeps:
         inputs = replace(inputs, slots=replace(slots, pools=None))
         constants["HAS_EDITS"] = False
     has_room = constants["HAS_EDITS"] and num_rows <= FEW_ROWS
@@ -116,7 +129,8 @@ def draw(
         *inputs.sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        KEPT_EDITED=keeps_edited,
+        KEPT_EDITED=keeps,
+        KEPT_ALL=keeps_all,
         WARPS=warps,
         num_warps=warps,
         maxnreg=ALL_REGISTERS if has_room else REGISTERS,
@@ -169,12 +183,6 @@ class _Inputs:
             self.slots.table.stride(0),
             self.slots.slot_ids.stride(0),
         )
-
-
-def _can_be_kept(logits: torch.Tensor) -> bool:
-    """Whether edited rows can stand where the logits' own would, without much between them."""
-    vocab = logits.shape[1]
-    return logits.dtype == torch.float32 and vocab <= logits.stride(0) < 2 * vocab
 
 
 def _places(slots: SlotRows) -> tuple[int, int, int]:

@@ -161,12 +161,14 @@ def gumbel(words):
 
 @triton.jit
 def gumbel_bound(words):
-    """No less than the noise of words, in log2, and hardly more where it is high.
+    """No less than the noise of words, in log2, and hardly more where it is high, but of the dozen
+    lowest of all words.
 
     The noise is at most -log2(v), as -log1p(-v) >= v. The bits of a float, over 2^23, are no more
-    than its logarithm, but for the exponents' 127; of v's those of 2^32 v are 32 ahead.
+    than its logarithm, but for the exponents' 127; of v's those of the word, which is less than
+    2^32 v, are 32 ahead.
     """
-    bits = (words.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    bits = words.to(tl.float32).to(tl.int32, bitcast=True)
     return 159.0 - bits.to(tl.float32) * 1.1920928955078125e-07
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.sampling import Role
+from mtp_plugin.speculative.ops.sampling import Role, launch
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import INDEX_DTYPES
 from tests.speculative.ops.sampling.cases import Batch
@@ -42,11 +43,17 @@ def test_story_torch_and_triton_agree() -> None:
     judge.check()
 
 
-def test_torch_and_triton_agree_over_many_chunks() -> None:
-    """Where chunks are left out, and where candidates are more than are counted."""
+@pytest.mark.parametrize(("parts", "most_behind"), [(1, 65535), (2, 1), (4, 65535)])
+def test_torch_and_triton_agree_over_many_chunks(
+    parts: int, most_behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where chunks are left out, and where candidates are more than are counted; a program reads
+    one piece or more, as it does of many rows, and rows may stand along either side of the grid."""
+    monkeypatch.setattr(launch, "PARTS", ((0, parts),))
+    monkeypatch.setattr(launch, "MOST_BEHIND", most_behind)
     judge = Judge()
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(vocab=st.sampled_from((1023, 1025, 4096, 4099, 9001, 20011)), **batches)
     def agree(vocab: int, **shape: object) -> None:
         batch = Batch.of(vocab=vocab, **shape)
@@ -54,5 +61,5 @@ def test_torch_and_triton_agree_over_many_chunks() -> None:
         judge.compare(batch, expected, batch.tokens(Backend.TRITON))
 
     agree()
-    assert judge.rows["all"] > 60
+    assert judge.rows["all"] > 30
     judge.check()

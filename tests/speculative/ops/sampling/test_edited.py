@@ -102,7 +102,12 @@ def test_story_torch_and_triton_agree(greedy: bool) -> None:
 
 
 @pytest.mark.usefixtures("kept")
-def test_torch_and_triton_agree_over_many_chunks() -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_torch_and_triton_agree_over_many_chunks(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program reads one piece or more, as it does of many rows."""
+    monkeypatch.setattr(launch, "EDITING_PARTS", ((0, parts),))
     judge = Judge()
 
     @settings(max_examples=8)

@@ -7,7 +7,7 @@ from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchr
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.noise_kernel import values_of
-from mtp_plugin.speculative.ops.sampling.residual.kernel import Batch, kept_of, score_of
+from mtp_plugin.speculative.ops.sampling.residual.kernel import Batch, kept_of, only_of, score_of
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 
@@ -72,16 +72,13 @@ def processed_kernel(
         )
         generation = tl.maximum(request - num_contexts, 0).to(tl.int64)
         drafts = draft_ptr + generation * draft_stride
-        kept = kept_of(batch, row, slot, drafts, offset if HAS_DRAFTS else 0)
+        only = only_of(forced_ptr, row, forced_stride, HAS_FORCED)
+        kept = kept_of(batch, row, slot, drafts, offset if HAS_DRAFTS else 0, only)
         columns = piece * PIECE + tl.arange(0, PIECE)
         inside = columns < vocab
         is_finite = (kept.top > float("-inf")) & (kept.top < float("inf"))
-        if (kept.temperature < GREEDY_BELOW) & is_finite:
+        if (kept.temperature < GREEDY_BELOW) & is_finite & (only < 0):
             score = values_of(kept.row, columns, inside, False, HAS_EDITS) - kept.top
         else:
             score = score_of(kept, columns, inside, False, HAS_EDITS)
-        if HAS_FORCED:
-            forced = tl.load(forced_ptr + row * forced_stride)
-            alone = tl.where(columns == forced, 0.0, float("-inf"))
-            score = tl.where(forced >= 0, alone, score)
         tl.store(score_ptr + row * vocab + columns, score, mask=inside)
