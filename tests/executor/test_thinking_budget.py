@@ -169,6 +169,29 @@ def test_r53_other_modes_end_there_too(bed, prompts, mtp, drawn):
             assert tuple(text[4:6]) == TWO
 
 
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("draft_sampling", [None, "greedy"])
+def test_every_draft_of_a_forced_end_stands(bed, prompts, draft_sampling, vanilla):
+    """Nothing but a long end is written: who judges by odds takes no more steps than others."""
+    end = (9, 11, 13, 9, 15, 17, 19, 21, 23, 25, 27, 29, END)
+    thinking, _ = batch_of(prompts)
+    modes = ["coupled", "rejection", "block"]
+    llm = bed.llm(vanilla=vanilla, speculative=spec(end, verification=modes))
+    lengths = []
+    for mode in modes:
+        asked = SamplingParams(
+            max_new_tokens=len(end),
+            ignore_eos=True,
+            thinking_token_budget=0,
+            temperature=0.9,
+            verification=mode,
+            draft_sampling=draft_sampling,
+        )
+        assert generate(llm, thinking[:4], asked) == [list(end)] * 4
+        lengths.append(llm.executor.acceptance.acceptance_length)
+    assert lengths == [4.0] * 3
+
+
 def test_a_budget_without_tags_is_refused_by_name(bed):
     asked = SamplingParams(thinking_token_budget=3)
     for llm in (bed.llm(), bed.llm(k=0)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from typing_extensions import override
 
 from mtp_plugin.kernels.backend import Backend
@@ -41,9 +40,6 @@ class ResidualVerification(VerificationMode):
         step, cuts = inputs.step, inputs.cuts
         if rules.choices is None or cuts is None:  # everybody is greedy
             return rules
-        draft_lens = step.draft_lens
-        if rules.forced_ids is not None:
-            draft_lens = self._up_to_forced(inputs, rules.forced_ids)
         judgement = judge(
             inputs.logits,
             inputs.expect_rows(),
@@ -52,23 +48,11 @@ class ResidualVerification(VerificationMode):
             step.draft_probs,
             cuts,
             rules.choices,
-            draft_lens=draft_lens,
+            draft_lens=step.draft_lens,
+            forced_ids=rules.forced_ids,
             backend=backend,
         )
-        choices = judgement.choices
-        if rules.forced_ids is not None:
-            choices = torch.where(rules.forced_ids >= 0, rules.forced_ids, choices)
-        return replace(rules, choices=choices, forced_matches=judgement.matches)
-
-    @staticmethod
-    def _up_to_forced(inputs: VerificationInputs, forced: torch.Tensor) -> torch.Tensor:
-        """Drafts of each generation that may stand [G] int32: none from the first row on whose
-        token is forced, as no odds decide there."""
-        layout, told = inputs.layout, inputs.step.draft_lens
-        rows = forced[layout.num_contexts :].view(layout.num_generations, layout.step_rows)
-        places = torch.arange(layout.step_rows, dtype=torch.int32, device=forced.device)
-        first = torch.where(rows >= 0, places, layout.draft_len).amin(dim=1)
-        return first if told is None else torch.minimum(first, told.to(first.dtype))
+        return replace(rules, choices=judgement.choices, forced_matches=judgement.matches)
 
     @override
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:

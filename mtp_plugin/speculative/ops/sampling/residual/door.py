@@ -70,6 +70,7 @@ def judge(
     choices: torch.Tensor,
     *,
     draft_lens: torch.Tensor | None = None,
+    forced_ids: torch.Tensor | None = None,
     backend: Backend,
 ) -> Judgement:
     """How far drafts stand, by p, the target's distribution behind temperature and cuts, and q,
@@ -80,7 +81,9 @@ def judge(
     q(d), 1) each time, and r the mass of max(P p - q, 0) behind them, the most drafts stand that
     pass a test of chance r / (r + 1 - P), of the last one P; what is drawn is of max(P p - q, 0).
     Behind all drafts, and where no mass is left, p is drawn from. Greedy drafts have a q of one
-    point. Drafts that are absent, or outside the vocabulary, end the run: p is drawn from.
+    point. Drafts that are absent, or outside the vocabulary, end the run: p is drawn from. In a row
+    that forces an id both are of one point, the id's and the draft's: the same stands for certain,
+    another never does, and the id follows.
 
     The column ``draft_step`` of every generation goes up by one.
 
@@ -92,6 +95,7 @@ def judge(
         cuts: [N, NUM_CUTS] float32: of the draw of these rows.
         choices: [N] int32: what coupled requests emit in every row.
         draft_lens: [G] integer; drafts at or past it are absent. None: K everywhere.
+        forced_ids: [N] integer: the only token that a row allows, -1: any. None: -1 everywhere.
 
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
@@ -117,10 +121,20 @@ def judge(
     expect_integers("choices", choices, rows.num_rows, device)
     if draft_lens is not None:
         expect_integers("draft_lens", draft_lens, count, device)
+    if forced_ids is not None:
+        expect_integers("forced_ids", forced_ids, rows.num_rows, device)
     if count == 0:
         return Judgement(choices.new_empty(0, dtype=torch.int32), choices)
     return _side(backend).judge(
-        logits, rows, slots, draft_tokens, draft_probs, cuts, choices, draft_lens=draft_lens
+        logits,
+        rows,
+        slots,
+        draft_tokens,
+        draft_probs,
+        cuts,
+        choices,
+        draft_lens=draft_lens,
+        forced_ids=forced_ids,
     )
 
 
@@ -147,6 +161,7 @@ class _Side(Protocol):
         choices: torch.Tensor,
         *,
         draft_lens: torch.Tensor | None,
+        forced_ids: torch.Tensor | None,
     ) -> Judgement: ...
 
 

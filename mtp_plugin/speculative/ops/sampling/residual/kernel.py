@@ -35,8 +35,9 @@ the same two of the target."""
 
 CHANGING = ["num_contexts", "width", "column", "judged_at", "drafted_at", "step_at", "num_pieces"]
 CHANGING += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
-CHANGING += ["slot_stride", "length_stride", "depth"]
+CHANGING += ["slot_stride", "length_stride", "forced_stride", "depth"]
 SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
+SHIFTING += ["forced_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
@@ -65,11 +66,13 @@ class Kept(NamedTuple):
     limit: tl.tensor
     last: tl.tensor
     mass: tl.tensor
+    only: tl.tensor  # the one id that stays, -1: any may
 
 
 @triton.jit
-def kept_of(batch, row, slot, draft_ptr, num_before):
-    """A row of a batch; ``draft_ptr``: the first of its request's drafts."""
+def kept_of(batch, row, slot, draft_ptr, num_before, only):
+    """A row of a batch; ``draft_ptr``: the first of its request's drafts; ``only``: the id that the
+    row forces, below 0: none."""
     edits = edits_of(
         slot,
         batch.bias_ptr,
@@ -89,7 +92,8 @@ def kept_of(batch, row, slot, draft_ptr, num_before):
         tl.load(cut),
         tl.load(cut + 1),
         tl.load(cut + 2).to(tl.int32),
-        tl.load(cut + 3),
+        tl.where(only >= 0, 1.0, tl.load(cut + 3)),
+        only,
     )
 
 
@@ -103,6 +107,8 @@ def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constex
     stays = (depth < kept.limit) | ((depth == kept.limit) & (columns <= kept.last))
     stays = stays & (tl.exp(-depth) >= kept.min_p) & inside
     score = tl.where(stays, -depth, float("-inf"))
+    at_only = tl.where((columns == kept.only) & inside, 0.0, float("-inf"))
+    score = tl.where(kept.only >= 0, at_only, score)
     return tl.where(kept.mass > 0, score, float("-inf"))
 
 
@@ -168,8 +174,9 @@ def keep_kernel(
             seen_ptr,
             pool_vocab,
         )
+        none = tl.full([], -1, tl.int32)
         kept = kept_of(
-            batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0
+            batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0, none
         )
         columns = piece * PIECE + tl.arange(0, PIECE)
         inside = columns < vocab
@@ -180,10 +187,20 @@ def keep_kernel(
 
 
 @triton.jit
-def _draft_share(prob_ptr, token, told, is_plain, inside):
+def only_of(forced_ptr, row, forced_stride, HAS_FORCED: tl.constexpr):
+    """The id that a row forces, -1: none."""
+    if HAS_FORCED:
+        only = tl.load(forced_ptr + row * forced_stride)
+        return tl.minimum(tl.maximum(only, -1), NO_COLUMN).to(tl.int32)
+    else:
+        return tl.full([], -1, tl.int32)
+
+
+@triton.jit
+def _draft_share(prob_ptr, token, told, is_drawn, inside):
     """q of a token: of a draft that was not drawn all is on it."""
-    q = tl.load(prob_ptr + token, mask=inside & is_plain, other=0.0)
-    return tl.where(is_plain, q, (token == told).to(tl.float32))
+    q = tl.load(prob_ptr + token, mask=inside & is_drawn, other=0.0)
+    return tl.where(is_drawn, q, (token == told).to(tl.float32))
 
 
 @triton.jit
@@ -210,6 +227,7 @@ def piece_kernel(
     position_ptr,
     draft_ptr,
     length_ptr,
+    forced_ptr,
     table_ptr,
     slot_ptr,
     bias_ptr,
@@ -234,12 +252,14 @@ def piece_kernel(
     position_stride,
     draft_stride,
     length_stride,
+    forced_stride,
     table_stride,
     slot_stride,
     depth,
     # constants
     PIECE: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    HAS_FORCED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -291,9 +311,11 @@ def piece_kernel(
             told = tl.load(drafts + number, mask=number < width - 1, other=-1)
             is_there = (number < length) & (told >= 0) & (told < vocab) & (passed >= 0)
             token = tl.where(is_there, told, 0).to(tl.int32)
-            kept = kept_of(batch, row - offset + number, slot, drafts, number)
+            only = only_of(forced_ptr, row - offset + number, forced_stride, HAS_FORCED)
+            is_drawn = is_plain & HAS_PROBS & (only < 0)
+            kept = kept_of(batch, row - offset + number, slot, drafts, number, only)
             p = _share_of(kept, score_of(kept, token, is_there, False, HAS_EDITS))
-            q = _draft_share(probs + number * vocab, token, token, is_plain & HAS_PROBS, is_there)
+            q = _draft_share(probs + number * vocab, token, token, is_drawn, is_there)
             # of a row without any value, where a token stands that nobody drew
             is_there = is_there & (q > 0)
             test = _test_of(slot, request, number, step, position_ptr, position_stride)
@@ -305,15 +327,15 @@ def piece_kernel(
         by_block = judged_by == JUDGED_BY_BLOCK
         # of rejection the row behind all that stand is known, of block verification it is not yet
         if tl.where(by_block, stands >= 0, (stands > 0) & (passed <= 0)):
-            kept = kept_of(batch, row, slot, drafts, offset)
+            only = only_of(forced_ptr, row, forced_stride, HAS_FORCED)
+            is_drawn = is_plain & HAS_PROBS & (only < 0)
+            kept = kept_of(batch, row, slot, drafts, offset, only)
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < vocab
             score = score_of(kept, columns, inside, False, HAS_EDITS)
             told = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
-            q = _draft_share(
-                probs + offset * vocab, columns, told, is_plain & HAS_PROBS, inside & has_draft
-            )
+            q = _draft_share(probs + offset * vocab, columns, told, is_drawn, inside & has_draft)
             scale = tl.where(by_block, joint, 1.0)
             rest = tl.maximum(scale * _share_of(kept, score) - q, 0.0)
             role = tl.full([], RESIDUAL_ROLE, tl.int32)

@@ -78,6 +78,7 @@ def judge(
     choices: torch.Tensor,
     *,
     draft_lens: torch.Tensor | None,
+    forced_ids: torch.Tensor | None,
 ) -> Judgement:
     """As at the door."""
     expect_reachable(piece_kernel, "logits", logits)
@@ -99,6 +100,7 @@ def judge(
         rows.positions,
         drafts if drafts.numel() else choices,  # what is not there is never read
         choices if draft_lens is None else draft_lens,
+        choices if forced_ids is None else forced_ids,
         slots.table,
         slots.slot_ids,
         *_pools(slots, cuts),
@@ -119,11 +121,13 @@ def judge(
         rows.positions.stride(0),
         drafts.stride(0),
         0 if draft_lens is None else draft_lens.stride(0),
+        0 if forced_ids is None else forced_ids.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
         0 if draft_probs is None else draft_probs.shape[1],
         PIECE=PIECE,
         HAS_LENGTHS=draft_lens is not None,
+        HAS_FORCED=forced_ids is not None,
         HAS_PROBS=draft_probs is not None,
         HAS_EDITS=slots.pools is not None,
         num_warps=WARPS,

@@ -53,13 +53,14 @@ def judge(
     choices: torch.Tensor,
     *,
     draft_lens: torch.Tensor | None,
+    forced_ids: torch.Tensor | None,
 ) -> Judgement:
     """As at the door."""
     generations = slice(rows.num_contexts, rows.num_requests)
     judged_by = slots.read("verification", generations)
     is_drawn = slots.read("temperature", generations) >= GREEDY_BELOW
     mine = (judged_by != JudgedBy.COUPLED) & is_drawn
-    case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens)
+    case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens, forced_ids)
     matches = case.rejection_matches()
     matches = torch.where(judged_by == JudgedBy.BLOCK, case.block_matches(), matches)
     tokens = case.tokens_behind(matches)
@@ -96,6 +97,7 @@ class _Case:
         draft_probs: torch.Tensor | None,
         cuts: torch.Tensor,
         draft_lens: torch.Tensor | None,
+        forced_ids: torch.Tensor | None,
     ) -> _Case:
         contexts, width, vocab = rows.num_contexts, rows.width, logits.shape[1]
         mine = slice(contexts, rows.num_requests)
@@ -107,14 +109,20 @@ class _Case:
         )
         scores = kept_scores(edited(logits, rows, slots), cuts, temperature, min_p)
         p = probabilities(scores, cuts)
+        if forced_ids is not None:
+            forced = forced_ids.to(torch.int64).unsqueeze(1)
+            at_forced = torch.arange(vocab, device=logits.device) == forced
+            p = torch.where(forced >= 0, at_forced.float(), p)
+            scores = torch.where(forced >= 0, at_forced.float().log(), scores)
 
         told = draft_tokens.reshape(count, draft_len).to(torch.int64)
         drafts = told.clamp(0, vocab - 1)
         q = torch.nn.functional.one_hot(drafts, vocab).to(torch.float32)
         if draft_probs is not None:
-            is_plain = slots.read("draft_sampling", mine) == DraftedBy.PLAIN
-            held = draft_probs[slots.of(mine), :draft_len]
-            q = torch.where(is_plain.view(-1, 1, 1), held, q)
+            is_plain = (slots.read("draft_sampling", mine) == DraftedBy.PLAIN).view(-1, 1, 1)
+            if forced_ids is not None:
+                is_plain = is_plain & (forced[contexts:].view(count, width, 1)[:, :draft_len] < 0)
+            q = torch.where(is_plain, draft_probs[slots.of(mine), :draft_len], q)
         places = torch.arange(draft_len, device=logits.device)
         # a draft without any share stands for a row without any value: nobody drew it
         is_present = (told == drafts) & (q.gather(2, drafts.unsqueeze(2)).squeeze(2) > 0)

@@ -49,6 +49,7 @@ class Batch:
     slots: SlotRows
     draft_lens: torch.Tensor | None
     vocab_ids: torch.Tensor | None
+    forced: bool = False  # some rows force an id, of some drafts the draft's
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class Batch:
         cut: bool = False,
         lens: bool = True,
         edits: bool = False,
+        forced: bool = False,
     ) -> Batch:
         dice = random.Random(seed)
         noise = torch.Generator().manual_seed(seed)
@@ -115,6 +117,7 @@ class Batch:
             slots,
             vector(draft_lens, torch.int32) if lens else None,
             vocab_ids,
+            forced,
         )
 
     @property
@@ -164,8 +167,11 @@ class Batch:
         mine = drafts[self.rows.num_contexts :]
         rows = replace(self.rows, drafts=mine)
         cuts = torch.full((len(self.logits), NUM_CUTS), torch.nan, device=DEVICE)
+        forced_ids = self.forced_ids(mine) if self.forced else None
         with poisoned_memory():
             choices = draw(self.logits, rows, slots, cuts=cuts, backend=backend)
+            if forced_ids is not None:
+                choices = torch.where(forced_ids >= 0, forced_ids, choices)
             judgement = judge(
                 self.logits,
                 rows,
@@ -175,9 +181,22 @@ class Batch:
                 cuts,
                 choices,
                 draft_lens=self.draft_lens,
+                forced_ids=forced_ids,
                 backend=backend,
             )
         return judgement, slots.table[:, slots.columns.offset(STEP_COLUMN.name)]
+
+    def forced_ids(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Of every row the only id that it allows, -1: any [N] int32; drafts [G, K]."""
+        dice = random.Random(len(self.logits))
+        told = [
+            dice.choice((-1, dice.randrange(self.vocab))) for _ in range(self.rows.num_contexts)
+        ]
+        for mine in drafts.tolist():
+            for draft in (*mine, dice.randrange(self.vocab)):
+                other = dice.randrange(self.vocab)
+                told.append(dice.choice((-1, -1, draft, draft, other)))
+        return vector(told, torch.int32)
 
     def without_lens(self) -> Batch:
         return replace(self, draft_lens=None)

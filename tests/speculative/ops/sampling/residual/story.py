@@ -7,6 +7,25 @@ from collections.abc import Sequence
 Shares = Sequence[float]
 
 
+def forced_shares(
+    p: Sequence[Shares], q: Sequence[Shares], drafts: Sequence[int], forced: Sequence[int]
+) -> tuple[list[Shares], list[Shares]]:
+    """Target's and drafts' rows, where a row that forces an id, no -1, is all on it, and that of
+    its draft all on the draft, whatever it was drawn from."""
+    of_target = [
+        row if only < 0 else _all_on(only, len(row)) for row, only in zip(p, forced, strict=True)
+    ]
+    of_drafts = [
+        row if only < 0 else _all_on(draft, len(row))
+        for row, draft, only in zip(q, drafts, forced, strict=False)
+    ]
+    return of_target, of_drafts
+
+
+def _all_on(token: int, number: int) -> Shares:
+    return [float(each == token) for each in range(number)]
+
+
 def joint_odds(p: Sequence[Shares], q: Sequence[Shares], drafts: Sequence[int]) -> list[float]:
     """Of 0, 1, ... drafts together."""
     odds = [1.0]

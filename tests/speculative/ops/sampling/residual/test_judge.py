@@ -38,20 +38,34 @@ def random_shares(dice: random.Random, number: int) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def all_on(token: int) -> list[float]:
+    return [float(each == token) for each in range(VOCAB)]
+
+
+@pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_story_is_exact(seed: int, by_block: bool) -> None:
+def test_the_story_is_exact(seed: int, by_block: bool, forces: bool) -> None:
     """Over all drafts, what stands, what follows, and what the target then says on its own."""
     dice = random.Random(seed)
     texts = [text for n in range(K + 1) for text in itertools.product(range(VOCAB), repeat=n)]
     p = {text: random_shares(dice, VOCAB) for text in texts}
     q = {text: random_shares(dice, VOCAB) for text in texts if len(text) < K}
+    forced = dict.fromkeys(texts, -1)
+    if forces:
+        forced = {text: dice.choice((-1, dice.randrange(VOCAB))) for text in texts}
+    told = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for drafts in itertools.product(range(VOCAB), repeat=K):
         drawn = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
         if drawn == 0:
             continue
-        rows, of_drafts = [p[drafts[:i]] for i in range(K + 1)], [q[drafts[:i]] for i in range(K)]
+        rows, of_drafts = story.forced_shares(
+            [p[drafts[:i]] for i in range(K + 1)],
+            [q[drafts[:i]] for i in range(K)],
+            drafts,
+            [forced[drafts[:i]] for i in range(K + 1)],
+        )
         chances = story.chances(rows, of_drafts, drafts, by_block=by_block)
         for matches, chance in enumerate(chances):
             behind = story.shares_behind(rows, of_drafts, drafts, matches, by_block=by_block)
@@ -59,15 +73,18 @@ def test_the_story_is_exact(seed: int, by_block: bool) -> None:
                 start = (*drafts[:matches], token)
                 for more in itertools.product(range(VOCAB), repeat=K + 1 - len(start)):
                     text = (*start, *more)
-                    rest = math.prod(p[text[:i]][text[i]] for i in range(len(start), K + 1))
+                    rest = math.prod(told[text[:i]][text[i]] for i in range(len(start), K + 1))
                     emitted[text] += drawn * chance * share * rest
     for text in itertools.product(range(VOCAB), repeat=K + 1):
-        expected = math.prod(p[text[:i]][text[i]] for i in range(K + 1))
+        expected = math.prod(told[text[:i]][text[i]] for i in range(K + 1))
         assert emitted[text] == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "forced", [None, [-1, 0, -1], [2, -1, 3], [-1, 1, -1], [3, -1, -1]], ids=str
+)
 @pytest.mark.parametrize("by_block", [False, True])
-def test_torch_follows_the_story(by_block: bool) -> None:
+def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> None:
     """One set of drafts judged by thousands of seeds: each number of matches, and each token behind
     it, is as often as told."""
     dice = random.Random(8)
@@ -110,8 +127,11 @@ def test_torch_follows_the_story(by_block: bool) -> None:
         torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
         cuts,
         choices,
+        forced_ids=None if forced is None else vector(forced, torch.int32).repeat(number),
         backend=Backend.TORCH,
     )
+    if forced is not None:
+        p, q = story.forced_shares(p, q, drafts, forced)
     tokens = judgement.choices.view(number, 3).gather(1, judgement.matches.long().unsqueeze(1))
     for matches, chance in enumerate(story.chances(p, q, drafts, by_block=by_block)):
         mine = judgement.matches == matches
@@ -135,6 +155,9 @@ BATCHES = [
             {"vocab": 70, "generations": 4, "edits": True, "contexts": 0, "cut": True},
             {"vocab": 130, "generations": 4, "lens": False, "dtype": torch.bfloat16},
             {"vocab": 2500, "generations": 3, "contexts": 0, "draft_len": 2},
+            {"vocab": 7, "generations": 24, "contexts": 2, "forced": True},
+            {"vocab": 40, "generations": 6, "edits": True, "draft_len": 4, "forced": True},
+            {"vocab": 2500, "generations": 3, "behind": 2, "lens": False, "forced": True},
         ]
     )
 ]
@@ -206,7 +229,9 @@ def test_only_the_edge_of_a_cut_may_differ() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
     """But where a test, a score or a cut is a near tie: of them hardly one is another."""
-    batch = Batch.of(seed, 50_000, generations=16, contexts=2, cut=seed % 3 == 0)
+    batch = Batch.of(
+        seed, 50_000, generations=16, contexts=2, cut=seed % 3 == 0, forced=seed % 4 == 1
+    )
     drafts, pool = batch.drafted(Backend.TORCH)
     _, kept = batch.drafted(Backend.TRITON)
     check_kept(kept[:-1], pool[:-1])
@@ -232,6 +257,7 @@ def arguments() -> dict[str, Any]:
         "cuts": cuts,
         "choices": choices,
         "draft_lens": batch.draft_lens,
+        "forced_ids": batch.forced_ids(drafts[2:]),
     }
 
 
@@ -294,6 +320,8 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
         ({"choices": torch.zeros(3, dtype=torch.int32)}, "choices"),
         ({"draft_tokens": torch.zeros(3)}, r"expected G\*K = 15 integer ids"),
         ({"draft_lens": torch.zeros(3, dtype=torch.int32)}, "draft_lens"),
+        ({"forced_ids": torch.zeros(5, dtype=torch.int32)}, "forced_ids: expected integers"),
+        ({"forced_ids": torch.zeros(22)}, "forced_ids: expected integers"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
