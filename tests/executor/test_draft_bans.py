@@ -8,11 +8,12 @@ import pytest
 
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
+from mtp_plugin.speculative.drafting import worker as draft_worker
 from mtp_plugin.speculative.step import SlotRows
-from mtp_plugin.speculative.verification import draft_rules
 from tests.executor.conftest import assert_drained
 
 NUM_TOKENS = 32
+GREEDY_DRAFTS = {"draft_sampling": "greedy"}
 EOS = (1,)
 BEGIN, END = 5, (9, 11, 13, 9, 11, 15, 17, 6)
 
@@ -48,26 +49,29 @@ def blind(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "vanilla", "temperature"),
+    ("name", "vanilla", "temperature", "mtp"),
     [
-        ("bad_token_ids", False, 0),
-        ("bad_words", True, 0),
-        ("bad_words", False, 0.7),
-        ("min_tokens", True, 0.7),
+        ("bad_token_ids", False, 0, {}),
+        ("bad_words", True, 0, {}),
+        ("bad_words", False, 0.7, {}),
+        ("min_tokens", True, 0.7, {}),
+        ("bad_words", True, 0, GREEDY_DRAFTS),
+        ("bad_token_ids", False, 0.3, GREEDY_DRAFTS),
+        ("min_tokens", False, 0, GREEDY_DRAFTS),
     ],
 )
 def test_the_acceptance_length_is_that_without(
-    bed, prompts, monkeypatch, name, vanilla, temperature
+    bed, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
     """And the text is the target's own, whatever drafts see."""
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
     free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
-    without, free_texts = run(bed.llm(vanilla=vanilla), prompts, free)
+    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
     asked = {**always, **OPTIONS[name](free_texts)}
     params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
-    seen, texts = run(bed.llm(vanilla=vanilla), prompts, params)
+    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
     blind(monkeypatch)
-    unseen, same = run(bed.llm(vanilla=vanilla), prompts, params)
+    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
     assert texts == same
     assert seen > unseen + 0.05
     # the texts are others, of ids that are less sure
@@ -91,13 +95,17 @@ def test_drafts_that_are_judged_by_their_odds(bed, prompts, monkeypatch, way):
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_drafts_go_on_with_the_end_of_thinking(bed, prompts, monkeypatch, vanilla, temperature):
+@pytest.mark.parametrize(
+    ("temperature", "mtp"), [(0, {}), (0.7, {}), (0, GREEDY_DRAFTS), (0.7, GREEDY_DRAFTS)]
+)
+def test_drafts_go_on_with_the_end_of_thinking(
+    bed, prompts, monkeypatch, vanilla, temperature, mtp
+):
     """Where a budget is spent; of an end of eight ids that no draft would be."""
     spec = {
         "begin_thinking_phase_token": BEGIN,
         "end_thinking_phase_token": END[-1],
-        "mtp": {"check_metadata": True, "thinking_end": list(END)},
+        "mtp": {"check_metadata": True, "thinking_end": list(END), **mtp},
     }
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
     params = [
@@ -107,12 +115,8 @@ def test_drafts_go_on_with_the_end_of_thinking(bed, prompts, monkeypatch, vanill
     seen, texts = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
     for place, text in enumerate(texts):
         assert text[place % 4 : place % 4 + len(END)] == list(END)
-    right = draft_rules.place_drafts
-
-    def blind_to_budgets(drafts, place, behind, slots, _, **others):
-        right(drafts, place, behind, slots, None, **others)
-
-    monkeypatch.setattr(draft_rules, "place_drafts", blind_to_budgets)
+    make = draft_worker.DraftPass
+    monkeypatch.setattr(draft_worker, "DraftPass", lambda step, n, place, _: make(step, n, place))
     unseen, same = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
     assert texts == same
     assert seen > unseen + 0.2

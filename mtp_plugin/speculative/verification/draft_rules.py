@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
-from mtp_plugin.speculative.ops.draft import place_drafts, propose
+from mtp_plugin.speculative.ops.draft import place_drafts, propose, propose_edited
 from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
 from mtp_plugin.speculative.step import DraftColumn
@@ -25,6 +25,18 @@ class DraftPass:
     place: DraftColumn  # where the drafts go
     thinking: ThinkingRule | None = None  # what budgets of thinking go by
 
+    @property
+    def rows(self) -> DrawnRows:
+        """Those of the logits."""
+        place = self.place
+        layout = self.step.layout
+        return DrawnRows.of_drafts(layout, self.num_accepted, place.column, place.drafts)
+
+    def behind(self, rows: DrawnRows) -> DrawnRows | None:
+        """Those of the drafts behind these; None: none follow."""
+        column = self.place.column + 1
+        return replace(rows, column=column) if column < self.step.layout.draft_len else None
+
 
 class DraftRule(Protocol):
     """How one pass of the draft loop draws its drafts, and what is kept of them."""
@@ -34,10 +46,18 @@ class DraftRule(Protocol):
 
 
 class GreedyDrafts:
-    """The highest value's id; nothing else of the draft is kept."""
+    """The id of the highest value behind what requests have done to their logits; nothing else of
+    the draft is kept."""
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
-        propose(logits, draft_pass.place, backend=backend)
+        step, place = draft_pass.step, draft_pass.place
+        if not step.edits_logits or step.only_draws:
+            propose(logits, place, backend=backend)
+            return
+        rows = draft_pass.rows
+        slots = step.drawn_slots()
+        behind, thinking = draft_pass.behind(rows), draft_pass.thinking
+        propose_edited(logits, place, rows, slots, behind, thinking, backend=backend)
 
 
 class SampledDrafts:
@@ -50,7 +70,7 @@ class SampledDrafts:
         if not step.edits_logits:
             propose(logits, place, backend=backend)
             return
-        rows = DrawnRows.of_drafts(step.layout, draft_pass.num_accepted, place.column, place.drafts)
+        rows = draft_pass.rows
         kept, pool = step.drawn_slots(), step.draft_probs
         slots = kept.as_drafts_read()
         cuts = None
@@ -69,11 +89,8 @@ class SampledDrafts:
             keep_draft_probs(
                 logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
             )
-        behind = None
-        if place.column + 1 < step.layout.draft_len:
-            behind = replace(rows, column=place.column + 1)
         thinking = None if step.only_draws else draft_pass.thinking
-        place_drafts(drafts, place, behind, kept, thinking, backend=backend)
+        place_drafts(drafts, place, draft_pass.behind(rows), kept, thinking, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

@@ -15,7 +15,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.draft import place_drafts
+from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.step import Accepted, DraftBans, DraftColumn, SlotRows
 from tests.doors import check_strided_arguments
@@ -253,3 +253,41 @@ def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
 def test_bits_of_all_ids() -> None:
     """The sign's bit too, which int32 shifts to."""
     assert ids_in(bits_of(range(64), 2)) == set(range(64))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
+    """As drafts that were drawn and are those; none is what its text must not go on with."""
+    checked = 0
+    for seed in range(60 if backend is Backend.TORCH else 20):
+        dice = random.Random(seed)
+        requests, vocab, k = dice.randint(1, 4), dice.choice((2, 33, 100)), 4
+        mine = Batch.of(seed, requests, vocab)
+        told = mine.copy()
+        positions = vector(mine.positions, torch.int64)
+        drafts = torch.full((requests, k), -1, dtype=torch.int32, device=DEVICE)
+        following = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
+        noise = torch.Generator().manual_seed(seed)
+        for number in range(k):
+            place = DraftColumn(drafts, following, number)
+            rows = DrawnRows(0, 1, positions, None, number, drafts)
+            behind = replace(rows, column=number + 1) if number + 1 < k else None
+            logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
+            propose_edited(logits, place, rows, mine.slots, behind, backend=backend)
+            place_drafts(drafts[:, number].clone(), place, behind, told.slots, backend=backend)
+            for name in ("allowed", "hidden"):
+                found, expected = (vars(each.slots.bans)[name] for each in (mine, told))
+                rows_of_requests = slice(0, len(found) - (name == "hidden"))
+                assert torch.equal(found[rows_of_requests], expected[rows_of_requests])
+            if behind is None:
+                bans = mine.slots.bans
+                assert bans is not None
+                for slot, draft in zip(mine.slots.slot_ids, drafts[:, number], strict=False):
+                    row = int(column(mine.slots, "allowed_row")[int(slot)])
+                    left = ids_in(bans.allowed[row, :-1]) if row >= 0 else {int(draft)}
+                    assert int(draft) in left or not left
+                continue
+            indices = [position + number + 2 for position in mine.positions]
+            before = [row[: number + 1] for row in drafts.tolist()]
+            checked += mine.check(mine.asks, indices, before)
+    assert checked > 20

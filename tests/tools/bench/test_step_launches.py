@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.verification.contract import VerificationMode
+from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS
 from mtp_plugin.tools.bench.shapes import REFERENCE, TINY, Shape
 from mtp_plugin.tools.bench.step_cases import KINDS, kind_cases, step_cases
 from mtp_plugin.tools.bench.timing import count_launches
@@ -88,6 +90,24 @@ def test_launches_of_a_step(k: int, worker: str, kind: str, monkeypatch) -> None
     with Launches(monkeypatch) as launches:
         trial.run(Backend.TRITON)
     assert launches.counts == expected(worker, k, kind)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind])
+@pytest.mark.parametrize("worker", WORKERS)
+def test_greedy_drafts_take_as_many_launches_whatever_is_asked(
+    worker: str, kind: str, monkeypatch
+) -> None:
+    """They see edits in the launch that looks for the highest logit."""
+    k = 3
+    monkeypatch.setattr(VerificationMode, "draft_rule", GREEDY_DRAFTS)
+    trial = case_of(worker, kind, dataclasses.replace(TINY, batch=2, k=k), CPU).prepare(0)
+    with Launches(monkeypatch) as launches:
+        trial.run(Backend.TRITON)
+    told = expected(worker, k, kind)
+    told.subtract({"scan": k, "finish": k})
+    told += Counter({"edited_top1" if kind == "edits" else "top1": k})
+    assert launches.counts == told
 
 
 @pytest.mark.parametrize(("worker", "k"), BEFORE)

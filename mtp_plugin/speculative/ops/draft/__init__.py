@@ -7,6 +7,7 @@ from mtp_plugin.speculative.ops.draft.door import (
     place_drafts,
     place_last_states,
     propose,
+    propose_edited,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "place_drafts",
     "place_last_states",
     "propose",
+    "propose_edited",
 ]

@@ -16,9 +16,7 @@ from mtp_plugin.kernels.checks import is_integral
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.step import (
-    DraftBans,
     DraftColumn,
-    EditPools,
     SlotRows,
     check_slots,
     expect_vocab,
@@ -46,6 +44,39 @@ def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> No
     _check_place(place, rows)
     if rows > 0:
         _side(backend).propose(logits, place)
+
+
+def propose_edited(
+    logits: torch.Tensor,
+    place: DraftColumn,
+    rows: DrawnRows,
+    slots: SlotRows,
+    behind: DrawnRows | None = None,
+    thinking: ThinkingRule | None = None,
+    *,
+    backend: Backend,
+) -> None:
+    """As :func:`propose`, of logits behind bias, allowed ids and penalties of the requests' slots,
+    where the end of thinking must come its ids instead; in as many launches.
+
+    Args:
+        rows: of the logits, one per request, whose int32 drafts are the place's.
+        slots: of the R requests; with ``bans``, ids that drafts must not be are none of them.
+        behind, thinking: as :func:`place_drafts`.
+
+    Raises:
+        TensorContractError: as :func:`propose` and :func:`place_drafts`.
+    """
+    if place.vocab_ids is not None:
+        expect_vocab(logits, place.vocab_ids)
+    rows.check_logits(logits)
+    _check_place(place, int(logits.shape[0]))
+    _check_one_each("rows", rows, place, place.column)
+    behind = _checked_behind(behind, place, slots, thinking, logits.device)
+    if slots.pools is not None:
+        slots.pools.check(logits.device, logits.shape[1] if place.vocab_ids is None else None)
+    if logits.shape[0] > 0:
+        _side(backend).propose_edited(logits, place, rows, slots, behind, thinking)
 
 
 def place_drafts(
@@ -83,13 +114,7 @@ def place_drafts(
     if slots is None:
         behind = thinking = None
     else:
-        check_slots(slots, drafts.shape[0], drafts.device)
-        if behind is not None and slots.pools is not None and slots.bans is not None:
-            _check_behind(behind, place, slots.pools, slots.bans)
-        else:
-            behind = None
-    if thinking is not None:
-        thinking.check(drafts.device)
+        behind = _checked_behind(behind, place, slots, thinking, drafts.device)
     if drafts.shape[0] > 0:
         _side(backend).place_drafts(drafts, place, behind, slots, thinking)
 
@@ -202,6 +227,16 @@ def place_last_states(
 class _Side(Protocol):
     def propose(self, logits: torch.Tensor, place: DraftColumn) -> None: ...
 
+    def propose_edited(
+        self,
+        logits: torch.Tensor,
+        place: DraftColumn,
+        rows: DrawnRows,
+        slots: SlotRows,
+        behind: DrawnRows | None,
+        thinking: ThinkingRule | None,
+    ) -> None: ...
+
     def place_drafts(
         self,
         drafts: torch.Tensor,
@@ -263,16 +298,36 @@ def _check_place(place: DraftColumn, rows: int) -> None:
             _check_written("kv_lens", place.kv_lens, rows)
 
 
-def _check_behind(behind: DrawnRows, place: DraftColumn, pools: EditPools, bans: DraftBans) -> None:
-    rows, device = int(place.drafts.shape[0]), place.drafts.device
-    behind.check(device)
-    if (behind.num_rows, behind.width, behind.column) != (rows, 1, place.column + 1):
+def _checked_behind(
+    behind: DrawnRows | None,
+    place: DraftColumn,
+    slots: SlotRows,
+    thinking: ThinkingRule | None,
+    device: torch.device,
+) -> DrawnRows | None:
+    """Check slots of the drafts, what follows and what budgets go by; the rows that follow, None
+    where slots keep these from nothing."""
+    check_slots(slots, int(place.drafts.shape[0]), device)
+    if behind is not None and slots.pools is not None and slots.bans is not None:
+        _check_one_each("rows behind", behind, place, place.column + 1)
+        slots.pools.check(place.drafts.device)
+        slots.bans.check(slots.pools)
+    else:
+        behind = None
+    if thinking is not None:
+        thinking.check(device)
+    return behind
+
+
+def _check_one_each(name: str, rows: DrawnRows, place: DraftColumn, column: int) -> None:
+    """Check rows that are one of each request, of this column."""
+    rows.check(place.drafts.device)
+    expected = int(place.drafts.shape[0])
+    if (rows.num_rows, rows.width, rows.column) != (expected, 1, column):
         raise TensorContractError(
-            f"rows behind: expected {rows} of width 1 and column {place.column + 1}, got "
-            f"{behind.num_rows} of width {behind.width} and column {behind.column}"
+            f"{name}: expected {expected} of width 1 and column {column}, got {rows.num_rows} of "
+            f"width {rows.width} and column {rows.column}"
         )
-    pools.check(device)
-    bans.check(pools)
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, rows: int, column: int) -> None:

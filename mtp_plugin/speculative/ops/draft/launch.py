@@ -7,11 +7,12 @@ import triton
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.top_k import Top1Partials, top1_partials
+from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
+from mtp_plugin.speculative.ops.draft.edited_kernel import edited_top1_kernel
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
 from mtp_plugin.speculative.step import DraftColumn, SlotRows
@@ -26,6 +27,73 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     """As at the door."""
     partials = top1_partials(logits)
     _place(partials.values, partials.ids, partials.num_pieces, place.vocab_ids, place)
+
+
+def propose_edited(
+    logits: torch.Tensor,
+    place: DraftColumn,
+    rows: DrawnRows,
+    slots: SlotRows,
+    behind: DrawnRows | None,
+    thinking: ThinkingRule | None,
+) -> None:
+    """As at the door, in as many launches as :func:`propose`."""
+    partials = _edited_partials(logits, place, rows, slots)
+    _place(
+        partials.values,
+        partials.ids,
+        partials.num_pieces,
+        place.vocab_ids,
+        place,
+        behind=behind,
+        slots=slots,
+        thinking=thinking,
+    )
+
+
+def _edited_partials(
+    logits: torch.Tensor, place: DraftColumn, rows: DrawnRows, slots: SlotRows
+) -> Top1Partials:
+    """As `top1_partials`, of edited logits."""
+    pools = slots.as_drafts_read().pools
+    if pools is None:
+        return top1_partials(logits)
+    expect_reachable(edited_top1_kernel, "logits", logits)
+    num_rows, vocab = logits.shape
+    piece, pieces, block = split(num_rows, vocab)
+    partials = Top1Partials.unwritten(num_rows, vocab, logits.device)
+    drafts = rows.drafts
+    edited_top1_kernel[(num_rows, pieces)](
+        # inputs
+        logits,
+        slots.table,
+        slots.slot_ids,
+        pools.bias,
+        pools.allowed,
+        pools.counts,
+        pools.seen,
+        place.drafts if drafts is None else drafts,
+        partials.ids if place.vocab_ids is None else place.vocab_ids,
+        # outputs
+        partials.values,
+        partials.ids,
+        # sizes
+        logits.stride(0),
+        slots.table.stride(0),
+        slots.slot_ids.stride(0),
+        0 if drafts is None else drafts.stride(0),
+        0 if drafts is None else rows.column,
+        pools.vocab_size,
+        vocab,
+        piece,
+        pieces,
+        # constants
+        HAS_VOCAB_IDS=place.vocab_ids is not None,
+        BLOCK=block,
+        num_warps=8,
+        **pdl_options(logits.device),
+    )
+    return partials
 
 
 def place_drafts(

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule, ThinkingState, ban_next
+from mtp_plugin.speculative.logit_rows import (
+    DrawnRows,
+    ThinkingRule,
+    ThinkingState,
+    ban_next,
+    edited,
+)
 from mtp_plugin.speculative.step import DraftColumn, SlotRows
 
 
 def propose(logits: torch.Tensor, place: DraftColumn) -> None:
     """As at the door."""
-    drafts = draft_argmax(logits)
-    if place.vocab_ids is not None:
-        drafts = place.vocab_ids.index_select(0, drafts)
-    place.write(drafts)
+    place.write(_first_choices(logits, place))
+
+
+def propose_edited(
+    logits: torch.Tensor,
+    place: DraftColumn,
+    rows: DrawnRows,
+    slots: SlotRows,
+    behind: DrawnRows | None,
+    thinking: ThinkingRule | None,
+) -> None:
+    """As at the door."""
+    values = edited(logits, rows, slots.as_drafts_read(), vocab_ids=place.vocab_ids)
+    place_drafts(_first_choices(values, place), place, behind, slots, thinking)
 
 
 def place_drafts(
@@ -40,6 +56,12 @@ def place_drafts(
 def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     """As at the door."""
     return logits.masked_fill(torch.isnan(logits), -torch.inf).argmax(dim=-1).to(torch.int32)
+
+
+def _first_choices(logits: torch.Tensor, place: DraftColumn) -> torch.Tensor:
+    """The ids of the highest values [R]."""
+    columns = draft_argmax(logits)
+    return columns if place.vocab_ids is None else place.vocab_ids.index_select(0, columns)
 
 
 def local_top1(
