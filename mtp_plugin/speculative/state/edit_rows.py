@@ -67,6 +67,7 @@ class EditRows:
         bits = packed_bits(torch.arange(vocab_size, device=device), vocab_size)
         self._everything = torch.cat([bits, bits.new_full((1,), vocab_size)])
         self._rows = SlotManager(num_rows)
+        self._for_drafts: dict[int, None] = {}
 
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
@@ -107,6 +108,7 @@ class EditRows:
         if not any(asked.values()):
             return {}
         row = self._rows.add_slot(request_id)
+        self._for_drafts.pop(request_id, None)
         try:
             if asked["bias_row"]:
                 self._fill_bias(row, options["logit_bias"])
@@ -132,19 +134,39 @@ class EditRows:
         Returns:
             The columns that name the row.
         """
-        if not _holds_ends_back(facts) or not self._rows.free_slots:
+        number = facts.request_id
+        is_served = self._rows.get_slot(number) is not None
+        may_take = number in self._for_drafts if is_served else bool(self._rows.free_slots)
+        if not may_take or not _holds_ends_back(facts):
             return {}
-        row = self._rows.add_slot(facts.request_id)
+        row = self._rows.add_slot(number)
+        self._for_drafts[number] = None
         self._fill_bans(row, has_allowed=False)
         return {"allowed_row": row}
+
+    def make_room(self, request_id: int) -> int | None:
+        """Take a row back that another request has for its drafts alone, where this one gets none
+        otherwise.
+
+        Returns:
+            Who had it; its slot must not name a row any more.
+        """
+        has_room = self._rows.free_slots or self._rows.get_slot(request_id) is not None
+        if has_room or not self._for_drafts:
+            return None
+        yielding = next(reversed(self._for_drafts))
+        self.give_back(yielding)
+        return yielding
 
     def give_back(self, request_id: int) -> None:
         """Take a request's row back; one that has none changes nothing."""
         self._rows.remove_slot(request_id)
+        self._for_drafts.pop(request_id, None)
 
     def shutdown(self) -> None:
         """Take every row back."""
         self._rows.shutdown()
+        self._for_drafts.clear()
 
     # ---- first values -----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect
-from mtp_plugin.requests.columns import NO_TOKEN, REQUEST_COLUMNS, TableColumns
+from mtp_plugin.requests.columns import NO_ROW, NO_TOKEN, REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
@@ -106,7 +106,8 @@ class SlotStateManager:
         """Every step is one in which requests ask for anything, unless its host says otherwise:
         for hosts that choose captured steps without knowing what was captured. Steps of greedy
         requests then cost what those of a penalty and log-probabilities do: the draws' reduction,
-        a pass over the rows' log-probabilities, the notes of what was emitted."""
+        a pass over the rows' log-probabilities, the notes of what was emitted. Their greedy drafts
+        come of the kernel that sees edits of logits, in as many launches."""
         self.always_greedy = False
         """How requests want their tokens drawn is left out."""
         self._asking: dict[int, bool] = {}
@@ -138,18 +139,22 @@ class SlotStateManager:
             NoFreeSlotsError: more sequences than slots, or more with facts that edit logits than
                 pools have rows. MetadataError: what facts ask for cannot be. Who fails has no slot.
         """
-        fresh: dict[int, SlotValues] = {}
+        fresh: dict[int, dict[str, Any]] = {}
+        admitted: dict[int, RequestFacts] = {}
         self._contexts = tuple(scheduled_batch.context_requests)
         try:
             for request in self._contexts:
                 if request.is_first_context_chunk:
-                    slot, values = self._admit(request)
-                    fresh[slot] = values
+                    slot, fresh[slot], admitted[slot] = self._admit(request)
+            if self.edit_rows is not None:
+                # behind all who must have a row
+                for slot, facts in admitted.items():
+                    fresh[slot] |= self.edit_rows.take_for_drafts(facts)
         finally:
             self._reset(fresh)
 
-    def _admit(self, request: SpecRequest) -> tuple[int, SlotValues]:
-        """A slot for a request, and what stands in it."""
+    def _admit(self, request: SpecRequest) -> tuple[int, dict[str, Any], RequestFacts]:
+        """A slot for a request, what stands in it, and what the request asks for."""
         facts = read_request(request)
         if self.always_greedy:
             facts = facts.without(DRAWN)
@@ -169,7 +174,7 @@ class SlotStateManager:
             raise
         if facts.edits_logits:
             self._asking[facts.request_id] = facts.only_draws
-        return slot, values
+        return slot, values, facts
 
     def asks_of(self, request_ids: Iterable[int]) -> tuple[bool, bool]:
         """What a step of these requests gives: whether one asks for more than the first choice of
@@ -299,13 +304,16 @@ class SlotStateManager:
         """
         needed = [name for name in facts.options if name in POOLED_OPTIONS]
         if not needed:
-            return {} if self.edit_rows is None else self.edit_rows.take_for_drafts(facts)
+            return {}
         if self.edit_rows is None:
             raise MetadataError(
                 f"request {request.request_id}: {', '.join(needed)} need a manager that was told "
                 "vocab_size"
             )
         tokens = request.get_tokens(0)
+        yielding = self.edit_rows.make_room(request.request_id)
+        if yielding is not None:
+            self.table.column("allowed_row")[self.slot_of(yielding)] = NO_ROW
         rows = self.edit_rows.take(request.request_id, facts, tokens)
         recent = list(tokens[-MAX_BAD_WORD_LEN:])
         padding = [NO_TOKEN] * (MAX_BAD_WORD_LEN - len(recent))

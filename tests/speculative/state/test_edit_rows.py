@@ -467,3 +467,47 @@ def test_a_step_reads_the_pools_where_they_lie() -> None:
     given_pools = manager.slot_rows(torch.tensor([0])).pools
     assert given_pools is pools(manager)
     given_pools.check(manager.device, VOCAB)
+
+
+# --- rows for the sake of drafts ---
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
+@pytest.mark.parametrize("num_needed", [1, 3, 4])
+def test_rows_for_the_sake_of_drafts_yield(at_once: bool, num_needed: int) -> None:
+    """To requests that must have one; whoever yields drafts as if it asked for nothing."""
+    manager = managed()  # four rows
+    assert manager.edit_rows is not None
+    holders = [request(n, min_tokens=9, stop_token_ids=[7]) for n in range(4)]
+    needing = [request(10 + n, bad_token_ids=[5 + n]) for n in range(num_needed)]
+    for each in [[*holders, *needing]] if at_once else [[one] for one in (*holders, *needing)]:
+        manager.prepare_resources(batch(*each))
+    left = taken(manager)
+    assert len(left) == len(set(left.values())) == 4
+    assert {one.request_id for one in needing} <= {*left}
+    for n in range(num_needed):
+        assert rows(manager, 10 + n)["words_row"] == rows(manager, 10 + n)["allowed_row"] >= 0
+        assert banned_rows(manager, 10 + n) == (set(range(VOCAB)), VOCAB, [])
+    yielded = [n for n in range(4) if n not in left]
+    assert len(yielded) == num_needed
+    for n in range(4):
+        assert int(manager.table.column("min_tokens")[manager.slot_of(n)]) == 9
+    # who yielded has nothing to give back
+    for n in yielded:
+        manager.free_resources(holders[n])
+    assert taken(manager) == left
+    for n in range(num_needed):
+        manager.free_resources(needing[n])
+    manager.prepare_resources(batch(request(20, min_tokens=9, stop_token_ids=[7])))
+    assert rows(manager, 20)["allowed_row"] >= 0
+
+
+def test_rows_that_are_needed_do_not_yield() -> None:
+    manager = managed()
+    for n in range(4):
+        manager.prepare_resources(batch(request(n, bad_token_ids=[5])))
+    with pytest.raises(NoFreeSlotsError):
+        manager.prepare_resources(batch(request(4, bad_token_ids=[5])))
+    assert len(taken(manager)) == 4
+    manager.prepare_resources(batch(request(5, min_tokens=9, stop_token_ids=[7])))
+    assert rows(manager, 5)["allowed_row"] == NO_ROW
