@@ -12,18 +12,13 @@ from mtp_plugin.infer.inferencer import (
 from mtp_plugin.infer.kv_cache import DynamicKVCache, KVCache, KVState
 from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
 from mtp_plugin.infer.logprobs import Logprobs
+from mtp_plugin.infer.mtp_head import MTPDrafter, MTPModel, MTPTarget
 from mtp_plugin.infer.noise import Role
-from mtp_plugin.infer.sample_strategy import (
-    GreedySampleStrategy,
-    RequestSampleStrategy,
-    SampleStrategy,
-)
+from mtp_plugin.infer.sample_strategy import RequestSampleStrategy, SampleStrategy
 from mtp_plugin.infer.sampling_rule import SamplingRule
 from mtp_plugin.infer.speculation import (
     Draft,
     Drafter,
-    LanguageModelDrafter,
-    NgramDrafter,
     Scorer,
     Speculated,
     coupled,
@@ -40,14 +35,14 @@ __all__ = [
     "Draft",
     "Drafter",
     "DynamicKVCache",
-    "GreedySampleStrategy",
     "Inferencer",
     "KVCache",
     "KVState",
     "LanguageModel",
-    "LanguageModelDrafter",
     "Logprobs",
-    "NgramDrafter",
+    "MTPDrafter",
+    "MTPModel",
+    "MTPTarget",
     "PrefillOutput",
     "RequestSampleStrategy",
     "Role",

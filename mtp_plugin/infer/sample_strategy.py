@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,18 +17,6 @@ class SampleStrategy(Protocol):
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Token ids [B] int64 from logits [B, V]."""
         ...
-
-
-@dataclass(frozen=True)
-class GreedySampleStrategy:
-    """The most probable token; the lowest id where several are; never NaN."""
-
-    def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Token ids [B] int64 from logits [B, V]."""
-        # nan_to_num also replaces infinities unless told what they stay
-        infinity = float("inf")
-        usable = logits.nan_to_num(nan=-infinity, posinf=infinity, neginf=-infinity)
-        return usable.argmax(dim=-1)
 
 
 class RequestSampleStrategy:

@@ -92,6 +92,11 @@ class SamplingRule:
             return int(scores.argmax())
         return int((scores + self.noise(output, len(scores), role)).argmax())
 
+    def first(self, logits: torch.Tensor, output: Sequence[int]) -> int:
+        """The highest of edited logits, drawn or not; `NO_TOKEN`: there is none."""
+        values = self.edited(logits, output)
+        return NO_TOKEN if values.max() == -torch.inf else int(values.argmax())
+
     def noise(
         self, output: Sequence[int], vocab_size: int, role: Role = Role.TARGET
     ) -> torch.Tensor:

@@ -49,11 +49,16 @@ class Speculated(NamedTuple):
     """A text and how it came about."""
 
     decoded: Decoded
-    num_steps: int
-    """Forward passes of the target."""
+    emitted: list[int]
+    """Tokens of every step, a forward pass of the target each; the first one reads the prompt."""
     num_drafted: int
     num_accepted: int
     """Drafts that stand in the text."""
+
+    @property
+    def num_steps(self) -> int:
+        """Forward passes of the target."""
+        return len(self.emitted)
 
 
 def speculative_decode(
@@ -77,21 +82,22 @@ def speculative_decode(
     """
     expect(num_drafts >= 0, ConfigError, f"num_drafts: expected at least 0, got {num_drafts}")
     scorer, verify = Scorer(model), coupled if verify is None else verify
-    num_steps = num_drafted = num_accepted = 0
+    num_drafted = num_accepted = 0
+    emitted: list[int] = []
     while text.finish_reason is None:
         draft = drafter.draft(text.rule, text.output, num_drafts)
         num_rows = len(draft.token_ids) + 1
         rows = scorer.score([*text.tokens, *draft.token_ids], num_rows)
-        if num_steps == 0:
+        if not emitted:
             text.tell_prompt(rows)
-        rows = rows[-num_rows:]
+        rows = rows[-num_rows:].clone()  # the prompt's rows are not kept alive
         run = verify(text.rule, rows, draft, text.output)
         num_standing, length = len(run) - 1, len(text.output)
         text.extend(run, rows, num_standing)
-        num_steps += 1
+        emitted.append(len(text.output) - length)
         num_drafted += len(draft.token_ids)
-        num_accepted += min(num_standing, len(text.output) - length)
-    return Speculated(text.decoded(), num_steps, num_drafted, num_accepted)
+        num_accepted += min(num_standing, emitted[-1])
+    return Speculated(text.decoded(), emitted, num_drafted, num_accepted)
 
 
 class Scorer:
@@ -139,8 +145,9 @@ def rejection(
     rule: SamplingRule, rows: torch.Tensor, draft: Draft, output: Sequence[int]
 ) -> list[int]:
     """A draft drawn from q stands with probability p / q, else the token is drawn from what of p
-    lies above q: the text is another than the target's own, its distribution the same."""
-    if rule.is_greedy:
+    lies above q: the text is another than the target's own, its distribution the same. A token
+    that nobody drafted for is the target's own."""
+    if rule.is_greedy or not draft.token_ids:
         return coupled(rule, rows, draft, output)
     run: list[int] = []
     for place, row in enumerate(rows):
@@ -170,57 +177,3 @@ def _one_point(token: int, like: torch.Tensor) -> torch.Tensor:
     probabilities = torch.zeros_like(like)
     probabilities[token] = 1
     return probabilities
-
-
-# --- who guesses ---
-
-
-class LanguageModelDrafter:
-    """Another, cheaper model guesses.
-
-    Args:
-        model: with the target's vocabulary.
-        role: of the noise it draws with: the target's for `coupled`, `Role.DRAFT` for `rejection`,
-            which must not know what the target will draw.
-    """
-
-    def __init__(self, model: LanguageModel | PreTrainedModel, role: Role = Role.TARGET) -> None:
-        self._scorer, self._role = Scorer(model), role
-
-    def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
-        """As `Drafter.draft`."""
-        tokens = list(output)
-        drawn_from: list[torch.Tensor] = []
-        while len(drawn_from) < num_drafts:
-            row = self._scorer.score([*rule.prompt, *tokens])[-1]
-            token = rule.choose(row, tokens, self._role)
-            if token == NO_TOKEN:
-                break
-            drawn_from.append(rule.probabilities(row, tokens))
-            tokens.append(token)
-        return Draft(tokens[len(output) :], drawn_from)
-
-
-class NgramDrafter:
-    """The text itself guesses: what followed its last tokens where they stood before.
-
-    Args:
-        length: of the tokens that are looked for.
-
-    Raises:
-        ConfigError: fewer than one.
-    """
-
-    def __init__(self, length: int = 2) -> None:
-        expect(length >= 1, ConfigError, f"length: expected at least 1, got {length}")
-        self._length = length
-
-    def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
-        """As `Drafter.draft`."""
-        text = [*rule.prompt, *output]
-        last = text[-self._length :]
-        for start in range(len(text) - self._length - 1, -1, -1):
-            following = start + self._length
-            if text[start:following] == last:
-                return Draft(text[following : following + num_drafts])
-        return Draft([])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.infer import KVCache, KVState
+from mtp_plugin.infer import Draft, KVCache, KVState, LanguageModel, Role, SamplingRule, Scorer
 
 
 class TableModel:
@@ -42,3 +44,30 @@ class TableModel:
         tokens = kv_cache.get_kv_states()[0].keys[0, 0, :, 0].long()
         before = torch.cat([tokens.new_zeros(1), tokens[:-1]])
         return self.rows[before, tokens][-query_token_ids.shape[1] :].unsqueeze(0)
+
+
+class FirstChoices:
+    """A `SampleStrategy` of any number of rows: the highest logit of each."""
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
+
+class LanguageModelDrafter:
+    """A `Drafter` that asks another language model.
+
+    Args:
+        role: of the noise it draws with.
+    """
+
+    def __init__(self, model: LanguageModel, role: Role = Role.TARGET) -> None:
+        self._scorer, self._role = Scorer(model), role
+
+    def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
+        tokens = list(output)
+        drawn_from: list[torch.Tensor] = []
+        for _ in range(num_drafts):
+            row = self._scorer.score([*rule.prompt, *tokens])[-1]
+            drawn_from.append(rule.probabilities(row, tokens))
+            tokens.append(rule.choose(row, tokens, self._role))
+        return Draft(tokens[len(output) :], drawn_from)

@@ -10,17 +10,17 @@ from mtp_plugin.errors import CheckpointError, ConfigError, TensorContractError
 from mtp_plugin.infer import (
     BasicInferencer,
     DynamicKVCache,
-    GreedySampleStrategy,
     Inferencer,
     KVCache,
     KVState,
     LanguageModel,
     TransformersLanguageModel,
 )
+from tests.infer.models import FirstChoices
 
 Target = Callable[[str], PreTrainedModel]
 PROMPT = torch.tensor([[3, 9, 27, 81, 243], [5, 6, 7, 8, 9]])
-GREEDY = GreedySampleStrategy()
+GREEDY = FirstChoices()
 
 
 class CountingModel:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_plugin.infer import GreedySampleStrategy
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.infer import RequestSampleStrategy, SamplingRule
+from mtp_plugin.requests.options import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -20,6 +22,14 @@ NAN, INF = float("nan"), float("inf")
     ids=["largest", "lowest id of a tie", "no NaN", "NaN as -inf", "+inf as maximum"],
 )
 def test_greedy(row: list[float], token: int) -> None:
-    sampled = GreedySampleStrategy().sample(torch.tensor([row, row]))
+    strategy = RequestSampleStrategy(SamplingRule(SamplingParams(), [0]))
+    sampled = strategy.sample(torch.tensor([row]))
     assert sampled.dtype is torch.int64
-    assert sampled.tolist() == [token, token]
+    assert sampled.tolist() == strategy.output == [token]
+
+
+def test_rows_of_one_request_alone() -> None:
+    strategy = RequestSampleStrategy(SamplingRule(SamplingParams(), [0]))
+    for shape in ((2, 3), (3,)):
+        with pytest.raises(TensorContractError, match=r"logits: expected \[1, V\], got"):
+            strategy.sample(torch.zeros(shape))

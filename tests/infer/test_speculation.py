@@ -13,20 +13,19 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.infer import (
     Continuation,
     Draft,
-    LanguageModelDrafter,
-    NgramDrafter,
     Role,
     SamplingRule,
     Scorer,
     Speculated,
     Thinking,
+    TransformersLanguageModel,
     decode,
     rejection,
     speculative_decode,
 )
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
-from tests.infer.models import TableModel
+from tests.infer.models import LanguageModelDrafter, TableModel
 
 PROMPT = [3, 1, 4, 1, 5]
 TARGET = TableModel(seed=1)
@@ -91,7 +90,6 @@ def test_drafts_change_no_text(options: dict[str, Any], k: int) -> None:
     drafters = {
         "model": LanguageModelDrafter(CHEAP),
         "itself": LanguageModelDrafter(TARGET),
-        "text": NgramDrafter(1),
         "right": Script(expected.token_ids),
         "wrong": Script(expected.token_ids, wrong_every=1),
         "mixed": Script(expected.token_ids, wrong_every=3),
@@ -160,7 +158,7 @@ def test_a_scorer_reads_what_is_new() -> None:
 
 
 def test_without_drafts_every_step_emits_one_token() -> None:
-    ran = speculative_decode(TARGET, NgramDrafter(), continuation(SAMPLED), num_drafts=0)
+    ran = speculative_decode(TARGET, Script([]), continuation(SAMPLED), num_drafts=0)
     assert ran.decoded == plain(SAMPLED)
     assert ran.num_steps == len(ran.decoded.token_ids)
 
@@ -168,12 +166,13 @@ def test_without_drafts_every_step_emits_one_token() -> None:
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_with_a_transformer(target: Callable[[str], PreTrainedModel], family: str) -> None:
     model = target(family)
+    wrapped = TransformersLanguageModel(model)
     for options in ({}, {**SAMPLED, "top_k": 20, "repetition_penalty": 1.2}):
         params = SamplingParams(max_new_tokens=16, **options)
         expected = decode(model, PROMPT, params)
         for k in (1, 4):
             ran = speculative_decode(
-                model, LanguageModelDrafter(model), Continuation(PROMPT, params), num_drafts=k
+                model, LanguageModelDrafter(wrapped), Continuation(PROMPT, params), num_drafts=k
             )
             assert ran.decoded == expected
             assert ran.num_steps == -(-16 // (k + 1))
@@ -259,6 +258,4 @@ def test_a_row_without_values_fails_behind_what_stands() -> None:
 
 def test_bad_numbers_are_named() -> None:
     with pytest.raises(ConfigError, match="num_drafts: expected at least 0, got -1"):
-        speculative_decode(TARGET, NgramDrafter(), continuation({}), num_drafts=-1)
-    with pytest.raises(ConfigError, match="length: expected at least 1, got 0"):
-        NgramDrafter(0)
+        speculative_decode(TARGET, Script([]), continuation({}), num_drafts=-1)
