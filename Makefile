@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/mtp-plugin generate --config configs/tiny_eagle.yaml
-	$(BIN)/mtp-plugin generate --config configs/tiny_vanilla.yaml
+	$(BIN)/mtp-plugin generate --compare-drafts --config configs/tiny_eagle.yaml
+	$(BIN)/mtp-plugin generate --compare-drafts --config configs/tiny_vanilla.yaml
 
 test: $(STAMP)
 	$(PYTEST)

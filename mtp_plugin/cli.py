@@ -185,6 +185,13 @@ def generate(
             help="Also decode without MTP: for the speed, and token by token for the text.",
         ),
     ] = True,
+    compare_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--compare-drafts/--no-compare-drafts",
+            help="Also draft for the first prompts without the executor: for the tokens per step.",
+        ),
+    ] = False,
     marks: Annotated[
         bool,
         typer.Option(
@@ -234,7 +241,16 @@ def generate(
     stream = None if as_json else out
     try:
         with _errors_of(config):
-            report = _decode(settings, prompts, params, stream, log, marks=marks, compare=compare)
+            report = _decode(
+                settings,
+                prompts,
+                params,
+                stream,
+                log,
+                marks=marks,
+                compare=compare,
+                compare_drafts=compare_drafts,
+            )
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -256,15 +272,21 @@ def _decode(
     *,
     marks: bool,
     compare: bool,
+    compare_drafts: bool,
 ) -> Report:
-    """Run the batch as configured and, to compare, without drafts and by target-only decoding."""
+    """Run the batch as configured and, to compare, without drafts and by target-only decoding, and
+    with drafts through none of the executor."""
     _import_engine(log)
+    from torch import OutOfMemoryError
+
     from mtp_plugin.executor import LLM
+    from mtp_plugin.tools.parity import Drafting, transformers_attention
     from mtp_plugin.tools.terminal.decoding import (
         compare_with_target_only_decoding,
         engine_seed_of,
         redraws,
         run_batch,
+        run_plainly,
         thinking_of,
     )
     from mtp_plugin.tools.terminal.report import Report
@@ -285,7 +307,7 @@ def _decode(
                 view.close()
     # its KV cache goes before the next one is allocated
     del llm
-    run_without_mtp = comparison = None
+    run_without_mtp = comparison = run_without_executor = None
     thinking = thinking_of(settings, tokenizer)
     without_mtp = settings.model_copy(update={"speculative_config": None})
     has_budget = params.thinking_token_budget is not None
@@ -297,25 +319,40 @@ def _decode(
         with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
             run_without_mtp = _run_told(llm, prompts, params)
         del llm
+    resolved = settings.resolve(model.facts.num_mtp_layers)
     redrawing = redraws(settings, params)
+    of_all: dict[str, Any] = {
+        "max_seq_len": max_seq_len,
+        "tokenizer": tokenizer,
+        "engine_seed": engine_seed_of(settings),
+        "known": {},
+        "thinking": thinking,
+    }
+    drafting: Drafting | str | None = None
+    if compare_drafts:
+        drafting = Drafting.of(resolved, model, params)
+        if isinstance(drafting, Drafting) and drafting.redraws and run.num_preemptions:
+            drafting = f"preempted {run.num_preemptions} times, after which {redrawing} redraws"
     if compare and redrawing is not None:
-        log.write_line(f"not compared: {redrawing} verification draws texts of its own")
+        is_alike = isinstance(drafting, Drafting)
+        what = "compared with the same drafts alone" if is_alike else "not compared"
+        log.write_line(f"{what}: {redrawing} verification draws texts of its own")
     elif compare:
-        with progress(log) as tell:
+        with progress(log) as tell, transformers_attention(model):
             tell("decoding without the executor, for the text")
-            model.set_attn_implementation("sdpa")
-            comparison = compare_with_target_only_decoding(
-                model,
-                run.results,
-                params,
-                max_seq_len=max_seq_len,
-                tokenizer=tokenizer,
-                engine_seed=engine_seed_of(settings),
-                thinking=thinking,
-            )
+            comparison = compare_with_target_only_decoding(model, run.results, params, **of_all)
+    if isinstance(drafting, str):
+        log.write_line(f"not decoded again: {drafting}")
+    elif drafting is not None:
+        try:
+            with progress(log) as tell, transformers_attention(model):
+                tell("decoding with the same drafts, without the executor")
+                run_without_executor = run_plainly(model, run.results, params, drafting, **of_all)
+        except OutOfMemoryError:
+            log.write_line("not decoded again: out of memory")
     weight: Any = model.embed_tokens.weight
     return Report(
-        config=settings.resolve(model.facts.num_mtp_layers),
+        config=resolved,
         max_draft_len=draft_len,
         device=str(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
@@ -323,6 +360,7 @@ def _decode(
         run=run,
         run_without_mtp=run_without_mtp,
         comparison=comparison,
+        run_without_executor=run_without_executor,
         tokenizer=tokenizer,
     )
 

@@ -25,17 +25,22 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin import cli, infer
-from mtp_plugin.config import json_schema, load_config
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig, json_schema, load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
 from mtp_plugin.executor.models import load_model, write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.parity import oracle
-from mtp_plugin.tools.terminal import prompts
+from mtp_plugin.tools.parity import Drafting, oracle
+from mtp_plugin.tools.terminal import decoding, prompts
 from mtp_plugin.tools.terminal.console import OutputConsole
-from mtp_plugin.tools.terminal.decoding import Decoded, compare_with_target_only_decoding
+from mtp_plugin.tools.terminal.decoding import (
+    Decoded,
+    compare_with_target_only_decoding,
+    run_plainly,
+)
+from mtp_plugin.tools.terminal.report import same_as_target_only
 from mtp_plugin.tools.terminal.stream_view import StreamView
 
 SPECIALS = ["<eos>", "<think>", "</think>", "<pad>"]
@@ -464,6 +469,108 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
     assert document["max_draft_len"] == 3
     assert document["config"]["speculative_config"]["max_draft_len"] == 3
     assert set(document["versions"]) == {"mtp_plugin", "python", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("way", ["rejection", "coupled"])
+def test_the_same_drafts_without_the_executor(
+    run: Run, checkpoint: Path, tmp_path: Path, way: str
+) -> None:
+    """Drawn texts too are the same for the same seeds."""
+    file = tmp_path / "config.yaml"
+    speculative = {**EAGLE, "mtp": {"verification": way}}
+    file.write_text(yaml.safe_dump({"model": str(checkpoint), "speculative_config": speculative}))
+    arguments = ("-p", "def f(", "-p", "é", "-n", "16", "--temperature", "0.8", "--json")
+    result = run("generate", "-c", str(file), *arguments, "--compare-drafts")
+    assert result.code == 0
+    document = json.loads(result.out)
+    assert (document["comparison"] is None) == (way == "rejection")
+    assert ("compared with the same drafts alone: rejection" in result.err) == (way == "rejection")
+    length = document["run"]["acceptance"]["acceptance_length"]
+    assert document["without_executor"] == {
+        "num_prompts": 2,
+        "num_equal_texts": 2,
+        "num_ties": None if way == "rejection" else 0,
+        "differences": None if way == "rejection" else [],
+        "acceptance_length": length,
+        "acceptance_length_of_executor": length,
+    }
+    result = run("generate", "-c", str(file), *arguments)
+    assert json.loads(result.out)["without_executor"] is None
+    assert ("\nnot compared: rejection" in result.err) == (way == "rejection")
+    assert ("without the executor" in result.err) == (way == "coupled")
+
+
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decoding without the executor end the first text with another token."""
+    honest = decoding.speculate_plainly
+
+    def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
+        first, *others = honest(*arguments, **options)
+        tokens = [*first.token_ids[:-1], (first.token_ids[-1] + 1) % 256]
+        return [dataclasses.replace(first, token_ids=tokens), *others]
+
+    monkeypatch.setattr(decoding, "speculate_plainly", wrong)
+
+
+@pytest.mark.parametrize("way", ["rejection", "coupled"])
+def test_drafts_compare_by_themselves(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    file = config({**EAGLE, "mtp": {"verification": way}})
+    arguments = ("-p", "def f(", "-p", "é", "-n", "8", "--temperature", "0.8", "--seed", "3")
+    arguments = ("generate", "-c", file, *arguments, "--no-compare", "--compare-drafts")
+    what = "the executor's text" if way == "rejection" else "the text of target-only decoding"
+    result = run(*arguments)
+    assert result.code == 0
+    assert "identical" not in result.out
+    assert re.search(rf"prompts 1-2 without the executor: {what}, accepted (.*) \(by", result.out)
+    mistaken(monkeypatch)
+    result = run(*arguments)
+    if way == "rejection":
+        assert result.code == 0
+        assert ": another text of 1 than the executor, accepted" in result.out
+    else:
+        assert result.code == 1
+        assert ": another text of 1 than target-only decoding, accepted" in result.out
+        assert re.search(r"  prompt 1, token 8: .*, target-only decoding has ", result.out)
+
+
+@pytest.mark.parametrize(
+    ("mtp", "why"),
+    [
+        ({"verification": "block"}, "block verification is not known without the executor"),
+        ({"verification": "rejection"}, r"preempted \d+ times, after which rejection redraws"),
+    ],
+    ids=["block", "preempted"],
+)
+def test_drafts_that_cannot_compare_are_told(
+    run: Run, config: Callable[..., str], mtp: dict[str, Any], why: str
+) -> None:
+    cache = {"tokens_per_block": 8, "max_tokens": 80}
+    file = config({**EAGLE, "mtp": mtp}, kv_cache_config=cache, max_seq_len=64)
+    texts = [word for text in "abc" for word in ("-p", text)]
+    arguments = ("-n", "40", "--ignore-eos", "--temperature", "0.8", "--json", "--compare-drafts")
+    result = run("generate", "-c", file, *texts, *arguments)
+    assert result.code == 0
+    assert json.loads(result.out)["without_executor"] is None
+    assert re.search(f"^not decoded again: {why}$", result.err, re.MULTILINE)
+    assert "\nnot compared: " in result.err
+
+
+def test_no_memory_for_drafts_loses_no_report(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(*_: Any, **__: Any) -> list[Decoded]:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate much")
+
+    monkeypatch.setattr(decoding, "speculate_plainly", greedy)
+    arguments = ("-p", "ab", "-n", "4", "--json", "--compare-drafts")
+    result = run("generate", "-c", config(EAGLE), *arguments)
+    assert result.code == 0
+    document = json.loads(result.out)
+    assert document["comparison"]["identical"]
+    assert document["without_executor"] is None
+    assert result.err.splitlines()[-1] == "not decoded again: out of memory"
 
 
 def test_json_of_a_difference(
@@ -1186,7 +1293,7 @@ def test_a_pipe_gets_the_text_as_it_is() -> None:
     ("dtype", "ties", "equal"), [(torch.bfloat16, 1, 10), (torch.float32, 0, 4)]
 )
 def test_half_precision_ties_are_no_difference(
-    checkpoint: Path, dtype: torch.dtype, ties: int, equal: int
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ties: int, equal: int
 ) -> None:
     """Two words with the same row in the head: either may be chosen, and decoding goes on."""
     model = load_model(checkpoint, dtype=dtype)
@@ -1205,6 +1312,20 @@ def test_half_precision_ties_are_no_difference(
     assert (found.num_ties, found.num_equal) == (ties, equal)
     assert [(d.position, d.token, d.expected) for d in found.differences] == (
         [] if ties else [(5, twin, truth[4])]
+    )
+    # texts of drafts without the executor are judged alike
+    monkeypatch.setattr(decoding, "speculate_plainly", lambda *_, **__: [result])
+    config = LLMConfig(model="nowhere", speculative_config=MTPDecodingConfig(max_draft_len=1))
+    drafting = Drafting.of(config, model, params)
+    assert isinstance(drafting, Drafting)
+    plain = run_plainly(
+        model, [result], params, drafting, known={}, max_seq_len=512, tokenizer=None
+    )
+    assert plain.comparison == found
+    assert same_as_target_only(len(found.differences), found.num_ties) == (
+        "the text of target-only decoding, 1 rounding ties"
+        if ties
+        else "another text of 1 than target-only decoding"
     )
 
 
@@ -1299,37 +1420,48 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
     assert "BrokenPipe" not in told
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
-        ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
-        ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
-        ("doctor", "-c", "CONFIG"),
-        ("bench", "ops", "--cpu", "--filter", "accept"),
-        ("config", "CONFIG"),
-    ],
-    ids=["generate-json", "generate", "parity", "doctor", "bench", "config"],
+WRITING = (
+    ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
+    ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
+    ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
+    ("doctor", "-c", "CONFIG"),
+    ("bench", "ops", "--cpu", "--filter", "accept"),
+    ("config", "CONFIG"),
 )
-def test_output_that_cannot_be_written_is_one_line(
-    config: Callable[..., str], arguments: tuple[str, ...]
-) -> None:
+EACH_ON_ITS_OWN = """
+import json, os, sys
+import transformers.modeling_utils  # what takes long, once for all
+from mtp_plugin.__main__ import main
+for command in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.argv[1:] = command
+        sys.exit(main())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(2, f"ended with {code}\\n".encode())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
+def test_output_that_cannot_be_written_is_one_line(config: Callable[..., str]) -> None:
     file = config(EAGLE)
-    command = [sys.executable, "-m", "mtp_plugin"]
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [*command, *(file if a == "CONFIG" else a for a in arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
-    told = ended.stderr.decode().splitlines()
-    assert told[-1] == "error: standard output cannot be written: No space left on device"
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr.decode()
+    commands = [[file if a == "CONFIG" else a for a in arguments] for arguments in WRITING]
+    ended = subprocess.run(
+        [sys.executable, "-c", EACH_ON_ITS_OWN, json.dumps(commands)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=300,
+        check=True,
+    )
+    told = ended.stderr.decode()
+    assert "Traceback" not in told
+    of_each = told.split("ended with 1\n")
+    assert len(of_each) == len(WRITING) + 1, told
+    assert of_each[-1] == ""
+    message = "error: standard output cannot be written: No space left on device"
+    assert [of_one.splitlines()[-1] for of_one in of_each[:-1]] == [message] * len(WRITING)
 
 
 CLOSED = "standard output is closed; /dev/null takes what nobody reads"

@@ -11,18 +11,21 @@ from mtp_plugin.tools.parity.compare import (
 )
 from mtp_plugin.tools.parity.draws import gap_of_draw
 from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
+from mtp_plugin.tools.parity.speculation import Drafting, speculate
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
 
 __all__ = [
     "TIE_ULPS",
     "Comparison",
     "Divergence",
+    "Drafting",
     "Oracle",
     "TieRule",
     "compare_forced",
     "compare_with_continuations",
     "gap_of_draw",
     "judge_gap",
+    "speculate",
     "transformers_attention",
     "ulp",
 ]

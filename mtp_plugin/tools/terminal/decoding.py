@@ -1,17 +1,19 @@
-"""Runs a batch three ways: as configured, without drafts, and by target-only decoding."""
+"""Runs a batch four ways: as configured, without drafts, and, through none of the executor, by
+target-only decoding and with drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.infer import SamplingRule, Thinking
+from mtp_plugin.infer import Continuation, SamplingRule, Thinking
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.seeds import ENGINE_SEED
@@ -19,12 +21,23 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.parity import TIE_ULPS, Oracle, TieRule, compare_with_continuations, judge_gap
+from mtp_plugin.tools.parity import (
+    TIE_ULPS,
+    Drafting,
+    Oracle,
+    TieRule,
+    compare_with_continuations,
+    judge_gap,
+    speculate,
+)
 from mtp_plugin.tools.parity import Comparison as Verdict
 
 WARM_UP_TOKENS = 4
 PIECE = 16
 """Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
+
+PLAINLY_SPECULATED = 4
+"""Prompts that are decoded with drafts a second time, one by one."""
 
 REDRAWING = ("rejection", "block")
 """Verifications that keep the distribution, and not the text of a seed."""
@@ -55,6 +68,8 @@ class BatchRun:
     """Forward passes of the target, prompts included."""
     seconds: float
     """Spent in those, without what the display took."""
+    num_preemptions: int = 0
+    """Requests that had to start over."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,10 +84,7 @@ class BatchRun:
     @property
     def acceptance(self) -> AcceptanceStats:
         """Counts of all prompts."""
-        total = AcceptanceStats(self.results[0].acceptance.max_draft_len)
-        for result in self.results:
-            total.merge(result.acceptance)
-        return total
+        return merged(self.results)
 
 
 def run_batch(
@@ -88,7 +100,7 @@ def run_batch(
     few = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
     llm.generate(requests[0].get_tokens()[:WARM_UP_TOKENS], few)
 
-    steps_before = llm.executor.num_steps
+    steps_before, preemptions_before = llm.executor.num_steps, llm.executor.num_preemptions
     numbers = {request.request_id: number for number, request in enumerate(requests)}
     for request in requests:
         llm.executor.enqueue(request)
@@ -103,6 +115,7 @@ def run_batch(
         [_decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
         llm.executor.num_steps - steps_before,
         seconds,
+        llm.executor.num_preemptions - preemptions_before,
     )
 
 
@@ -149,8 +162,7 @@ def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
     speculative = config.speculative_config
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
         return None
-    given = params.verification or speculative.mtp.verification
-    presumed = given if isinstance(given, str) else given[0]
+    presumed = params.verification or speculative.mtp.verifications[0]
     return presumed if presumed in REDRAWING else None
 
 
@@ -192,6 +204,7 @@ def compare_with_target_only_decoding(
     max_seq_len: int,
     tokenizer: Tokenizer | None,
     engine_seed: int = ENGINE_SEED,
+    known: dict[tuple[int, ...], list[int]] | None = None,
     thinking: Thinking | None = None,
 ) -> Comparison:
     """Decode every prompt with the target alone, through none of the executor, and compare.
@@ -199,6 +212,7 @@ def compare_with_target_only_decoding(
     The model must run with an attention of transformers' own.
 
     Args:
+        known: see :func:`verdicts_of_target_only_decoding`.
         thinking: its ids, which a budget goes by.
     """
     verdicts = verdicts_of_target_only_decoding(
@@ -208,6 +222,7 @@ def compare_with_target_only_decoding(
         max_seq_len=max_seq_len,
         tokenizer=tokenizer,
         engine_seed=engine_seed,
+        known=known,
         thinking=thinking,
     )
     found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
@@ -306,3 +321,87 @@ class _TargetOnlyDecoding:
         if key not in known:
             known[key] = self._continue(prompt, [], self._limit)
         return known[key]
+
+
+# --- the comparison with speculative decoding ---
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """The first prompts, drafted for and verified once more, through none of the executor."""
+
+    results: list[Decoded]
+    comparison: Comparison | None
+    """With target-only decoding; None: drawn texts of their own, as those of the executor."""
+
+
+def run_plainly(
+    model: LoadedModel,
+    results: Sequence[Decoded],
+    params: SamplingParams,
+    drafting: Drafting,
+    *,
+    known: dict[tuple[int, ...], list[int]],
+    **of_all: Any,
+) -> PlainRun:
+    """Decode as :func:`speculate_plainly`, and compare as
+    :func:`compare_with_target_only_decoding` where texts have to be its own."""
+    alike = speculate_plainly(model, results, params, drafting, **of_all)
+    if drafting.redraws:
+        return PlainRun(alike, None)
+    found = compare_with_target_only_decoding(model, alike, params, known=known, **of_all)
+    return PlainRun(alike, found)
+
+
+def speculate_plainly(
+    model: LoadedModel,
+    results: Sequence[Decoded],
+    params: SamplingParams,
+    drafting: Drafting,
+    *,
+    max_seq_len: int,
+    tokenizer: Tokenizer | None,
+    engine_seed: int = ENGINE_SEED,
+    thinking: Thinking | None = None,
+) -> list[Decoded]:
+    """Decode the first of these prompts once more with drafts, through none of the executor, at its
+    plainest; see :func:`compare_with_target_only_decoding`.
+
+    Args:
+        drafting: as the executor drafted for them.
+    """
+    end_ids = Oracle(model).end_ids
+    found = []
+    for result in results[:PLAINLY_SPECULATED]:
+        text = Continuation(
+            result.prompt_token_ids,
+            params,
+            number=result.number,
+            end_ids=end_ids,
+            thinking=thinking,
+            max_seq_len=max_seq_len,
+            tokenizer=tokenizer,
+            engine_seed=engine_seed,
+        )
+        ran = speculate(model, text, drafting)
+        stats = AcceptanceStats(drafting.num_drafts)
+        for emitted in ran.emitted[1:]:  # behind the step that read the prompt
+            stats.record(emitted, drafting.num_drafts)
+        found.append(
+            replace(
+                result,
+                token_ids=ran.decoded.token_ids,
+                text=ran.decoded.text or "",
+                finish_reason=ran.decoded.finish_reason,
+                acceptance=stats,
+            )
+        )
+    return found
+
+
+def merged(results: Sequence[Decoded]) -> AcceptanceStats:
+    """Counts of all prompts."""
+    total = AcceptanceStats(results[0].acceptance.max_draft_len)
+    for result in results:
+        total.merge(result.acceptance)
+    return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,31 @@ from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.speculative.verification import label_of
-from mtp_plugin.tools.parity import Comparison, Divergence, TieRule, transformers_attention
+from mtp_plugin.tools.parity import (
+    Comparison,
+    Divergence,
+    Drafting,
+    TieRule,
+    transformers_attention,
+)
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import (
     Decoded,
     engine_seed_of,
+    merged,
     redraws,
     run_batch,
+    speculate_plainly,
     verdicts_of_target_only_decoding,
 )
 from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combinations
-from mtp_plugin.tools.terminal.report import spelled, versions
+from mtp_plugin.tools.terminal.report import (
+    same_as_target_only,
+    spelled,
+    versions,
+    without_executor_document,
+    without_executor_line,
+)
 
 NO_DRAFTS = "none"
 RANDOM_PROMPTS = 8
@@ -49,10 +64,14 @@ class Variant:
     batch_size: int
 
     @property
+    def drafts(self) -> str:
+        """A short name of how it drafts."""
+        return self.worker if self.worker == NO_DRAFTS else f"{self.worker} K={self.k}"
+
+    @property
     def label(self) -> str:
         """A short name."""
-        drafts = "" if self.worker == NO_DRAFTS else f" K={self.k}"
-        return f"{self.worker}{drafts} batch {self.batch_size}"
+        return f"{self.drafts} batch {self.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,9 @@ class Outcome:
     variant: Variant
     results: list[Decoded]
     verdicts: list[Comparison]
+    plain: Outcome | None = None
+    """The first prompts decoded once more with such drafts, through none of the executor; None: it
+    drafts by more than the text."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,10 +114,7 @@ class Outcome:
     @property
     def acceptance(self) -> AcceptanceStats:
         """Counts of all prompts."""
-        total = AcceptanceStats(self.results[0].acceptance.max_draft_len)
-        for result in self.results:
-            total.merge(result.acceptance)
-        return total
+        return merged(self.results)
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,14 @@ class ParityReport:
     @property
     def exit_code(self) -> int:
         """`DIFFERENT` where an output is not that of target-only decoding."""
-        return DIFFERENT if any(outcome.differences for outcome in self.outcomes) else OK
+        return (
+            DIFFERENT if any(found.differences for found in (*self.outcomes, *self.plain)) else OK
+        )
+
+    @property
+    def plain(self) -> list[Outcome]:
+        """With drafts, through none of the executor; each once."""
+        return list({id(o.plain): o.plain for o in self.outcomes if o.plain is not None}.values())
 
 
 # --- what runs ---
@@ -199,22 +225,33 @@ def run_parity(
         raise ConfigError("parity: expected at least one variant to run")
     outcomes = []
     known: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    plain: dict[tuple[str, int], Outcome] = {}
     with transformers_attention(model):
         for index, (variant, config) in enumerate(variants):
             on_progress(f"{variant.label}: target-only decoding")
             results, max_seq_len = decoded[index]
             engine_seed = engine_seed_of(config)
-            verdicts = verdicts_of_target_only_decoding(
+            of_all = {
+                "max_seq_len": max_seq_len,
+                "tokenizer": tokenizer,
+                "engine_seed": engine_seed,
+            }
+            judge = partial(
+                verdicts_of_target_only_decoding,
                 model,
-                results,
-                params,
-                max_seq_len=max_seq_len,
-                tokenizer=tokenizer,
+                params=params,
                 tie_ulps=tie_ulps,
-                engine_seed=engine_seed,
                 known=known.setdefault(engine_seed, {}),
+                **of_all,
             )
-            outcomes.append(Outcome(variant, results, verdicts))
+            verdicts = judge(results=results)
+            drafting = Drafting.of(config, model, params)
+            key = (variant.worker, variant.k)
+            if isinstance(drafting, Drafting) and key not in plain:
+                on_progress(f"{variant.drafts}: the same without the executor")
+                alike = speculate_plainly(model, results, params, drafting, **of_all)
+                plain[key] = Outcome(variant, alike, judge(results=alike))
+            outcomes.append(Outcome(variant, results, verdicts, plain.get(key)))
     weight = next(model.lm_head.parameters())
     return ParityReport(
         config=variants[0][1],
@@ -267,10 +304,16 @@ def show_parity(report: ParityReport, console: OutputConsole) -> None:
         told = _told(report, outcome.variant, number, found)
         prompt = _prompt(report, outcome.results[number - 1].prompt_token_ids)
         console.write_line(f"difference: {told}, behind {prompt}", "bold red")
+    for plain in report.plain:
+        console.write_line(plain_line(report, plain), "bold red" if plain.differences else "dim")
+        for number, found in plain.differences:
+            told = _told(report, plain.variant, number, found)
+            console.write_line(f"difference without the executor: {told}", "bold red")
     tokens = sum(outcome.num_tokens for outcome in report.outcomes)
-    counted = f"{tokens} tokens; ties: {len(ties)}; differences: {len(differences)}"
-    verdict = "NO" if differences else "yes"
-    style = "bold red" if differences else None
+    num_differences = len(differences) + sum(len(plain.differences) for plain in report.plain)
+    counted = f"{tokens} tokens; ties: {len(ties)}; differences: {num_differences}"
+    verdict = "NO" if num_differences else "yes"
+    style = "bold red" if num_differences else None
     console.write_line(f"identical to decoding without MTP: {verdict} ({counted})", style)
 
 
@@ -297,6 +340,13 @@ def _table(report: ParityReport, *, ascii_box: bool) -> Table:
             f"{accepted:.2f}" if variant.k else "",
         )
     return table
+
+
+def plain_line(report: ParityReport, plain: Outcome) -> str:
+    """What speculative decoding without the executor makes of the first prompts."""
+    runs = [outcome.results for outcome in report.outcomes if outcome.plain is plain]
+    same = same_as_target_only(len(plain.differences), plain.num_ties)
+    return f"{plain.variant.drafts}, {without_executor_line(plain.results, same, runs)}"
 
 
 def _told(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
@@ -344,8 +394,20 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
         "num_ties": outcome.num_ties,
         "num_differences": len(outcome.differences),
         "acceptance_length": outcome.acceptance.acceptance_length if variant.k else None,
+        "without_executor": _plain_document(outcome),
         "ties": [_found_document(outcome, n, tie) for n, tie in outcome.ties],
         "differences": [_found_document(outcome, n, found) for n, found in outcome.differences],
+    }
+
+
+def _plain_document(outcome: Outcome) -> dict[str, Any] | None:
+    plain = outcome.plain
+    if plain is None:
+        return None
+    return {
+        **without_executor_document(outcome.results, plain.results),
+        "num_ties": plain.num_ties,
+        "differences": [_found_document(plain, n, found) for n, found in plain.differences],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +15,14 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import BatchRun, Comparison, Decoded, Difference
+from mtp_plugin.tools.terminal.decoding import (
+    BatchRun,
+    Comparison,
+    Decoded,
+    Difference,
+    PlainRun,
+    merged,
+)
 from mtp_plugin.tools.terminal.version import package_version
 
 
@@ -31,6 +39,8 @@ class Report:
     run_without_mtp: BatchRun | None
     """The same executor without drafts; None where that was not asked for or is `run` itself."""
     comparison: Comparison | None
+    run_without_executor: PlainRun | None
+    """None: that was not done."""
     tokenizer: Tokenizer | None
 
     @property
@@ -41,11 +51,11 @@ class Report:
     @property
     def exit_code(self) -> int:
         """`DIFFERENT` where a text is not what it has to be."""
-        comparison = self.comparison
-        by_design = self.label is not None
-        if comparison is None or not comparison.differences or by_design:
+        if self.label is not None:
             return OK
-        return DIFFERENT
+        plain = None if self.run_without_executor is None else self.run_without_executor.comparison
+        compared = [found for found in (self.comparison, plain) if found is not None]
+        return DIFFERENT if any(found.differences for found in compared) else OK
 
 
 def show_report(report: Report, console: OutputConsole) -> None:
@@ -54,6 +64,9 @@ def show_report(report: Report, console: OutputConsole) -> None:
     if report.label is not None:
         console.write_line(str(report.label), "bold yellow")
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
+    if report.run_without_executor is not None:
+        for line in without_executor_lines(report, report.run_without_executor):
+            console.write_line(line, "dim" if report.exit_code == OK else "bold red")
     for line in comparison_lines(report):
         console.write_line(line, None if report.exit_code == OK else "bold red")
 
@@ -104,6 +117,56 @@ def comparison_lines(report: Report) -> list[str]:
     return [f"{title} yes ({comparison.num_tokens} tokens{ties})"]
 
 
+def without_executor_lines(report: Report, plain: PlainRun) -> list[str]:
+    """What the same drafts make of the first prompts without the executor, one line, and one per
+    difference from target-only decoding."""
+    results, found = report.run.results, plain.comparison
+    if found is None:
+        same = same_texts(results, plain.results, report.dtype)
+    else:
+        same = same_as_target_only(len(found.differences), found.num_ties)
+    differences = [] if found is None else found.differences
+    return [
+        without_executor_line(plain.results, same, [results]),
+        *(_told(difference, report.tokenizer) for difference in differences),
+    ]
+
+
+def without_executor_line(
+    alike: Sequence[Decoded], same: str, runs: Iterable[Sequence[Decoded]]
+) -> str:
+    """How the first prompts were decoded without the executor, beside its runs."""
+    count = len(alike)
+    lengths = [f"{merged(results[:count]).acceptance_length:.2f}" for results in (alike, *runs)]
+    which = "prompt 1" if count == 1 else f"prompts 1-{count}"
+    by_executor = ", ".join(dict.fromkeys(lengths[1:]))
+    return (
+        f"{which} without the executor: {same}, accepted {lengths[0]} (by the executor "
+        f"{by_executor})"
+    )
+
+
+def same_as_target_only(num_differences: int, num_ties: int) -> str:
+    """How texts compare with those of target-only decoding."""
+    ties = f", {num_ties} rounding ties" if num_ties else ""
+    if num_differences:
+        return f"another text of {num_differences} than target-only decoding{ties}"
+    return f"the text of target-only decoding{ties}"
+
+
+def same_texts(results: Sequence[Decoded], alike: Sequence[Decoded], dtype: str) -> str:
+    """How drawn texts compare that target-only decoding does not have."""
+    others = len(alike) - _num_equal_texts(results, alike)
+    if not others:
+        return "the executor's text"
+    why = "" if dtype == "float32" else f", as rounding in {dtype} may draw"
+    return f"another text of {others} than the executor{why}"
+
+
+def _num_equal_texts(results: Sequence[Decoded], alike: Sequence[Decoded]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(alike, results, strict=False))
+
+
 def _told(difference: Difference, tokenizer: Tokenizer | None) -> str:
     ours = spelled(difference.token, tokenizer)
     theirs = spelled(difference.expected, tokenizer)
@@ -143,6 +206,7 @@ def report_document(report: Report) -> dict[str, Any]:
             None if report.run_without_mtp is None else _run_document(report.run_without_mtp, 0)
         ),
         "comparison": _comparison_document(report),
+        "without_executor": _without_executor_document(report),
     }
 
 
@@ -201,4 +265,28 @@ def _comparison_document(report: Report) -> dict[str, Any] | None:
         "num_equal": comparison.num_equal,
         "num_ties": comparison.num_ties,
         "differences": [asdict(difference) for difference in comparison.differences],
+    }
+
+
+def _without_executor_document(report: Report) -> dict[str, Any] | None:
+    plain = report.run_without_executor
+    if plain is None:
+        return None
+    found = plain.comparison
+    return {
+        **without_executor_document(report.run.results, plain.results),
+        "num_ties": None if found is None else found.num_ties,
+        "differences": None if found is None else [asdict(other) for other in found.differences],
+    }
+
+
+def without_executor_document(
+    results: Sequence[Decoded], alike: Sequence[Decoded]
+) -> dict[str, Any]:
+    """The first results beside those of the same drafts without the executor, for JSON."""
+    return {
+        "num_prompts": len(alike),
+        "num_equal_texts": _num_equal_texts(results, alike),
+        "acceptance_length": merged(alike).acceptance_length,
+        "acceptance_length_of_executor": merged(results[: len(alike)]).acceptance_length,
     }

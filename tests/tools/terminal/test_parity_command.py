@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,6 +121,118 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
     assert row[:8] == ["eagle", "2", "8", "3", "18", "18", "0", "0"]
     last = "identical to decoding without MTP: yes (18 tokens; ties: 0; differences: 0)"
     assert result.out.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("mtp", "sampling"),
+    [
+        ({}, ()),
+        ({}, ("--temperature", "0.9", "--top-k", "50", "--repetition-penalty", "1.2")),
+        ({"draft_sampling": "greedy"}, ("--temperature", "0.3", "--repetition-penalty", "1.3")),
+        ({"draft_vocab": 60}, ()),
+    ],
+    ids=["greedy", "drawn", "greedy drafts", "draft vocabulary"],
+)
+def test_as_many_drafts_stand_without_the_executor(
+    run: Run, checkpoint: str, tmp_path: Path, mtp: dict[str, Any], sampling: tuple[str, ...]
+) -> None:
+    """By another way to the same text: no step accepts more or fewer."""
+    file = tmp_path / "config.yaml"
+    speculative = {"decoding_type": "MTP", "mtp": mtp}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    result = run(
+        *("-c", str(file), "--worker", "eagle,vanilla", "--k", "1,3", "--batch-size", "5"),
+        *("--num-prompts", "5", "-n", "14", "--json", "--ignore-eos", *sampling),
+    )
+    assert result.code == 0
+    variants = json.loads(result.out)["variants"]
+    for variant in variants:
+        found = variant["without_executor"]
+        assert (found["num_prompts"], found["num_equal_texts"]) == (4, 4)
+        assert found["differences"] == []
+        assert found["num_ties"] == 0
+        assert found["acceptance_length"] == found["acceptance_length_of_executor"]
+    lengths = {variant["without_executor"]["acceptance_length"] for variant in variants}
+    assert len(lengths) > 1
+
+
+def test_drafts_without_the_executor_are_told(run: Run, checkpoint: str) -> None:
+    result = run("-m", checkpoint, "--k", "2", "--num-prompts", "3", "-n", "6", "--ignore-eos")
+    lines = [line for line in result.out.splitlines() if "without the executor" in line]
+    told = re.fullmatch(
+        r"eagle K=2, prompts 1-3 without the executor: the text of target-only decoding, "
+        r"accepted (\d\.\d\d) "
+        r"\(by the executor (\d\.\d\d)\)",
+        *lines,
+    )
+    assert told is not None
+    assert told[1] == told[2]
+
+
+@pytest.fixture
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding without the executor ends the first text with another token."""
+    honest = parity.speculate_plainly
+
+    def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
+        first, *others = honest(*arguments, **options)
+        return [dataclasses.replace(first, token_ids=other(first.token_ids)), *others]
+
+    monkeypatch.setattr(parity, "speculate_plainly", wrong)
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_another_text_without_the_executor_is_a_difference(run: Run, checkpoint: str) -> None:
+    arguments = ("-m", checkpoint, "--num-prompts", "2", "-n", "4", "--ignore-eos")
+    result = run(*arguments)
+    assert result.code == 1
+    other_text = "another text of 1 than target-only decoding, accepted "
+    assert f"prompts 1-2 without the executor: {other_text}" in result.out
+    assert "difference without the executor: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    last = "identical to decoding without MTP: NO (8 tokens; ties: 0; differences: 1)"
+    assert result.out.splitlines()[-1] == last
+    told = json.loads(run(*arguments, "--json").out)
+    assert told["identical"] is False
+    found = told["variants"][0]["without_executor"]
+    assert (found["num_equal_texts"], len(found["differences"])) == (1, 1)
+
+
+@pytest.mark.usefixtures("mistaken")
+def test_a_tie_without_the_executor_is_no_difference(run: Run, checkpoint: str) -> None:
+    arguments = ("-m", checkpoint, "--num-prompts", "2", "-n", "4", "--ignore-eos")
+    arguments = (*arguments, "--dtype", "bfloat16", "--tie-tolerance", "1e6")
+    result = run(*arguments)
+    assert result.code == 0
+    assert re.search("the text of target-only decoding, [1-9] rounding ties, acc", result.out)
+    assert result.out.splitlines()[-1].startswith("identical to decoding without MTP: yes (")
+    told = json.loads(run(*arguments, "--json").out)
+    assert told["identical"] is True
+    found = told["variants"][0]["without_executor"]
+    assert found["num_ties"] >= 1
+    assert found["differences"] == []
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        {"max_draft_len": 2, "draft_len_schedule": {1: 2, 4: 1}},
+        {"max_concurrency": 2},
+        {"acceptance_window": 8, "acceptance_length_threshold": 1.2, "max_draft_len": 2},
+        {"use_mtp_vanilla": True, "mtp": {"draft_window": "trtllm"}},
+        {"use_mtp_vanilla": True, "mtp": {"chain": "target_shift"}},
+    ],
+    ids=["schedule", "concurrency", "gate", "window", "chain"],
+)
+def test_drafts_that_depend_on_more_than_the_text_are_not_made_again(
+    run: Run, checkpoint: str, tmp_path: Path, speculative: dict[str, Any]
+) -> None:
+    file = tmp_path / "config.yaml"
+    speculative = {"decoding_type": "MTP", **speculative}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    result = run("-c", str(file), "--num-prompts", "2", "-n", "4", "--json", "--ignore-eos")
+    assert result.code == 0
+    (variant,) = json.loads(result.out)["variants"]
+    assert variant["without_executor"] is None
 
 
 SAMPLING = (

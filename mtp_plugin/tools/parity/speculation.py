@@ -1,0 +1,96 @@
+"""Speculative decoding of a loaded model at its plainest, through none of the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.infer import (
+    Continuation,
+    MTPDrafter,
+    MTPTarget,
+    Role,
+    Speculated,
+    coupled,
+    rejection,
+    speculative_decode,
+)
+from mtp_plugin.infer.mtp_head import Chain
+from mtp_plugin.infer.speculation import Verify
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.verification import label_of
+
+_VERIFY: dict[str, Verify] = {"coupled": coupled, "rejection": rejection}
+_ROLES = {"coupled": Role.TARGET, "plain": Role.DRAFT, "greedy": None}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a text is drafted and verified where nothing but the text decides it."""
+
+    num_drafts: int
+    is_vanilla: bool
+    chain: Chain
+    role: Role | None
+    verify: Verify
+    vocab_ids: Sequence[int] | None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether texts are not those of target-only decoding."""
+        return self.verify is not coupled
+
+    @classmethod
+    def of(cls, config: LLMConfig, model: LoadedModel, params: SamplingParams) -> Drafting | str:
+        """As the executor drafts under a resolved config; a text says why nothing here does so.
+
+        Raises:
+            ConfigError: a draft vocabulary that does not fit the model.
+        """
+        asked = config.speculative_config
+        if not isinstance(asked, MTPDecodingConfig):
+            return "no MTP layer drafts"
+        label = label_of(DecodingOptions.read(asked))
+        if label is not None:
+            return f"{label.name} acceptance is not known without the executor"
+        mtp, is_vanilla = asked.mtp, asked.use_mtp_vanilla
+        chain = mtp.chain or model.traits.chain
+        verification = params.verification or mtp.verifications[0]
+        verify = coupled if params.is_greedy else _VERIFY.get(verification)
+        if verify is None:
+            return f"{verification} verification is not known without the executor"
+        if asked.draft_len_schedule or asked.max_concurrency or asked.acceptance_window:
+            return "the number of drafts depends on more than the text"
+        if is_vanilla and (chain == "target_shift" or mtp.draft_window != "exact"):
+            return "what the MTP layers read depends on more than the text"
+        return cls(
+            num_drafts=asked.draft_len,
+            is_vanilla=is_vanilla,
+            chain=chain,
+            role=_ROLES[params.draft_sampling or mtp.drafts_of(verification)],
+            verify=verify,
+            vocab_ids=resolve_draft_vocab(mtp.draft_vocab, model.facts.vocab_size),
+        )
+
+
+def speculate(model: LoadedModel, text: Continuation, drafting: Drafting) -> Speculated:
+    """Continue a text with drafts of the model's MTP layers.
+
+    The model must run with an attention of transformers' own.
+    """
+    target = MTPTarget(model)
+    drafter = MTPDrafter(
+        model,
+        target,
+        is_vanilla=drafting.is_vanilla,
+        chain=drafting.chain,
+        role=drafting.role,
+        vocab_ids=drafting.vocab_ids,
+    )
+    return speculative_decode(
+        target, drafter, text, num_drafts=drafting.num_drafts, verify=drafting.verify
+    )
