@@ -14,11 +14,15 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
-from mtp_plugin.speculative.host import DecodingOptions, HostStep
+from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.requests.thinking import ThinkingEnd
+from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
+from mtp_plugin.speculative.logit_rows import ThinkingRule
+from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.state import SlotTable
-from mtp_plugin.speculative.step import DraftColumn, EditPools, StepLayout
+from mtp_plugin.speculative.state.edit_rows import EditRows
+from mtp_plugin.speculative.step import Accepted, DraftBans, DraftColumn, EditPools, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -27,7 +31,9 @@ from mtp_plugin.speculative.verification import (
 )
 from tests.speculative.ops.on_device import DEVICE
 
-PROMPT_LEN = 3
+IN_FRONT = (2, 1)
+"""What every prompt begins with."""
+PROMPT_LEN = len(IN_FRONT) + 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,29 @@ class Ways:
     verification: str
     draft_sampling: str
     options: Mapping[str, float] = field(default_factory=lambda: {"temperature": 1.0})
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    """None of them is emitted before ``min_tokens``; behind, the text goes on."""
+    min_tokens: int = 0
+    thinking_token_budget: int | None = None
+
+    def facts(self, number: int) -> RequestFacts:
+        """Of a request."""
+        stop = StopRule(
+            max_length=100,
+            prompt_len=PROMPT_LEN,
+            min_tokens=self.min_tokens,
+            end_ids=self.stop_ids,
+        )
+        others = {
+            "bad_words": self.bad_words,
+            "min_tokens": self.min_tokens,
+            "thinking_token_budget": self.thinking_token_budget,
+        }
+        options = {**self.options, **{name: value for name, value in others.items() if value}}
+        if "frequency_penalty" in options:
+            options["prompt_ignore_length"] = PROMPT_LEN
+        return RequestFacts(number, stop, options=options)
 
 
 def texts(
@@ -69,11 +98,13 @@ def texts(
     seed: int = 0,
     backend: Backend = Backend.TORCH,
     vocab_ids: torch.Tensor | None = None,
+    thinking_end: ThinkingEnd | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What so many requests of each way emit, each with a seed of its own, all in one batch.
 
     Args:
         vocab_ids: [V'] int32, ascending: ids that are drafted.
+        thinking_end: what budgets of thinking go by; None: there are none.
 
     Returns:
         [requests, length] tokens, and [requests] how many drafts stood in the first step.
@@ -82,21 +113,36 @@ def texts(
         max_draft_len=draft_len, mtp={"verification": ["coupled", "rejection", "block"]}
     )
     requests, vocab = number * len(ways), language.target.shape[0]
-    verifier = Verifier(make_modes(DecodingOptions.read(config), DEVICE))
+    thinking = None if thinking_end is None else ThinkingRule.of(thinking_end, DEVICE)
+    verifier = Verifier(make_modes(DecodingOptions.read(config), DEVICE), thinking)
     columns = [column for mode in verifier.modes for column in mode.columns]
     table = SlotTable(requests + 1, columns, DEVICE)
+    prompt = (*IN_FRONT, language.first)
+    rows = EditRows(len(ways), vocab, DEVICE)
+    asks = False
     for place, way in enumerate(ways):
         mine = slice(place * number, (place + 1) * number)
+        facts = way.facts(place)
         values = {
             "verification": JudgedBy[way.verification.upper()],
             "draft_sampling": DraftedBy[way.draft_sampling.upper()],
             "prompt_len": PROMPT_LEN,
+            "min_tokens": way.min_tokens,
             **way.options,
         }
+        if thinking_end is not None and way.thinking_token_budget is not None:
+            budget = way.thinking_token_budget
+            values["thinking_token_budget"] = budget
+            values["thought"], values["end_place"] = thinking_end.behind(prompt, PROMPT_LEN, budget)
         for name, value in values.items():
             table.column(name)[mine] = value
-        if "frequency_penalty" in way.options:
-            table.column("count_row")[mine] = torch.arange(number, dtype=torch.int32) + mine.start
+        stop_ids = torch.tensor(way.stop_ids, dtype=torch.int32, device=DEVICE)
+        table.column("stop_ids")[mine, : len(stop_ids)] = stop_ids
+        table.column("recent")[mine, -PROMPT_LEN:] = torch.tensor(prompt, dtype=torch.int32)
+        # a row of each pool for every request, that of the first one of its way
+        for name in rows.take(place, facts, prompt) or rows.take_for_drafts(facts):
+            asks = True
+            table.column(name)[mine] = torch.arange(number, dtype=torch.int32) + mine.start
     noise = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**31), 2**31, (requests, 2), generator=noise)
     table.column("seed")[:requests] = seeds.to(torch.int32).to(DEVICE)
@@ -104,20 +150,22 @@ def texts(
         draft_probs=torch.zeros(requests + 1, draft_len, vocab, device=DEVICE)
     )
     slot_ids = torch.arange(requests, device=DEVICE)
-    pools = None
-    if any("frequency_penalty" in way.options for way in ways):
-        int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
-        pools = EditPools(
-            bias=torch.zeros(requests, vocab, device=DEVICE),
-            allowed=torch.zeros(requests, vocab // 32 + 2, **int32),
-            counts=torch.zeros(requests, vocab, dtype=torch.int16, device=DEVICE),
-            seen=torch.zeros(requests, vocab // 32 + 1, **int32),
-            words=torch.full((requests, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
-        )
+    pools, bans = _of_all(rows, number) if asks else (None, None)
+    if not any(way.bad_words or way.min_tokens for way in ways):
+        bans = None
     decoder = _Decoder(
-        language, verifier, manager, table, slot_ids, pools, draft_len, backend, vocab_ids
+        language, verifier, manager, table, slot_ids, pools, bans, draft_len, backend, vocab_ids
     )
     return decoder.run(length)
+
+
+def _of_all(rows: EditRows, number: int) -> tuple[EditPools, DraftBans]:
+    """Pools in which every row stands so many times."""
+    pools = EditPools(**{k: v.repeat_interleave(number, 0) for k, v in vars(rows.pools).items()})
+    hidden = rows.bans.hidden[:-1].repeat_interleave(number, 0)
+    return pools, DraftBans(
+        rows.bans.allowed.repeat_interleave(number, 0), torch.cat([hidden, rows.bans.hidden[-1:]])
+    )
 
 
 @dataclass
@@ -128,6 +176,7 @@ class _Decoder:
     table: SlotTable
     slot_ids: torch.Tensor
     pools: EditPools | None
+    bans: DraftBans | None
     draft_len: int
     backend: Backend
     vocab_ids: torch.Tensor | None
@@ -138,7 +187,13 @@ class _Decoder:
         written = torch.zeros(requests, dtype=torch.int64, device=DEVICE)
         last = torch.full((requests,), self.language.first, device=DEVICE)
         nothing = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
-        drafts = self._draft(self._step(last, written, None), nothing, last)
+        step = self._step(last, written, None)
+        if self.bans is not None:  # what the prompt's last token leaves
+            none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
+            accepted = Accepted(none, nothing, nothing)
+            positions = step.layout.drawn_positions("prompts")
+            note_emitted(accepted, step.drawn_slots(), positions, backend=self.backend)
+        drafts = self._draft(step, nothing, last)
         stood = None
         while int(written.min()) < length:
             step = self._step(last, written, drafts)
@@ -178,9 +233,9 @@ class _Decoder:
             drafts.reshape(-1),
             manager=self.manager,
             slot_ids=self.slot_ids,
-            slots=self.table.rows_of(self.slot_ids, self.pools),
+            slots=self.table.rows_of(self.slot_ids, self.pools, self.bans),
             edits_logits=True,
-            only_draws=self.pools is None,
+            only_draws=self.pools is None and self.verifier.thinking is None,
         )
 
     def _draft(
@@ -198,7 +253,7 @@ class _Decoder:
             place = DraftColumn(drafts, inputs, column, vocab_ids=self.vocab_ids)
             self.verifier.draft_rule.propose(
                 logits.contiguous(),
-                DraftPass(step, num_accepted, place),
+                DraftPass(step, num_accepted, place, self.verifier.thinking),
                 backend=self.backend,
             )
             last = drafts[:, column]

@@ -10,13 +10,21 @@ import pytest
 import torch
 
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.ops.sampling import Role
+from mtp_plugin.speculative.ops.sampling import Role, draw
 from mtp_plugin.speculative.ops.sampling import reference as draws
 from mtp_plugin.speculative.ops.sampling.residual import reference as odds
 from mtp_plugin.speculative.step import Accepted, SlotRows
-from mtp_plugin.speculative.verification import VerificationInputs, Verifier, verifier
+from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
 from tests.distribution.chain import Language, Ways, texts
-from tests.distribution.test_emitted import LEAST_TAIL, VOCAB, least_tail, penalised_tail
+from tests.distribution.test_emitted import (
+    LEAST_TAIL,
+    VOCAB,
+    ban_tails,
+    budget_tails,
+    least_tail,
+    penalised_tail,
+)
+from tests.speculative.ops.on_device import DEVICE
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,7 +45,7 @@ def cuts_without_renormalisation(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(cls: Any, logits: torch.Tensor, rows: Any, slots: Any, *others: Any) -> Any:
         case = right(cls, logits, rows, slots, *others)
-        scores = draws.scaled(logits.float(), torch.ones(len(logits)))
+        scores = draws.scaled(logits.float(), torch.ones(len(logits), device=DEVICE))
         mass = scores.exp().sum(dim=1).view(case.p.shape[:2])
         return replace(case, p=torch.where(case.p > 0, case.scores.exp() / mass.unsqueeze(2), 0))
 
@@ -128,3 +136,66 @@ def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
     monkeypatch.setattr(verifier, "note_emitted", note)
     for pair in (("rejection", "plain"), ("block", "plain")):
         assert penalised_tail(pair, number=3000) < LEAST_TAIL / 50
+
+
+RESIDUAL = [("rejection", "plain"), ("block", "plain")]
+
+
+def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It, not what was drawn in its place, is the last token that is known of a text."""
+    right_verify, right_note = Verifier.verify, verifier.note_emitted
+    drafts: list[torch.Tensor] = []
+
+    def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
+        drafts.append(inputs.step.draft_tokens)
+        return right_verify(self, inputs, **others)
+
+    def note(accepted: Accepted, slots: SlotRows, **others: Any) -> None:
+        tokens = accepted.tokens.clone()
+        mine = drafts[-1].view(len(tokens), -1)
+        columns = torch.arange(mine.shape[1], device=DEVICE)
+        is_rejected = columns == accepted.num_accepted.unsqueeze(1) - 1
+        tokens[:, :-1] = torch.where(is_rejected, mine, tokens[:, :-1])
+        right_note(replace(accepted, tokens=tokens), slots, **others)
+
+    monkeypatch.setattr(Verifier, "verify", verify)
+    monkeypatch.setattr(verifier, "note_emitted", note)
+    for pair in (("coupled", "coupled"), *RESIDUAL):
+        tails, _ = ban_tails([pair], draft_len=2)
+        assert max(tails) < LEAST_TAIL / 50
+
+
+def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a draft is what it would have been drawn from, were nothing banned."""
+    right = draft_rules.keep_draft_probs
+
+    def wrong(
+        logits: torch.Tensor,
+        rows: Any,
+        slots: SlotRows,
+        cuts: torch.Tensor,
+        pool: torch.Tensor,
+        **others: Any,
+    ) -> None:
+        assert slots.pools is not None
+        everything = torch.full_like(slots.pools.allowed, -1)
+        free = replace(slots, pools=replace(slots.pools, allowed=everything))
+        draw(logits, rows, free, by_choice=True, cuts=cuts, **others)
+        right(logits, rows, free, cuts, pool, **others)
+
+    monkeypatch.setattr(draft_rules, "keep_draft_probs", wrong)
+    tails, _ = ban_tails(RESIDUAL, draft_len=3, number=2500)
+    assert max(tails) < LEAST_TAIL / 50
+
+
+def test_odds_of_drafts_that_were_forced_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forced draft counts as drawn: behind it all drafts together seem too likely."""
+    right = odds._Case.of.__func__
+
+    def wrong(cls: Any, *inputs: Any) -> Any:
+        case, free = right(cls, *inputs), right(cls, *inputs[:-1], None)
+        return replace(case, q=free.q)
+
+    monkeypatch.setattr(odds._Case, "of", classmethod(wrong))
+    tails = budget_tails([("block", "plain")], draft_len=4, number=8000)
+    assert max(tails) < LEAST_TAIL / 50

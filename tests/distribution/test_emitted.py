@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.executor.models import load_model
 from mtp_plugin.kernels.backend import Backend
-from tests.distribution.chain import Language, Ways, texts
+from mtp_plugin.requests.thinking import ThinkingEnd
+from tests.distribution.chain import IN_FRONT, PROMPT_LEN, Language, Ways, texts
 from tests.distribution.shares import probabilities, tail
 from tests.executor.oracles import Oracle
 
@@ -141,6 +143,105 @@ def test_penalties_count_what_was_emitted_r28(pair: tuple[str, str]) -> None:
     assert penalised_tail(pair, number=5000) > LEAST_TAIL
 
 
+def told_row(
+    language: Language, way: Ways, text: tuple[int, ...], end: ThinkingEnd | None = None
+) -> list[float]:
+    """What the target says behind a prompt and ``text``, bans and a forced end of thinking seen."""
+    behind = (*IN_FRONT, language.first, *text)
+    row = language.target[behind[-1]].tolist()
+    if end is not None and way.thinking_token_budget is not None:
+        thought, place = end.behind(behind, PROMPT_LEN, way.thinking_token_budget)
+        if thought >= way.thinking_token_budget:
+            return [float(token == end.end[place]) for token in range(len(row))]
+    banned = {word[-1] for word in way.bad_words if behind[1 - len(word) :] == word[:-1]}
+    banned.update(way.stop_ids if len(text) < way.min_tokens else ())
+    row = [-math.inf if token in banned else x for token, x in enumerate(row)]
+    return probabilities(row, **way.options)
+
+
+def told_tail(
+    drawn: torch.Tensor, language: Language, way: Ways, end: ThinkingEnd | None = None
+) -> float:
+    """The least likely of: all that was drawn [number, length] together, and every two places of
+    it; times how many these are."""
+    number, length = drawn.shape
+    vocab = len(language.target)
+    shares = {(): 1.0}
+    for _ in range(length):
+        shares = {
+            (*text, token): share * behind
+            for text, share in shares.items()
+            for token, behind in enumerate(told_row(language, way, text, end))
+        }
+    expected = torch.tensor(list(shares.values())).view([vocab] * length) * number
+    which = torch.zeros(number, dtype=torch.int64)
+    for column in drawn.T:
+        which = which * vocab + column
+    seen = torch.bincount(which, minlength=vocab**length).view([vocab] * length)
+    tails = [tail(seen.flatten().tolist(), expected.flatten().tolist())]
+    for pair in itertools.combinations(range(length), 2):
+        others = [place for place in range(length) if place not in pair]
+        counts, means = (table.sum(others).flatten().tolist() for table in (seen, expected))
+        tails.append(tail(counts, means))
+    return min(tails) * len(tails)
+
+
+BANS: dict[str, Any] = {
+    # words that the prompt begins, 2 1 0, or drafts do
+    "bad_words": ((0, 3), (1, 0, 4), (1, 0, 2, 3), (0, 1, 2), (3, 3), (4, 2, 1), (1, 4)),
+    "stop_ids": (1,),
+    "min_tokens": 3,
+}
+
+
+def ban_tails(
+    pairs: Sequence[tuple[str, str]], *, draft_len: int, number: int = 1500
+) -> tuple[list[float], torch.Tensor]:
+    """How likely is what requests with bans emit, and what stood in the first step."""
+    language = Language.of(21, 5)
+    ways = [Ways(*pair, {"temperature": 1.1}, **BANS) for pair in pairs]
+    text, stood = texts(language, ways, number=number, draft_len=draft_len, length=4)
+    parts = zip(text.split(number), ways, strict=True)
+    return [told_tail(mine, language, way) for mine, way in parts], stood.view(len(ways), -1)
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3])
+def test_bans_that_drafts_see_r28(draft_len: int) -> None:
+    """Bad words begin in the prompt and in drafts, and a stop id is held back within the run."""
+    tails, stood = ban_tails(PAIRS, draft_len=draft_len)
+    assert min(tails) > LEAST_TAIL, tails
+    assert (stood[[0, 2, 4]] > 0).double().mean() > 0.5
+
+
+END = ThinkingEnd(begin=0, end=(2, 3))
+
+
+def budget_tails(
+    pairs: Sequence[tuple[str, str]],
+    *,
+    draft_len: int,
+    number: int,
+    backend: Backend = Backend.TORCH,
+) -> list[float]:
+    """How likely is what requests emit whose thinking begins with the prompt's last token."""
+    language = Language.of(31, 4)
+    ways = [
+        Ways(*pair, {"temperature": 0.9}, thinking_token_budget=place % 2)
+        for place, pair in enumerate(pairs)
+    ]
+    run = {"number": number, "draft_len": draft_len, "length": 5}
+    text, _ = texts(language, ways, thinking_end=END, backend=backend, **run)
+    parts = zip(text.split(number), ways, strict=True)
+    return [told_tail(mine, language, way, END) for mine, way in parts]
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3])
+def test_ends_that_are_forced_r28(draft_len: int) -> None:
+    """Of thinking, within the run: what stands before and behind them is judged as ever."""
+    tails = budget_tails([*PAIRS, *RESIDUAL[::-1]], draft_len=draft_len, number=2500)
+    assert min(tails) > LEAST_TAIL, tails
+
+
 @pytest.mark.parametrize("pair", [pair for pair in RESIDUAL if pair[1] == "plain"])
 def test_rows_of_a_model_r28(pair: tuple[str, str]) -> None:
     """Total variation between what is emitted behind a prompt and the row that predicts it, drafted
@@ -173,6 +274,13 @@ def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
         Ways(*pair, OPTIONS[(place + draft_len) % len(OPTIONS)]) for place, pair in enumerate(PAIRS)
     ]
     check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len, backend=Backend.TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
+def test_ends_that_kernels_force_r28(draft_len: int) -> None:
+    run: dict[str, Any] = {"number": 2500, "backend": Backend.TRITON}
+    assert min(budget_tails([*PAIRS, *RESIDUAL[::-1]], draft_len=draft_len, **run)) > LEAST_TAIL
 
 
 @pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)

@@ -15,6 +15,8 @@ from tests.executor.conftest import assert_drained
 from tests.executor.test_random_requests import BEGIN, END, EOS, requests, same_logprobs
 
 NUM_REQUESTS, NUM_THINKING = 30, 8
+ROUNDING = 5e-6
+"""Of a logit, on any device; a low temperature magnifies it."""
 PROCESSED = {"logprobs_mode": "processed"}
 TAGS = {"begin_thinking_phase_token": BEGIN, "end_thinking_phase_token": END}
 
@@ -82,10 +84,10 @@ def test_they_are_those_of_plain_decoding(bed, plain_of, k, vanilla, no_overlap,
     )
     outputs = run(llm)
     assert bool(llm.executor.num_preemptions) == bool(options)
-    for output, told in zip(outputs, plain_of(bed), strict=True):
+    for (_, asked), output, told in zip(asked_of(), outputs, plain_of(bed), strict=True):
         assert output.token_ids == told.token_ids
-        # a temperature of 1e-3 makes them long
-        same_logprobs(told.token_ids, output.logprobs, told.logprobs, rel=1e-5)
+        away = 1e-4 + ROUNDING / (asked.temperature or 1)
+        same_logprobs(told.token_ids, output.logprobs, told.logprobs, away=away)
 
 
 def test_raw_ones_are_others(bed, plain_of):
@@ -123,7 +125,7 @@ def test_greedy_requests_alone_are_told_of_what_they_choose_from(bed, prompts):
         assert one.token_ids == other.token_ids
         for told, same in zip(one.logprobs, other.logprobs, strict=True):
             assert {t: each.logprob for t, each in told.items()} == pytest.approx(
-                {t: each.logprob for t, each in same.items()}, abs=1e-5
+                {t: each.logprob for t, each in same.items()}, abs=5e-5
             )
 
 

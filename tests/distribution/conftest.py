@@ -1,0 +1,19 @@
+"""What all languages share."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.speculative import step
+from mtp_plugin.speculative.state import edit_rows
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools have room for 8 bad words of 4 ids: torch compares all ids of a row to each other.
+
+    Kernels are made for the real size; their languages ask for no pools.
+    """
+    for module in (step, edit_rows):
+        monkeypatch.setattr(module, "MAX_BAD_WORDS", 8)
+        monkeypatch.setattr(module, "MAX_BAD_WORD_LEN", 4)

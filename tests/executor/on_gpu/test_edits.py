@@ -1,0 +1,1 @@
+from tests.executor.test_edits import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.executor.test_processed_logprobs import *  # noqa: F403

@@ -1,0 +1,12 @@
+"""Fewer of the random requests: a tenth, but all where a small cache must pause some."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.executor.test_random_requests import *  # noqa: F403
+
+
+@pytest.fixture
+def one_of(way) -> int:
+    return 1 if way % 4 == 1 else 10

@@ -1,0 +1,1 @@
+from tests.executor.test_sampling_scenarios import *  # noqa: F403
