@@ -199,7 +199,15 @@ def asks() -> str:
         [row, " / ".join(over_greedy(ask, batch) for batch in E2E_BATCHES)]
         for row, ask in ASKED.items()
     ]
-    return f"{_table(head, rows)}\n"
+    sampled, penalised = (
+        asked("e2e-8gb-penalty", "eagle-k3/b1", ask)["step_ms"]["median"]
+        for ask in ("sampled", "sampled-penalty")
+    )
+    later = _text(
+        "Of a later tree, batch 1, a repetition penalty over sampled steps:",
+        f"{penalised / sampled:.3f} (`e2e-8gb-penalty.json`).",
+    )
+    return f"{_table(head, rows)}\n\n{later}"
 
 
 def parts() -> str:

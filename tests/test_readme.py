@@ -62,7 +62,8 @@ def test_the_loop_is_that_of_the_example_and_runs(monkeypatch: pytest.MonkeyPatc
 
 def set_in_every_step() -> dict[str, list[str]]:
     """The table's fields, by whose they are."""
-    table = README.split("What a host sets in every step:\n\n")[1].split("\n\n")[0]
+    page = (ROOT / "integration" / "examples" / "README.md").read_text(encoding="utf-8")
+    table = page.split("What a host sets in every step:\n\n")[1].split("\n\n")[0]
     owner, found = "", dict[str, list[str]]()
     for line in table.splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
