@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -42,15 +44,17 @@ class SlotManager:
                 f"No free slots: all {self.max_num_requests} are taken, request {request_id} "
                 f"needs one"
             )
-        slot = heapq.heappop(self.free_slots)
-        self.slot_mapping[request_id] = slot
-        return slot
+        # one operation: a signal's handler that raises between two would lose the slot
+        lowest = map(heapq.heappop, repeat(self.free_slots))
+        self.slot_mapping.update(zip((request_id,), lowest, strict=False))
+        return self.slot_mapping[request_id]
 
     def remove_slot(self, request_id: int) -> None:
         """Give the request's slot back; an unknown id changes nothing."""
-        slot = self.slot_mapping.pop(request_id, None)
-        if slot is not None:
-            heapq.heappush(self.free_slots, slot)
+        if request_id in self.slot_mapping:
+            taken = map(self.slot_mapping.pop, (request_id,))
+            # one operation, as above
+            deque(map(heapq.heappush, (self.free_slots,), taken), maxlen=0)
 
     def fill_slot_id_tensor(self, requests: Sequence[Any], tensor: torch.Tensor) -> None:
         """Write the slot of every request into ``tensor`` [len(requests)].

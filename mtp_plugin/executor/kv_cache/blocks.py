@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
@@ -57,7 +58,8 @@ class BlockManager:
         if missing > len(self._free):
             return False
         table = self._tables.setdefault(request_id, [])
-        table.extend(self._free.popleft() for _ in range(missing))
+        # one operation: a signal's handler that raises between two would lose a block
+        table.extend(islice(iter(self._free.popleft, None), missing))
         return True
 
     def reserve(self, request_id: int, num_rows: int) -> None:
@@ -93,10 +95,10 @@ class BlockManager:
 
     def free_resources(self, request: Any) -> None:
         """Give the request's blocks back; an unknown id changes nothing."""
-        self._free.extend(self._tables.pop(request.request_id, []))
+        taken = map(self._tables.pop, (request.request_id,), ([],))
+        self._free.extend(chain.from_iterable(taken))  # one operation, as above
 
     def shutdown(self) -> None:
         """Give every block back."""
-        for table in self._tables.values():
-            self._free.extend(table)
         self._tables.clear()
+        self._free = deque(range(self.num_blocks))
