@@ -56,7 +56,8 @@ class Dispatcher:
         self._stepping = threading.RLock()
         self._stepper: int | None = None
         """The thread that runs a step."""
-        self._line: deque[Callable[[], object]] = deque()
+        self._line: deque[tuple[int, Callable[[], object]]] = deque()
+        """What waits to be done for a request, by its id."""
         self._callbacks: dict[int, OnResult] = {}
         self._in_line: set[int] = set()
         """Requests that the executor does not know yet."""
@@ -85,7 +86,7 @@ class Dispatcher:
             # each of these is one operation for other threads
             self._in_line.update(ids)
             self._callbacks.update(ids)
-            self._line.extend([partial(self._enqueue, request) for request in requests])
+            self._line.extend([(r.request_id, partial(self._enqueue, r)) for r in requests])
         except BaseException:  # a signal's handler
             for request_id in ids:
                 self._callbacks.pop(request_id, None)
@@ -144,7 +145,7 @@ class Dispatcher:
             self._unwanted.discard(request_id)
         if request_id not in self._callbacks:
             return False
-        self._line.append(partial(self._executor.cancel, request_id))
+        self._line.append((request_id, partial(self._executor.cancel, request_id)))
         self._settle_soon()
         return True
 
@@ -292,15 +293,21 @@ class Dispatcher:
             return
         while self._line:
             # an interrupt leaves it in line, so that it is done again, not lost
+            request_id, work = self._line[0]
             try:
-                self._line[0]()
-            except Exception:
-                self._line.popleft()
-                raise
+                work()
+            except Exception as error:
+                self._give_up(request_id, error)
             self._line.popleft()
         # an interrupt came while a step's results were handed out
         lost = [i for i in self._known() if self._executor.find(i) is None]
         self._tell(lost, ExecutorError(INTERRUPTED))
+
+    def _give_up(self, request_id: int, error: Exception) -> None:
+        """Nothing comes of a request that could not be let in, or not be cancelled."""
+        self._in_line.discard(request_id)
+        self._executor.cancel(request_id)
+        self._tell([request_id], error)
 
     def _enqueue(self, request: LlmRequest) -> None:
         # first: who cancels it from now on has the executor do so

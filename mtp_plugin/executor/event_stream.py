@@ -18,6 +18,9 @@ class EventStream(Iterator[list[StepEvent]]):
         ExecutorError: the executor was shut down, or a step runs in this thread.
     """
 
+    _is_started = False  # of one, too, whose making an interrupt cut short
+    _is_closed = False
+
     def __init__(
         self, requests: Sequence[LlmRequest], dispatcher: Dispatcher, owner: object
     ) -> None:
@@ -25,8 +28,6 @@ class EventStream(Iterator[list[StepEvent]]):
         self._dispatcher = dispatcher
         self._owner = owner  # it lives as long as the iteration
         self._arrived: deque[StepResults] = deque()
-        self._is_started = False
-        self._is_closed = False
 
     def __next__(self) -> list[StepEvent]:
         if self._is_closed:

@@ -352,8 +352,9 @@ def _storm(call: str, model: Any, path: str) -> dict[str, str]:
     outcomes = set()
     for _ in range(NUM_SIGNALS):
         room.other = room.llm.submit([7, 8], GREEDY)
-        signal.setitimer(signal.ITIMER_REAL, 10 ** dice.uniform(-4, -1.5))
+        delay = 10 ** dice.uniform(-4, -1.5)
         try:
+            signal.setitimer(signal.ITIMER_REAL, delay)
             room.llm.generate(["xyz", [1, 2, 3]], GREEDY)
             while signal.getitimer(signal.ITIMER_REAL)[0]:
                 time.sleep(1e-4)

@@ -1,0 +1,132 @@
+"""Wherever a signal's handler raises, nothing is lost: no block, no slot, no request in line.
+
+Python runs handlers at known places of its code: behind calls, at the start of functions, where
+loops go round. Each such place of the modules that keep the books raises here once.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.executor import LLM, RequestHandle, SamplingParams
+from tests.executor.conftest import Bed
+from tests.executor.test_leaving import assert_nothing_left
+
+BOOKS = (
+    "executor/dispatcher.py",
+    "executor/event_stream.py",
+    "executor/kv_cache/blocks.py",
+    "executor/py_executor.py",
+    "executor/resources.py",
+    "executor/scheduler.py",
+    "requests/slots.py",
+    "speculative/state/edit_rows.py",
+)
+HANDLED_BEHIND = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+"""Instructions behind which handlers run, by how their names begin."""
+EDITED = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={3: 1.0})
+
+MANY_STEPS = 20
+
+Place = tuple[CodeType, int]
+
+
+class Handler:
+    """Counts the places where a handler may run, and raises at one of them."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._raise_at: int | None = None
+        self._error: type[BaseException] = KeyboardInterrupt
+        self._offsets: dict[CodeType, frozenset[int]] = {}
+
+    @contextmanager
+    def watching(self, at: int | None, error: type[BaseException]) -> Iterator[None]:
+        """Raise the error at this place of the block's, if any."""
+        self.places, self._raise_at, self._error = [], at, error
+        outer = sys.gettrace()
+        gc.disable()  # Python goes on behind an error of a finalizer
+        sys.settrace(self._entered)
+        try:
+            yield
+        finally:
+            sys.settrace(outer)
+            gc.enable()
+
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        del event, arg
+        code = frame.f_code
+        if not code.co_filename.endswith(BOOKS) or code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._within
+
+    def _within(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        del arg
+        code, offset = frame.f_code, frame.f_lasti
+        if event == "opcode" and offset in self._handled(code):
+            self.places.append((code, offset))
+            if len(self.places) - 1 == self._raise_at:
+                raise self._error("by a handler")
+        return self._within
+
+    def _handled(self, code: CodeType) -> frozenset[int]:
+        """Offsets of a function's instructions in front of which handlers run."""
+        offsets = self._offsets.get(code)
+        if offsets is None:
+            steps = list(dis.get_instructions(code))
+            offsets = self._offsets[code] = frozenset(
+                step.offset
+                for before, step in pairwise(steps)
+                if before.opname.startswith(HANDLED_BEHIND)
+            )
+        return offsets
+
+
+def generate(
+    llm: LLM, handler: Handler, at: int | None, error: type[BaseException]
+) -> tuple[bool, RequestHandle]:
+    """Two requests at a time: whether the one that is waited for ended well, and the other."""
+    other = llm.submit([7, 8], EDITED)
+    with handler.watching(at, error), suppress(KeyboardInterrupt, ExecutorError):
+        (output,) = llm.generate([1, 2, 3], EDITED)
+        return len(output.token_ids) == EDITED.max_new_tokens, other
+    return False, other
+
+
+def has_ended(handle: RequestHandle, llm: LLM) -> bool:
+    """Whether somebody who waits for it is told its end, within some steps."""
+    for _ in range(MANY_STEPS):
+        if handle.is_finished:
+            return True
+        llm._dispatcher.advance_and_drain()
+    return False
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
+def test_nothing_is_lost_wherever_a_handler_raises(
+    bed: Bed, target, error: type[BaseException]
+) -> None:
+    llm, handler = bed.llm(k=1), Handler()
+    generate(llm, handler, None, error)  # what is made once is there
+    assert generate(llm, handler, None, error)[0]
+    first = {place: number for number, place in reversed(list(enumerate(handler.places)))}
+    assert len(first) > 200
+    for at in sorted(first.values()):
+        is_whole, other = generate(llm, handler, at, error)
+        code, offset = handler.places[at]
+        assert not is_whole or error is ExecutorError, (code, offset)
+        assert has_ended(other, llm), (code, offset)
+        assert_nothing_left(llm)
+    (output,) = llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert output.token_ids == target.greedy([1, 2, 3], 3)
