@@ -297,17 +297,12 @@ class Dispatcher:
             try:
                 work()
             except Exception as error:
-                self._give_up(request_id, error)
+                self._in_line.discard(request_id)
+                self._tell([request_id], error)
             self._line.popleft()
         # an interrupt came while a step's results were handed out
         lost = [i for i in self._known() if self._executor.find(i) is None]
         self._tell(lost, ExecutorError(INTERRUPTED))
-
-    def _give_up(self, request_id: int, error: Exception) -> None:
-        """Nothing comes of a request that could not be let in, or not be cancelled."""
-        self._in_line.discard(request_id)
-        self._executor.cancel(request_id)
-        self._tell([request_id], error)
 
     def _enqueue(self, request: LlmRequest) -> None:
         # first: who cancels it from now on has the executor do so
@@ -334,11 +329,13 @@ class Dispatcher:
         return [i for i in list(self._callbacks) if i not in self._in_line]
 
     def _tell(self, request_ids: Sequence[int], error: Exception) -> None:
-        """Whoever waits for one of the requests gets the failure, and nothing more of these."""
+        """Whoever waits for one of the requests gets the failure, and nothing more of these, which
+        run no further."""
         callbacks = self._callbacks.copy()
         for on_result in {callbacks[i] for i in request_ids if i in callbacks}:
             on_result(error)
         for request_id in request_ids:
+            self._executor.cancel(request_id)
             self._callbacks.pop(request_id, None)
 
     def _expect_open(self) -> None:

@@ -268,6 +268,30 @@ def test_an_interrupt_while_requests_are_let_in_is_told_to_all(bed, target) -> N
     assert_drained(llm)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
+def test_who_is_told_an_end_between_two_steps_runs_no_further(
+    bed, monkeypatch, error: type[BaseException]
+) -> None:
+    llm = bed.llm()
+    stream = llm.stream([[1, 2, 3]], greedy(100))
+    handle = llm.submit([7, 8], greedy(100))
+    next(stream)
+    num_steps = llm.executor.num_steps
+    find = llm.executor.find
+
+    def handled(_: int) -> Any:
+        monkeypatch.setattr(llm.executor, "find", find)
+        raise error("by a signal's handler")
+
+    monkeypatch.setattr(llm.executor, "find", handled)
+    with pytest.raises(error):
+        next(stream)
+    with pytest.raises(ExecutorError):
+        handle.result()
+    assert llm.executor.num_steps <= num_steps + 1
+    assert_nothing_left(llm)
+
+
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_an_abort_within_a_step_takes_place_at_its_end(bed, prompts, no_overlap) -> None:
     """The thread that steps sees to it, though nobody asks for another step."""
