@@ -18,7 +18,11 @@ from tests.contract_host.host import make_host
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.test_loop import ask
 
+ROUNDS = 4
 MOST_MICROSECONDS = 10.0
+"""On a processor that is as fast as `CALL_MICROSECONDS` say."""
+CALL_MICROSECONDS = 0.06
+"""Of one call of a method that reads an attribute, where the bar was set."""
 
 lines = pytest.mark.parametrize("line", LINES)
 ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
@@ -83,6 +87,22 @@ def step(line: str, vanilla: bool, tiny_model: LoadedModel, prompts: list[list[i
 # ---- time ---------------------------------------------------------------------------------------
 
 
+class Unit:
+    """A thousand calls of a method: how fast the processor is just now."""
+
+    NUM_CALLS = 1000
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def read(self) -> int:
+        return self.value
+
+    def __call__(self) -> None:
+        for _ in range(self.NUM_CALLS):
+            self.read()
+
+
 def fastest(*calls: Callable[[], Any], runs: int = 150, repeats: int = 20) -> list[float]:
     """Microseconds of each call, the best of many runs; they take turns."""
     best = [float("inf")] * len(calls)
@@ -139,11 +159,17 @@ def test_a_step_costs_few_microseconds_more(step: Step, monkeypatch: pytest.Monk
     }
     assert step.worker(*arguments, **named) is outputs
     assert step.sampler.sample_async(*sampled).mtp_plugin is own_state
-    costs = {}
-    for name, pair in pairs.items():
-        adapted, bare = fastest(*pair)
-        costs[name] = adapted - bare
-    assert sum(costs.values()) <= MOST_MICROSECONDS, costs
+    costs = dict.fromkeys(pairs, float("inf"))
+    slowness = 1.0
+    for _ in range(ROUNDS):  # others may run beside it for as long as a round takes
+        for name, pair in pairs.items():
+            adapted, bare = fastest(*pair)
+            costs[name] = min(costs[name], adapted - bare)
+        (thousand,) = fastest(Unit(), repeats=1)
+        slowness = max(1.0, thousand / Unit.NUM_CALLS / CALL_MICROSECONDS)
+        if sum(costs.values()) <= MOST_MICROSECONDS * slowness:
+            return
+    pytest.fail(f"{costs}, on a processor {slowness:.2f} times as slow")
 
 
 # ---- launches -----------------------------------------------------------------------------------
