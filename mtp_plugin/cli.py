@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,10 +30,6 @@ from mtp_plugin.tools.terminal.console import (
 # command imports what it needs
 if TYPE_CHECKING:
     from mtp_plugin.config import LLMConfig
-    from mtp_plugin.executor import LLM
-    from mtp_plugin.requests.options import SamplingParams
-    from mtp_plugin.tools.terminal.decoding import BatchRun
-    from mtp_plugin.tools.terminal.report import Report
 
 app = typer.Typer(
     name="mtp-plugin",
@@ -238,19 +234,15 @@ def generate(
         thinking_token_budget=thinking_budget,
     )
     out = output()
-    stream = None if as_json else out
     try:
         with _errors_of(config):
-            report = _decode(
-                settings,
-                prompts,
-                params,
-                stream,
-                log,
-                marks=marks,
-                compare=compare,
-                compare_drafts=compare_drafts,
+            _import_engine(log)
+            from mtp_plugin.tools.terminal.generating import Asked, run_generate
+
+            asked = Asked(
+                prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
             )
+            report = run_generate(settings, asked, None if as_json else out, log)
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -261,108 +253,6 @@ def generate(
     else:
         show_report(report, out)
     raise typer.Exit(report.exit_code)
-
-
-def _decode(
-    settings: LLMConfig,
-    prompts: list[str],
-    params: SamplingParams,
-    stream: OutputConsole | None,
-    log: OutputConsole,
-    *,
-    marks: bool,
-    compare: bool,
-    compare_drafts: bool,
-) -> Report:
-    """Run the batch as configured and, to compare, without drafts and by target-only decoding, and
-    with drafts through none of the executor."""
-    _import_engine(log)
-    from torch import OutOfMemoryError
-
-    from mtp_plugin.executor import LLM
-    from mtp_plugin.tools.parity import Drafting, transformers_attention
-    from mtp_plugin.tools.terminal.decoding import (
-        compare_with_target_only_decoding,
-        engine_seed_of,
-        redraws,
-        run_batch,
-        run_plainly,
-        thinking_of,
-    )
-    from mtp_plugin.tools.terminal.report import Report
-    from mtp_plugin.tools.terminal.stream_view import StreamView
-
-    with progress(log) as tell:
-        llm = LLM(settings, on_progress=tell)
-    model, tokenizer = llm.model, llm.tokenizer
-    draft_len, max_seq_len = llm.pieces.plan.max_draft_len, llm.max_seq_len
-    with llm:
-        if stream is None:
-            run = _run_told(llm, prompts, params)
-        else:
-            view = StreamView(stream, prompts, marks=marks)
-            try:
-                run = run_batch(llm, prompts, params, view.show)
-            finally:
-                view.close()
-    # its KV cache goes before the next one is allocated
-    del llm
-    run_without_mtp = comparison = run_without_executor = None
-    thinking = thinking_of(settings, tokenizer)
-    without_mtp = settings.model_copy(update={"speculative_config": None})
-    has_budget = params.thinking_token_budget is not None
-    if compare and draft_len and has_budget and thinking_of(without_mtp, tokenizer) != thinking:
-        log.write_line("not timed without MTP: only speculative_config names the ids of thinking")
-    elif compare and draft_len:
-        # no spinner, whose thread would take its share of the time that is measured
-        log.write_line("decoding without MTP, for the speed")
-        with LLM(without_mtp, model=model, tokenizer=tokenizer) as llm:
-            run_without_mtp = _run_told(llm, prompts, params)
-        del llm
-    resolved = settings.resolve(model.facts.num_mtp_layers)
-    redrawing = redraws(settings, params)
-    of_all: dict[str, Any] = {
-        "max_seq_len": max_seq_len,
-        "tokenizer": tokenizer,
-        "engine_seed": engine_seed_of(settings),
-        "known": {},
-        "thinking": thinking,
-    }
-    drafting: Drafting | str | None = None
-    if compare_drafts:
-        drafting = Drafting.of(resolved, model, params)
-        if isinstance(drafting, Drafting) and drafting.redraws and run.num_preemptions:
-            drafting = f"preempted {run.num_preemptions} times, after which {redrawing} redraws"
-    if compare and redrawing is not None:
-        is_alike = isinstance(drafting, Drafting)
-        what = "compared with the same drafts alone" if is_alike else "not compared"
-        log.write_line(f"{what}: {redrawing} verification draws texts of its own")
-    elif compare:
-        with progress(log) as tell, transformers_attention(model):
-            tell("decoding without the executor, for the text")
-            comparison = compare_with_target_only_decoding(model, run.results, params, **of_all)
-    if isinstance(drafting, str):
-        log.write_line(f"not decoded again: {drafting}")
-    elif drafting is not None:
-        try:
-            with progress(log) as tell, transformers_attention(model):
-                tell("decoding with the same drafts, without the executor")
-                run_without_executor = run_plainly(model, run.results, params, drafting, **of_all)
-        except OutOfMemoryError:
-            log.write_line("not decoded again: out of memory")
-    weight: Any = model.embed_tokens.weight
-    return Report(
-        config=resolved,
-        max_draft_len=draft_len,
-        device=str(weight.device),
-        dtype=str(weight.dtype).removeprefix("torch."),
-        prompts=prompts,
-        run=run,
-        run_without_mtp=run_without_mtp,
-        comparison=comparison,
-        run_without_executor=run_without_executor,
-        tokenizer=tokenizer,
-    )
 
 
 def _import_engine(log: OutputConsole) -> None:
@@ -382,15 +272,6 @@ def _import_engine(log: OutputConsole) -> None:
         finally:
             if collects:
                 gc.enable()
-
-
-def _run_told(llm: LLM, prompts: list[str], params: SamplingParams) -> BatchRun:
-    """`run_batch`, with a bar for several prompts, which is drawn between the steps."""
-    from mtp_plugin.executor.progress import prompts_told
-    from mtp_plugin.tools.terminal.decoding import run_batch
-
-    with prompts_told(len(prompts), use_tqdm=True) as tell:
-        return run_batch(llm, prompts, params, lambda events: tell([event for _, event in events]))
 
 
 @app.command()

@@ -33,13 +33,10 @@ from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Drafting, oracle
-from mtp_plugin.tools.terminal import decoding, prompts
+from mtp_plugin.tools.terminal import prompts
 from mtp_plugin.tools.terminal.console import OutputConsole
-from mtp_plugin.tools.terminal.decoding import (
-    Decoded,
-    compare_with_target_only_decoding,
-    run_plainly,
-)
+from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
 from mtp_plugin.tools.terminal.report import same_as_target_only
 from mtp_plugin.tools.terminal.stream_view import StreamView
 
@@ -502,14 +499,14 @@ def test_the_same_drafts_without_the_executor(
 
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decoding without the executor end the first text with another token."""
-    honest = decoding.speculate_plainly
+    honest = PlainDecoding.with_drafts
 
     def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
         first, *others = honest(*arguments, **options)
         tokens = [*first.token_ids[:-1], (first.token_ids[-1] + 1) % 256]
         return [dataclasses.replace(first, token_ids=tokens), *others]
 
-    monkeypatch.setattr(decoding, "speculate_plainly", wrong)
+    monkeypatch.setattr(PlainDecoding, "with_drafts", wrong)
 
 
 @pytest.mark.parametrize("way", ["rejection", "coupled"])
@@ -563,7 +560,7 @@ def test_no_memory_for_drafts_loses_no_report(
     def greedy(*_: Any, **__: Any) -> list[Decoded]:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate much")
 
-    monkeypatch.setattr(decoding, "speculate_plainly", greedy)
+    monkeypatch.setattr(PlainDecoding, "with_drafts", greedy)
     arguments = ("-p", "ab", "-n", "4", "--json", "--compare-drafts")
     result = run("generate", "-c", config(EAGLE), *arguments)
     assert result.code == 0
@@ -1306,22 +1303,18 @@ def test_half_precision_ties_are_no_difference(
     emitted = [*truth[:4], twin]
     emitted += greedy_decode(model.target, prompt + emitted, 5)
     result = Decoded(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
-    found = compare_with_target_only_decoding(
-        model, [result], params, max_seq_len=512, tokenizer=None
-    )
+    plain = PlainDecoding(model, params, 512, None)
+    found = plain.compare([result])
     assert (found.num_ties, found.num_equal) == (ties, equal)
     assert [(d.position, d.token, d.expected) for d in found.differences] == (
         [] if ties else [(5, twin, truth[4])]
     )
     # texts of drafts without the executor are judged alike
-    monkeypatch.setattr(decoding, "speculate_plainly", lambda *_, **__: [result])
+    monkeypatch.setattr(PlainDecoding, "with_drafts", lambda *_, **__: [result])
     config = LLMConfig(model="nowhere", speculative_config=MTPDecodingConfig(max_draft_len=1))
     drafting = Drafting.of(config, model, params)
     assert isinstance(drafting, Drafting)
-    plain = run_plainly(
-        model, [result], params, drafting, known={}, max_seq_len=512, tokenizer=None
-    )
-    assert plain.comparison == found
+    assert plain.run_with_drafts([result], drafting).comparison == found
     assert same_as_target_only(len(found.differences), found.num_ties) == (
         "the text of target-only decoding, 1 rounding ties"
         if ties
@@ -1380,13 +1373,9 @@ def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None
         try:
             return [
                 difference.position
-                for difference in compare_with_target_only_decoding(
-                    engine.model,
-                    [dataclasses.replace(result, token_ids=token_ids)],
-                    params,
-                    max_seq_len=64,
-                    tokenizer=engine.tokenizer,
-                ).differences
+                for difference in PlainDecoding(engine.model, params, 64, engine.tokenizer)
+                .compare([dataclasses.replace(result, token_ids=token_ids)])
+                .differences
             ]
         finally:
             engine.model.set_attn_implementation("mtp_paged_sdpa")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,16 +28,14 @@ from mtp_plugin.tools.parity import (
     transformers_attention,
 )
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import (
-    Decoded,
-    engine_seed_of,
-    merged,
-    redraws,
-    run_batch,
-    speculate_plainly,
-    verdicts_of_target_only_decoding,
-)
+from mtp_plugin.tools.terminal.decoding import Decoded, merged, run_batch
 from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combinations
+from mtp_plugin.tools.terminal.plain_decoding import (
+    KnownTexts,
+    PlainDecoding,
+    engine_seed_of,
+    redraws,
+)
 from mtp_plugin.tools.terminal.report import (
     same_as_target_only,
     spelled,
@@ -224,34 +221,29 @@ def run_parity(
     if model is None:
         raise ConfigError("parity: expected at least one variant to run")
     outcomes = []
-    known: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    plain: dict[tuple[str, int], Outcome] = {}
+    known: dict[int, KnownTexts] = {}
+    alike: dict[tuple[str, int], Outcome] = {}
     with transformers_attention(model):
         for index, (variant, config) in enumerate(variants):
             on_progress(f"{variant.label}: target-only decoding")
             results, max_seq_len = decoded[index]
-            engine_seed = engine_seed_of(config)
-            of_all = {
-                "max_seq_len": max_seq_len,
-                "tokenizer": tokenizer,
-                "engine_seed": engine_seed,
-            }
-            judge = partial(
-                verdicts_of_target_only_decoding,
+            seed_of_engine = engine_seed_of(config)
+            plain = PlainDecoding(
                 model,
-                params=params,
-                tie_ulps=tie_ulps,
-                known=known.setdefault(engine_seed, {}),
-                **of_all,
+                params,
+                max_seq_len,
+                tokenizer,
+                engine_seed=seed_of_engine,
+                known=known.setdefault(seed_of_engine, {}),
             )
-            verdicts = judge(results=results)
+            verdicts = plain.verdicts(results, tie_ulps)
             drafting = Drafting.of(config, model, params)
             key = (variant.worker, variant.k)
-            if isinstance(drafting, Drafting) and key not in plain:
+            if isinstance(drafting, Drafting) and key not in alike:
                 on_progress(f"{variant.drafts}: the same without the executor")
-                alike = speculate_plainly(model, results, params, drafting, **of_all)
-                plain[key] = Outcome(variant, alike, judge(results=alike))
-            outcomes.append(Outcome(variant, results, verdicts, plain.get(key)))
+                again = plain.with_drafts(results, drafting)
+                alike[key] = Outcome(variant, again, plain.verdicts(again, tie_ulps))
+            outcomes.append(Outcome(variant, results, verdicts, alike.get(key)))
     weight = next(model.lm_head.parameters())
     return ParityReport(
         config=variants[0][1],

@@ -15,14 +15,8 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import (
-    BatchRun,
-    Comparison,
-    Decoded,
-    Difference,
-    PlainRun,
-    merged,
-)
+from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
+from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
 from mtp_plugin.tools.terminal.version import package_version
 
 

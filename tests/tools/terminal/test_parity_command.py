@@ -25,7 +25,8 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
 from mtp_plugin.tools.terminal import parity
-from mtp_plugin.tools.terminal.decoding import PIECE, Decoded, verdicts_of_target_only_decoding
+from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.plain_decoding import PIECE, PlainDecoding
 
 VOCAB = 96
 TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
@@ -172,13 +173,13 @@ def test_drafts_without_the_executor_are_told(run: Run, checkpoint: str) -> None
 @pytest.fixture
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding without the executor ends the first text with another token."""
-    honest = parity.speculate_plainly
+    honest = PlainDecoding.with_drafts
 
     def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
         first, *others = honest(*arguments, **options)
         return [dataclasses.replace(first, token_ids=other(first.token_ids)), *others]
 
-    monkeypatch.setattr(parity, "speculate_plainly", wrong)
+    monkeypatch.setattr(PlainDecoding, "with_drafts", wrong)
 
 
 @pytest.mark.usefixtures("mistaken")
@@ -427,9 +428,7 @@ def test_behind_a_tie_decoding_goes_on_piece_by_piece(
     for tokens in (emitted, [*emitted[:40], (emitted[40] + 1) % VOCAB, *emitted[41:]]):
         asked.clear()
         result = Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
-        (found,) = verdicts_of_target_only_decoding(
-            model, [result], params, max_seq_len=512, tokenizer=None
-        )
+        (found,) = PlainDecoding(model, params, 512, None).verdicts([result])
         assert found.ties[0].position == 4
         # the first run is whole, those behind ties are not
         assert asked[0] == 50

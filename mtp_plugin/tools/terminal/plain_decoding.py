@@ -1,0 +1,230 @@
+"""Decodes a batch's prompts once more through none of the executor: by the target alone, and with
+drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.infer import Continuation, SamplingRule, Thinking
+from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.seeds import ENGINE_SEED
+from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
+from mtp_plugin.requests.tokenizer import encode
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import (
+    TIE_ULPS,
+    Drafting,
+    Oracle,
+    TieRule,
+    compare_with_continuations,
+    judge_gap,
+    speculate,
+)
+from mtp_plugin.tools.parity import Comparison as Verdict
+from mtp_plugin.tools.terminal.decoding import Decoded
+
+PIECE = 16
+"""Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
+
+PLAINLY_SPECULATED = 4
+"""Prompts that are decoded with drafts a second time, one by one."""
+
+REDRAWING = ("rejection", "block")
+"""Verifications that keep the distribution, and not the text of a seed."""
+
+KnownTexts = dict[tuple[int, ...], list[int]]
+"""Target-only decoding of whole prompts, by the request's number and the prompt's ids."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a prompt that target-only decoding did not choose."""
+
+    prompt: int
+    """Counted from 1."""
+    position: int
+    """Of the emitted token, counted from 1."""
+    token: int | None
+    """What was emitted; None: the text had ended."""
+    expected: int | None
+    """What target-only decoding chose; None: it had ended."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A batch beside target-only decoding of the same prompts."""
+
+    differences: list[Difference]
+    num_tokens: int
+    """Compared tokens."""
+    num_equal: int
+    """Those before the first difference of their prompt."""
+    num_ties: int
+    """Tokens that differ by no more than half precision rounds; decoding went on from them."""
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """The first prompts, drafted for and verified once more, through none of the executor."""
+
+    results: list[Decoded]
+    comparison: Comparison | None
+    """With target-only decoding; None: drawn texts of their own, as those of the executor."""
+
+
+@dataclass(frozen=True)
+class PlainDecoding:
+    """Decodes what an executor decoded, one prompt at a time, at its plainest.
+
+    The model must run with an attention of transformers' own.
+    """
+
+    model: LoadedModel
+    params: SamplingParams
+    max_seq_len: int
+    tokenizer: Tokenizer | None
+    engine_seed: int = ENGINE_SEED
+    """That requests without a seed drew with."""
+    thinking: Thinking | None = None
+    """The ids that a budget goes by."""
+    known: KnownTexts = field(default_factory=dict)
+    """Kept between results; to be shared by none but those of the same params and engine seed."""
+
+    def compare(self, results: Sequence[Decoded]) -> Comparison:
+        """Results beside target-only decoding."""
+        verdicts = self.verdicts(results)
+        found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
+        return Comparison(
+            [
+                Difference(number, other.position + 1, other.token, other.expected)
+                for number, other in found
+                if other is not None
+            ],
+            num_tokens=sum(len(result.token_ids) for result in results),
+            num_equal=sum(verdict.num_equal for verdict in verdicts),
+            num_ties=sum(len(verdict.ties) for verdict in verdicts),
+        )
+
+    def verdicts(self, results: Sequence[Decoded], tie_ulps: float = TIE_ULPS) -> list[Verdict]:
+        """What target-only decoding says of each result."""
+        oracle = Oracle(self.model)
+        rule = TieRule(oracle.dtype, tie_ulps)
+        verdicts = []
+        for result in results:
+            sampling = SamplingRule(
+                self.params,
+                result.prompt_token_ids,
+                number=result.number,
+                end_ids=oracle.end_ids,
+                engine_seed=self.engine_seed,
+                thinking=self.thinking,
+            )
+            judge = judge_gap(oracle, rule, sampling, result.token_ids)
+            continue_from = partial(self._continue_from, oracle, result)
+            verdicts.append(compare_with_continuations(result.token_ids, continue_from, judge))
+        return verdicts
+
+    def with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> list[Decoded]:
+        """The first of these prompts with drafts.
+
+        Args:
+            drafting: as the executor drafted for them.
+        """
+        end_ids = Oracle(self.model).end_ids
+        found = []
+        for result in results[:PLAINLY_SPECULATED]:
+            text = Continuation(
+                result.prompt_token_ids,
+                self.params,
+                number=result.number,
+                end_ids=end_ids,
+                thinking=self.thinking,
+                max_seq_len=self.max_seq_len,
+                tokenizer=self.tokenizer,
+                engine_seed=self.engine_seed,
+            )
+            ran = speculate(self.model, text, drafting)
+            stats = AcceptanceStats(drafting.num_drafts)
+            for emitted in ran.emitted[1:]:  # behind the step that read the prompt
+                stats.record(emitted, drafting.num_drafts)
+            found.append(
+                replace(
+                    result,
+                    token_ids=ran.decoded.token_ids,
+                    text=ran.decoded.text or "",
+                    finish_reason=ran.decoded.finish_reason,
+                    acceptance=stats,
+                )
+            )
+        return found
+
+    def run_with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> PlainRun:
+        """As :meth:`with_drafts`, and compared where texts have to be target-only decoding's."""
+        alike = self.with_drafts(results, drafting)
+        return PlainRun(alike, None if drafting.redraws else self.compare(alike))
+
+    # ---- target-only decoding ---------------------------------------------------------------
+
+    def _continue_from(self, oracle: Oracle, result: Decoded, emitted: list[int]) -> list[int]:
+        """``emitted`` and what target-only decoding adds, up to where the text has to end."""
+        prompt = result.prompt_token_ids
+        limit = min(self.params.max_new_tokens, self.max_seq_len - len(prompt))
+        go_on = partial(
+            oracle.continuation,
+            prompt,
+            params=self.params,
+            number=result.number,
+            engine_seed=self.engine_seed,
+            tokenizer=self.tokenizer,
+            thinking=self.thinking,
+        )
+        if not emitted:
+            key = (result.number, *prompt)
+            if key not in self.known:
+                self.known[key] = go_on([], limit)
+            return self.known[key]
+        # behind a tie piece by piece, since another one soon makes the rest worthless
+        tokens = emitted
+        while True:
+            upto = min(len(tokens) + PIECE, limit)
+            tokens = go_on(tokens, upto)
+            if len(tokens) < upto or upto == limit or tokens != result.token_ids[: len(tokens)]:
+                return tokens
+
+
+# --- what a config says of it ---
+
+
+def engine_seed_of(config: LLMConfig) -> int:
+    """That requests without a seed draw with."""
+    speculative = config.speculative_config
+    return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
+
+
+def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | None:
+    """The ids that budgets of thinking go by; None: nothing says them.
+
+    Raises:
+        ConfigError: see `resolve_thinking_end`.
+    """
+    has_ids = tokenizer is not None
+    told = partial(encode, tokenizer, add_special_tokens=False) if has_ids else None
+    end = resolve_thinking_end(config.speculative_config, told)
+    if end is None:
+        return None
+    return Thinking(end.begin, end.end, None if end.end_token == NO_TOKEN else end.end_token)
+
+
+def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
+    """The verification under which a drawn text is another than the target's own, as likely one;
+    None: it is the target's own."""
+    speculative = config.speculative_config
+    if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
+        return None
+    presumed = params.verification or speculative.mtp.verifications[0]
+    return presumed if presumed in REDRAWING else None
