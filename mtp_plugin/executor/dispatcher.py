@@ -242,14 +242,18 @@ class Dispatcher:
     def _settle_soon(self) -> None:
         """See to what is in line; where a step runs, its thread does at its end."""
         while (self._line or self._must_close) and not self.is_stepping_here:
-            if not self._stepping.acquire(blocking=False):
-                return
+            taken: list[bool] = []
             try:
+                # one operation: a handler that raises between two would leave the lock taken
+                taken.extend(map(self._stepping.acquire, (False,)))
+                if True not in taken:
+                    return
                 self._stepper = threading.get_ident()
                 self._settle()
             finally:
-                self._stepper = None
-                self._stepping.release()
+                if True in taken:
+                    self._stepper = None
+                    self._stepping.release()
 
     @property
     def _must_close(self) -> bool:

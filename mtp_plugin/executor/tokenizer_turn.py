@@ -32,17 +32,22 @@ class TokenizerTurn:
         """
         self.expect_outside(request_id)
         # a step may not wait: who tokenises may wait for it
-        if not self._lock.acquire(blocking=not self._is_stepping_here()):
-            raise RequestError(
-                f"request {request_id}: another thread tokenises, a step cannot wait for it: "
-                f"expected token ids"
-            )
+        may_wait = not self._is_stepping_here()
+        taken: list[bool] = []
         try:
+            # one operation: a signal's handler that raises between two would leave the lock taken
+            taken.extend(map(self._lock.acquire, (may_wait,)))
+            if True not in taken:
+                raise RequestError(
+                    f"request {request_id}: another thread tokenises, a step cannot wait for it: "
+                    f"expected token ids"
+                )
             self._holder = threading.get_ident()
             return work()
         finally:
-            self._holder = None
-            self._lock.release()
+            if True in taken:
+                self._holder = None
+                self._lock.release()
 
     def expect_outside(self, request_id: int) -> None:
         """Refuse to ask the tokenizer within one of its methods.

@@ -1,4 +1,4 @@
-"""Wherever a signal's handler raises, nothing is lost: no block, no slot, no request in line.
+"""Wherever a signal's handler raises, nothing is lost: no block, slot, lock or request in line.
 
 Python runs handlers at known places of its code: behind calls, at the start of functions, where
 loops go round. Each such place of the modules that keep the books raises here once.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from types import CodeType, FrameType
@@ -21,6 +22,7 @@ from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, RequestHandle, SamplingParams
 from tests.executor.conftest import Bed
 from tests.executor.test_leaving import assert_nothing_left
+from tests.executor.test_llm_api import Pieces
 
 BOOKS = (
     "executor/dispatcher.py",
@@ -29,6 +31,7 @@ BOOKS = (
     "executor/py_executor.py",
     "executor/resources.py",
     "executor/scheduler.py",
+    "executor/tokenizer_turn.py",
     "requests/slots.py",
     "speculative/state/edit_rows.py",
 )
@@ -84,22 +87,32 @@ class Handler:
         """Offsets of a function's instructions in front of which handlers run."""
         offsets = self._offsets.get(code)
         if offsets is None:
-            steps = list(dis.get_instructions(code))
+            bytecode = dis.Bytecode(code)
+            tries = getattr(bytecode, "exception_entries", ())
             offsets = self._offsets[code] = frozenset(
                 step.offset
-                for before, step in pairwise(steps)
+                for before, step in pairwise(bytecode)
                 if before.opname.startswith(HANDLED_BEHIND)
+                # a call's own error is that of the call: in the same `try`
+                and _try_of(tries, before.offset) == _try_of(tries, step.offset)
             )
         return offsets
+
+
+def _try_of(tries: Iterable[Any], offset: int) -> int | None:
+    """Where an error at an offset goes to; None: to the caller."""
+    return next((one.target for one in tries if one.start <= offset < one.end), None)
 
 
 def generate(
     llm: LLM, handler: Handler, at: int | None, error: type[BaseException]
 ) -> tuple[bool, RequestHandle]:
-    """Two requests at a time: whether the one that is waited for ended well, and the other."""
-    other = llm.submit([7, 8], EDITED)
+    """Two requests at a time, and one that is ended before: whether the one that is waited for
+    ended well, and the other."""
+    other, ended = llm.submit([7, 8], EDITED), llm.submit([8, 7], EDITED)
     with handler.watching(at, error), suppress(KeyboardInterrupt, ExecutorError):
-        (output,) = llm.generate([1, 2, 3], EDITED)
+        ended.abort()
+        (output,) = llm.generate("&'", EDITED)
         return len(output.token_ids) == EDITED.max_new_tokens, other
     return False, other
 
@@ -113,11 +126,25 @@ def has_ended(handle: RequestHandle, llm: LLM) -> bool:
     return False
 
 
+def is_free(lock: Any, other_thread: ThreadPoolExecutor) -> bool:
+    """Whether another thread gets a lock at once."""
+
+    def take() -> bool:
+        taken = lock.acquire(blocking=False)
+        if taken:
+            lock.release()
+        return taken
+
+    return other_thread.submit(take).result()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
 def test_nothing_is_lost_wherever_a_handler_raises(
     bed: Bed, target, error: type[BaseException]
 ) -> None:
-    llm, handler = bed.llm(k=1), Handler()
+    llm, handler = bed.llm(k=1, tokenizer=Pieces()), Handler()
+    other_thread = ThreadPoolExecutor(1)
+    locks = (llm._dispatcher._stepping, llm._admission._turn._lock)
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]
     first = {place: number for number, place in reversed(list(enumerate(handler.places)))}
@@ -127,6 +154,7 @@ def test_nothing_is_lost_wherever_a_handler_raises(
         code, offset = handler.places[at]
         assert not is_whole or error is ExecutorError, (code, offset)
         assert has_ended(other, llm), (code, offset)
+        assert all(is_free(lock, other_thread) for lock in locks), (code, offset)
         assert_nothing_left(llm)
     (output,) = llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert output.token_ids == target.greedy([1, 2, 3], 3)
