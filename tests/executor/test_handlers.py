@@ -138,12 +138,17 @@ def is_free(lock: Any, other_thread: ThreadPoolExecutor) -> bool:
     return other_thread.submit(take).result()
 
 
+@pytest.fixture
+def other_thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
 def test_nothing_is_lost_wherever_a_handler_raises(
-    bed: Bed, target, error: type[BaseException]
+    bed: Bed, target, other_thread: ThreadPoolExecutor, error: type[BaseException]
 ) -> None:
     llm, handler = bed.llm(k=1, tokenizer=Pieces()), Handler()
-    other_thread = ThreadPoolExecutor(1)
     locks = (llm._dispatcher._stepping, llm._admission._turn._lock)
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]
