@@ -1,15 +1,19 @@
 """Cuts that are searched for: draws among any number of candidates.
 
 Where they are too many to be listed a sample of the row tells between which two depths a cut lies.
-One pass over the candidates measures what is nearer and lists what lies between, where the cut is
-found exactly. Only ids that are equal by thousands take more passes.
+One pass over the candidates measures what is nearer, which is sure to stay and is drawn from at
+once, and lists what lies between, where the cut is found exactly. Only ids that are equal by
+thousands take more passes.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
+    Candidates,
     columns_of,
     depths_of,
     listed,
@@ -43,6 +47,14 @@ DEVIATIONS = tl.constexpr(2.5)
 ROOM = tl.constexpr(0.85)
 """Of the list, what a guess should fill at most."""
 LEAST_NEED = tl.constexpr(1e-30)
+
+
+class Drawn(NamedTuple):
+    """What is drawn of some ids, and what is left of them."""
+
+    score: tl.tensor  # the highest with noise; -inf: of none
+    column: tl.tensor  # the lowest that has it
+    mass: tl.tensor
 
 
 @triton.jit
@@ -175,8 +187,9 @@ def _between(
     by_mass,
     row,
     candidates,
+    options,
+    stream,
     top,
-    temperature,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -185,11 +198,13 @@ def _between(
     HAS_EDITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """List the ids between two keys; what ids measure up to each, and how many are listed.
+    """List the ids between two keys; what ids measure up to each, how many are listed, and what is
+    drawn of those up to the first.
 
     One pass over all picked chunks.
     """
     SIZE: tl.constexpr = PIECE // CHUNKS
+    temperature = options.temperature
     scale = scale_of(temperature)
     near_reach = _reach(near, temperature)
     far_reach = _reach(far, temperature)
@@ -197,7 +212,11 @@ def _between(
     num_chunks = candidates.num_chunks
     nearer = tl.zeros([TILE, SIZE // EACH], tl.float32)
     within = tl.zeros([TILE, SIZE // EACH], tl.float32)
+    left = tl.zeros([TILE, SIZE // EACH], tl.float32)
     found = 0
+    best = float("-inf")
+    drawn = NO_COLUMN
+    places = tl.arange(0, SIZE)
     # what was listed before everybody has read
     tl.debug_barrier()
     x = tile_of(
@@ -219,11 +238,14 @@ def _between(
             HAS_EDITS,
         )[0]
         differences = top - x
-        weights = tl.where(by_mass, tl.exp2(differences * -scale), 1.0)
+        exponents = differences * scale
+        weights = tl.exp2(-exponents)
+        measures = tl.where(by_mass, weights, 1.0)
         is_nearer = differences <= near_reach
         is_within = differences <= far_reach
-        nearer += _sums(tl.where(is_nearer, weights, 0.0), EACH)
-        within += _sums(tl.where(is_within, weights, 0.0), EACH)
+        nearer += _sums(tl.where(is_nearer, measures, 0.0), EACH)
+        within += _sums(tl.where(is_within, measures, 0.0), EACH)
+        left += _sums(tl.where(is_nearer & (weights >= options.min_p), weights, 0.0), EACH)
         found = listed(
             x,
             is_within & (differences > near_reach),
@@ -238,9 +260,51 @@ def _between(
             EACH,
             TILE * SIZE // 512,
         )
+        columns = columns_of(
+            chunk_ptr, first, num_chunks, places, TILE, PIECE, CHUNKS, THREADS, EACH
+        )[0]
+        words = words_of_tile(
+            row,
+            chunk_ptr,
+            columns,
+            first,
+            num_chunks,
+            stream,
+            TILE,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+        )
+        best, drawn = _best_of_tile(
+            differences, exponents, weights, is_nearer, words, columns, options, best, drawn
+        )
         x = next_x
     tl.debug_barrier()
-    return tl.sum(tl.sum(nearer, axis=1), axis=0), tl.sum(tl.sum(within, axis=1), axis=0), found
+    return (
+        tl.sum(tl.sum(nearer, axis=1), axis=0),
+        tl.sum(tl.sum(within, axis=1), axis=0),
+        found,
+        Drawn(best, drawn, tl.sum(tl.sum(left, axis=1), axis=0)),
+    )
+
+
+@triton.jit
+def _best_of_tile(differences, exponents, weights, kept, words, columns, options, best, drawn):
+    """The highest noisy score of what is kept of a tile and of ``best``, and its lowest column.
+
+    Exact scores have only tiles one of whose bounds reaches the best so far: few of them.
+    """
+    # by a little more than rounding min-p may keep some here
+    kept = kept & (weights * 1.0001 >= options.min_p)
+    bound = tl.max(tl.where(kept, gumbel_bound(words) - exponents, float("-inf")))
+    if (bound > float("-inf")) & (bound + BOUND_SLACK >= best * LOG2_E):
+        depths = tl.div_rn(differences, options.temperature)
+        kept = kept & (tl.exp(-depths) >= options.min_p)
+        noisy = tl.where(kept, gumbel(words) - depths, float("-inf"))
+        best, drawn = _better(noisy, columns, best, drawn)
+    return best, drawn
 
 
 @triton.jit
@@ -252,8 +316,9 @@ def _narrowed(
     total,
     row,
     candidates,
+    options,
+    stream,
     top,
-    temperature,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
@@ -266,12 +331,16 @@ def _narrowed(
 ):
     """Two keys such that ids up to the first measure less than ``need`` and up to the second not.
 
-    And what those up to the first measure, and how many are between: they are listed, if not more
-    than LISTED.
+    And what those up to the first measure, how many are between: they are listed, if not more than
+    LISTED, and then what is drawn of those up to the first.
     """
+    temperature = options.temperature
     low = tl.full([], -1, tl.int32)
     before = 0.0
     number = tl.full([], LISTED + 1, tl.int32)
+    best = float("-inf")
+    column = NO_COLUMN
+    left = 0.0
     guesses = 0
     while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
         near, far = _guessed(
@@ -294,14 +363,15 @@ def _narrowed(
             HAS_EDITS,
             SAMPLE,
         )
-        nearer, within, found = _between(
+        nearer, within, found, drawn = _between(
             near,
             far,
             by_mass,
             row,
             candidates,
+            options,
+            stream,
             top,
-            temperature,
             PIECE,
             CHUNKS,
             THREADS,
@@ -319,8 +389,11 @@ def _narrowed(
         before = tl.where(is_nearer, before, tl.where(is_farther, within, nearer))
         low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
         high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
+        best = drawn.score
+        column = drawn.column
+        left = drawn.mass
         guesses += 1
-    return low, high, before, number
+    return low, high, before, number, Drawn(best, column, left)
 
 
 @triton.jit
@@ -482,13 +555,21 @@ def _better(noisy, columns, best, drawn):
 
 @triton.jit
 def _drawn_of_list(
-    row, candidates, options, stream, limit, last, top, HAS_IDS: tl.constexpr, PAGE: tl.constexpr
+    row,
+    candidates,
+    options,
+    stream,
+    limit,
+    last,
+    top,
+    others,
+    HAS_IDS: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """The column that is drawn of a list, up to a key and a column at it, and the mass that is
-    left."""
-    best = float("-inf")
-    drawn = NO_COLUMN
-    left = 0.0
+    """What is drawn of a list, up to a key and a column at it, and of others."""
+    best = others.score
+    drawn = others.column
+    left = others.mass
     for first in range(0, candidates.found, PAGE):
         places = first + tl.arange(0, PAGE)
         here = places < candidates.found
@@ -502,7 +583,7 @@ def _drawn_of_list(
         ids = ids_of(row, columns, kept, HAS_IDS)
         noisy = tl.where(kept, gumbel(words_of(ids, stream)) - depths, float("-inf"))
         best, drawn = _better(noisy, columns, best, drawn)
-    return drawn, left
+    return Drawn(best, drawn, left)
 
 
 @triton.jit
@@ -522,10 +603,7 @@ def _drawn_of_chunks(
     HAS_EDITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """As `_drawn_of_list`, of all ids of the picked chunks.
-
-    Exact scores have only tiles one of whose bounds reaches the best so far: few of them.
-    """
+    """As `_drawn_of_list`, of all ids of the picked chunks."""
     SIZE: tl.constexpr = PIECE // CHUNKS
     temperature = options.temperature
     scale = scale_of(temperature)
@@ -576,16 +654,11 @@ def _drawn_of_chunks(
             EACH,
             HAS_IDS,
         )
-        # by a little more than rounding min-p may keep some here
-        kept = kept & (weights * 1.0001 >= options.min_p)
-        bound = tl.max(tl.where(kept, gumbel_bound(words) - exponents, float("-inf")))
-        if (bound > float("-inf")) & (bound + BOUND_SLACK >= best * LOG2_E):
-            depths = tl.div_rn(differences, temperature)
-            kept = kept & (tl.exp(-depths) >= options.min_p)
-            noisy = tl.where(kept, gumbel(words) - depths, float("-inf"))
-            best, drawn = _better(noisy, columns, best, drawn)
+        best, drawn = _best_of_tile(
+            differences, exponents, weights, kept, words, columns, options, best, drawn
+        )
         x = next_x
-    return drawn, tl.sum(tl.sum(left, axis=1), axis=0)
+    return Drawn(best, drawn, tl.sum(tl.sum(left, axis=1), axis=0))
 
 
 @triton.jit
@@ -625,6 +698,10 @@ def drawn_of_many(
     by_mass = top_k == 0
     total = tl.where(by_mass, mass, row.vocab.to(tl.float32))
     number = candidates.found
+    # of ids that are sure to stay and are not listed
+    best = float("-inf")
+    column = NO_COLUMN
+    left = 0.0
     is_cut = (top_k == 0) & (top_p >= 1)
     while not is_cut:
         need = tl.where(by_mass, tl.maximum(top_p * mass, LEAST_NEED), top_k.to(tl.float32))
@@ -632,7 +709,7 @@ def drawn_of_many(
         high = limit
         before = 0.0
         if not is_listed:
-            low, high, before, number = _narrowed(
+            low, high, before, number, drawn = _narrowed(
                 need,
                 by_mass,
                 limit,
@@ -640,8 +717,9 @@ def drawn_of_many(
                 total,
                 row,
                 candidates,
+                options,
+                stream,
                 top,
-                temperature,
                 PIECE,
                 CHUNKS,
                 THREADS,
@@ -652,6 +730,9 @@ def drawn_of_many(
                 TILE,
                 SAMPLE,
             )
+            best = drawn.score
+            column = drawn.column
+            left = drawn.mass
         if number <= LISTED:
             keys = _listed_keys(candidates, number, top, temperature)
             cut, inner = _least_listed(need - before, low + 1, high, keys, by_mass)
@@ -764,12 +845,21 @@ def drawn_of_many(
                     HAS_EDITS,
                     SEARCHED,
                 )
-    if is_listed:
-        drawn, left = _drawn_of_list(
-            row, candidates, options, stream, limit, last, top, HAS_IDS, WARPS * 256
+    if number <= LISTED:
+        drawn = _drawn_of_list(
+            row,
+            Candidates(candidates.chunk_ptr, candidates.num_chunks, candidates.pair_ptr, number),
+            options,
+            stream,
+            limit,
+            last,
+            top,
+            Drawn(best, column, left),
+            HAS_IDS,
+            WARPS * 256,
         )
     else:
-        drawn, left = _drawn_of_chunks(
+        drawn = _drawn_of_chunks(
             row,
             candidates,
             options,
@@ -785,4 +875,4 @@ def drawn_of_many(
             HAS_EDITS,
             TILE,
         )
-    return drawn, limit.to(tl.float32, bitcast=True), last, left
+    return drawn.column, limit.to(tl.float32, bitcast=True), last, drawn.mass
