@@ -20,7 +20,7 @@ from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     tile_of,
 )
 from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import drawn_of_many
+from mtp_plugin.speculative.ops.sampling.search_kernel import UNSHARED, drawn_of_many
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -179,6 +179,7 @@ def drawn_of_cut(
     stream,
     picked_ptr,
     pair_ptr,
+    split,
     num_chunks,
     tops,
     details,
@@ -192,10 +193,13 @@ def drawn_of_cut(
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """The column that a row draws, and of what stays the deepest depth, the last column there and
     the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
-    All pointers stand at the row's own."""
+    And whether this program knows them: of those that share a row one does.
+
+    All pointers stand at the row's own, of what is written at the share's."""
     # so many chunks as a bound should leave are one tile
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // SIZE
@@ -217,6 +221,8 @@ def drawn_of_cut(
     far += DEPTH_SLACK
 
     num_picked = _picked((depths <= far) & (chunks < num_chunks), picked_ptr)
+    if SHARES > 1:
+        num_picked = tl.where((split.share > 0) & (num_picked <= UNSHARED), 0, num_picked)
     # what a thread wrote others read
     tl.debug_barrier()
     # a number, so that what is -inf lies deeper
@@ -276,30 +282,38 @@ def drawn_of_cut(
     tl.debug_barrier()
 
     candidates = Candidates(picked_ptr, num_picked, pair_ptr, found)
-    if found <= FEW:
-        drawn, limit, last, left = _drawn_of_few(
-            row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW
-        )
-    elif found <= MANY:
-        drawn, limit, last, left = _drawn_of_few(
-            row, candidates, options, stream, top, mass, HAS_IDS, MANY, WARPS * 512 // MANY
-        )
-    else:
-        drawn, limit, last, left = drawn_of_many(
-            row,
-            candidates,
-            options,
-            stream,
-            far,
-            top,
-            mass,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            ALL_CHUNKS,
-            HAS_IDS,
-            HAS_EDITS,
-            WARPS,
-        )
-    return drawn, limit, last, left
+    drawn = tl.full([], NO_COLUMN, tl.int32)
+    limit = tl.full([], 0.0, tl.float32)
+    last = tl.full([], 0, tl.int32)
+    left = tl.full([], 0.0, tl.float32)
+    is_known = split.share == 0
+    if SHARES == 1 or is_known | (found > LISTED):
+        if found <= FEW:
+            drawn, limit, last, left = _drawn_of_few(
+                row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW
+            )
+        elif found <= MANY:
+            drawn, limit, last, left = _drawn_of_few(
+                row, candidates, options, stream, top, mass, HAS_IDS, MANY, WARPS * 512 // MANY
+            )
+        else:
+            drawn, limit, last, left, is_known = drawn_of_many(
+                row,
+                candidates,
+                split,
+                options,
+                stream,
+                far,
+                top,
+                mass,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+                ALL_CHUNKS,
+                HAS_IDS,
+                HAS_EDITS,
+                WARPS,
+                SHARES,
+            )
+    return drawn, limit, last, left, is_known

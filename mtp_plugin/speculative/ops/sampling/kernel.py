@@ -29,6 +29,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
     words_of_groups,
 )
+from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD, Split
 
 NO_COLUMN = tl.constexpr(2147483647)
 
@@ -183,6 +184,7 @@ def scan_kernel(
     detail_ptr,
     mass_ptr,
     edited_ptr,
+    arrived_ptr,
     # sizes
     num_contexts,
     width,
@@ -216,6 +218,7 @@ def scan_kernel(
     NOISE_FIRST: tl.constexpr,
     KEEPS_EDITED: tl.constexpr,
     KEEPS_ALL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``PARTS`` pieces of a row: per chunk the highest value, and what the options need beside it.
@@ -224,12 +227,14 @@ def scan_kernel(
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
     what is left of rows. Where they are asked for edited rows, or all, are kept in float32, as far
-    apart as logits.
+    apart as logits. Of rows that several programs finish none has arrived.
     """
     grid_dependency_synchronize(PDL)
     first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
     last_piece = tl.minimum(first_piece + PARTS, num_pieces)
     number = tl.program_id(ROW_AXIS).to(tl.int64)
+    if IS_SPLIT:
+        tl.store(arrived_ptr + number, 0, mask=first_piece == 0)
     # asked for before the values, behind which it would wait
     request, offset, slot = place_of(
         number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
@@ -401,6 +406,8 @@ def finish_kernel(
     # written and read here
     picked_ptr,
     pair_ptr,
+    arrived_ptr,
+    told_ptr,
     # sizes
     num_contexts,
     width,
@@ -433,11 +440,16 @@ def finish_kernel(
     KEPT_EDITED: tl.constexpr,
     KEPT_ALL: tl.constexpr,
     WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: its token, and what its cuts leave."""
+    """One row: its token, and what its cuts leave; ``SHARES`` programs share it where its nucleus
+    is flat."""
+    SEGMENTS: tl.constexpr = SHARES + 1 if SHARES > 1 else 1
+    LISTS: tl.constexpr = 2 if SHARES > 1 else 1
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
@@ -487,7 +499,13 @@ def finish_kernel(
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float32)
-    if top > float("-inf"):
+    is_known = share == 0
+    is_asked = top > float("-inf")
+    if SHARES > 1:
+        is_nucleus = (options.top_k == 0) & (options.top_p < 1)
+        is_nucleus = is_nucleus & (temperature >= GREEDY_BELOW) & (top < float("inf"))
+        is_asked = is_asked & (is_known | is_nucleus)
+    if is_asked:
         if temperature < GREEDY_BELOW:
             firsts = details.to(tl.int32, bitcast=True)
             drawn = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
@@ -522,12 +540,13 @@ def finish_kernel(
                 weights = tl.exp2((tops - top) * scale_of(temperature))
                 mass = tl.sum(tl.where(tops > float("-inf"), masses * weights, 0.0), axis=0)
         else:
-            drawn, limit, last, mass = drawn_of_cut(
+            drawn, limit, last, mass, is_known = drawn_of_cut(
                 of_row,
                 options,
                 stream,
-                picked_ptr + row * num_chunks,
-                pair_ptr + row * PLACES,
+                picked_ptr + (row * SHARES + share) * (num_chunks * LISTS),
+                pair_ptr + (row * SEGMENTS + share) * PLACES,
+                Split(share, arrived_ptr + row, told_ptr + row * (TOLD * SHARES), num_chunks),
                 num_chunks,
                 tops,
                 details,
@@ -541,13 +560,15 @@ def finish_kernel(
                 HAS_IDS,
                 HAS_EDITS,
                 WARPS,
+                SHARES,
             )
     token = drawn
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + drawn, mask=drawn < vocab, other=NO_COLUMN)
-    tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
-    if HAS_CUTS:
-        tl.store(cut_ptr + row * 4, top)
-        tl.store(cut_ptr + row * 4 + 1, limit)
-        tl.store(cut_ptr + row * 4 + 2, last.to(tl.float32))
-        tl.store(cut_ptr + row * 4 + 3, mass)
+    if SHARES == 1 or is_known:
+        tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
+        if HAS_CUTS:
+            tl.store(cut_ptr + row * 4, top)
+            tl.store(cut_ptr + row * 4 + 1, limit)
+            tl.store(cut_ptr + row * 4 + 2, last.to(tl.float32))
+            tl.store(cut_ptr + row * 4 + 3, mass)

@@ -14,6 +14,7 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
+from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD
 from mtp_plugin.speculative.step import SlotRows
 
 PIECE = 4096
@@ -31,6 +32,8 @@ MOST_BEHIND = 65535
 """Programs along the second side of a grid, which follow each other farther apart."""
 SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
+PROGRAMS, MOST_SHARES = 128, 32
+"""So many programs finish rows at once, where rows are few, and so many one of them."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
 KEPT_ROWS = 64
@@ -86,6 +89,8 @@ def draw(
     # of one type, so that whoever finishes rows reads all of them from one place
     keeps_all = keeps and logits.dtype != torch.float32
     kept = torch.empty(num_rows, logits.stride(0), **float32) if keeps else details
+    shares = _shares(num_rows, num_pieces)
+    arrived = torch.empty(num_rows, dtype=torch.int32, device=device) if shares > 1 else tokens
     sizes = PARTS if pools is None else EDITING_PARTS
     parts = next(parts for least, parts in sizes if num_rows >= least)
     grid = [num_rows, -(-num_pieces // parts)]
@@ -97,6 +102,7 @@ def draw(
         details,
         masses,
         kept,
+        arrived,
         *places,
         *inputs.sizes,
         **constants,
@@ -106,6 +112,7 @@ def draw(
         NOISE_FIRST=parts > 1,
         KEEPS_EDITED=keeps,
         KEEPS_ALL=keeps_all,
+        IS_SPLIT=shares > 1,
         num_warps=WARPS,
         maxnreg=None if pools is None else SCAN_REGISTERS,
     )
@@ -113,7 +120,8 @@ def draw(
         inputs = replace(inputs, slots=replace(slots, pools=None))
         constants["HAS_EDITS"] = False
     has_room = constants["HAS_EDITS"] and num_rows <= FEW_ROWS
-    finish_kernel[(num_rows,)](
+    lists, segments = (2, shares + 1) if shares > 1 else (1, 1)
+    finish_kernel[(num_rows, shares)](
         *inputs.tensors,
         tops,
         details,
@@ -123,8 +131,10 @@ def draw(
         tokens,
         details if cuts is None else cuts,
         # written and read there
-        torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
-        torch.empty(num_rows, PLACES.value, dtype=torch.int64, device=device),
+        torch.empty(num_rows, shares, lists, num_chunks, dtype=torch.int32, device=device),
+        torch.empty(num_rows, segments, PLACES.value, dtype=torch.int64, device=device),
+        arrived,
+        torch.empty(num_rows, TOLD.value, shares, **float32) if shares > 1 else details,
         *places,
         *inputs.sizes,
         **constants,
@@ -132,10 +142,17 @@ def draw(
         KEPT_EDITED=keeps,
         KEPT_ALL=keeps_all,
         WARPS=warps,
+        SHARES=shares,
         num_warps=warps,
         maxnreg=ALL_REGISTERS if has_room else REGISTERS,
     )
     return tokens
+
+
+def _shares(num_rows: int, num_pieces: int) -> int:
+    """Programs that share a row of so many pieces: a power of two, no more than pieces."""
+    most = min(PROGRAMS // num_rows, MOST_SHARES, num_pieces)
+    return 1 << max(most, 1).bit_length() - 1
 
 
 @dataclass(frozen=True)

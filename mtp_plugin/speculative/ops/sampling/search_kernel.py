@@ -4,6 +4,8 @@ Where they are too many to be listed a sample of the row tells between which two
 One pass over the candidates measures what is nearer, which is sure to stay and is drawn from at
 once, and lists what lies between, where the cut is found exactly. Only ids that are equal by
 thousands take more passes.
+
+Where rows are few several programs share that pass of a row, and the last of them goes on.
 """
 
 from typing import NamedTuple
@@ -13,6 +15,7 @@ import triton.language as tl
 
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
+    PLACES,
     Candidates,
     columns_of,
     depths_of,
@@ -47,6 +50,10 @@ DEVIATIONS = tl.constexpr(2.5)
 ROOM = tl.constexpr(0.85)
 """Of the list, what a guess should fill at most."""
 LEAST_NEED = tl.constexpr(1e-30)
+UNSHARED = tl.constexpr(64)
+"""Picked chunks that one program looks at alone, however many programs a row has."""
+TOLD = tl.constexpr(6)
+"""Numbers that a program tells of its share of a row."""
 
 
 class Drawn(NamedTuple):
@@ -55,6 +62,24 @@ class Drawn(NamedTuple):
     score: tl.tensor  # the highest with noise; -inf: of none
     column: tl.tensor  # the lowest that has it
     mass: tl.tensor
+
+
+class Split(NamedTuple):
+    """How programs share a row; pointers stand at the row's own."""
+
+    share: tl.tensor  # this program's
+    arrived_ptr: tl.tensor  # how many have told what they found
+    told_ptr: tl.tensor  # [TOLD, SHARES]
+    chunks_at: tl.tensor  # so far behind all picked chunks those of the share are written
+
+
+class Passed(NamedTuple):
+    """What a pass over picked chunks found."""
+
+    nearer: tl.tensor  # the measure up to its first key
+    within: tl.tensor  # and up to its second
+    found: tl.tensor  # ids between them
+    drawn: Drawn  # of those up to the first
 
 
 @triton.jit
@@ -198,11 +223,7 @@ def _between(
     HAS_EDITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """List the ids between two keys; what ids measure up to each, how many are listed, and what is
-    drawn of those up to the first.
-
-    One pass over all picked chunks.
-    """
+    """List the ids between two keys, in one pass over all picked chunks."""
     SIZE: tl.constexpr = PIECE // CHUNKS
     temperature = options.temperature
     scale = scale_of(temperature)
@@ -282,7 +303,7 @@ def _between(
         )
         x = next_x
     tl.debug_barrier()
-    return (
+    return Passed(
         tl.sum(tl.sum(nearer, axis=1), axis=0),
         tl.sum(tl.sum(within, axis=1), axis=0),
         found,
@@ -308,6 +329,65 @@ def _best_of_tile(differences, exponents, weights, kept, words, columns, options
 
 
 @triton.jit
+def _dealt(candidates, split, ALL_CHUNKS: tl.constexpr, SHARES: tl.constexpr):
+    """Write which of the picked chunks are a share's, every so many-th; how many they are."""
+    places = tl.arange(0, ALL_CHUNKS // SHARES)
+    at = places * SHARES + split.share
+    here = at < candidates.num_chunks
+    chunks = tl.load(candidates.chunk_ptr + at, mask=here, other=0)
+    tl.store(candidates.chunk_ptr + split.chunks_at + places, chunks, mask=here)
+    return (candidates.num_chunks + (SHARES - 1) - split.share) // SHARES
+
+
+@triton.jit
+def _joined(passed, split, pair_ptr, SHARES: tl.constexpr):
+    """What all shares of a row found, and whether this program is the last that tells: no other
+    learns it.
+
+    The list of share s stands PLACES * s behind ``pair_ptr``, that of all behind the last one.
+    """
+    told_ptr = split.told_ptr + split.share
+    tl.store(told_ptr, passed.nearer)
+    tl.store(told_ptr + SHARES, passed.within)
+    tl.store(told_ptr + 2 * SHARES, passed.found.to(tl.float32, bitcast=True))
+    tl.store(told_ptr + 3 * SHARES, passed.drawn.score)
+    tl.store(told_ptr + 4 * SHARES, passed.drawn.column.to(tl.float32, bitcast=True))
+    tl.store(told_ptr + 5 * SHARES, passed.drawn.mass)
+    # one thread tells of what all of them wrote
+    tl.debug_barrier()
+    is_last = tl.atomic_add(split.arrived_ptr, 1, sem="acq_rel") == SHARES - 1
+    nearer = passed.nearer
+    within = passed.within
+    found = tl.full([], 0, tl.int32)
+    best = passed.drawn.score
+    drawn = passed.drawn.column
+    left = passed.drawn.mass
+    if is_last:
+        shares = tl.arange(0, SHARES)
+        all_ptr = split.told_ptr + shares
+        nearer = tl.sum(tl.load(all_ptr), axis=0)
+        within = tl.sum(tl.load(all_ptr + SHARES), axis=0)
+        numbers = tl.load(all_ptr + 2 * SHARES).to(tl.int32, bitcast=True)
+        scores = tl.load(all_ptr + 3 * SHARES)
+        columns = tl.load(all_ptr + 4 * SHARES).to(tl.int32, bitcast=True)
+        left = tl.sum(tl.load(all_ptr + 5 * SHARES), axis=0)
+        best, drawn = _better(scores, columns, float("-inf"), NO_COLUMN)
+        found = tl.sum(numbers, axis=0)
+        if found <= LISTED:
+            PAGE: tl.constexpr = LISTED // SHARES
+            starts = tl.cumsum(numbers, axis=0) - numbers
+            to_ptr = pair_ptr + SHARES * PLACES + starts[:, None]
+            from_ptr = pair_ptr + shares[:, None] * PLACES
+            for first in range(0, tl.max(numbers, axis=0), PAGE):
+                places = first + tl.arange(0, PAGE)[None, :]
+                here = places < numbers[:, None]
+                pairs = tl.load(from_ptr + places, mask=here, other=0)
+                tl.store(to_ptr + places, pairs, mask=here)
+            tl.debug_barrier()
+    return Passed(nearer, within, found, Drawn(best, drawn, left)), is_last
+
+
+@triton.jit
 def _narrowed(
     need,
     by_mass,
@@ -316,6 +396,8 @@ def _narrowed(
     total,
     row,
     candidates,
+    split,
+    is_split,
     options,
     stream,
     top,
@@ -328,11 +410,13 @@ def _narrowed(
     HAS_EDITS: tl.constexpr,
     TILE: tl.constexpr,
     SAMPLE: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """Two keys such that ids up to the first measure less than ``need`` and up to the second not.
 
     And what those up to the first measure, how many are between: they are listed, if not more than
-    LISTED, and then what is drawn of those up to the first.
+    LISTED, and then what is drawn of those up to the first. And whether this program goes on with
+    the row: of those that share it one does, the others know no more than that.
     """
     temperature = options.temperature
     low = tl.full([], -1, tl.int32)
@@ -342,6 +426,10 @@ def _narrowed(
     column = NO_COLUMN
     left = 0.0
     guesses = 0
+    is_last = tl.full([], 1, tl.int1)
+    num_dealt = candidates.num_chunks
+    if SHARES > 1 and is_split:
+        num_dealt = _dealt(candidates, split, ALL_CHUNKS, SHARES)
     while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
         near, far = _guessed(
             need,
@@ -363,12 +451,21 @@ def _narrowed(
             HAS_EDITS,
             SAMPLE,
         )
-        nearer, within, found, drawn = _between(
+        looked_at = candidates
+        is_shared = is_split & (guesses == 0)
+        if SHARES > 1:
+            looked_at = Candidates(
+                candidates.chunk_ptr + tl.where(is_shared, split.chunks_at, 0),
+                tl.where(is_shared, num_dealt, candidates.num_chunks),
+                candidates.pair_ptr - tl.where(is_shared, (SHARES - split.share) * PLACES, 0),
+                candidates.found,
+            )
+        passed = _between(
             near,
             far,
             by_mass,
             row,
-            candidates,
+            looked_at,
             options,
             stream,
             top,
@@ -380,6 +477,20 @@ def _narrowed(
             HAS_EDITS,
             TILE,
         )
+        nearer = passed.nearer
+        within = passed.within
+        found = passed.found
+        best = passed.drawn.score
+        column = passed.drawn.column
+        left = passed.drawn.mass
+        if SHARES > 1 and is_shared:
+            joined, is_last = _joined(passed, split, candidates.pair_ptr - SHARES * PLACES, SHARES)
+            nearer = joined.nearer
+            within = joined.within
+            found = joined.found
+            best = joined.drawn.score
+            column = joined.drawn.column
+            left = joined.drawn.mass
         is_nearer = (nearer >= need) & (near > low)
         # the highest key is enough, whatever rounding says
         is_farther = (within < need) & (far < high)
@@ -389,11 +500,11 @@ def _narrowed(
         before = tl.where(is_nearer, before, tl.where(is_farther, within, nearer))
         low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
         high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
-        best = drawn.score
-        column = drawn.column
-        left = drawn.mass
-        guesses += 1
-    return low, high, before, number, Drawn(best, column, left)
+        guesses += tl.where(is_last, 1, GUESSES)
+    # who does not go on searches and draws nothing
+    number = tl.where(is_last, number, 0)
+    low = tl.where(is_last, low, high)
+    return low, high, before, number, Drawn(best, column, left), is_last
 
 
 @triton.jit
@@ -665,6 +776,7 @@ def _drawn_of_chunks(
 def drawn_of_many(
     row,
     candidates,
+    split,
     options,
     stream,
     far,
@@ -678,6 +790,7 @@ def drawn_of_many(
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     """As `drawn_of_cut`, of any number of candidates: all ids up to a depth, and of those that lie
     at it the first columns."""
@@ -689,6 +802,13 @@ def drawn_of_many(
     top_k = options.top_k
     top_p = options.top_p
     is_listed = candidates.found <= LISTED
+    is_split = (SHARES > 1) & (not is_listed) & (candidates.num_chunks > UNSHARED)
+    is_split = is_split & (top_k == 0) & (top_p < 1)
+    is_last = (SHARES == 1) | is_split | (split.share == 0)
+    pair_ptr = candidates.pair_ptr
+    if SHARES > 1:
+        pair_ptr += tl.where(is_split, (SHARES - split.share) * PLACES, 0)
+    candidates = Candidates(candidates.chunk_ptr, candidates.num_chunks, pair_ptr, candidates.found)
     # the depth as a key, and how many stay of the ids that lie there
     limit = (far * LN_2).to(tl.int32, bitcast=True)
     stay = 2147483647.0
@@ -709,7 +829,7 @@ def drawn_of_many(
         high = limit
         before = 0.0
         if not is_listed:
-            low, high, before, number, drawn = _narrowed(
+            low, high, before, number, drawn, is_last = _narrowed(
                 need,
                 by_mass,
                 limit,
@@ -717,6 +837,8 @@ def drawn_of_many(
                 total,
                 row,
                 candidates,
+                split,
+                is_split,
                 options,
                 stream,
                 top,
@@ -729,6 +851,7 @@ def drawn_of_many(
                 HAS_EDITS,
                 TILE,
                 SAMPLE,
+                SHARES,
             )
             best = drawn.score
             column = drawn.column
@@ -875,4 +998,4 @@ def drawn_of_many(
             HAS_EDITS,
             TILE,
         )
-    return drawn.column, limit.to(tl.float32, bitcast=True), last, drawn.mass
+    return drawn.column, limit.to(tl.float32, bitcast=True), last, drawn.mass, is_last

@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import search_kernel
+from mtp_plugin.speculative.ops.sampling import launch, search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -32,6 +32,14 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
     return (torch.randn(number, VOCAB, generator=noise) * spread).to(dtype)
 
 
+@pytest.fixture(params=[1, 4], ids=["alone", "shared"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Programs that finish a row."""
+    monkeypatch.setattr(launch, "MOST_SHARES", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     ("options", "spread"),
     [
@@ -178,6 +186,7 @@ def odd_row(kind: str) -> torch.Tensor:
     return values
 
 
+@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     "kind", ["zeros of both signs", "few values", "sorted", "two heights", "sampled low", "normal"]
 )
@@ -198,9 +207,10 @@ def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
-def test_one_pass_finds_the_cut_of_a_flat_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_draws_from_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
+    """Of each share."""
     passes = []
-    for name in ("_between", "_measured"):
+    for name in ("_between", "_measured", "_drawn_of_chunks"):
         kernel = getattr(search_kernel, name)
 
         def counted(*values: object, name: str = name, kernel: Any = kernel) -> Any:
@@ -211,4 +221,4 @@ def test_one_pass_finds_the_cut_of_a_flat_row(monkeypatch: pytest.MonkeyPatch) -
     options = Options(1.0, top_p=0.95, seed=1)
     batch = batch_of(normal(1, 2), options)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
-    assert passes == ["_between"]
+    assert passes == ["_between"] * shares

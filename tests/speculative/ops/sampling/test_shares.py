@@ -1,0 +1,212 @@
+"""Flat rows that several programs share: they draw what one program draws."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling import draw, launch, search_kernel
+from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from tests.doors import poisoned_memory
+from tests.kernels.top_k.rows import DTYPES, strided
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.sampling.cases import Batch, slots_of
+from tests.speculative.ops.sampling.edited import columns_of, write
+from tests.speculative.ops.sampling.story import Options
+
+VOCAB = 20_011
+"""Five pieces, the last of them not whole: for four shares at most."""
+INF, NAN = float("inf"), float("nan")
+
+KINDS = [
+    "normal",
+    "one value",
+    "few values",
+    "sorted",
+    "period of chunks",
+    "period of shares",
+    "ends",
+    "tails",
+    "one share's",
+    "few chunks",
+]
+
+
+def row_of(kind: str, shares: int) -> torch.Tensor:
+    """A row with more candidates than are listed."""
+    noise = torch.Generator().manual_seed(11)
+    values = torch.randn(VOCAB, generator=noise)
+    columns = torch.arange(VOCAB)
+    # a chunk is eight threads of a piece, of four values each
+    chunks = columns // 4096 * 32 + columns % 1024 // 32
+    if kind == "one value":
+        return torch.full((VOCAB,), -2.5)
+    if kind == "few values":
+        return (values * 0.05 + 4).to(torch.bfloat16).float()
+    if kind == "sorted":
+        return values.sort().values
+    if kind == "period of chunks":
+        return values * 0.01 + columns % 128 * 0.01
+    if kind == "period of shares":
+        return values * 0.2 + chunks % shares * 0.5
+    if kind == "ends":
+        return values * 0.1 + 3.0 * ((columns < 3000) | (columns >= VOCAB - 3000))
+    if kind == "tails":
+        values[:3000] = NAN
+        values[-5000:] = -INF
+        return values
+    if kind == "one share's":
+        return values * 0.001 - 5.0 * (chunks % shares != shares - 1)
+    if kind == "few chunks":  # that hold more ids than are listed
+        return values * 0.001 - 30.0 * (chunks >= 40)
+    return values
+
+
+def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
+    """A row per request."""
+    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
+
+
+def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and what is left of rows, of a launch over memory that holds anything."""
+    cuts = torch.full((batch.rows.num_rows, NUM_CUTS), NAN, device=DEVICE)
+    with poisoned_memory():
+        tokens = draw(
+            batch.logits,
+            batch.rows,
+            batch.slots,
+            vocab_ids=batch.vocab_ids,
+            cuts=cuts,
+            backend=Backend.TRITON,
+        )
+    return tokens, cuts
+
+
+def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows draw as the reference does and as one program does."""
+    tokens, cuts = drawn(batch)
+    assert not bool(cuts.isnan().any())
+    monkeypatch.setattr(launch, "MOST_SHARES", 1)
+    alone, cuts_alone = drawn(batch)
+    hangs = batch.undecided()
+    for others in (alone, batch.tokens(Backend.TORCH)):
+        assert not bool(((tokens != others) & ~hangs).any())
+    # two orders of summation may cut at neighbours
+    torch.testing.assert_close(cuts[:, :2], cuts_alone[:, :2], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(cuts[:, 3], cuts_alone[:, 3], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shares", [2, 4])
+def test_shares_of_a_row_draw_what_one_program_draws(
+    kind: str, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MOST_SHARES", shares)
+    asked = [
+        Options(1.0, top_p=0.95, seed=1),
+        Options(2.0, top_p=0.4, min_p=0.3, seed=2),
+    ]
+    check(batch_of(row_of(kind, shares).expand(len(asked), -1), asked), monkeypatch)
+
+
+def test_rows_of_every_kind_stand_beside_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [
+        Options(0.0, top_p=0.9),
+        Options(1.0),
+        Options(1.0, top_p=0.95),
+        Options(0.2, top_p=0.5),
+        Options(0.5, top_p=0.9),
+        Options(1.0, top_k=6000),
+        Options(1.0, top_k=6000, top_p=0.99),
+        Options(3.0, min_p=0.1),
+        Options(1.0, top_k=40, top_p=0.9),
+    ]
+    rows = torch.stack([row_of("normal", 4)] * len(asked))
+    infinite = torch.stack([rows[0], torch.full((VOCAB,), -INF), rows[0], rows[0]])
+    infinite[0, 77] = INF
+    wanted = [Options(1.0, top_p=0.95), Options(1.0, top_p=0.95), *asked[2:4]]
+    check(batch_of(torch.cat([rows, infinite]), [*asked, *wanted]), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["ids", "strided", "edited", "edited again"])
+def test_shared_rows_of_every_form(
+    dtype: torch.dtype, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Options(1.0, top_p=0.95, seed=5), Options(1.5, top_p=0.7, min_p=0.01, seed=6)]
+    rows = torch.stack([row_of("normal", 4), row_of("tails", 4)]).to(dtype)
+    if shape == "strided":
+        rows = strided(rows, 5)
+    batch = batch_of(rows, asked)
+    if shape == "ids":
+        ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
+        batch = batch.replaced(vocab_ids=ids)
+    if shape.startswith("edited"):
+        if shape == "edited again":
+            monkeypatch.setattr(launch, "KEPT_ROWS", 0)
+        asks = [Asks(bias={7: 4.0, 16_000: -2.0}), Asks()]
+        pools, columns = pools_of(asks, VOCAB, random.Random(3))
+        write(
+            batch.slots,
+            [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)],
+        )
+        batch = batch.replaced(slots=replace(batch.slots, pools=pools))
+        tokens, _ = drawn(batch)
+        monkeypatch.setattr(launch, "MOST_SHARES", 1)
+        assert torch.equal(tokens, drawn(batch)[0])
+        assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+        return
+    check(batch, monkeypatch)
+
+
+def test_as_many_shares_as_there_may_be() -> None:
+    noise = torch.Generator().manual_seed(5)
+    rows = torch.randn(2, 4096 * 32 + 5, generator=noise)
+    assert launch._shares(2, 33) == launch.MOST_SHARES
+    batch = batch_of(rows, [Options(1.0, top_p=0.95, seed=1), Options(1.0, top_p=0.8, seed=2)])
+    assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+    # and again, where the first launch left its counts
+    assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+
+
+def test_shares_are_as_many_as_there_is_room_for() -> None:
+    told = {1: 32, 4: 32, 5: 16, 8: 16, 32: 4, 33: 2, 64: 2, 65: 1, 128: 1, 129: 1, 9999: 1}
+    assert {rows: launch._shares(rows, 32) for rows in told} == told
+    assert [launch._shares(1, pieces) for pieces in (1, 2, 3, 9, 31)] == [1, 2, 2, 8, 16]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
+@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("wrong", ["too near", "too far", "too wide", "always too wide"])
+def test_who_is_last_goes_on_behind_a_wrong_guess(
+    wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MOST_SHARES", shares)
+    guessed = search_kernel._guessed
+    guesses: list[int] = []
+
+    def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
+        guesses.append(1)
+        if len(guesses) > shares and not wrong.startswith("always"):
+            return guessed(need, by_mass, low, before, high, *others)
+        if wrong == "too near":
+            return low, low + 1
+        if wrong == "too far":
+            return high - 1, high
+        return low, high
+
+    monkeypatch.setattr(search_kernel, "_guessed", guess)
+    options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
+    batch = batch_of(row_of("normal", shares)[None], [options])
+    tokens = batch.tokens(Backend.TRITON)
+    assert len(guesses) == shares + (3 if wrong.startswith("always") else 1)
+    assert torch.equal(tokens, batch.tokens(Backend.TORCH))
