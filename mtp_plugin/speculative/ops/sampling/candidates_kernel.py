@@ -175,18 +175,17 @@ def listed(
     start = found + tl.cumsum(of_thread, axis=0) - of_thread
     start = tl.reshape(tl.minimum(start, LISTED), [WARPS, FOURS])
     place = start[None, :, :] + tl.cumsum(number, axis=0) - number
-    place = tl.reshape(place, [TILE, FOURS])
+    # along one side, or the compiler has what it stores change threads before
+    place = tl.reshape(place, [TILE * FOURS])
     places = tl.arange(0, FOURS) * 4
     columns = columns_of(chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH)[
         0
     ]
-    _list_one(x0, columns, here0, place, pair_ptr)
-    place += here0
-    _list_one(x1, columns + 1, here1, place, pair_ptr)
-    place += here1
-    _list_one(x2, columns + 2, here2, place, pair_ptr)
-    place += here2
-    _list_one(x3, columns + 3, here3, place, pair_ptr)
+    columns = tl.reshape(columns, [TILE * FOURS])
+    place = _one_listed(x0, columns, here0, place, pair_ptr)
+    place = _one_listed(x1, columns + 1, here1, place, pair_ptr)
+    place = _one_listed(x2, columns + 2, here2, place, pair_ptr)
+    _one_listed(x3, columns + 3, here3, place, pair_ptr)
     return found + tl.sum(of_thread, axis=0)
 
 
@@ -225,7 +224,10 @@ def listed_fours(
     columns = columns_of(
         chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
     )[0]
-    tl.store(four_ptr + tl.reshape(place, [TILE, FOURS]), columns.to(tl.int64), mask=here)
+    # as in `listed`
+    place = tl.reshape(place, [TILE * FOURS])
+    columns = tl.reshape(columns, place.shape).to(tl.int64)
+    tl.store(four_ptr + place, columns, mask=tl.reshape(here, place.shape))
     return tl.sum(of_thread, axis=0)
 
 
@@ -245,6 +247,9 @@ def listed_of_fours(
 
 
 @triton.jit
-def _list_one(x, columns, here, place, pair_ptr):
-    """List what is ``here`` at a place."""
-    tl.store(pair_ptr + place, pairs_of(x, columns), mask=here != 0)
+def _one_listed(x, columns, here, place, pair_ptr):
+    """List what is ``here`` of a tile at places of one side; which come next."""
+    here = tl.reshape(here, place.shape)
+    pairs = pairs_of(tl.reshape(x, place.shape), columns)
+    tl.store(pair_ptr + place, pairs, mask=here != 0)
+    return place + here
