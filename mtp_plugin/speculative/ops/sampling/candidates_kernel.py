@@ -36,7 +36,10 @@ def starts_of(
     chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr
 ):
     """The first column of each chunk."""
-    return chunks // CHUNKS * PIECE + chunks % CHUNKS * (THREADS // CHUNKS * EACH)
+    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
+    # without a sign a division is a shift
+    pieces = (chunks.to(tl.uint32) // CHUNKS).to(tl.int32)
+    return pieces * (PIECE - CHUNKS * SEGMENT) + chunks * SEGMENT
 
 
 @triton.jit
@@ -119,7 +122,8 @@ def words_of_tile(
 @triton.jit
 def pairs_of(x, columns):
     """Values and their columns as one word of 64 bits each."""
-    return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns.to(tl.int64)
+    # without a sign a column fills its half of the word as it is
+    return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | columns.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
