@@ -221,6 +221,7 @@ def drawn_of_cut(
     far += DEPTH_SLACK
 
     num_picked = _picked((depths <= far) & (chunks < num_chunks), picked_ptr)
+    is_helped = (options.top_k == 0) & (options.top_p < 1) & (num_picked > UNSHARED)
     if SHARES > 1:
         num_picked = tl.where((split.share > 0) & (num_picked <= UNSHARED), 0, num_picked)
     # what a thread wrote others read
@@ -279,6 +280,11 @@ def drawn_of_cut(
             WARPS,
         )
         first += GATHERED
+        if SHARES > 1:
+            # with help no more is listed of a row that by what is seen has twice too many
+            seen = tl.minimum(first, num_picked)
+            is_flat = is_helped & (found * num_picked > seen * (2 * LISTED))
+            found = tl.where(is_flat, tl.maximum(found, LISTED + 1), found)
     tl.debug_barrier()
 
     candidates = Candidates(picked_ptr, num_picked, pair_ptr, found)

@@ -37,6 +37,7 @@ KINDS = [
     "tails",
     "one share's",
     "few chunks",
+    "dense front",
 ]
 
 
@@ -65,6 +66,9 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
         return values
     if kind == "one share's":
         return values * 0.001 - 5.0 * (chunks % shares != shares - 1)
+    if kind == "dense front":  # that promises more ids than there are
+        near = (columns < 3700) | ((columns % 4096 < 1024) & (columns % 32 == 0))
+        return values * 0.3 - 30.0 * ~near
     if kind == "few chunks":  # that hold more ids than are listed
         return values * 0.001 - 30.0 * (chunks >= 40)
     return values
