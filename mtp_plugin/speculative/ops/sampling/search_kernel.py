@@ -45,7 +45,7 @@ GUESSES = tl.constexpr(4)
 """Passes that try to list what lies around a cut."""
 HALVINGS = tl.constexpr(10)
 """Of the depths among which a guess is made."""
-DEVIATIONS = tl.constexpr(2.5)
+DEVIATIONS = tl.constexpr(4.0)
 """Of what a sample tells, on both sides of a guess."""
 ROOM = tl.constexpr(0.85)
 """Of the list, what a guess should fill at most."""
