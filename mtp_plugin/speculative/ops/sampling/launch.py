@@ -32,8 +32,9 @@ MOST_BEHIND = 65535
 """Programs along the second side of a grid, which follow each other farther apart."""
 SOME_ROWS = 264
 """So many rows or fewer leave the device room to finish each with more warps."""
-PROGRAMS, MOST_SHARES = 128, 32
-"""So many programs finish rows at once, where rows are few, and so many one of them."""
+SHARES, PROGRAMS = 8, 264
+"""So many programs share what is flat of a row, where that takes no more programs than run at once.
+Of one number, as each is a binary of its own."""
 SCAN_REGISTERS = 80
 """Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
 KEPT_ROWS = 64
@@ -150,9 +151,8 @@ def draw(
 
 
 def _shares(num_rows: int, num_pieces: int) -> int:
-    """Programs that share a row of so many pieces: a power of two, no more than pieces."""
-    most = min(PROGRAMS // num_rows, MOST_SHARES, num_pieces)
-    return 1 << max(most, 1).bit_length() - 1
+    """Programs that share a row of so many pieces."""
+    return SHARES if num_rows * SHARES <= PROGRAMS and num_pieces >= SHARES else 1
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Programs that finish a row."""
-    monkeypatch.setattr(launch, "MOST_SHARES", request.param)
+    monkeypatch.setattr(launch, "SHARES", request.param)
     return request.param
 
 

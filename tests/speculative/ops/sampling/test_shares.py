@@ -99,7 +99,7 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows draw as the reference does and as one program does."""
     tokens, cuts = drawn(batch)
     assert not bool(cuts.isnan().any())
-    monkeypatch.setattr(launch, "MOST_SHARES", 1)
+    monkeypatch.setattr(launch, "SHARES", 1)
     alone, cuts_alone = drawn(batch)
     hangs = batch.undecided()
     for others in (alone, batch.tokens(Backend.TORCH)):
@@ -114,7 +114,7 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_of_a_row_draw_what_one_program_draws(
     kind: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "MOST_SHARES", shares)
+    monkeypatch.setattr(launch, "SHARES", shares)
     asked = [
         Options(1.0, top_p=0.95, seed=1),
         Options(2.0, top_p=0.4, min_p=0.3, seed=2),
@@ -165,17 +165,17 @@ def test_shared_rows_of_every_form(
         )
         batch = batch.replaced(slots=replace(batch.slots, pools=pools))
         tokens, _ = drawn(batch)
-        monkeypatch.setattr(launch, "MOST_SHARES", 1)
+        monkeypatch.setattr(launch, "SHARES", 1)
         assert torch.equal(tokens, drawn(batch)[0])
         assert torch.equal(tokens, batch.tokens(Backend.TORCH))
         return
     check(batch, monkeypatch)
 
 
-def test_as_many_shares_as_there_may_be() -> None:
+def test_as_many_shares_as_there_are() -> None:
     noise = torch.Generator().manual_seed(5)
     rows = torch.randn(2, 4096 * 32 + 5, generator=noise)
-    assert launch._shares(2, 33) == launch.MOST_SHARES
+    assert launch._shares(2, 33) == launch.SHARES
     batch = batch_of(rows, [Options(1.0, top_p=0.95, seed=1), Options(1.0, top_p=0.8, seed=2)])
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
     # and again, where the first launch left its counts
@@ -183,9 +183,9 @@ def test_as_many_shares_as_there_may_be() -> None:
 
 
 def test_shares_are_as_many_as_there_is_room_for() -> None:
-    told = {1: 32, 4: 32, 5: 16, 8: 16, 32: 4, 33: 2, 64: 2, 65: 1, 128: 1, 129: 1, 9999: 1}
+    told = {1: 8, 4: 8, 33: 8, 34: 1, 9999: 1}
     assert {rows: launch._shares(rows, 32) for rows in told} == told
-    assert [launch._shares(1, pieces) for pieces in (1, 2, 3, 9, 31)] == [1, 2, 2, 8, 16]
+    assert [launch._shares(1, pieces) for pieces in (1, 7, 8, 31)] == [1, 1, 8, 8]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
@@ -194,7 +194,7 @@ def test_shares_are_as_many_as_there_is_room_for() -> None:
 def test_who_is_last_goes_on_behind_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "MOST_SHARES", shares)
+    monkeypatch.setattr(launch, "SHARES", shares)
     guessed = search_kernel._guessed
     guesses: list[int] = []
 
