@@ -19,14 +19,26 @@ WORD_BITS = tl.constexpr(step.WORD_BITS)
 WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
 """An id so far to the right is the number of its word."""
 NO_ID = tl.constexpr(2147483647)
+DRAFTS = tl.constexpr(16)
+"""In front of a row, that are compared with a piece at once."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-LEAST_INVERTED, MOST_INVERTED = tl.constexpr(1e-30), tl.constexpr(1e30)
-"""Divisors whose inverses are numbers of full precision."""
+
+
+class Pools(NamedTuple):
+    """What requests' edits need per id, a row each."""
+
+    bias_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    count_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    vocab: tl.tensor
 
 
 class Edits(NamedTuple):
     """What is done to one row; pointers stand at the request's rows of the pools."""
 
+    slot: tl.tensor
+    pools: Pools
     bias_row: tl.tensor  # a row below 0: nothing is done
     allowed_row: tl.tensor
     count_row: tl.tensor
@@ -39,11 +51,6 @@ class Edits(NamedTuple):
     frequency: tl.tensor
     draft_ptr: tl.tensor
     num_before: tl.tensor  # drafts in front of the row
-    draft0: tl.tensor  # the first of them, asked for at once; -1 where there is none
-    draft1: tl.tensor
-    draft2: tl.tensor
-    draft3: tl.tensor
-    draft4: tl.tensor
 
 
 @triton.jit
@@ -60,48 +67,45 @@ def bits_of(words_ptr, ids, inside):
 
 
 @triton.jit
-def _draft_before(draft_ptr, num_before, place):
-    """A draft in front of a row as int32, NO_ID of one that is no id; -1 where there is none."""
-    is_there = place < num_before
-    draft = tl.load(draft_ptr + place, mask=is_there, other=0)
-    draft = tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
-    return tl.where(is_there, draft, -1)
+def _draft_of(draft_ptr, place):
+    """A draft as int32, NO_ID of one that is no id."""
+    draft = tl.load(draft_ptr + place)
+    return tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
 
 
 @triton.jit
-def edits_of(
-    slot,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    pool_vocab,
-    draft_ptr,
-    num_before,
-):
+def _allowed_of(row, pools):
+    """Where the allowed ids of a pool's row stand."""
+    return pools.allowed_ptr + row * (num_words(pools.vocab) + 1)
+
+
+@triton.jit
+def _seen_of(row, pools):
+    """Where the ids seen of a pool's row stand."""
+    return pools.seen_ptr + row * num_words(pools.vocab)
+
+
+@triton.jit
+def edits_of(slot, pools, draft_ptr, num_before):
     """The edits of a row, of its request's slot."""
     bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
     allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
     count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
-    words = num_words(pool_vocab)
     return Edits(
+        slot,
+        pools,
         bias_row,
         allowed_row,
         count_row,
-        bias_ptr + bias_row * pool_vocab,
-        allowed_ptr + allowed_row * (words + 1),
-        count_ptr + count_row * pool_vocab,
-        seen_ptr + count_row * words,
+        pools.bias_ptr + bias_row * pools.vocab,
+        _allowed_of(allowed_row, pools),
+        pools.count_ptr + count_row * pools.vocab,
+        _seen_of(count_row, pools),
         tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
         tl.load(slot + PRESENCE).to(tl.float32, bitcast=True),
         tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True),
         draft_ptr,
         num_before,
-        _draft_before(draft_ptr, num_before, 0),
-        _draft_before(draft_ptr, num_before, 1),
-        _draft_before(draft_ptr, num_before, 2),
-        _draft_before(draft_ptr, num_before, 3),
-        _draft_before(draft_ptr, num_before, 4),
     )
 
 
@@ -113,43 +117,36 @@ def is_edited(slot):
 
 
 @triton.jit
-def _biased(x, ids, inside, edits):
-    """Values of ids with the row's bias."""
-    if edits.bias_row >= 0:
-        x += tl.load(edits.bias_ptr + ids, mask=inside, other=0.0)
+def penalties_lower(edits):
+    """Whether no value of a row is higher with its penalties than without."""
+    is_lowered = (edits.repetition >= 1) & (edits.presence >= 0) & (edits.frequency >= 0)
+    return (edits.count_row < 0) | is_lowered
+
+
+@triton.jit
+def _biased(x, ids, inside, row, bias_ptr):
+    """Values of ids with a row of bias; a row below 0: without."""
+    if row >= 0:
+        x += tl.load(bias_ptr + ids, mask=inside, other=0.0)
         x = tl.where(x == x, x, float("-inf"))
     return x
 
 
 @triton.jit
-def _quotient(x, divisor):
-    """x / divisor, rounded as a division is, of a divisor that all values share.
-
-    A product with the rounded inverse is off by units in the last place, and what it leaves of x
-    tells by how many: see Markstein, "Computation of elementary functions on the IBM RISC
-    System/6000", 1990. Values below 1e-30, whose remainders are not numbers of full precision, may
-    be one unit off, and one above the largest float's 0.9999998 may become infinite.
-    """
-    # the interpreter rounds a product before it adds
-    if INTERPRETED or divisor < LEAST_INVERTED or divisor > MOST_INVERTED:
-        quotient = tl.div_rn(x, divisor)
-    else:
-        inverse = tl.div_rn(1.0, divisor)
-        about = x * inverse
-        exact = tl.fma(tl.fma(about, -divisor, x), inverse, about)
-        quotient = tl.where(tl.abs(about) < float("inf"), exact, about)
-    return quotient
+def without_penalties(x, ids, inside, edits):
+    """As `edited`, without penalties."""
+    x = _biased(x, ids, inside, edits.bias_row, edits.bias_ptr)
+    if edits.allowed_row >= 0:
+        x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
+    return x
 
 
 @triton.jit
-def _repeated(x, seen, edits, ARE_MANY: tl.constexpr):
+def _repeated(x, seen, edits):
     """Values of which some were ``seen``, with the row's repetition penalty."""
     if edits.repetition != 1:
-        if ARE_MANY:  # noqa: SIM108 - known when it is compiled
-            quotient = _quotient(x, edits.repetition)
-        else:
-            quotient = tl.div_rn(x, edits.repetition)
-        x = tl.where(seen, tl.where(x > 0, quotient, x * edits.repetition), x)
+        lowered = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
+        x = tl.where(seen, lowered, x)
     return x
 
 
@@ -172,110 +169,165 @@ def _counts_of(count_ptr, ids, is_read):
 @triton.jit
 def edited(x, ids, inside, edits):
     """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
-    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
-        x = _biased(x, ids, inside, edits)
-        if edits.allowed_row >= 0:
-            x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
+    x = without_penalties(x, ids, inside, edits)
     if edits.count_row >= 0:
         in_slot = bits_of(edits.seen_ptr, ids, inside)
-        seen = (in_slot != 0) | (ids == edits.draft0) | (ids == edits.draft1)
-        seen = seen | (ids == edits.draft2) | (ids == edits.draft3)
-        draft = edits.draft4
-        place = 4
-        while draft >= 0:
-            seen = seen | (ids == draft)
-            place += 1
-            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-        x = _repeated(x, seen, edits, False)
+        times = tl.zeros_like(ids)
+        for place in range(edits.num_before):
+            times += (ids == _draft_of(edits.draft_ptr, place)).to(tl.int32)
+        x = _repeated(x, (in_slot | times) != 0, edits)
         if (edits.presence != 0) | (edits.frequency != 0):
-            count = _counts_of(edits.count_ptr, ids, in_slot != 0)
-            count += (ids == edits.draft0).to(tl.int32) + (ids == edits.draft1).to(tl.int32)
-            count += (ids == edits.draft2).to(tl.int32) + (ids == edits.draft3).to(tl.int32)
-            draft = edits.draft4
-            place = 4
-            while draft >= 0:
-                count += (ids == draft).to(tl.int32)
-                place += 1
-                draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-            x = _counted(x, count, edits)
+            x = _counted(x, _counts_of(edits.count_ptr, ids, in_slot != 0) + times, edits)
         x = tl.where(x == x, x, float("-inf"))
     return x
 
 
+class PieceEdits(NamedTuple):
+    """What is done to some ids in a row, asked for before their values are needed."""
+
+    bias_row: tl.tensor  # a row below 0: nothing is done
+    allowed_row: tl.tensor
+    count_row: tl.tensor
+    repetition: tl.tensor
+    presence: tl.tensor
+    frequency: tl.tensor
+    allowed: tl.tensor  # bits of fours of ids, as a number of each four [F]
+    seen: tl.tensor
+    counts: tl.tensor  # [F, 4]
+    drafts: tl.tensor  # in front of the row, so many as are compared at once
+
+
 @triton.jit
-def _fours_of(words_ptr, fours, vocab):
-    """The bits of ids 4f to 4f + 3 in a row of a pool, as a number of each f; 0 behind the row."""
-    words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=fours * 4 < vocab, other=0)
+def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
+    """The bits of the ids 4f to 4f + 3 behind a word's first, as a number of each f; 0 of what is
+    not read."""
+    fours = tl.arange(0, FOURS)
+    words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=is_read, other=0)
     return (words >> ((fours & (WORD_BITS // 4 - 1)) * 4)) & 15
 
 
 @triton.jit
+def edits_of_piece(first, vocab, edits, SIZE: tl.constexpr):
+    """What a row's edits do to the ids from ``first`` on, which begins a word, of whole words.
+
+    Where it stands is asked anew for every piece: to remember that takes registers. Bits are read
+    by fours of ids, which a thread holds.
+    """
+    slot, pools = edits.slot, edits.pools
+    bias_row = tl.load(slot + BIAS_ROW)
+    allowed_row = tl.load(slot + ALLOWED_ROW)
+    count_row = tl.load(slot + COUNT_ROW)
+    presence = tl.load(slot + PRESENCE).to(tl.float32, bitcast=True)
+    frequency = tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True)
+    FOURS: tl.constexpr = SIZE // 4
+    # counted from the first id, so that what each thread reads lies evenly apart
+    inside = tl.arange(0, FOURS) * 4 < vocab - first
+    words = first // WORD_BITS
+    allowed = tl.zeros([FOURS], tl.int32)
+    seen = tl.zeros([FOURS], tl.int32)
+    counts = tl.zeros([FOURS, 4], tl.int16)
+    if allowed_row >= 0:
+        allowed_ptr = _allowed_of(allowed_row.to(tl.int64), pools) + words
+        allowed = _fours_of(allowed_ptr, inside, FOURS)
+    if count_row >= 0:
+        seen_ptr = _seen_of(count_row.to(tl.int64), pools) + words
+        seen = _fours_of(seen_ptr, inside, FOURS)
+        if (presence != 0) | (frequency != 0):
+            ids = tl.arange(0, FOURS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            count_ptr = pools.count_ptr + count_row.to(tl.int64) * pools.vocab + first
+            counts = tl.load(count_ptr + ids, mask=ids < vocab - first, other=0)
+    places = tl.arange(0, DRAFTS)
+    return PieceEdits(
+        bias_row,
+        allowed_row,
+        count_row,
+        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
+        presence,
+        frequency,
+        allowed,
+        seen,
+        counts,
+        tl.load(edits.draft_ptr + places, mask=places < edits.num_before, other=-1),
+    )
+
+
+@triton.jit
 def _bits_of_fours(fours):
-    """0 or 1 of each id [F, 4]."""
-    return (fours[:, None] >> tl.arange(0, 4)[None, :]) & 1
+    """Whether the bit of each id is set [F, 4]."""
+    return ((fours[:, None] >> tl.arange(0, 4)[None, :]) & 1) != 0
 
 
 @triton.jit
-def _is_in(draft, first, SIZE: tl.constexpr):
-    """Whether a draft is one of the ids from ``first`` on."""
-    return (draft >= first) & (draft < first + SIZE)
+def _repeated_piece(x, seen, repetition):
+    """As `_repeated`, of many values.
+
+    A quotient whose divisor all values share is the product with the rounded inverse, corrected by
+    what that leaves of x: see Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000", 1990. Of quotient and product the one that counts is the lower where the penalty
+    is above 1, whatever sign x has, and else the higher. Values below 1e-30, whose remainders are
+    not numbers of full precision, may be one unit off; of one whose quotient is infinite the
+    product counts.
+    """
+    if INTERPRETED:
+        # it rounds a product before it adds
+        lowered = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    else:
+        # with both signs turned the higher is the lower
+        sign = tl.where(repetition >= 1, 1.0, -1.0)
+        factor = repetition * sign
+        inverse = tl.div_rn(1.0, factor)
+        about = x * inverse
+        quotient = tl.fma(tl.fma(about, -factor, x), inverse, about)
+        # of infinite x it is no number, and loses
+        lowered = tl.minimum(quotient, x * factor) * sign
+    return tl.where(seen, lowered, x)
 
 
 @triton.jit
-def _penalised(x, fours, vocab, edits, HAS_DRAFTS: tl.constexpr):
-    """Penalised values [F, 4] of fours of ids; with the drafts in front of the row, or knowing that
-    no id of theirs is here."""
-    ids = fours[:, None] * 4 + tl.arange(0, 4)[None, :]
-    in_slot = _fours_of(edits.seen_ptr, fours, vocab)
-    seen = _bits_of_fours(in_slot)
-    if HAS_DRAFTS:
-        times = tl.zeros_like(seen)
-        place = 0
-        draft = edits.draft0
-        while draft >= 0:
-            times += (ids == draft).to(tl.int32)
-            place += 1
-            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-        seen = seen | times
-    x = _repeated(x, seen != 0, edits, True)
-    if (edits.presence != 0) | (edits.frequency != 0):
-        # by fours, so that a thread reads four at once
-        count = _counts_of(edits.count_ptr, ids, (in_slot[:, None] != 0) & (ids < vocab))
-        if HAS_DRAFTS:
-            count += times
-        x = _counted(x, count, edits)
+def _penalised(x, piece):
+    """Penalised values [F, 4] of fours of ids, as if there were no drafts."""
+    if piece.repetition != 1:
+        x = _repeated_piece(x, _bits_of_fours(piece.seen), piece.repetition)
+    if (piece.presence != 0) | (piece.frequency != 0):
+        counts = piece.counts.to(tl.int32) & MOST_COUNTED
+        if piece.presence != 0:
+            x = x - tl.where(counts > 0, piece.presence, 0.0)
+        # a product of its own: one that is rounded with the difference differs
+        x = x - tl.fma(counts.to(tl.float32), piece.frequency, 0.0)
     return x
 
 
 @triton.jit
-def edited_piece(x, ids, first, vocab, edits):
-    """As `edited`, of the ids from ``first`` on, which begins a word, of whole words.
+def _has_draft(piece, first, num_before, SIZE: tl.constexpr):
+    """Whether a draft in front of a row is one of the ids from ``first`` on, or may be."""
+    is_here = (piece.drafts >= first) & (piece.drafts < first + SIZE)
+    return (tl.max(is_here.to(tl.int32), axis=0) > 0) | (num_before > DRAFTS)
 
-    Bits are read by fours of ids, which a thread holds. Drafts are few, so most pieces hold none.
+
+@triton.jit
+def edited_piece(x, piece, first, vocab, row_ptr, edits):
+    """As `edited`, of the ids from ``first`` on that `edits_of_piece` was asked for; what was NaN
+    may be.
+
+    Drafts are few, so most pieces hold none.
     """
     SIZE: tl.constexpr = x.shape[0]
-    fours = first // 4 + tl.arange(0, SIZE // 4)
-    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
-        x = _biased(x, ids, ids < vocab, edits)
-        if edits.allowed_row >= 0:
-            bits = _bits_of_fours(_fours_of(edits.allowed_ptr, fours, vocab))
-            x = tl.where(tl.reshape(bits, [SIZE]) != 0, x, float("-inf"))
-    if edits.count_row >= 0:
-        has_draft = _is_in(edits.draft0, first, SIZE) | _is_in(edits.draft1, first, SIZE)
-        has_draft = (
-            has_draft | _is_in(edits.draft2, first, SIZE) | _is_in(edits.draft3, first, SIZE)
-        )
-        draft = edits.draft4
-        place = 4
-        while draft >= 0:
-            has_draft = has_draft | _is_in(draft, first, SIZE)
-            place += 1
-            draft = _draft_before(edits.draft_ptr, edits.num_before, place)
-        x = tl.reshape(x, [SIZE // 4, 4])
-        if has_draft:
-            x = _penalised(x, fours, vocab, edits, True)
-        else:
-            x = _penalised(x, fours, vocab, edits, False)
-        x = tl.reshape(x, [SIZE])
-        x = tl.where(x == x, x, float("-inf"))
+    if piece.bias_row >= 0:
+        places = tl.arange(0, SIZE)
+        bias_ptr = edits.pools.bias_ptr + piece.bias_row.to(tl.int64) * edits.pools.vocab + first
+        x = _biased(x, places, places < vocab - first, piece.bias_row, bias_ptr)
+    if piece.allowed_row >= 0:
+        x = tl.where(tl.reshape(_bits_of_fours(piece.allowed), [SIZE]), x, float("-inf"))
+    if piece.count_row >= 0:
+        x = tl.reshape(_penalised(tl.reshape(x, [SIZE // 4, 4]), piece), [SIZE])
+        if _has_draft(piece, first, edits.num_before, SIZE):
+            again = edits_of(edits.slot, edits.pools, edits.draft_ptr, edits.num_before)
+            for place in range(edits.num_before):
+                draft = _draft_of(edits.draft_ptr, place)
+                is_here = (draft >= first) & (draft < first + SIZE) & (draft < vocab)
+                value = tl.load(row_ptr + draft, mask=is_here, other=0.0).to(tl.float32)
+                value = edited(
+                    tl.where(value == value, value, float("-inf")), draft, is_here, again
+                )
+                x = tl.where(is_here & (tl.arange(0, SIZE) == draft - first), value, x)
     return x

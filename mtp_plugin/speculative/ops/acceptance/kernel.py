@@ -7,6 +7,7 @@ from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchr
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
     ALLOWED_ROW,
+    Pools,
     bits_of,
     edited,
     edits_of,
@@ -132,16 +133,8 @@ def relaxed_kernel(
     if judged:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
         if HAS_EDITS:
-            edits = edits_of(
-                slot_row,
-                bias_ptr,
-                allowed_ptr,
-                count_ptr,
-                seen_ptr,
-                pool_vocab,
-                run_ptr,
-                column.to(tl.int32),
-            )
+            pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+            edits = edits_of(slot_row, pools, run_ptr, column.to(tl.int32))
             draft_value = edited(draft_value, draft, known, edits)
             tl.store(near_ptr + row, draft_value, mask=part == 0)
         before_draft = tl.minimum(draft, end)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edited, edits_of
 
 OF_SLOTS = ["table_stride", "slot_stride", "pool_vocab", "draft_stride", "column"]
 SHIFTING = ["table_ptr", "slot_ptr", "draft_ptr"]
@@ -47,16 +47,8 @@ def edited_top1_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
-    edits = edits_of(
-        slot,
-        bias_ptr,
-        allowed_ptr,
-        count_ptr,
-        seen_ptr,
-        pool_vocab,
-        draft_ptr + row * draft_stride,
-        column,
-    )
+    pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+    edits = edits_of(slot, pools, draft_ptr + row * draft_stride, column)
     first = part * piece
     end = tl.minimum(first + piece, vocab)
     lanes = tl.arange(0, BLOCK)

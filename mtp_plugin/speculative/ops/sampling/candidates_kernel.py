@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.edits_kernel import without_penalties
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     ids_of,
     values_of,
@@ -207,27 +208,32 @@ def listed_fours(
     EACH: tl.constexpr,
     WARPS: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """List the first columns of fours of neighbours with a value of ``least`` or more, of picked
     chunks that fill one tile at most; how many there are.
 
-    To write a few such numbers takes a quarter of the stores that single values take.
+    To write a few such numbers takes a quarter of the stores that single values take. Values are
+    without penalties: where these lower them the list is no shorter.
     """
     SIZE: tl.constexpr = PIECE // CHUNKS
     FOURS: tl.constexpr = SIZE // 4
     ROWS: tl.constexpr = TILE // WARPS
-    x = tile_of(row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False)[
-        0
-    ]
-    highest = tl.max(tl.reshape(x, [TILE, FOURS, 4]), axis=2)
-    here = highest >= least
+    x, all_columns = tile_of(
+        row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False
+    )
+    columns = columns_of(
+        chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
+    )[0]
+    if HAS_EDITS:
+        inside = all_columns < row.vocab
+        ids = ids_of(row, all_columns, inside, HAS_IDS)
+        x = without_penalties(x, ids, inside, row.edits)
+    here = tl.max(tl.reshape(x, [TILE, FOURS, 4]), axis=2) >= least
     number = tl.reshape(here.to(tl.int32), [ROWS, WARPS, FOURS])
     of_thread = tl.reshape(tl.sum(number, axis=0), [WARPS * FOURS])
     start = tl.reshape(tl.cumsum(of_thread, axis=0) - of_thread, [WARPS, FOURS])
     place = start[None, :, :] + tl.cumsum(number, axis=0) - number
-    columns = columns_of(
-        chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
-    )[0]
     # as in `listed`
     place = tl.reshape(place, [TILE * FOURS])
     columns = tl.reshape(columns, place.shape).to(tl.int64)
@@ -237,13 +243,20 @@ def listed_fours(
 
 @triton.jit
 def listed_of_fours(
-    row, least, four_ptr, num_fours, pair_ptr, FOURS: tl.constexpr, HAS_IDS: tl.constexpr
+    row,
+    least,
+    four_ptr,
+    num_fours,
+    pair_ptr,
+    FOURS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
 ):
     """List what of the fours is ``least`` or more; how many there are."""
     places = tl.arange(0, FOURS)
     firsts = tl.load(four_ptr + places, mask=places < num_fours, other=row.vocab).to(tl.int32)
     columns = tl.reshape(firsts[:, None] + tl.arange(0, 4)[None, :], [FOURS * 4])
-    x = values_of(row, columns, columns < row.vocab, HAS_IDS, False)
+    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_EDITS)
     here = (x >= least).to(tl.int32)
     place = tl.cumsum(here, axis=0) - here
     tl.store(pair_ptr + place, pairs_of(x, columns), mask=here != 0)

@@ -8,6 +8,7 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.edits_kernel import penalties_lower
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     Candidates,
@@ -230,27 +231,32 @@ def drawn_of_cut(
     least = tl.maximum(top - far * LN_2 * temperature, LEAST)
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    if not HAS_EDITS:  # noqa: SIM102 - known when it is compiled
-        if num_picked <= PICKED:
-            four_ptr = pair_ptr + 2 * MANY
-            num_fours = listed_fours(
-                row,
-                least,
-                picked_ptr,
-                num_picked,
-                four_ptr,
-                PICKED,
-                PIECE,
-                CHUNKS,
-                THREADS,
-                EACH,
-                WARPS,
-                HAS_IDS,
+    by_fours = num_picked <= PICKED
+    if HAS_EDITS:
+        by_fours = by_fours & penalties_lower(row.edits)
+    if by_fours:
+        four_ptr = pair_ptr + 2 * MANY
+        num_fours = listed_fours(
+            row,
+            least,
+            picked_ptr,
+            num_picked,
+            four_ptr,
+            PICKED,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            WARPS,
+            HAS_IDS,
+            HAS_EDITS,
+        )
+        tl.debug_barrier()
+        if num_fours <= PICKED:
+            found = listed_of_fours(
+                row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS, HAS_EDITS
             )
-            tl.debug_barrier()
-            if num_fours <= PICKED:
-                found = listed_of_fours(row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS)
-                first = num_picked
+            first = num_picked
     while (first < num_picked) & (found <= LISTED):
         x = tile_of(
             row,

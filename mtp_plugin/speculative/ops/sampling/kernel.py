@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of, is_edited
+from mtp_plugin.speculative.logit_rows.edits_kernel import (
+    Pools,
+    edited,
+    edited_piece,
+    edits_of,
+    edits_of_piece,
+    is_edited,
+)
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
@@ -49,11 +56,12 @@ def _number(x):
 @triton.jit
 def _piece_of(row_ptr, piece, vocab, PIECE: tl.constexpr):
     """The values of a piece of a row, float32; -inf behind the row."""
-    columns = piece * PIECE + tl.arange(0, PIECE)
-    if (piece + 1) * PIECE <= vocab:
-        x = tl.load(row_ptr + columns)
+    first = piece * PIECE
+    places = tl.arange(0, PIECE)
+    if first + PIECE <= vocab:
+        x = tl.load(row_ptr + first + places)
     else:
-        x = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
+        x = tl.load(row_ptr + first + places, mask=places < vocab - first, other=float("-inf"))
     return x.to(tl.float32)
 
 
@@ -70,7 +78,6 @@ class Left(NamedTuple):
     top_ptr: tl.tensor
     detail_ptr: tl.tensor
     mass_ptr: tl.tensor
-    edited_ptr: tl.tensor
 
 
 @triton.jit
@@ -100,33 +107,32 @@ def _scanned(
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
-    NOISE_FIRST: tl.constexpr,
-    KEEPS: tl.constexpr,
 ):
     """Some pieces of a row, of the first of which ``x`` are the values."""
     WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     scale = scale_of(temperature)
     is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     for piece in range(first_piece, last_piece):
-        if piece > first_piece:
+        if HAS_EDITS and not HAS_IDS:
+            of_piece = edits_of_piece(piece * PIECE, row.vocab, row.edits, PIECE)
+        if AHEAD:
+            # it is on its way while this one is looked at
+            next_x = x
+            if piece + 1 < last_piece:
+                next_x = _piece_of(row.ptr, piece + 1, row.vocab, PIECE)
+        elif piece > first_piece:
             x = _piece_of(row.ptr, piece, row.vocab, PIECE)
-        noise = tl.zeros([PIECE], tl.float32)
-        if NOISE_FIRST and (temperature >= GREEDY_BELOW) & (not is_cut):
-            # it needs no values: they are on their way
-            noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
-        columns = piece * PIECE + tl.arange(0, PIECE)
-        inside = columns < row.vocab
         if HAS_EDITS:
-            x = _number(x)
             if HAS_IDS:
-                x = edited(x, ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+                columns = piece * PIECE + tl.arange(0, PIECE)
+                inside = columns < row.vocab
+                x = edited(_number(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
             else:
-                x = edited_piece(x, columns, piece * PIECE, row.vocab, row.edits)
-        if KEEPS:
-            tl.store(left.edited_ptr + columns, x, mask=inside)
+                x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits)
         held = tl.reshape(x, [WRAPS, THREADS, EACH])
         # what is no number loses against every other, so that few are looked at
         thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
@@ -139,14 +145,13 @@ def _scanned(
 
         out = piece * CHUNKS + tl.arange(0, CHUNKS)
         if temperature < GREEDY_BELOW:
-            at = tl.reshape(columns, [WRAPS, THREADS, EACH])
+            at = tl.reshape(piece * PIECE + tl.arange(0, PIECE), [WRAPS, THREADS, EACH])
             at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
             first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
             first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
             tl.store(left.detail_ptr + out, first.to(tl.float32, bitcast=True))
         elif not is_cut:
-            if not NOISE_FIRST:
-                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
+            noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
             bound = (held - thread_base[None, :, None]) * scale
             bound += tl.reshape(noise, [WRAPS, THREADS, EACH])
             bound = _number(tl.max(tl.max(bound, axis=0), axis=1))
@@ -163,6 +168,8 @@ def _scanned(
             mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
             tl.store(left.detail_ptr + out, tl.sum(mass, axis=1))
         tl.store(left.top_ptr + out, top)
+        if AHEAD:
+            x = next_x
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -183,7 +190,6 @@ def scan_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
-    edited_ptr,
     arrived_ptr,
     # sizes
     num_contexts,
@@ -215,9 +221,6 @@ def scan_kernel(
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
-    NOISE_FIRST: tl.constexpr,
-    KEEPS_EDITED: tl.constexpr,
-    KEEPS_ALL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -226,8 +229,7 @@ def scan_kernel(
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
-    what is left of rows. Where they are asked for edited rows, or all, are kept in float32, as far
-    apart as logits. Of rows that several programs finish none has arrived.
+    what is left of rows. Of rows that several programs finish none has arrived.
     """
     grid_dependency_synchronize(PDL)
     first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
@@ -258,22 +260,14 @@ def scan_kernel(
         ahead_stride,
         HAS_AHEAD,
     )
-    edits = edits_of(
-        slot,
-        bias_ptr,
-        allowed_ptr,
-        count_ptr,
-        seen_ptr,
-        pool_vocab,
-        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-        tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
-    )
+    pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+    draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
+    num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
+    edits = edits_of(slot, pools, draft_ptr, num_before)
     row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, edits)
     chunk = number * (num_pieces * CHUNKS)
-    left = Left(
-        top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, edited_ptr + number * row_stride
-    )
-    # apart, so that rows without edits keep nothing of theirs
+    left = Left(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk)
+    # apart, so that rows without edits hold nothing of theirs
     if HAS_EDITS and is_edited(slot):
         _scanned(
             x,
@@ -288,11 +282,10 @@ def scan_kernel(
             CHUNKS,
             THREADS,
             EACH,
+            False,  # while it is edited a piece takes all registers
             HAS_IDS,
             True,
             HAS_CUTS,
-            False,  # while it is edited a piece takes all registers
-            KEEPS_EDITED,
         )
     else:
         _scanned(
@@ -308,11 +301,10 @@ def scan_kernel(
             CHUNKS,
             THREADS,
             EACH,
+            PARTS > 1 and not HAS_EDITS,
             HAS_IDS,
             False,
             HAS_CUTS,
-            NOISE_FIRST,
-            KEEPS_ALL,
         )
 
 
@@ -399,7 +391,6 @@ def finish_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
-    edited_ptr,
     # outputs
     token_ptr,
     cut_ptr,
@@ -437,8 +428,6 @@ def finish_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
-    KEPT_EDITED: tl.constexpr,
-    KEPT_ALL: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
     PDL: tl.constexpr,
@@ -477,23 +466,11 @@ def finish_kernel(
         ahead_stride,
         HAS_AHEAD,
     )
-    edits = edits_of(
-        slot,
-        bias_ptr,
-        allowed_ptr,
-        count_ptr,
-        seen_ptr,
-        pool_vocab,
-        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-        tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0,
-    )
-    if KEPT_ALL:
-        values_ptr = edited_ptr
-    else:
-        values_ptr = logits_ptr
-        if KEPT_EDITED and is_edited(slot):
-            values_ptr = edited_ptr
-    of_row = Row(values_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+    pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+    draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
+    num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
+    edits = edits_of(slot, pools, draft_ptr, num_before)
+    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
     drawn = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ CHUNKS = 32
 LOAD_BYTES = 16
 """What a thread reads at once."""
 PARTS = ((192, 4), (24, 2), (0, 1))
-EDITING_PARTS = ((192, 4), (0, 1))
+EDITING_PARTS = ((512, 4), (192, 2), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
 for takes as long as to read one. To edit one takes longer."""
 MOST_BEHIND = 65535
@@ -35,11 +35,8 @@ SOME_ROWS = 264
 SHARES, PROGRAMS = 8, 264
 """So many programs share what is flat of a row, where that takes no more programs than run at once.
 Of one number, as each is a binary of its own."""
-SCAN_REGISTERS = 80
-"""Of a thread that reads a piece and may edit it: three programs of them share a multiprocessor."""
-KEPT_ROWS = 64
-"""Of so many rows or fewer those that are edited, or all where logits are not float32, are kept for
-who finishes them: to edit some of their values again takes longer there than to write all."""
+SCAN_REGISTERS = 64
+"""Of a thread that reads pieces, or edits them: four programs of them share a multiprocessor."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
 ALL_REGISTERS, FEW_ROWS = 255, 132
@@ -86,10 +83,6 @@ def draw(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
-    keeps = pools is not None and num_rows <= KEPT_ROWS and vocab <= logits.stride(0) < 2 * vocab
-    # of one type, so that whoever finishes rows reads all of them from one place
-    keeps_all = keeps and logits.dtype != torch.float32
-    kept = torch.empty(num_rows, logits.stride(0), **float32) if keeps else details
     shares = _shares(num_rows, num_pieces)
     arrived = torch.empty(num_rows, dtype=torch.int32, device=device) if shares > 1 else tokens
     sizes = PARTS if pools is None else EDITING_PARTS
@@ -102,32 +95,23 @@ def draw(
         tops,
         details,
         masses,
-        kept,
         arrived,
         *places,
         *inputs.sizes,
         **constants,
         PARTS=parts,
         ROW_AXIS=row_axis,
-        # with one piece to read others have their noise drawn meanwhile
-        NOISE_FIRST=parts > 1,
-        KEEPS_EDITED=keeps,
-        KEEPS_ALL=keeps_all,
         IS_SPLIT=shares > 1,
         num_warps=WARPS,
-        maxnreg=None if pools is None else SCAN_REGISTERS,
+        maxnreg=None if vocab_ids is not None else SCAN_REGISTERS,
     )
-    if keeps:
-        inputs = replace(inputs, slots=replace(slots, pools=None))
-        constants["HAS_EDITS"] = False
-    has_room = constants["HAS_EDITS"] and num_rows <= FEW_ROWS
+    has_room = pools is not None and num_rows <= FEW_ROWS
     lists, segments = (2, shares + 1) if shares > 1 else (1, 1)
     finish_kernel[(num_rows, shares)](
         *inputs.tensors,
         tops,
         details,
         masses,
-        kept,
         # outputs
         tokens,
         details if cuts is None else cuts,
@@ -140,8 +124,6 @@ def draw(
         *inputs.sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        KEPT_EDITED=keeps,
-        KEPT_ALL=keeps_all,
         WARPS=warps,
         SHARES=shares,
         num_warps=warps,

@@ -14,7 +14,13 @@ import triton.language as tl
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited, edited_piece, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import (
+    Pools,
+    edited,
+    edited_piece,
+    edits_of,
+    edits_of_piece,
+)
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits import story as edits
@@ -232,16 +238,9 @@ def edited_kernel(
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    edits = edits_of(
-        slot,
-        bias_ptr,
-        allowed_ptr,
-        count_ptr,
-        seen_ptr,
-        pool_vocab,
-        draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride,
-        tl.where(request < num_contexts, 0, offset + column) if HAS_DRAFTS else 0,
-    )
+    pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+    draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
+    num_before = tl.where(request < num_contexts, 0, offset + column) if HAS_DRAFTS else 0
     first = tl.program_id(1) * SIZE
     columns = first + tl.arange(0, SIZE)
     inside = columns < vocab
@@ -249,7 +248,12 @@ def edited_kernel(
     x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    x = edited_piece(x, ids, first, vocab, edits) if BY_PIECE else edited(x, ids, inside, edits)
+    edits = edits_of(slot, pools, draft_ptr, num_before)
+    if BY_PIECE:
+        piece = edits_of_piece(first, vocab, edits, SIZE)
+        x = edited_piece(x, piece, first, vocab, logits_ptr + row * row_stride, edits)
+    else:
+        x = edited(x, ids, inside, edits)
     tl.store(out_ptr + row * vocab + columns, x, mask=inside)
 
 

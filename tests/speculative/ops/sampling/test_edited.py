@@ -69,14 +69,6 @@ def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
         assert same_bits(storage(tensor), held)
 
 
-@pytest.fixture(params=[True, False], ids=["kept", "edited-again"])
-def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows as a scan edited them, or edited again where they are finished."""
-    if not request.param:
-        monkeypatch.setattr(launch, "KEPT_ROWS", 0)
-
-
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_story_torch_and_triton_agree(greedy: bool) -> None:
     judge = Judge()
@@ -101,7 +93,6 @@ def test_story_torch_and_triton_agree(greedy: bool) -> None:
     judge.check()
 
 
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("parts", [1, 4])
 def test_torch_and_triton_agree_over_many_chunks(
     parts: int, monkeypatch: pytest.MonkeyPatch
@@ -325,7 +316,6 @@ def test_columns_that_ask_are_there() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("vocab", [151936, 32000])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edits_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.contract import JudgedBy, Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
@@ -49,11 +49,7 @@ class Batch(NamedTuple):
     vocab: tl.tensor
     vocab_ids_ptr: tl.tensor
     cut_ptr: tl.tensor
-    bias_ptr: tl.tensor
-    allowed_ptr: tl.tensor
-    count_ptr: tl.tensor
-    seen_ptr: tl.tensor
-    pool_vocab: tl.tensor
+    pools: Pools
 
 
 class Kept(NamedTuple):
@@ -73,16 +69,7 @@ class Kept(NamedTuple):
 def kept_of(batch, row, slot, draft_ptr, num_before, only):
     """A row of a batch; ``draft_ptr``: the first of its request's drafts; ``only``: the id that the
     row forces, below 0: none."""
-    edits = edits_of(
-        slot,
-        batch.bias_ptr,
-        batch.allowed_ptr,
-        batch.count_ptr,
-        batch.seen_ptr,
-        batch.pool_vocab,
-        draft_ptr,
-        num_before,
-    )
+    edits = edits_of(slot, batch.pools, draft_ptr, num_before)
     options = options_of(slot, batch.vocab)
     cut = batch.cut_ptr + row * NUM_CUTS
     return Kept(
@@ -168,11 +155,7 @@ def keep_kernel(
             vocab,
             vocab_ids_ptr,
             cut_ptr,
-            bias_ptr,
-            allowed_ptr,
-            count_ptr,
-            seen_ptr,
-            pool_vocab,
+            Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         none = tl.full([], -1, tl.int32)
         kept = kept_of(
@@ -283,11 +266,7 @@ def piece_kernel(
             vocab,
             logits_ptr,
             cut_ptr,
-            bias_ptr,
-            allowed_ptr,
-            count_ptr,
-            seen_ptr,
-            pool_vocab,
+            Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         generation = request - num_contexts
         drafts = draft_ptr + generation.to(tl.int64) * draft_stride
