@@ -5,6 +5,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.edits_kernel import Pools
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.noise_kernel import values_of
 from mtp_plugin.speculative.ops.sampling.residual.kernel import Batch, kept_of, only_of, score_of
@@ -64,11 +65,7 @@ def processed_kernel(
             vocab,
             logits_ptr,
             cut_ptr,
-            bias_ptr,
-            allowed_ptr,
-            count_ptr,
-            seen_ptr,
-            pool_vocab,
+            Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         generation = tl.maximum(request - num_contexts, 0).to(tl.int64)
         drafts = draft_ptr + generation * draft_stride
