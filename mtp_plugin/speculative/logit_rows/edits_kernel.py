@@ -117,10 +117,18 @@ def is_edited(slot):
 
 
 @triton.jit
-def penalties_lower(edits):
-    """Whether no value of a row is higher with its penalties than without."""
+def only_lower(edits):
+    """Whether no value of a row is higher edited than it was."""
     is_lowered = (edits.repetition >= 1) & (edits.presence >= 0) & (edits.frequency >= 0)
-    return (edits.count_row < 0) | is_lowered
+    return (edits.bias_row < 0) & ((edits.count_row < 0) | is_lowered)
+
+
+@triton.jit
+def allowed_fours(edits, ids, inside):
+    """The bits of the ids from ``ids`` on, of four each, in the row of what is allowed; of those
+    inside."""
+    words = tl.load(edits.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
+    return words >> (ids & (WORD_BITS - 1))
 
 
 @triton.jit
@@ -129,15 +137,6 @@ def _biased(x, ids, inside, row, bias_ptr):
     if row >= 0:
         x += tl.load(bias_ptr + ids, mask=inside, other=0.0)
         x = tl.where(x == x, x, float("-inf"))
-    return x
-
-
-@triton.jit
-def without_penalties(x, ids, inside, edits):
-    """As `edited`, without penalties."""
-    x = _biased(x, ids, inside, edits.bias_row, edits.bias_ptr)
-    if edits.allowed_row >= 0:
-        x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     return x
 
 
@@ -169,7 +168,10 @@ def _counts_of(count_ptr, ids, is_read):
 @triton.jit
 def edited(x, ids, inside, edits):
     """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
-    x = without_penalties(x, ids, inside, edits)
+    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
+        x = _biased(x, ids, inside, edits.bias_row, edits.bias_ptr)
+        if edits.allowed_row >= 0:
+            x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     if edits.count_row >= 0:
         in_slot = bits_of(edits.seen_ptr, ids, inside)
         times = tl.zeros_like(ids)

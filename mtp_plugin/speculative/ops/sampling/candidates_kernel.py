@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.edits_kernel import without_penalties
+from mtp_plugin.speculative.logit_rows.edits_kernel import allowed_fours
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     ids_of,
     values_of,
@@ -214,22 +214,24 @@ def listed_fours(
     chunks that fill one tile at most; how many there are.
 
     To write a few such numbers takes a quarter of the stores that single values take. Values are
-    without penalties: where these lower them the list is no shorter.
+    not edited but for what is not allowed: with edits that only lower some the list is no shorter.
     """
     SIZE: tl.constexpr = PIECE // CHUNKS
     FOURS: tl.constexpr = SIZE // 4
     ROWS: tl.constexpr = TILE // WARPS
-    x, all_columns = tile_of(
-        row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False
-    )
+    x = tile_of(row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False)[
+        0
+    ]
     columns = columns_of(
         chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
     )[0]
-    if HAS_EDITS:
-        inside = all_columns < row.vocab
-        ids = ids_of(row, all_columns, inside, HAS_IDS)
-        x = without_penalties(x, ids, inside, row.edits)
-    here = tl.max(tl.reshape(x, [TILE, FOURS, 4]), axis=2) >= least
+    x = tl.reshape(x, [TILE, FOURS, 4])
+    if HAS_EDITS and not HAS_IDS:  # noqa: SIM102 - known when it is compiled
+        if row.edits.allowed_row >= 0:
+            bits = allowed_fours(row.edits, columns, columns < row.vocab)
+            bits = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
+            x = tl.where(bits != 0, x, float("-inf"))
+    here = tl.max(x, axis=2) >= least
     number = tl.reshape(here.to(tl.int32), [ROWS, WARPS, FOURS])
     of_thread = tl.reshape(tl.sum(number, axis=0), [WARPS * FOURS])
     start = tl.reshape(tl.cumsum(of_thread, axis=0) - of_thread, [WARPS, FOURS])

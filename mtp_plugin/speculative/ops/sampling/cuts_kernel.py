@@ -8,7 +8,7 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.edits_kernel import penalties_lower
+from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     Candidates,
@@ -233,7 +233,7 @@ def drawn_of_cut(
     first = tl.full([], 0, tl.int32)
     by_fours = num_picked <= PICKED
     if HAS_EDITS:
-        by_fours = by_fours & penalties_lower(row.edits)
+        by_fours = by_fours & only_lower(row.edits)
     if by_fours:
         four_ptr = pair_ptr + 2 * MANY
         num_fours = listed_fours(
