@@ -212,3 +212,23 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     tokens = batch.tokens(Backend.TRITON)
     assert len(guesses) == shares + (3 if wrong.startswith("always") else 1)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 4, 32])
+@pytest.mark.parametrize("vocab", [129280, 151_937])
+def test_whoever_comes_last_goes_on(
+    vocab: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs come in another order every time."""
+    noise = torch.Generator().manual_seed(number)
+    rows = torch.randn(number, vocab, generator=noise) * 2
+    asked = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
+    batch = batch_of(rows, asked)
+    assert launch._shares(number, vocab // launch.PIECE) == launch.SHARES
+    tokens, cuts = drawn(batch)
+    for _ in range(50):
+        again, cuts_again = drawn(batch)
+        assert torch.equal(again, tokens)
+        assert torch.equal(cuts_again, cuts)
+    check(batch, monkeypatch)
