@@ -115,6 +115,8 @@ def test_mistakes_are_told_before_torch_is_imported(arguments: list[str], messag
 def test_an_interrupt_while_something_is_imported_is_told_in_one_line() -> None:
     interrupted = """
 import signal, sys
+# whoever runs tests in the background ignores it, and so would every child
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv[1:] = ["generate", "--help"]
 class Finder:
     def find_spec(self, name, *_):
