@@ -21,6 +21,8 @@ WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
 NO_ID = tl.constexpr(2147483647)
 DRAFTS = tl.constexpr(16)
 """In front of a row, that are compared with a piece at once."""
+MOST_INVERTED = tl.constexpr(1e30)
+"""The highest divisor whose inverse is a number of full precision."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -265,23 +267,21 @@ def _repeated_piece(x, seen, repetition):
 
     A quotient whose divisor all values share is the product with the rounded inverse, corrected by
     what that leaves of x: see Markstein, "Computation of elementary functions on the IBM RISC
-    System/6000", 1990. Of quotient and product the one that counts is the lower where the penalty
-    is above 1, whatever sign x has, and else the higher. Values below 1e-30, whose remainders are
-    not numbers of full precision, may be one unit off; of one whose quotient is infinite the
-    product counts.
+    System/6000", 1990. With a penalty of 1 or more the lower of quotient and product counts,
+    whatever sign x has. Values below 1e-30, whose remainders are not numbers of full precision, may
+    be one unit off.
     """
-    if INTERPRETED:
-        # it rounds a product before it adds
-        lowered = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    # the interpreter rounds a product before it adds; with a penalty below 1 a quotient may be
+    # infinite
+    if INTERPRETED or repetition < 1 or repetition > MOST_INVERTED:
+        product = tl.fma(x, repetition, 0.0)  # not the other branch's, or both would keep it
+        lowered = tl.where(x > 0, tl.div_rn(x, repetition), product)
     else:
-        # with both signs turned the higher is the lower
-        sign = tl.where(repetition >= 1, 1.0, -1.0)
-        factor = repetition * sign
-        inverse = tl.div_rn(1.0, factor)
+        inverse = tl.div_rn(1.0, repetition)
         about = x * inverse
-        quotient = tl.fma(tl.fma(about, -factor, x), inverse, about)
+        quotient = tl.fma(tl.fma(about, -repetition, x), inverse, about)
         # of infinite x it is no number, and loses
-        lowered = tl.minimum(quotient, x * factor) * sign
+        lowered = tl.minimum(quotient, x * repetition)
     return tl.where(seen, lowered, x)
 
 

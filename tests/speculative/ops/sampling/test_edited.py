@@ -187,6 +187,9 @@ def test_infinity(backend: Backend) -> None:
     inf = math.inf
     assert one(Asks(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, inf, inf], backend) == [1]
     assert one(Asks(allowed={0, 2}), [9.0, inf, 1.0], backend) == [0]
+    # of quotients that no float holds
+    assert one(Asks(counts={1: 1}, repetition=1e-38), [5.0, 4.0, 1.0], backend) == [1]
+    assert one(Asks(counts={1: 1}, repetition=0.5), [3.2e38, 3e38, 1.0], backend) == [1]
 
 
 @BOTH
