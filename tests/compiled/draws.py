@@ -12,17 +12,20 @@ from dataclasses import replace
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.row_sums import RowSums
 from tests.compiled.launches import BF16, F16, F32, I64, VOCAB, floats, ints, slot_rows
 
 
 def compile_draws_of_many_rows() -> None:
     requests, width = 100, 4
     rows = DrawnRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
+    logits = floats(requests * width, VOCAB, dtype=BF16)
     draw(
-        floats(requests * width, VOCAB, dtype=BF16),
+        logits,
         rows,
         replace(slot_rows(requests), pools=None),
         role=Role.TARGET,
+        sums=RowSums.unwritten(logits),
         backend=Backend.TRITON,
     )
 

@@ -65,6 +65,7 @@ from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import (
     Accepted,
     DraftBans,
@@ -246,14 +247,17 @@ def compile_logprobs() -> None:
     ):
         layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
         requests = layout.num_requests
-        logprobs(
-            layout,
-            floats(layout.num_logit_rows, vocab, dtype=dtype),
-            ints(requests, k + 1, dtype=I32 if asked is None else I64),
-            ints(requests),
-            slot_rows(requests) if asked is None else asked,
-            backend=Backend.TRITON,
-        )
+        logits = floats(layout.num_logit_rows, vocab, dtype=dtype)
+        for sums in (None, RowSums.unwritten(logits)) if asked is None else (None,):
+            logprobs(
+                layout,
+                logits,
+                ints(requests, k + 1, dtype=I32 if asked is None else I64),
+                ints(requests),
+                slot_rows(requests) if asked is None else asked,
+                sums=sums,
+                backend=Backend.TRITON,
+            )
 
 
 def compile_sampler_store() -> None:

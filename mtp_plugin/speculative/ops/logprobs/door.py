@@ -16,6 +16,7 @@ from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops.logprobs import reference
 from mtp_plugin.speculative.ops.logprobs.contract import LogProbs
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout, check_slots
 
 
@@ -26,6 +27,7 @@ def logprobs(
     counts: torch.Tensor,
     asked: SlotRows | int,
     *,
+    sums: RowSums | None = None,
     backend: Backend,
 ) -> LogProbs:
     """Log-probabilities of emitted tokens, and the most likely ids beside them.
@@ -43,9 +45,12 @@ def logprobs(
         counts: [R] integer, any stride: tokens of each request that were emitted.
         asked: slots of the requests, whose ``logprobs`` says how many most likely ids are told, up
             to `MAX_LOGPROBS`, 0: of the token alone, -1: nothing; or one such number for all.
+        sums: what a draw from these logits has left, for the same slots. None: nothing, so that
+            rows are read once more.
 
     Raises:
-        TensorContractError: a tensor of another shape, dtype or device, or a number out of range.
+        TensorContractError: a tensor of another shape, dtype or device, a number out of range, or
+            sums beside one number for all.
     """
     requests, device = layout.num_requests, logits.device
     if (
@@ -77,7 +82,13 @@ def logprobs(
         check_slots(asked, requests, device)
     elif not -1 <= asked <= MAX_LOGPROBS:
         raise TensorContractError(f"asked: expected -1 to {MAX_LOGPROBS}, got {asked}")
-    return _side(backend).logprobs(layout, logits, tokens, counts, asked)
+    if sums is not None:
+        if not isinstance(asked, SlotRows):
+            raise TensorContractError(
+                f"sums: expected the slots that the draw was given as asked, got {asked}"
+            )
+        sums.check(logits)
+    return _side(backend).logprobs(layout, logits, tokens, counts, asked, sums)
 
 
 class _Side(Protocol):
@@ -88,6 +99,7 @@ class _Side(Protocol):
         tokens: torch.Tensor,
         counts: torch.Tensor,
         asked: SlotRows | int,
+        sums: RowSums | None,
     ) -> LogProbs: ...
 
 

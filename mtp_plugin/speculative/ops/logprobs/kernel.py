@@ -1,8 +1,9 @@
 """Triton kernels of log-probabilities: a scan of the rows by chunks of ids, and a finish per token.
 
-Of every chunk the scan keeps the highest value, the sum of weights as multiples of that value's,
-and how many of its ids come before the token. Chunks are ids in a row: the n most likely ids stand
-in the n chunks whose highest values are highest.
+Of every chunk the scan keeps the highest value, and the sum of weights as multiples of that
+value's. Where a draw has left the highest values of chunks and the sum of weights of rows there is
+no scan. The finish reads again what ids may come before the token, or are among the most likely
+ones: chunks whose highest value is high enough.
 """
 
 import triton
@@ -19,6 +20,17 @@ from mtp_plugin.requests.logprobs import (
     VALUE_PLACE,
 )
 from mtp_plugin.requests.options import MAX_LOGPROBS
+from mtp_plugin.speculative.logit_rows.chunks_kernel import (
+    LOG2_E,
+    columns_of,
+    masses_of,
+    number_of,
+    number_or_zero,
+    picked,
+    piece_of,
+    row_mass_of,
+    thread_tops,
+)
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)
@@ -29,14 +41,16 @@ TOP_IDS = tl.constexpr(TOP_IDS_PLACE)
 TOP_VALUES = tl.constexpr(TOP_VALUES_PLACE)
 TOP = tl.constexpr(MAX_LOGPROBS)
 LISTED = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
-LOG2_E = tl.constexpr(1.4426950408889634)
 NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**63))
-"""Below the key of every value."""
+"""Below the key of every value, as are the next ones, one for each of a list."""
+LOWEST_KEY = tl.constexpr(-(2**63) + triton.next_power_of_2(MAX_LOGPROBS))
+HIGHEST_KEY = tl.constexpr(2**63 - 1)
 
 CHANGING = ["num_contexts", "width", "num_pieces", "asked"]
-CHANGING += ["token_row_stride", "token_stride", "count_stride", "table_stride", "slot_stride"]
-SHIFTING = ["token_ptr", "count_ptr", "table_ptr", "slot_ptr"]
+CHANGING += ["count_stride", "table_stride", "slot_stride"]
+OF_TOKENS = ["token_row_stride", "token_stride"]
+SHIFTING = ["count_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
@@ -55,14 +69,7 @@ def tokens_asked(
 @triton.jit
 def loaded(pointers, inside):
     """Values in float32, NaN and what is outside as -inf."""
-    x = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
-
-
-@triton.jit
-def finite_or_zero(x):
-    """What may be subtracted from any value that is no higher."""
-    return tl.where((x > float("-inf")) & (x < float("inf")), x, 0.0)
+    return number_of(tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
@@ -90,14 +97,12 @@ def value_of(key):
 def scan_kernel(
     # inputs
     logits_ptr,
-    token_ptr,
     count_ptr,
     table_ptr,
     slot_ptr,
     # outputs
     top_ptr,
     mass_ptr,
-    ahead_ptr,
     # sizes
     num_contexts,
     width,
@@ -105,87 +110,166 @@ def scan_kernel(
     num_pieces,
     asked,
     row_stride,
-    token_row_stride,
-    token_stride,
     count_stride,
     table_stride,
     slot_stride,
     # constants
-    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (row, piece): what is kept of its chunks; nothing, where nobody asks for the row.
-
-    A piece is read in STEPS parts.
-    """
+    """``PARTS`` pieces of a row: what is kept of their chunks; nothing, where nobody asks for the
+    row."""
+    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     grid_dependency_synchronize(PDL)
-    row = (tl.program_id(0) // num_pieces).to(tl.int64)
-    piece = tl.program_id(0) % num_pieces
-    behind = tl.maximum(row - num_contexts, 0)
+    row = tl.program_id(0).to(tl.int64)
+    behind = tl.maximum(tl.program_id(0) - num_contexts, 0)
     is_context = row < num_contexts
     request = tl.where(is_context, row, num_contexts + behind // width)
     place = tl.where(is_context, 0, behind % width)
     count = tl.load(count_ptr + request * count_stride)
     asked = tokens_asked(request, table_ptr, table_stride, slot_ptr, slot_stride, asked, HAS_SLOTS)
     if (asked >= 0) & (place < count):
-        token = tl.load(token_ptr + request * token_row_stride + place * token_stride)
-        row_ptr = logits_ptr + row * row_stride
-        own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
-        for step in range(STEPS):
-            chunks = (piece * STEPS + step) * CHUNKS + tl.arange(0, CHUNKS)
-            columns = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            x = loaded(row_ptr + columns, columns < vocab)
-            top = tl.max(x, axis=1)
-            weights = tl.exp2((x - finite_or_zero(top)[:, None]) * LOG2_E)
-            ahead = (x > own) | ((x == own) & (columns < token))
-            out = row * (num_pieces * STEPS * CHUNKS) + chunks
+        first_piece = tl.program_id(1) * PARTS
+        for piece in range(first_piece, tl.minimum(first_piece + PARTS, num_pieces)):
+            x = piece_of(logits_ptr + row * row_stride, piece, vocab, PIECE)
+            held = tl.reshape(x, [WRAPS, THREADS, EACH])
+            thread_top = thread_tops(held)
+            by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+            top = tl.max(by_chunk, axis=1)
+            below = (by_chunk - number_or_zero(top)[:, None]) * LOG2_E
+            out = (row * num_pieces + piece) * CHUNKS + tl.arange(0, CHUNKS)
             tl.store(top_ptr + out, top)
-            tl.store(mass_ptr + out, tl.sum(weights, axis=1))
-            tl.store(ahead_ptr + out, tl.sum(ahead.to(tl.int32), axis=1))
+            tl.store(mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
 
 
 @triton.jit
-def most_likely(row_ptr, vocab, tops, chunks, number, num_chunks, CHUNK: tl.constexpr):
-    """The ``number`` most likely ids of a row and their values [LISTED], -1 behind them."""
-    places = tl.arange(0, LISTED)
-    keys = tl.where(chunks < num_chunks, keys_of(tops, chunks), NO_KEY)
-    chosen = tl.full([LISTED], NO_COLUMN, tl.int32)
-    for place in range(number):
-        best = tl.max(keys, axis=0)
-        chosen = tl.where((places == place) & (best > NO_KEY), id_of(best), chosen)
-        keys = tl.where(keys == best, NO_KEY, keys)
+def _tile_of(
+    row_ptr,
+    vocab,
+    picked_ptr,
+    first,
+    num_picked,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Values and columns of some picked chunks, and which of them are, all [TILE, ids of a chunk];
+    -inf beyond them."""
+    places = tl.arange(0, PIECE // CHUNKS)
+    columns, here = columns_of(
+        picked_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
+    )
+    inside = here[:, None] & (columns < vocab)
+    return loaded(row_ptr + columns, inside), columns, inside
 
-    inside = chosen < num_chunks
-    columns = tl.where(inside, chosen, 0)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    inside = inside[:, None] & (columns < vocab)
-    held = tl.where(inside, keys_of(loaded(row_ptr + columns, inside), columns), NO_KEY)
+
+@triton.jit
+def rank_of(
+    row_ptr,
+    vocab,
+    token,
+    own,
+    tops,
+    is_chunk,
+    picked_ptr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """One more than the ids in front of a token of value ``own``."""
+    num_picked = picked((tops >= own) & is_chunk, picked_ptr)
+    # what a thread wrote others read
+    tl.debug_barrier()
+    ahead = tl.zeros([TILE, PIECE // CHUNKS], tl.int32)
+    for first in range(0, num_picked, TILE):
+        x, columns, inside = _tile_of(
+            row_ptr, vocab, picked_ptr, first, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
+        )
+        ahead += (inside & ((x > own) | ((x == own) & (columns < token)))).to(tl.int32)
+    return 1 + tl.sum(tl.sum(ahead, axis=1), axis=0)
+
+
+@triton.jit
+def most_likely(
+    row_ptr,
+    vocab,
+    number,
+    tops,
+    chunks,
+    is_chunk,
+    picked_ptr,
+    TILE: tl.constexpr,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """The ``number`` >= 1 most likely ids of a row and their values [LISTED], -1 behind them."""
+    # of so many chunks each has an id that is no lower
+    keys = tl.where(is_chunk, keys_of(tops, chunks), NO_KEY)
+    least = float("inf")
+    for _ in range(number):
+        best = tl.max(keys, axis=0)
+        least = tl.where(best > NO_KEY, value_of(best), float("-inf"))
+        keys = tl.where(keys == best, NO_KEY, keys)
+    # a rank is counted with what was picked before
+    tl.debug_barrier()
+    num_picked = picked((tops >= least) & is_chunk, picked_ptr)
+    tl.debug_barrier()
+
+    places = tl.arange(0, LISTED)
+    # no two are equal, so that one at a time is replaced
+    found = NO_KEY + places.to(tl.int64)
+    lowest = tl.full([], NO_KEY, tl.int64)
+    for first in range(0, num_picked, TILE):
+        x, columns, inside = _tile_of(
+            row_ptr, vocab, picked_ptr, first, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
+        )
+        of_tile = tl.where(inside, keys_of(x, columns), NO_KEY)
+        best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
+        while best_of_tile > lowest:
+            found = tl.where(found == lowest, best_of_tile, found)
+            lowest = tl.min(tl.where(places < number, found, HIGHEST_KEY), axis=0)
+            of_tile = tl.where(of_tile == best_of_tile, NO_KEY, of_tile)
+            best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
+
     ids = tl.full([LISTED], -1, tl.int32)
     values = tl.full([LISTED], 0.0, tl.float32)
     for place in range(number):
-        best = tl.max(tl.max(held, axis=1), axis=0)
-        is_here = (places == place) & (best > NO_KEY)
+        best = tl.max(found, axis=0)
+        is_here = (places == place) & (best >= LOWEST_KEY)
         ids = tl.where(is_here, id_of(best), ids)
         values = tl.where(is_here, value_of(best), values)
-        held = tl.where(held == best, NO_KEY, held)
+        found = tl.where(found == best, NO_KEY, found)
     return ids, values
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(
+    do_not_specialize=[*CHANGING, *OF_TOKENS],
+    do_not_specialize_on_alignment=[*SHIFTING, "token_ptr"],
+)
 def finish_kernel(
     # inputs
     logits_ptr,
-    token_ptr,
     count_ptr,
     table_ptr,
     slot_ptr,
+    token_ptr,
     top_ptr,
     mass_ptr,
-    ahead_ptr,
     # outputs
     entry_ptr,
+    # written and read here
+    picked_ptr,
     # sizes
     num_contexts,
     width,
@@ -193,20 +277,26 @@ def finish_kernel(
     num_pieces,
     asked,
     row_stride,
-    token_row_stride,
-    token_stride,
     count_stride,
     table_stride,
     slot_stride,
+    token_row_stride,
+    token_stride,
     # constants
-    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
-    STEPS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (request, place): the entry of its token, or a filled one."""
+    """One (request, place): the entry of its token, or a filled one.
+
+    Of masses there is one per row with sums, else one per chunk.
+    """
     grid_dependency_synchronize(PDL)
     request = (tl.program_id(0) // width).to(tl.int64)
     place = tl.program_id(0) % width
@@ -223,17 +313,22 @@ def finish_kernel(
     if (asked >= 0) & (place < count) & ((place == 0) | (request >= num_contexts)):
         number = tl.minimum(asked, TOP)
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
-        num_chunks = num_pieces * STEPS * CHUNKS
-        chunks = tl.arange(0, ALL_CHUNKS)
-        kept = row * num_chunks + chunks
-        tops = tl.load(top_ptr + kept, mask=chunks < num_chunks, other=float("-inf"))
-        masses = tl.load(mass_ptr + kept, mask=chunks < num_chunks, other=0.0)
-        rank = 1 + tl.sum(tl.load(ahead_ptr + kept, mask=chunks < num_chunks, other=0), axis=0)
-        top = tl.max(tops, axis=0)
         row_ptr = logits_ptr + row * row_stride
+        own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
+        num_chunks = num_pieces * CHUNKS
+        chunks = tl.arange(0, ALL_CHUNKS)
+        is_chunk = chunks < num_chunks
+        kept = row * num_chunks + chunks
+        tops = tl.load(top_ptr + kept, mask=is_chunk, other=float("-inf"))
+        if HAS_SUMS:
+            mass = tl.load(mass_ptr + row)
+        else:
+            masses = tl.load(mass_ptr + kept, mask=is_chunk, other=0.0)
+        top = tl.max(tops, axis=0)
         if top == float("inf"):
-            chunk = tl.min(tl.where(tops == top, chunks, NO_COLUMN), axis=0)
-            columns = chunk * CHUNK + tl.arange(0, CHUNK)
+            # pieces stand in the order of ids, their chunks do not
+            piece = tl.min(tl.where(tops == top, chunks // CHUNKS, NO_COLUMN), axis=0)
+            columns = piece * PIECE + tl.arange(0, PIECE)
             x = loaded(row_ptr + columns, columns < vocab)
             first = tl.min(tl.where(x == top, columns, NO_COLUMN), axis=0)
             # behind it all others, by id
@@ -246,14 +341,41 @@ def finish_kernel(
             ids = tl.where(is_told, ids, -1)
             values = tl.where(is_told, values, 0.0)
         else:
-            base = finite_or_zero(top)
-            mass = tl.sum(masses * tl.exp2((tops - base) * LOG2_E), axis=0)
+            if not HAS_SUMS:
+                mass = row_mass_of(masses, tops, top, LOG2_E)
             norm = tl.log(mass)
-            own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
-            value = tl.where(own > float("-inf"), own - base - norm, float("-inf"))
+            value = tl.where(own > float("-inf"), own - top - norm, float("-inf"))
+            picked_ptr += tl.program_id(0).to(tl.int64) * num_chunks
+            rank = rank_of(
+                row_ptr,
+                vocab,
+                token,
+                own,
+                tops,
+                is_chunk,
+                picked_ptr,
+                TILE,
+                PIECE,
+                CHUNKS,
+                THREADS,
+                EACH,
+            )
             if number > 0:
-                ids, values = most_likely(row_ptr, vocab, tops, chunks, number, num_chunks, CHUNK)
-                lower = tl.where(values > float("-inf"), values - base - norm, float("-inf"))
+                ids, values = most_likely(
+                    row_ptr,
+                    vocab,
+                    number,
+                    tops,
+                    chunks,
+                    is_chunk,
+                    picked_ptr,
+                    TILE,
+                    PIECE,
+                    CHUNKS,
+                    THREADS,
+                    EACH,
+                )
+                lower = tl.where(values > float("-inf"), values - top - norm, float("-inf"))
                 values = tl.where(ids >= 0, lower, 0.0)
     entry = entry_ptr + tl.program_id(0).to(tl.int64) * ENTRY
     tl.store(entry + TOKEN, token)

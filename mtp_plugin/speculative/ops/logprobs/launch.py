@@ -1,4 +1,5 @@
-"""Log-probabilities on the device: a scan of all rows, and a launch that finishes each token."""
+"""Log-probabilities on the device: a launch that finishes each token, behind a scan of all rows
+where no draw has made one."""
 
 from __future__ import annotations
 
@@ -11,17 +12,16 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.ops.logprobs.contract import LogProbs
 from mtp_plugin.speculative.ops.logprobs.kernel import finish_kernel, scan_kernel
+from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 
-CHUNK = 64
-"""Ids of a chunk."""
-CHUNKS = 64
-"""Chunks that a program of the scan reads at once."""
-STEPS = 4
-"""So many times, where there are many rows: programs that find nothing to do take time too."""
+PARTS = 4
+"""Pieces that a program of the scan reads where there are many rows: programs that find nothing to
+do take time too."""
 SOME_ROWS = 64
 """So many rows or fewer leave the device room for a program per piece."""
-SCAN_WARPS = 4
+TILE = 4096
+"""Ids that a program of the finish reads at once."""
 FINISH_WARPS = 8
 
 
@@ -31,6 +31,7 @@ def logprobs(
     tokens: torch.Tensor,
     counts: torch.Tensor,
     asked: SlotRows | int,
+    sums: RowSums | None,
 ) -> LogProbs:
     """As at the door."""
     expect_reachable(scan_kernel, "logits", logits)
@@ -39,15 +40,12 @@ def logprobs(
     result = LogProbs.unwritten(layout.num_requests, layout.step_rows, device)
     if num_rows == 0:
         return result
-    steps = 1 if num_rows <= SOME_ROWS else STEPS
-    num_pieces = -(-vocab // (CHUNK * CHUNKS * steps))
-    num_chunks = num_pieces * steps * CHUNKS
-    tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
-    ahead = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    chunks = ChunkLayout.of(logits)
+    num_pieces, num_chunks = chunks.num_pieces(vocab), chunks.num_chunks(vocab)
+    num_cells = layout.num_requests * layout.step_rows
     slots = asked if isinstance(asked, SlotRows) else None
     inputs = (
         logits,
-        tokens,
         counts,
         counts if slots is None else slots.table,  # what is not there is never read
         counts if slots is None else slots.slot_ids,
@@ -59,31 +57,38 @@ def logprobs(
         num_pieces,
         0 if isinstance(asked, SlotRows) else asked,
         logits.stride(0),
-        *tokens.stride(),
         counts.stride(0),
         0 if slots is None else slots.table.stride(0),
         0 if slots is None else slots.slot_ids.stride(0),
     )
     constants: dict[str, Any] = {
-        "CHUNK": CHUNK,
-        "CHUNKS": CHUNKS,
-        "STEPS": steps,
+        **chunks.constants,
         "HAS_SLOTS": slots is not None,
         **pdl_options(device),
     }
-    scan_kernel[(num_rows * num_pieces,)](
-        *inputs, tops, masses, ahead, *sizes, **constants, num_warps=SCAN_WARPS
-    )
-    finish_kernel[(layout.num_requests * layout.step_rows,)](
+    if sums is None:
+        parts = 1 if num_rows <= SOME_ROWS else PARTS
+        tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
+        scan_kernel[(num_rows, -(-num_pieces // parts))](
+            *inputs, tops, masses, *sizes, **constants, PARTS=parts, num_warps=chunks.warps
+        )
+    else:
+        tops, masses = sums.tops, sums.masses
+    finish_kernel[(num_cells,)](
         *inputs,
+        tokens,
         tops,
         masses,
-        ahead,
         # outputs
         result.entries,
+        # written and read there
+        torch.empty(num_cells, num_chunks, dtype=torch.int32, device=device),
         *sizes,
+        *tokens.stride(),
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        TILE=TILE // (chunks.piece // chunks.chunks),
+        HAS_SUMS=sums is not None,
         num_warps=FINISH_WARPS,
     )
     return result

@@ -7,6 +7,7 @@ import torch
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops.logprobs.contract import LogProbs
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 
 
@@ -16,6 +17,7 @@ def logprobs(
     tokens: torch.Tensor,
     counts: torch.Tensor,
     asked: SlotRows | int,
+    sums: RowSums | None,
 ) -> LogProbs:
     """As at the door."""
     requests, width = layout.num_requests, layout.step_rows
@@ -41,19 +43,26 @@ def logprobs(
     rows = (first + place).reshape(-1)[cells].clamp_max(max(logits.shape[0] - 1, 0))
     if cells.shape[0] == 0:
         return result
-    written = _entries(logits[rows], tokens.reshape(-1)[cells], most[cells // width])
+    masses = None if sums is None else sums.masses[rows]
+    written = _entries(logits[rows], tokens.reshape(-1)[cells], most[cells // width], masses)
     entries = result.entries.view(-1, ENTRY_WIDTH)
     entries[cells] = torch.where(live.reshape(-1, 1)[cells], written, entries[cells])
     return result
 
 
-def _entries(logits: torch.Tensor, tokens: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """Of rows [N, V], a token each [N], and so many ids [N]: entries [N, ENTRY_WIDTH] int32."""
+def _entries(
+    logits: torch.Tensor, tokens: torch.Tensor, most: torch.Tensor, masses: torch.Tensor | None
+) -> torch.Tensor:
+    """Of rows [N, V], a token each [N], and so many ids [N]: entries [N, ENTRY_WIDTH] int32.
+
+    Args:
+        masses: [N], as `RowSums` have them; None: nobody has.
+    """
     vocab = logits.shape[1]
     ids = torch.arange(vocab, device=logits.device)
     # two logits may have one log-probability: the order is that of the logits
     scores = _scores(logits)
-    values = log_softmax(logits)
+    values = log_softmax(logits, masses)
     tokens = tokens.to(torch.int64).clamp(0, vocab - 1).unsqueeze(1)
     own = scores.gather(1, tokens)
     ahead = (scores > own) | ((scores == own) & (ids < tokens))
@@ -72,10 +81,15 @@ def _entries(logits: torch.Tensor, tokens: torch.Tensor, most: torch.Tensor) -> 
     return torch.cat(columns, dim=1)
 
 
-def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+def log_softmax(logits: torch.Tensor, masses: torch.Tensor | None = None) -> torch.Tensor:
     """In float32 of rows [N, V]: NaN as -inf, all of it on the lowest id that holds +inf."""
     scores = _scores(logits)
-    return torch.log_softmax(scores, dim=1).masked_fill(scores == -torch.inf, -torch.inf)
+    if masses is None:
+        values = torch.log_softmax(scores, dim=1)
+    else:
+        norm = masses.log().masked_fill((logits == torch.inf).any(dim=1), 0.0)
+        values = scores - scores.amax(dim=1, keepdim=True) - norm.unsqueeze(1)
+    return values.masked_fill(scores == -torch.inf, -torch.inf)
 
 
 def _scores(logits: torch.Tensor) -> torch.Tensor:

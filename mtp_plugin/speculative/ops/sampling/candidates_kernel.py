@@ -7,6 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.chunks_kernel import columns_of
 from mtp_plugin.speculative.logit_rows.edits_kernel import allowed_fours
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     ids_of,
@@ -30,43 +31,6 @@ class Candidates(NamedTuple):
     num_chunks: tl.tensor
     pair_ptr: tl.tensor  # as `pairs_of`
     found: tl.tensor  # of the list; more than LISTED: it is not whole
-
-
-@triton.jit
-def starts_of(
-    chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr
-):
-    """The first column of each chunk."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
-    # without a sign a division is a shift
-    pieces = (chunks.to(tl.uint32) // CHUNKS).to(tl.int32)
-    return pieces * (PIECE - CHUNKS * SEGMENT) + chunks * SEGMENT
-
-
-@triton.jit
-def spread_of(places, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """How far behind a chunk's first column its places are."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
-    return places // SEGMENT * (THREADS * EACH) + places % SEGMENT
-
-
-@triton.jit
-def columns_of(
-    chunk_ptr,
-    first,
-    num_picked,
-    places,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """Columns of places in some picked chunks [TILE, places], and which of the chunks are."""
-    at = first + tl.arange(0, TILE)
-    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-    starts = starts_of(chunks, PIECE, CHUNKS, THREADS, EACH)
-    return starts[:, None] + spread_of(places, CHUNKS, THREADS, EACH)[None, :], at < num_picked
 
 
 @triton.jit

@@ -8,6 +8,7 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.chunks_kernel import picked
 from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
@@ -151,29 +152,6 @@ def _drawn_of_few(
 
 
 @triton.jit
-def _picked(here, picked_ptr):
-    """Write which of all chunks are ``here``, in no order; how many they are.
-
-    By fours of neighbours, which a thread holds.
-    """
-    FOURS: tl.constexpr = here.shape[0] // 4
-    here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [FOURS, 2, 2]))
-    here0, here2 = tl.split(here02)
-    here1, here3 = tl.split(here13)
-    number = here0 + here1 + here2 + here3
-    place = tl.cumsum(number, axis=0) - number
-    chunks = tl.arange(0, FOURS) * 4
-    tl.store(picked_ptr + place, chunks, mask=here0 != 0)
-    place += here0
-    tl.store(picked_ptr + place, chunks + 1, mask=here1 != 0)
-    place += here1
-    tl.store(picked_ptr + place, chunks + 2, mask=here2 != 0)
-    place += here2
-    tl.store(picked_ptr + place, chunks + 3, mask=here3 != 0)
-    return tl.sum(number, axis=0)
-
-
-@triton.jit
 def drawn_of_cut(
     row,
     options,
@@ -221,7 +199,7 @@ def drawn_of_cut(
         far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
 
-    num_picked = _picked((depths <= far) & (chunks < num_chunks), picked_ptr)
+    num_picked = picked((depths <= far) & (chunks < num_chunks), picked_ptr)
     is_helped = (options.top_k == 0) & (options.top_p < 1) & (num_picked > UNSHARED)
     if SHARES > 1:
         num_picked = tl.where((split.share > 0) & (num_picked <= UNSHARED), 0, num_picked)

@@ -10,6 +10,15 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.logit_rows.chunks_kernel import (
+    LOG2_E,
+    masses_of,
+    number_of,
+    number_or_zero,
+    piece_of,
+    row_mass_of,
+    thread_tops,
+)
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
     Pools,
     edited,
@@ -23,7 +32,6 @@ from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
-    LOG2_E,
     Row,
     choice_of,
     gumbel,
@@ -47,37 +55,13 @@ SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
 
 
-@triton.jit
-def _number(x):
-    """-inf for what is no number."""
-    return tl.where(x == x, x, float("-inf"))
-
-
-@triton.jit
-def _piece_of(row_ptr, piece, vocab, PIECE: tl.constexpr):
-    """The values of a piece of a row, float32; -inf behind the row."""
-    first = piece * PIECE
-    places = tl.arange(0, PIECE)
-    if first + PIECE <= vocab:
-        x = tl.load(row_ptr + first + places)
-    else:
-        x = tl.load(row_ptr + first + places, mask=places < vocab - first, other=float("-inf"))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _weights(held, base, scale):
-    """Of what threads hold [..., threads, each], against a base of each thread; 0 for NaN."""
-    weights = tl.exp2((held - base[None, :, None]) * scale)
-    return tl.where(held == held, weights, 0.0)
-
-
 class Left(NamedTuple):
     """Where a scan leaves what it found in a row; pointers stand at the row's own."""
 
     top_ptr: tl.tensor
     detail_ptr: tl.tensor
     mass_ptr: tl.tensor
+    raw_mass_ptr: tl.tensor
 
 
 @triton.jit
@@ -111,6 +95,7 @@ def _scanned(
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
 ):
     """Some pieces of a row, of the first of which ``x`` are the values."""
     WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
@@ -123,24 +108,21 @@ def _scanned(
             # it is on its way while this one is looked at
             next_x = x
             if piece + 1 < last_piece:
-                next_x = _piece_of(row.ptr, piece + 1, row.vocab, PIECE)
+                next_x = piece_of(row.ptr, piece + 1, row.vocab, PIECE)
         elif piece > first_piece:
-            x = _piece_of(row.ptr, piece, row.vocab, PIECE)
+            x = piece_of(row.ptr, piece, row.vocab, PIECE)
         if HAS_EDITS:
             if HAS_IDS:
                 columns = piece * PIECE + tl.arange(0, PIECE)
                 inside = columns < row.vocab
-                x = edited(_number(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+                x = edited(number_of(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
             else:
                 x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits)
         held = tl.reshape(x, [WRAPS, THREADS, EACH])
-        # what is no number loses against every other, so that few are looked at
-        thread_top = _number(tl.max(tl.max(held, axis=0), axis=1))
+        thread_top = thread_tops(held)
         by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
         top = tl.max(by_chunk, axis=1)
-        # where all values are -inf no difference to the highest is a number
-        thread_base = tl.where(thread_top > float("-inf"), thread_top, 0.0)
-        base = tl.where(top > float("-inf"), top, 0.0)
+        base = number_or_zero(top)
         below = (by_chunk - base[:, None]) * scale
 
         out = piece * CHUNKS + tl.arange(0, CHUNKS)
@@ -152,21 +134,19 @@ def _scanned(
             tl.store(left.detail_ptr + out, first.to(tl.float32, bitcast=True))
         elif not is_cut:
             noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
-            bound = (held - thread_base[None, :, None]) * scale
+            bound = (held - number_or_zero(thread_top)[None, :, None]) * scale
             bound += tl.reshape(noise, [WRAPS, THREADS, EACH])
-            bound = _number(tl.max(tl.max(bound, axis=0), axis=1))
+            bound = number_of(tl.max(tl.max(bound, axis=0), axis=1))
             bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
             tl.store(left.detail_ptr + out, tl.max(bound, axis=1))
             if HAS_CUTS:
-                weights = _weights(held, thread_base, scale)
-                mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-                mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-                tl.store(left.mass_ptr + out, tl.sum(mass, axis=1))
+                tl.store(left.mass_ptr + out, masses_of(held, thread_top, below, scale))
         elif (options.top_k == 0) & (options.top_p < 1):
-            weights = _weights(held, thread_base, scale)
-            mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-            mass = tl.reshape(mass, [CHUNKS, THREADS // CHUNKS]) * tl.exp2(below)
-            tl.store(left.detail_ptr + out, tl.sum(mass, axis=1))
+            tl.store(left.detail_ptr + out, masses_of(held, thread_top, below, scale))
+        if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
+            if options.num_logprobs >= 0:
+                below = (by_chunk - base[:, None]) * LOG2_E
+                tl.store(left.raw_mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
         tl.store(left.top_ptr + out, top)
         if AHEAD:
             x = next_x
@@ -190,6 +170,7 @@ def scan_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
+    raw_mass_ptr,
     arrived_ptr,
     # sizes
     num_contexts,
@@ -220,6 +201,7 @@ def scan_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     ROW_AXIS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -229,7 +211,8 @@ def scan_kernel(
     That is: of a greedy row the lowest column of that value, bit for bit; of one without cuts a
     bound of the highest noisy score, in log2 and above that value's; of one with top-p alone the
     sum of weights, as multiples of that value's. One without cuts has that too where somebody asks
-    what is left of rows. Of rows that several programs finish none has arrived.
+    what is left of rows. Raw rows whose request asks for log-probabilities have one at a
+    temperature of 1. Of rows that several programs finish none has arrived.
     """
     grid_dependency_synchronize(PDL)
     first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
@@ -241,7 +224,7 @@ def scan_kernel(
     request, offset, slot = place_of(
         number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    x = _piece_of(logits_ptr + number * row_stride, first_piece, vocab, PIECE)
+    x = piece_of(logits_ptr + number * row_stride, first_piece, vocab, PIECE)
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
@@ -266,7 +249,7 @@ def scan_kernel(
     edits = edits_of(slot, pools, draft_ptr, num_before)
     row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, edits)
     chunk = number * (num_pieces * CHUNKS)
-    left = Left(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk)
+    left = Left(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, raw_mass_ptr + chunk)
     # apart, so that rows without edits hold nothing of theirs
     if HAS_EDITS and is_edited(slot):
         _scanned(
@@ -286,6 +269,7 @@ def scan_kernel(
             HAS_IDS,
             True,
             HAS_CUTS,
+            HAS_SUMS,
         )
     else:
         _scanned(
@@ -305,6 +289,7 @@ def scan_kernel(
             HAS_IDS,
             False,
             HAS_CUTS,
+            HAS_SUMS,
         )
 
 
@@ -391,9 +376,11 @@ def finish_kernel(
     top_ptr,
     detail_ptr,
     mass_ptr,
+    raw_mass_ptr,
     # outputs
     token_ptr,
     cut_ptr,
+    row_mass_ptr,
     # written and read here
     picked_ptr,
     pair_ptr,
@@ -428,12 +415,13 @@ def finish_kernel(
     HAS_EDITS: tl.constexpr,
     HAS_CHOICE: tl.constexpr,
     HAS_CUTS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: its token, and what its cuts leave; ``SHARES`` programs share it where its nucleus
-    is flat."""
+    """One row: its token, what its cuts leave, and its mass where log-probabilities are asked for;
+    ``SHARES`` programs share it where its nucleus is flat."""
     SEGMENTS: tl.constexpr = SHARES + 1 if SHARES > 1 else 1
     LISTS: tl.constexpr = 2 if SHARES > 1 else 1
     grid_dependency_synchronize(PDL)
@@ -450,6 +438,13 @@ def finish_kernel(
     details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     offset += column
     options = options_of(slot, vocab)
+    if HAS_SUMS:
+        tells_mass = (share == 0) & (options.num_logprobs >= 0)
+        raw_masses = tl.load(
+            raw_mass_ptr + row * num_chunks + chunks,
+            mask=(chunks < num_chunks) & tells_mass,
+            other=0.0,
+        )
     temperature = options.temperature
     step = tl.full([], 0, tl.int32)
     if HAS_CHOICE:
@@ -472,6 +467,9 @@ def finish_kernel(
     edits = edits_of(slot, pools, draft_ptr, num_before)
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
+    if HAS_SUMS:  # noqa: SIM102 - as above
+        if tells_mass:
+            tl.store(row_mass_ptr + row, row_mass_of(raw_masses, tops, top, LOG2_E))
     drawn = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
@@ -514,8 +512,7 @@ def finish_kernel(
                 masses = tl.load(
                     mass_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
                 )
-                weights = tl.exp2((tops - top) * scale_of(temperature))
-                mass = tl.sum(tl.where(tops > float("-inf"), masses * weights, 0.0), axis=0)
+                mass = row_mass_of(masses, tops, top, scale_of(temperature))
         else:
             drawn, limit, last, mass, is_known = drawn_of_cut(
                 of_row,

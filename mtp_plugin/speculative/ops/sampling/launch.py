@@ -15,15 +15,9 @@ from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
 from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD
+from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
 from mtp_plugin.speculative.step import SlotRows
 
-PIECE = 4096
-"""Columns that a program of the scan reads at once, 16 per thread."""
-WARPS = 8
-CHUNKS = 32
-"""Of a piece."""
-LOAD_BYTES = 16
-"""What a thread reads at once."""
 PARTS = ((192, 4), (24, 2), (0, 1))
 EDITING_PARTS = ((512, 4), (192, 2), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
@@ -52,6 +46,7 @@ def draw(
     by_choice: bool,
     vocab_ids: torch.Tensor | None,
     cuts: torch.Tensor | None,
+    sums: RowSums | None,
 ) -> torch.Tensor:
     """As at the door."""
     expect_reachable(scan_kernel, "logits", logits)
@@ -61,25 +56,27 @@ def draw(
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    num_pieces = -(-vocab // PIECE)
-    num_chunks = num_pieces * CHUNKS
+    layout = ChunkLayout.of(logits)
+    num_pieces, num_chunks = layout.num_pieces(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    tops, details = torch.empty(2, num_rows, num_chunks, **float32)
+    tops = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
+    details = torch.empty(num_rows, num_chunks, **float32)
     masses = details if cuts is None else torch.empty(num_rows, num_chunks, **float32)
-    inputs = _Inputs(logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens)
+    raw_masses = details if sums is None else torch.empty(num_rows, num_chunks, **float32)
+    inputs = _Inputs(
+        logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_pieces
+    )
     places: tuple[int, ...] = (rows.num_contexts, rows.width, rows.column, int(role))
     places += _places(slots) if by_choice else (0, 0, 0)
     constants: dict[str, Any] = {
-        "PIECE": PIECE,
-        "CHUNKS": CHUNKS,
-        "THREADS": WARPS * 32,
-        "EACH": LOAD_BYTES // logits.element_size(),
+        **layout.constants,
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
         "HAS_DRAFTS": rows.drafts is not None,
         "HAS_EDITS": pools is not None,
         "HAS_CHOICE": by_choice,
         "HAS_CUTS": cuts is not None,
+        "HAS_SUMS": sums is not None,
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
@@ -95,6 +92,7 @@ def draw(
         tops,
         details,
         masses,
+        raw_masses,
         arrived,
         *places,
         *inputs.sizes,
@@ -102,7 +100,7 @@ def draw(
         PARTS=parts,
         ROW_AXIS=row_axis,
         IS_SPLIT=shares > 1,
-        num_warps=WARPS,
+        num_warps=layout.warps,
         maxnreg=None if vocab_ids is not None else SCAN_REGISTERS,
     )
     has_room = pools is not None and num_rows <= FEW_ROWS
@@ -112,9 +110,11 @@ def draw(
         tops,
         details,
         masses,
+        raw_masses,
         # outputs
         tokens,
         details if cuts is None else cuts,
+        details if sums is None else sums.masses,
         # written and read there
         torch.empty(num_rows, shares, lists, num_chunks, dtype=torch.int32, device=device),
         torch.empty(num_rows, segments, PLACES.value, dtype=torch.int64, device=device),
@@ -147,6 +147,7 @@ class _Inputs:
     vocab_ids: torch.Tensor
     missing: torch.Tensor
     """Stands for what is not there, which is never read."""
+    num_pieces: int
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -173,7 +174,7 @@ class _Inputs:
         rows, pools, vocab = self.rows, self.slots.pools, self.logits.shape[1]
         return (
             vocab,
-            -(-vocab // PIECE),
+            self.num_pieces,
             0 if pools is None else pools.vocab_size,
             self.logits.stride(0),
             rows.positions.stride(0),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E
 from mtp_plugin.speculative.logit_rows.edits_kernel import Edits, edited
 from mtp_plugin.speculative.ops.sampling.contract import DraftedBy, JudgedBy, Role
 
@@ -14,7 +15,7 @@ TOP_K = tl.constexpr(request_column("top_k"))
 TOP_P = tl.constexpr(request_column("top_p"))
 MIN_P = tl.constexpr(request_column("min_p"))
 SEED = tl.constexpr(request_column("seed"))
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOGPROBS = tl.constexpr(request_column("logprobs"))
 LEAST_SCALE = tl.constexpr(1.2e-38)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than a bound of a noisy score is off by its rounding."""
@@ -27,12 +28,13 @@ PLAIN_ROLE = tl.constexpr(int(Role.PLAIN_DRAFT))
 
 
 class Options(NamedTuple):
-    """Temperature, and the cuts that are asked for."""
+    """Temperature, the cuts that are asked for, and what is told of tokens."""
 
     temperature: tl.tensor
     top_k: tl.tensor  # 0: none
     top_p: tl.tensor  # 1: none
     min_p: tl.tensor
+    num_logprobs: tl.tensor  # most likely ids that are told; below 0: no log-probability is
 
 
 class Stream(NamedTuple):
@@ -62,7 +64,7 @@ def options_of(slot, vocab):
     top_p = tl.load(slot + TOP_P).to(tl.float32, bitcast=True)
     min_p = tl.load(slot + MIN_P).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-    return Options(temperature, top_k, top_p, min_p)
+    return Options(temperature, top_k, top_p, min_p, tl.load(slot + LOGPROBS))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from mtp_plugin.speculative.ops.sampling.contract import (
     JudgedBy,
     Role,
 )
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 
 DRAWN_OPTIONS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
@@ -32,6 +33,7 @@ def draw(
     by_choice: bool,
     vocab_ids: torch.Tensor | None,
     cuts: torch.Tensor | None,
+    sums: RowSums | None,
 ) -> torch.Tensor:
     """As at the door."""
     owners, indices, _ = rows.owners()
@@ -60,6 +62,8 @@ def draw(
     column = noisy.argmax(dim=1)
     if cuts is not None:
         cuts.copy_(_cuts(values, kept, column, is_first))
+    if sums is not None:
+        _sum(values, slots.read("logprobs", everyone)[owners] >= 0, sums)
     token = ids.to(torch.int64)[column]
     return torch.where((scores > -torch.inf).any(dim=1), token, -1).to(torch.int32)
 
@@ -94,6 +98,21 @@ def _cuts(
         ],
         dim=1,
     )
+
+
+def _sum(values: torch.Tensor, is_asked: torch.Tensor, sums: RowSums) -> None:
+    """Fill the sums of values [N, V] in rows that are asked for [N]."""
+    if values.device.type == "cpu":  # elsewhere nobody waits to know how many there are
+        asked = is_asked.nonzero().squeeze(1)
+    else:
+        asked = torch.arange(len(values), device=values.device)
+    values = values[asked]
+    chunks = sums.layout.chunks_of(torch.arange(values.shape[1], device=values.device))
+    tops = torch.full_like(sums.tops[asked], -torch.inf)
+    sums.tops[asked] = tops.scatter_reduce(1, chunks.expand_as(values), values, "amax")
+    highest = values.amax(dim=1, keepdim=True)
+    below = values - torch.where(highest > -torch.inf, highest, 0.0)
+    sums.masses[asked] = below.exp().sum(dim=1)
 
 
 def kept_scores(

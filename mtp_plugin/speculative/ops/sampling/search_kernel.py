@@ -13,22 +13,24 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.chunks_kernel import (
+    LOG2_E,
+    columns_of,
+    spread_of,
+    starts_of,
+)
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     PLACES,
     Candidates,
-    columns_of,
     depths_of,
     listed,
     of_pairs,
-    spread_of,
-    starts_of,
     tile_of,
     words_of_tile,
 )
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
-    LOG2_E,
     gumbel,
     gumbel_bound,
     ids_of,

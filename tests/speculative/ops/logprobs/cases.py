@@ -11,9 +11,11 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops.logprobs import LogProbs, logprobs
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import odd_rows, strided
+from tests.speculative.ops.chunks import told_sums
 from tests.speculative.ops.logprobs.story import Told, tell
 from tests.speculative.ops.on_device import DEVICE, POISON, vector
 from tests.speculative.ops.slots import slot_rows
@@ -76,11 +78,27 @@ class Case:
             asked,
         )
 
-    def run(self, backend: Backend) -> LogProbs:
+    def run(self, backend: Backend, sums: RowSums | None = None) -> LogProbs:
         with poisoned_memory():
             return logprobs(
-                self.layout, self.logits, self.tokens, self.counts, self.slots, backend=backend
+                self.layout,
+                self.logits,
+                self.tokens,
+                self.counts,
+                self.slots,
+                sums=sums,
+                backend=backend,
             )
+
+    def sums(self) -> RowSums:
+        """As a draw leaves them; poison in rows that nobody asks for."""
+        sums = told_sums(self.logits)
+        for request, number in enumerate(self.asked):
+            first = self.row_of(request, 0)
+            last = first + (1 if request < self.layout.num_contexts else self.layout.step_rows)
+            if number < 0:
+                sums.tops[first:last] = sums.masses[first:last] = math.nan
+        return sums
 
     def row_of(self, request: int, place: int) -> int:
         contexts = self.layout.num_contexts

@@ -11,8 +11,10 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.logprobs import launch, logprobs
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import check_strided_arguments
+from tests.speculative.ops.chunks import told_sums
 from tests.speculative.ops.logprobs.cases import Case, layout_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.slots import slot_rows
@@ -31,8 +33,13 @@ def arguments() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
     given = arguments()
+    refused = {"logits": "contiguous rows", "table": "rows without gaps"}
+    if with_sums:
+        given["sums"] = told_sums(given["logits"])
+        refused |= {"sums.tops": "without gaps", "sums.masses": "without gaps"}
     layout, slots = given.pop("layout"), given.pop("asked")
 
     def told(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -40,7 +47,6 @@ def test_strided_arguments(backend: Backend) -> None:
         return logprobs(layout, asked=asked, **others).entries
 
     given |= {"table": slots.table, "slot_ids": slots.slot_ids}
-    refused = {"logits": "contiguous rows", "table": "rows without gaps"}
     check_strided_arguments(told, given, refused=refused, backend=backend)
 
 
@@ -62,6 +68,7 @@ def test_the_strided_calls_use_every_argument(backend: Backend, left_out: str) -
 
 META = torch.zeros(3, dtype=torch.int32, device="meta")
 SLOTS = arguments()["asked"]
+SUMS = RowSums.unwritten(arguments()["logits"])
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,10 @@ SLOTS = arguments()["asked"]
         ({"asked": replace(SLOTS, slot_ids=vector([0, 1]))}, r"slot_ids: expected .*\[>= 3\]"),
         ({"asked": 21}, "asked: expected -1 to 20, got 21"),
         ({"asked": -2}, "asked: expected -1 to 20, got -2"),
+        ({"asked": 3, "sums": SUMS}, "sums: expected the slots .* as asked, got 3"),
+        ({"sums": replace(SUMS, tops=SUMS.tops[1:])}, r"sums, tops: expected .* \[7, 32\]"),
+        ({"sums": replace(SUMS, masses=SUMS.masses.double())}, "sums, masses: .*torch.float64"),
+        ({"sums": RowSums.unwritten(torch.zeros(7, 70).half())}, "sums: expected chunks as "),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,16 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
+from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops.logprobs import launch, logprobs
+from mtp_plugin.speculative.row_sums import RowSums
+from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
-from tests.kernels.top_k.rows import DTYPES
+from tests.kernels.top_k.rows import DTYPES, strided
 from tests.speculative.ops.logprobs.cases import Case, check_same, check_story, layout_of
-from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, vector
+from tests.speculative.ops.sampling.cases import Batch
+from tests.speculative.ops.slots import column, slot_rows
 
 cases = {
     "seed": st.integers(0, 2**31),
@@ -35,6 +42,7 @@ def test_the_story_of_log_probabilities(backend: Backend) -> None:
     def agree(vocab: int, **shape: object) -> None:
         case = Case.of(vocab=vocab, **shape)
         check_story(case, case.run(backend))
+        check_story(case, case.run(backend, case.sums()))
 
     agree()
 
@@ -50,7 +58,10 @@ def test_torch_and_triton_agree_over_many_pieces(
     case = Case.of(vocab=vocab, **shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "SOME_ROWS", some_rows)
-        check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
+        expected = case.run(Backend.TORCH)
+        check_same(expected, case.run(Backend.TRITON))
+    for backend in Backend:
+        check_same(expected, case.run(backend, case.sums()))
 
 
 def told(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
@@ -88,6 +99,93 @@ def test_logits_of_one_log_probability_keep_their_order(backend: Backend) -> Non
     assert got.ranks.tolist() == [[3]]
 
 
+def tied_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whose n-th highest values are many, over all chunks, or are none at all."""
+    noise = torch.Generator().manual_seed(vocab)
+    few = torch.randint(0, 2, (vocab,), generator=noise).float()
+    tenth = torch.full((vocab,), -1.5)
+    tenth[torch.randperm(vocab, generator=noise)[:10]] = 3.0
+    sparse = torch.full((vocab,), -math.inf)
+    sparse[torch.randperm(vocab, generator=noise)[:5]] = torch.randn(5, generator=noise)
+    rows = [
+        torch.zeros(vocab),
+        torch.full((vocab,), -2.5),
+        few,
+        torch.randint(0, 40, (vocab,), generator=noise) / 4,
+        tenth,
+        tenth.flip(0),
+        sparse,
+        torch.full((vocab,), -math.inf),
+        torch.randn(vocab, generator=noise).to(torch.bfloat16).float(),
+        torch.arange(vocab) / 64,
+        torch.arange(vocab).flip(0) / 64,
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [7, 4096, 9001])
+def test_ties_at_the_last_place_that_is_told(
+    vocab: int, dtype: torch.dtype, with_sums: bool
+) -> None:
+    """And tokens that stand as deep as there is, for every number of ids."""
+    rows = tied_rows(vocab, dtype)
+    dice = random.Random(vocab)
+    for shift in range(2):
+        asked = [(2 * place + shift) % (MAX_LOGPROBS + 1) for place in range(len(rows))]
+        tokens = [dice.choice((0, vocab - 1, dice.randrange(vocab))) for _ in rows]
+        case = Case(
+            layout_of(0, len(rows), 0),
+            strided(rows, shift),
+            vector(tokens).unsqueeze(1),
+            vector([1] * len(rows)),
+            slot_rows([{"logprobs": number} for number in asked]),
+            asked,
+        )
+        check_story(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
+        check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
+
+
+@pytest.mark.parametrize("with_sums", [False, True])
+@pytest.mark.parametrize("number", range(MAX_LOGPROBS + 1))
+def test_every_number_of_ids(number: int, with_sums: bool) -> None:
+    case = Case.of(number, 4500, contexts=1, generations=1, k=1)
+    numbers = [number] * 2
+    case = case.replaced(slots=slot_rows([{"logprobs": n} for n in numbers]), asked=numbers)
+    check_story(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_what_a_draw_leaves_is_enough(backend: Backend) -> None:
+    """Tokens that were drawn from the same rows, by options of every kind."""
+    dice = random.Random(5)
+    for dtype in DTYPES:
+        batch = Batch.of(9, 9001, contexts=2, generations=3, width=2, dtype=dtype, behind=1)
+        asked = [-1, 3, 0, 20, 7]
+        slots = batch.slots.slot_ids[: len(asked)]
+        column(batch.slots, "logprobs")[slots] = vector(asked, torch.int32)
+        with poisoned_memory():
+            sums = RowSums.unwritten(batch.logits)
+            drawn = batch.tokens(backend, sums=sums).clamp_min(0)
+        tokens = torch.full((5, 2), POISON, dtype=torch.int32, device=DEVICE)
+        tokens[:2, 0] = drawn[:2]
+        tokens[2:] = drawn[2:].view(3, 2)
+        counts = vector([1, 1, *(dice.randrange(1, 3) for _ in range(3))])
+        case = Case(layout_of(2, 3, 1), batch.logits, tokens, counts, batch.slots, asked)
+        got = case.run(backend, sums)
+        check_same(case.run(Backend.TORCH), got)
+        check_same(case.run(backend), got)
+
+
+def test_rows_are_not_scanned_where_there_are_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "scan_kernel", SimpleNamespace())
+    case = Case.of(3, 300)
+    check_story(case, case.run(Backend.TRITON, case.sums()))
+    with pytest.raises(TypeError, match="not subscriptable"):
+        case.run(Backend.TRITON)
+
+
 @pytest.mark.parametrize("backend", Backend)
 def test_one_number_for_all(backend: Backend) -> None:
     rows = [[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]]
@@ -121,18 +219,23 @@ def test_a_request_is_told_the_same_alone(backend: Backend) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_sums", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_captured_step_follows_its_inputs(dtype: torch.dtype) -> None:
+def test_a_captured_step_follows_its_inputs(dtype: torch.dtype, with_sums: bool) -> None:
     def fresh(seed: int) -> Case:
         return Case.of(seed, 129280, contexts=0, generations=8, k=3, dtype=dtype)
 
     case = fresh(8)
-    graph, got = captured(lambda: case.run(Backend.TRITON))
+    sums = case.sums() if with_sums else None
+    graph, got = captured(lambda: case.run(Backend.TRITON, sums))
     for seed in range(3):
         other = fresh(seed)
         for name in ("logits", "tokens", "counts"):
             getattr(case, name).copy_(getattr(other, name))
         case.slots.table.copy_(other.slots.table)
         case.slots.slot_ids.copy_(other.slots.slot_ids)
+        if sums is not None:
+            sums.tops.copy_(other.sums().tops)
+            sums.masses.copy_(other.sums().masses)
         graph.replay()
         check_same(other.run(Backend.TORCH), got)

@@ -11,6 +11,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import odd_rows, strided
@@ -129,7 +130,13 @@ class Batch:
             vector(ids, torch.int32) if cut else None,
         )
 
-    def tokens(self, backend: Backend) -> torch.Tensor:
+    def tokens(
+        self,
+        backend: Backend,
+        *,
+        cuts: torch.Tensor | None = None,
+        sums: RowSums | None = None,
+    ) -> torch.Tensor:
         with poisoned_memory():
             return draw(
                 self.logits,
@@ -137,6 +144,8 @@ class Batch:
                 self.slots,
                 role=self.role,
                 vocab_ids=self.vocab_ids,
+                cuts=cuts,
+                sums=sums,
                 backend=backend,
             )
 

@@ -13,12 +13,16 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw, launch
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, Batch, slots_of
 from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.slots import column
 
 OPTIONS = [
     Options(0.0),
@@ -57,6 +61,26 @@ def test_strided_arguments(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
+    def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        return draw(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+
+    given = arguments()
+    slots = given.pop("slots")
+    del given["vocab_ids"]
+    column(slots, "logprobs")[:] = 0
+    sums = RowSums.unwritten(given["logits"])
+    given |= {"table": slots.table, "slot_ids": slots.slot_ids, "sums": sums}
+    refused = {
+        "logits": "contiguous rows",
+        "table": "rows without gaps",
+        "sums.tops": "without gaps",
+        "sums.masses": "without gaps",
+    }
+    check_strided_arguments(drawn, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
 def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
     given = arguments()
     expected = draw(**given, backend=backend)
@@ -85,6 +109,10 @@ def test_the_strided_draws_use_every_argument(backend: Backend, left_out: str) -
 
 META = torch.zeros(5, dtype=torch.int32, device="meta")
 ROWS, SLOTS = arguments()["rows"], arguments()["slots"]
+SUMS = RowSums.unwritten(arguments()["logits"])
+OTHER_SUMS = RowSums.unwritten(arguments()["logits"].half())
+RAW = {"vocab_ids": None, "sums": SUMS}
+EDITED = replace(SLOTS, pools=pools_of([Asks()], 70, random.Random(1))[0])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +136,12 @@ ROWS, SLOTS = arguments()["rows"], arguments()["slots"]
         ({"slots": replace(SLOTS, slot_ids=META)}, "slot_ids: .* on meta"),
         ({"vocab_ids": vector(range(70))}, "vocab_ids: .*got torch.int64"),
         ({"vocab_ids": vector(range(69), torch.int32)}, r"logits: expected \[R, 69\]"),
+        ({"sums": SUMS}, "sums: expected rows of the target, got role TARGET.* some vocab_ids"),
+        ({**RAW, "role": Role.RESIDUAL}, "sums: .* got role RESIDUAL, by_choice False and no"),
+        ({**RAW, "slots": EDITED}, "sums: expected slots without pools"),
+        ({**RAW, "sums": replace(SUMS, tops=SUMS.tops[1:])}, r"sums, tops: .* \[9, 32\]"),
+        ({**RAW, "sums": replace(SUMS, masses=SUMS.masses.double())}, "sums, masses: .*float64"),
+        ({**RAW, "sums": OTHER_SUMS}, "sums: expected chunks as .*each=4.* got .*each=8"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

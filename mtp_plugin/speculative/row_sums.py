@@ -1,0 +1,119 @@
+"""What a draw's scan of the logits leaves for log-probabilities.
+
+N rows of logits, V words. A scan reads rows by pieces of consecutive columns. A chunk of a piece is
+what a few neighbouring threads of the program that reads it hold: some segments of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import Self
+
+from mtp_plugin.errors import TensorContractError
+
+PIECE = 4096
+"""Columns that a program of a scan reads at once, 16 per thread."""
+CHUNKS = 32
+"""Of a piece."""
+WARPS = 8
+"""Of a program that reads pieces."""
+LOAD_BYTES = 16
+"""What a thread reads at once."""
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Which columns of a row are a chunk.
+
+    Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
+    piece, those from ``t * each`` on.
+    """
+
+    piece: int  # columns
+    chunks: int  # of a piece
+    threads: int
+    each: int
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> Self:
+        """Of rows of logits, by their dtype."""
+        return cls(PIECE, CHUNKS, WARPS * 32, LOAD_BYTES // logits.element_size())
+
+    @property
+    def warps(self) -> int:
+        """Of a program that reads pieces."""
+        return self.threads // 32
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels are told of it."""
+        return {
+            "PIECE": self.piece,
+            "CHUNKS": self.chunks,
+            "THREADS": self.threads,
+            "EACH": self.each,
+        }
+
+    def num_pieces(self, vocab: int) -> int:
+        """Pieces of a row."""
+        return -(-vocab // self.piece)
+
+    def num_chunks(self, vocab: int) -> int:
+        """Chunks of a row, C; some of the last piece's may have no column."""
+        return self.num_pieces(vocab) * self.chunks
+
+    def chunks_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """The chunk that each column is of, int64."""
+        thread = columns % (self.threads * self.each) // self.each
+        return columns // self.piece * self.chunks + thread // (self.threads // self.chunks)
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Of raw rows, what every log-probability of theirs needs.
+
+    Both tensors are unspecified in rows whose request asks for no log-probabilities.
+    """
+
+    tops: torch.Tensor
+    """[N, C] float32: the highest value of every chunk, NaN as -inf; -inf of one without any."""
+    masses: torch.Tensor
+    """[N] float32: the sum of exp(x - the row's highest value); 0 of a row without any value,
+    unspecified of one that holds +inf."""
+    layout: ChunkLayout
+
+    @classmethod
+    def unwritten(cls, logits: torch.Tensor) -> Self:
+        """Tensors to write to, for rows of logits [N, V]."""
+        layout, rows = ChunkLayout.of(logits), logits.shape[0]
+        num_chunks = layout.num_chunks(logits.shape[-1])
+        tops = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
+        return cls(tops, torch.empty(rows, dtype=torch.float32, device=logits.device), layout)
+
+    def check(self, logits: torch.Tensor) -> None:
+        """Check that they are of rows of ``logits`` [N, V].
+
+        Raises:
+            TensorContractError: another shape, type or device, gaps, or another layout.
+        """
+        layout = ChunkLayout.of(logits)
+        if self.layout != layout:
+            raise TensorContractError(f"sums: expected chunks as {layout}, got {self.layout}")
+        rows, chunks = logits.shape[0], layout.num_chunks(logits.shape[1])
+        for name, tensor, shape in (
+            ("tops", self.tops, (rows, chunks)),
+            ("masses", self.masses, (rows,)),
+        ):
+            if not (
+                tensor.shape == shape
+                and tensor.dtype == torch.float32
+                and tensor.is_contiguous()
+                and tensor.device == logits.device
+            ):
+                raise TensorContractError(
+                    f"sums, {name}: expected torch.float32 {list(shape)} without gaps on "
+                    f"{logits.device}, got {tensor.dtype} {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())} on {tensor.device}"
+                )

@@ -1,0 +1,174 @@
+"""What a draw leaves for log-probabilities: the story equals torch equals Triton, and tokens are
+those of a draw that leaves nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling import launch
+from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from mtp_plugin.speculative.row_sums import CHUNKS, PIECE, RowSums
+from tests.doors import poisoned_memory
+from tests.kernels.top_k.launches import captured
+from tests.kernels.top_k.rows import DTYPES
+from tests.speculative.ops.chunks import check_sums, told_sums
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.sampling.cases import Batch, slots_of
+from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.slots import column
+
+INF, NAN = float("inf"), float("nan")
+shapes = {
+    "seed": st.integers(0, 2**31),
+    "contexts": st.integers(0, 3),
+    "generations": st.integers(0, 2),
+    "width": st.integers(1, 3),
+    "dtype": st.sampled_from(DTYPES),
+    "behind": st.integers(0, 2),
+    "ahead": st.booleans(),
+}
+
+
+def ask(batch: Batch, numbers: list[int]) -> torch.Tensor:
+    """Let requests ask for so many most likely ids; which rows are asked for [N] bool."""
+    slots = batch.slots.slot_ids[: len(numbers)]
+    column(batch.slots, "logprobs")[slots] = vector(numbers, torch.int32)
+    return vector([numbers[request] >= 0 for request, _ in batch.drawn()], torch.bool)
+
+
+def drawn(batch: Batch, backend: Backend, *, with_cuts: bool) -> tuple[torch.Tensor, ...]:
+    """Tokens and cuts, and the sums beside them."""
+    with poisoned_memory():
+        sums = RowSums.unwritten(batch.logits)
+        cuts = torch.empty(len(batch.logits), NUM_CUTS, device=DEVICE) if with_cuts else None
+        tokens = batch.tokens(backend, cuts=cuts, sums=sums)
+    return tokens, torch.empty(0) if cuts is None else cuts, sums
+
+
+def check(batch: Batch, rows: torch.Tensor, backend: Backend, *, with_cuts: bool = False) -> None:
+    tokens, cuts, sums = drawn(batch, backend, with_cuts=with_cuts)
+    check_sums(sums, told_sums(batch.logits), rows)
+    assert torch.equal(tokens, batch.tokens(backend))
+    if with_cuts:
+        alone = torch.full_like(cuts, NAN)
+        batch.tokens(backend, cuts=alone)
+        assert torch.equal(cuts, alone)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_the_story_of_sums(backend: Backend) -> None:
+    @settings(max_examples=60 if backend is Backend.TORCH else 25)
+    @given(vocab=st.sampled_from((1, 2, 31, 300, 4097)), with_cuts=st.booleans(), **shapes)
+    def agree(vocab: int, seed: int, with_cuts: bool, **shape: object) -> None:
+        batch = Batch.of(seed, vocab, **shape)
+        dice = random.Random(seed)
+        rows = ask(batch, [dice.choice((-1, 0, 20)) for _ in batch.options])
+        check(batch, rows, backend, with_cuts=with_cuts)
+
+    agree()
+
+
+@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_sums_of_many_pieces(parts: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads one piece or more, and one or more finish a row."""
+    monkeypatch.setattr(launch, "PARTS", ((0, parts),))
+    monkeypatch.setattr(launch, "SHARES", shares)
+
+    @settings(max_examples=8)
+    @given(vocab=st.sampled_from((4096, 9001, 20011)), with_cuts=st.booleans(), **shapes)
+    def agree(vocab: int, with_cuts: bool, seed: int, **shape: object) -> None:
+        batch = Batch.of(seed, vocab, **shape)
+        dice = random.Random(seed)
+        rows = ask(batch, [dice.choice((-1, 0, 20)) for _ in batch.options])
+        check(batch, rows, Backend.TRITON, with_cuts=with_cuts)
+
+    agree()
+
+
+EVERY = [
+    Options(0.0),
+    Options(0.0, top_k=5),
+    Options(0.7, seed=1),
+    Options(1.0, top_k=3, seed=2),
+    Options(1.0, top_k=50, top_p=0.5, seed=3),
+    Options(1.0, top_p=0.9, seed=4),
+    Options(2.0, top_p=0.95, seed=5),  # flat: its program is not alone
+    Options(100.0, min_p=0.5, seed=6),
+    Options(1e-4, top_k=10_000, top_p=1e-30, min_p=1.0, seed=7),
+]
+
+
+def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
+    """A row per request, all alike."""
+    rows = row.to(DEVICE).expand(len(options), -1).clone()
+    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    return Batch(rows, requests, slots_of(options, random.Random(1)), options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("with_cuts", [False, True])
+def test_sums_whatever_is_drawn(
+    with_cuts: bool, backend: Backend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of request, of which every other one asks; some ask beside others that do not."""
+    monkeypatch.setattr(launch, "SHARES", 4)
+    noise = torch.Generator().manual_seed(7)
+    row = (torch.randn(20_011, generator=noise) * 1.5).to(dtype)
+    batch = batch_of(row, [option for option in EVERY for _ in range(2)])
+    check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_cuts=with_cuts)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("vocab", [1, 5, 4097])
+def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -> None:
+    nothing = torch.full((vocab,), -INF)
+    one, high = nothing.clone(), torch.ones(vocab)
+    one[-1] = -3e38
+    one[0] = NAN if vocab > 1 else -3e38
+    high[-1] = INF
+    for row in (nothing, torch.full((vocab,), NAN), one, high, torch.full((vocab,), INF)):
+        batch = batch_of(row, EVERY)
+        rows = ask(batch, [0] * len(EVERY))
+        check(batch, rows, backend)
+        if not bool((row > -INF).any()):
+            assert drawn(batch, backend, with_cuts=False)[2].masses.tolist() == [0.0] * len(EVERY)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_column_is_of_one_chunk(dtype: torch.dtype) -> None:
+    logits = torch.zeros(1, 2 * PIECE + 3, dtype=dtype)
+    layout = RowSums.unwritten(logits).layout
+    chunks = layout.chunks_of(torch.arange(2 * PIECE + 3))
+    assert torch.equal(chunks // CHUNKS, torch.arange(2 * PIECE + 3) // PIECE)
+    assert chunks.bincount(minlength=3 * CHUNKS).tolist() == (
+        [PIECE // CHUNKS] * 2 * CHUNKS + [3] + [0] * (CHUNKS - 1)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("generations", [2, 64])
+def test_sums_of_a_captured_draw_follow_its_inputs(generations: int, dtype: torch.dtype) -> None:
+    shape = {"contexts": 0, "generations": generations, "width": 4, "dtype": dtype}
+    batch = Batch.of(8, 129280, **shape)
+    rows = ask(batch, [request % 3 - 1 for request in range(generations)])
+
+    def step() -> RowSums:
+        sums = RowSums.unwritten(batch.logits)
+        batch.tokens(Backend.TRITON, sums=sums)
+        return sums
+
+    graph, sums = captured(step)
+    for seed in range(3):
+        batch.logits.copy_(Batch.of(seed, 129280, **shape).logits)
+        graph.replay()
+        check_sums(sums, told_sums(batch.logits), rows)
