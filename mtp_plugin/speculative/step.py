@@ -21,6 +21,7 @@ from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.row_sums import RowSums
 
 PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
@@ -148,6 +149,8 @@ class Accepted:
     status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
     scores: torch.Tensor | None = None
     """[C + G*(K+1), V] float32: what log-probabilities are told of; None: the target's logits."""
+    sums: RowSums | None = None
+    """What a draw from the target's logits has left for their log-probabilities."""
 
     @classmethod
     def unwritten(cls, requests: int, max_draft_len: int, device: torch.device | str) -> Accepted:

@@ -270,6 +270,7 @@ class SpecWorker(nn.Module, ABC):
             accepted.tokens,
             accepted.num_accepted,
             step.host.expect_slots(),
+            sums=accepted.sums,
             backend=self.backend,
         ).entries
 

@@ -16,6 +16,7 @@ from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
@@ -108,7 +109,12 @@ class Verifier:
         if self.tells_scores or any(mode.reads_cuts for mode in self.modes):
             cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
             inputs = replace(inputs, cuts=cuts)
-        choices = draw(logits, inputs.expect_rows(), slots, cuts=inputs.cuts, backend=backend)
+        # what is edited in part is no raw row
+        is_raw = inputs.step.only_draws and not self.tells_scores
+        sums = RowSums.unwritten(logits) if is_raw else None
+        choices = draw(
+            logits, inputs.expect_rows(), slots, cuts=inputs.cuts, sums=sums, backend=backend
+        )
         forced = None
         if self.thinking is not None and not inputs.step.only_draws:
             where = inputs.layout, inputs.step.draft_tokens, slots
@@ -116,7 +122,7 @@ class Verifier:
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
         accepted = self._judge(inputs, rules, last_tokens, backend)
         if not self.tells_scores or inputs.cuts is None:
-            return accepted
+            return replace(accepted, sums=sums)
         scores = processed_scores(
             logits, inputs.expect_rows(), slots, inputs.cuts, forced, backend=backend
         )

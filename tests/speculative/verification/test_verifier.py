@@ -24,6 +24,7 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.speculative.verification import verifier as verifier_module
 from mtp_plugin.speculative.verification.draft_rules import GreedyDrafts
+from tests.speculative.ops.chunks import check_sums, told_sums
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.slots import slot_rows
 
@@ -105,6 +106,25 @@ def test_nobody_looks_for_edits_where_none_are_asked_for(backend: Backend) -> No
     accepted = Verifier([mode]).verify(inputs, backend=backend)
     assert mode.calls == [(backend, False)]
     assert accepted.tokens.tolist() == [[1, 7, 3], [1, 2, -1]] * 2
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("tells_scores", [False, True])
+@pytest.mark.parametrize("only_draws", [False, True])
+def test_a_step_that_only_draws_leaves_sums(
+    only_draws: bool, tells_scores: bool, backend: Backend
+) -> None:
+    """Of raw rows: where logits are edited, or others are told of, there are none."""
+    asks = [{"temperature": 1.0, "top_p": 0.9, "logprobs": n} for n in (-1, 0, 2, -1)]
+    values = [{**ask, "top_k": 0, "min_p": 0.0, "seed": (n, 1)} for n, ask in enumerate(asks)]
+    inputs = step(slot_rows(values), edits_logits=True, only_draws=only_draws)
+    verifier = Verifier([StrictVerification(*OPTIONS)], tells_scores=tells_scores)
+    accepted = verifier.verify(inputs, backend=backend)
+    assert (accepted.sums is not None) == (only_draws and not tells_scores)
+    assert (accepted.scores is not None) == tells_scores
+    if accepted.sums is not None:
+        asked = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
+        check_sums(accepted.sums, told_sums(inputs.logits), asked)
 
 
 @pytest.mark.parametrize(

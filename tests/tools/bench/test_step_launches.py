@@ -38,8 +38,9 @@ def expected(worker: str, k: int, kind: str) -> Counter[str]:
         return launches
     draws = k + 1  # of the target and of every pass of the draft loop
     assert launches.pop("top1") == draws
-    # and so are log-probabilities, of the target's rows
-    launches |= {"scan": draws + 1, "finish": draws + 1}
+    # and so are log-probabilities, of the target's rows; where these are not edited, of what the
+    # draw's scan has left
+    launches |= {"scan": draws + int(kind == "edits"), "finish": draws + 1}
     if kind == "edits":
         # what is banned for a while, and what was emitted
         launches |= {"hide": 1, "restore": 1, "note": 1}
