@@ -13,6 +13,7 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.ops.sampling import draw
+from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import EditPools, SlotRows, StepLayout, num_words, packed_bits
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
@@ -36,6 +37,11 @@ class Kind:
     """Other requests of the step have their logits edited, these have not."""
 
     @property
+    def has_sums(self) -> bool:
+        """Whether the draw leaves what log-probabilities need."""
+        return "logprobs" in self.options
+
+    @property
     def has_pools(self) -> bool:
         """Whether the step's kernels know of edits."""
         return self.in_edited_step or any(name.endswith("_row") for name in self.options)
@@ -48,6 +54,9 @@ KINDS = {
     "top-p-peaked": Kind({"temperature": 0.8, "top_p": 0.95}, is_peaked=True),
     "top-p": Kind({"temperature": 0.8, "top_p": 0.95}),
     "temperature": Kind({"temperature": 0.8}),
+    "many-top-k": Kind({"temperature": 0.8, "top_k": 1000, "top_p": 0.95}),
+    "top-k-top-p-logprobs": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "logprobs": 0}),
+    "temperature-logprobs": Kind({"temperature": 0.8, "logprobs": 0}),
     "top-k-top-p-beside-edits": Kind(
         {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, in_edited_step=True
     ),
@@ -104,11 +113,13 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
     rows = DrawnRows.of_target(layout, drafts)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
-        choices = draw(logits, rows, slots, backend=backend)
+        sums = RowSums.unwritten(logits) if kind.has_sums else None
+        choices = draw(logits, rows, slots, sums=sums, backend=backend)
         accepted = accept(layout, logits, drafts, AcceptanceRules(choices=choices), backend=backend)
-        return {"choices": choices, "tokens": accepted.tokens, "num": accepted.num_accepted}
+        results = {"choices": choices, "tokens": accepted.tokens, "num": accepted.num_accepted}
+        return results if sums is None else {**results, "masses": sums.masses, "tops": sums.tops}
 
-    return Trial(run)
+    return Trial(run, approximate=frozenset({"masses"}))
 
 
 def _logits(shape: Shape, dice: Dice, *, is_peaked: bool) -> torch.Tensor:
