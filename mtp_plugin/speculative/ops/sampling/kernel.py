@@ -467,7 +467,7 @@ def finish_kernel(
     edits = edits_of(slot, pools, draft_ptr, num_before)
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = tl.max(tops, axis=0)
-    if HAS_SUMS:  # noqa: SIM102 - as above
+    if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
         if tells_mass:
             tl.store(row_mass_ptr + row, row_mass_of(raw_masses, tops, top, LOG2_E))
     drawn = tl.full([], NO_COLUMN, tl.int32)

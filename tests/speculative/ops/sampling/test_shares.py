@@ -13,6 +13,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import draw, launch, search_kernel
 from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from mtp_plugin.speculative.row_sums import PIECE
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
 from tests.speculative.ops.logits.pools import pools_of
@@ -225,7 +226,7 @@ def test_whoever_comes_last_goes_on(
     rows = torch.randn(number, vocab, generator=noise) * 2
     asked = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
     batch = batch_of(rows, asked)
-    assert launch._shares(number, vocab // launch.PIECE) == launch.SHARES
+    assert launch._shares(number, vocab // PIECE) == launch.SHARES
     tokens, cuts = drawn(batch)
     for _ in range(50):
         again, cuts_again = drawn(batch)
