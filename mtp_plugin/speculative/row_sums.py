@@ -13,12 +13,8 @@ from typing_extensions import Self
 
 from mtp_plugin.errors import TensorContractError
 
-PIECE = 4096
-"""Columns that a program of a scan reads at once, 16 per thread."""
-CHUNKS = 32
-"""Of a piece."""
-WARPS = 8
-"""Of a program that reads pieces."""
+FEW_ROWS = 33
+"""So many rows or fewer are read by small pieces, which keep all of a device busy."""
 LOAD_BYTES = 16
 """What a thread reads at once."""
 
@@ -38,8 +34,11 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> Self:
-        """Of rows of logits, by their dtype."""
-        return cls(PIECE, CHUNKS, WARPS * 32, LOAD_BYTES // logits.element_size())
+        """Of raw rows of logits, by how many they are and their dtype."""
+        each = LOAD_BYTES // logits.element_size()
+        if logits.shape[0] <= FEW_ROWS:
+            return cls(piece=1024, chunks=8, threads=64, each=each)
+        return cls(piece=4096, chunks=32, threads=128, each=each)
 
     @property
     def warps(self) -> int:

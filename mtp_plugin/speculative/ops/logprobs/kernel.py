@@ -31,6 +31,7 @@ from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     row_mass_of,
     thread_tops,
 )
+from mtp_plugin.speculative.logit_rows.order_kernel import order_of, value_of
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)
@@ -75,9 +76,7 @@ def loaded(pointers, inside):
 @triton.jit
 def keys_of(x, ids):
     """int64 in the order of values, of equals the lowest id highest; no two are equal."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return order.to(tl.int64) * 4294967296 - ids
+    return order_of(x).to(tl.int64) * 4294967296 - ids
 
 
 @triton.jit
@@ -87,10 +86,9 @@ def id_of(key):
 
 
 @triton.jit
-def value_of(key):
+def value_of_key(key):
     """The value of a key."""
-    order = ((key + id_of(key)) >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value_of(((key + id_of(key)) >> 32).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -219,7 +217,7 @@ def most_likely(
     least = float("inf")
     for _ in range(number):
         best = tl.max(keys, axis=0)
-        least = tl.where(best > NO_KEY, value_of(best), float("-inf"))
+        least = tl.where(best > NO_KEY, value_of_key(best), float("-inf"))
         keys = tl.where(keys == best, NO_KEY, keys)
     # a rank is counted with what was picked before
     tl.debug_barrier()
@@ -248,7 +246,7 @@ def most_likely(
         best = tl.max(found, axis=0)
         is_here = (places == place) & (best >= LOWEST_KEY)
         ids = tl.where(is_here, id_of(best), ids)
-        values = tl.where(is_here, value_of(best), values)
+        values = tl.where(is_here, value_of_key(best), values)
         found = tl.where(found == best, NO_KEY, found)
     return ids, values
 

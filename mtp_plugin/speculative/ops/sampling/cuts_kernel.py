@@ -10,6 +10,7 @@ import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import picked
 from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
+from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     LISTED,
     Candidates,
@@ -144,9 +145,9 @@ def _drawn_of_few(
     ids = ids_of(row, columns, here, HAS_IDS)
     noisy = gumbel(words_of(ids, stream)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))
-    best = tl.max(noisy, axis=0)
+    best = highest_of(noisy)
     drawn = tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
-    limit = tl.max(tl.where(kept, depths, -1.0), axis=0)
+    limit = highest_of(tl.where(kept, depths, -1.0))
     last = tl.max(tl.where(kept & (depths == limit), columns, -1), axis=0)
     return drawn, limit, last, tl.sum(tl.where(kept, weights, 0.0), axis=0)
 

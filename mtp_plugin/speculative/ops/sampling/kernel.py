@@ -17,6 +17,8 @@ from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     number_or_zero,
     piece_of,
     row_mass_of,
+    spread_of,
+    starts_of,
     thread_tops,
 )
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
@@ -27,6 +29,7 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edits_of_piece,
     is_edited,
 )
+from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
@@ -47,6 +50,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD, Split
 
 NO_COLUMN = tl.constexpr(2147483647)
+NO_KEY = tl.constexpr(-(2**31))
 
 CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
 CHANGING += ["judged_at", "drafted_at", "step_at"]
@@ -91,7 +95,7 @@ def _scanned(
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
-    AHEAD: tl.constexpr,
+    NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
@@ -101,15 +105,11 @@ def _scanned(
     WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     scale = scale_of(temperature)
     is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
+    is_noisy = (temperature >= GREEDY_BELOW) & ~is_cut
     for piece in range(first_piece, last_piece):
         if HAS_EDITS and not HAS_IDS:
             of_piece = edits_of_piece(piece * PIECE, row.vocab, row.edits, PIECE)
-        if AHEAD:
-            # it is on its way while this one is looked at
-            next_x = x
-            if piece + 1 < last_piece:
-                next_x = piece_of(row.ptr, piece + 1, row.vocab, PIECE)
-        elif piece > first_piece:
+        if piece > first_piece:
             x = piece_of(row.ptr, piece, row.vocab, PIECE)
         if HAS_EDITS:
             if HAS_IDS:
@@ -118,6 +118,11 @@ def _scanned(
                 x = edited(number_of(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
             else:
                 x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits)
+        if NOISE_FIRST:
+            # while values are on their way
+            noise = tl.zeros([PIECE], tl.float32)
+            if is_noisy:
+                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
         held = tl.reshape(x, [WRAPS, THREADS, EACH])
         thread_top = thread_tops(held)
         by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
@@ -132,8 +137,9 @@ def _scanned(
             first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
             first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
             tl.store(left.detail_ptr + out, first.to(tl.float32, bitcast=True))
-        elif not is_cut:
-            noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
+        elif is_noisy:
+            if not NOISE_FIRST:
+                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
             bound = (held - number_or_zero(thread_top)[None, :, None]) * scale
             bound += tl.reshape(noise, [WRAPS, THREADS, EACH])
             bound = number_of(tl.max(tl.max(bound, axis=0), axis=1))
@@ -148,8 +154,6 @@ def _scanned(
                 below = (by_chunk - base[:, None]) * LOG2_E
                 tl.store(left.raw_mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
         tl.store(left.top_ptr + out, top)
-        if AHEAD:
-            x = next_x
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -195,6 +199,7 @@ def scan_kernel(
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
     PARTS: tl.constexpr,
+    NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -285,7 +290,7 @@ def scan_kernel(
             CHUNKS,
             THREADS,
             EACH,
-            PARTS > 1 and not HAS_EDITS,
+            NOISE_FIRST,
             HAS_IDS,
             False,
             HAS_CUTS,
@@ -330,32 +335,37 @@ def _best_noisy(
 
     They are one or two of a thousand.
     """
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
     SIZE: tl.constexpr = PIECE // CHUNKS
-    places = tl.arange(0, SIZE)
-    places = places // SEGMENT * (THREADS * EACH) + places % SEGMENT
-    scale = scale_of(temperature)
-    bounds = tl.where(tops > float("-inf"), details + (tops - top) * scale, float("-inf"))
-    highest = tl.max(bounds, axis=0)
-    best = float("-inf")
-    column = NO_COLUMN
+    NUMBERS: tl.constexpr = chunks.shape[0] - 1
+    bounds = details + (tops - top) * scale_of(temperature)
+    bounds = tl.where(tops > float("-inf"), bounds, float("-inf"))
+    # with the chunk's number in the lowest bits, which make no bound lower
+    keys = (order_of(bounds) & ~NUMBERS) | chunks
+    first = tl.max(keys, axis=0)
+    highest = value_of(first | NUMBERS)
+    best = tl.full([], float("-inf"), tl.float32)
+    column = tl.full([], NO_COLUMN, tl.int32)
     while (highest > float("-inf")) & (highest + BOUND_SLACK >= best * LOG2_E):
-        chunk = tl.min(tl.where(bounds == highest, chunks, NO_COLUMN), axis=0)
-        columns = chunk // CHUNKS * PIECE + chunk % CHUNKS * SEGMENT + places
+        # two at a time, which takes hardly longer than one
+        keys = tl.where(keys == first, NO_KEY, keys)
+        second = tl.max(keys, axis=0)
+        keys = tl.where(keys == second, NO_KEY, keys)
+        places = tl.arange(0, 2 * SIZE)
+        chunk = tl.where(places < SIZE, first, second) & NUMBERS
+        columns = starts_of(chunk, PIECE, CHUNKS, THREADS, EACH)
+        columns += spread_of(places % SIZE, CHUNKS, THREADS, EACH)
         inside = columns < row.vocab
         x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
-        ids = ids_of(row, columns, inside, HAS_IDS)
-        noisy = tl.div_rn(x - top, temperature) + gumbel(words_of(ids, stream))
-        chunk_best = tl.max(noisy, axis=0)
-        first = tl.min(tl.where(noisy == chunk_best, columns, NO_COLUMN), axis=0)
-        column = tl.where(
-            chunk_best > best,
-            first,
-            tl.where(chunk_best == best, tl.minimum(column, first), column),
-        )
-        best = tl.maximum(best, chunk_best)
-        bounds = tl.where(chunks == chunk, float("-inf"), bounds)
-        highest = tl.max(bounds, axis=0)
+        # while the values are on their way
+        first = tl.max(keys, axis=0)
+        highest = value_of(first | NUMBERS)
+        noise = gumbel(words_of(ids_of(row, columns, inside, HAS_IDS), stream))
+        noisy = tl.div_rn(x - top, temperature) + noise
+        tile_best = highest_of(noisy)
+        at = tl.min(tl.where(noisy == tile_best, columns, NO_COLUMN), axis=0)
+        at = tl.where(tile_best == best, tl.minimum(at, column), at)
+        column = tl.where(tile_best >= best, at, column)
+        best = tl.maximum(best, tile_best)
     return column
 
 
@@ -466,7 +476,7 @@ def finish_kernel(
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
     edits = edits_of(slot, pools, draft_ptr, num_before)
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
-    top = tl.max(tops, axis=0)
+    top = highest_of(tops)
     if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
         if tells_mass:
             tl.store(row_mass_ptr + row, row_mass_of(raw_masses, tops, top, LOG2_E))

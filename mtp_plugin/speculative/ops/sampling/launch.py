@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
+from typing_extensions import Self
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
+from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
@@ -18,10 +20,10 @@ from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD
 from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
 from mtp_plugin.speculative.step import SlotRows
 
-PARTS = ((192, 4), (24, 2), (0, 1))
-EDITING_PARTS = ((512, 4), (192, 2), (0, 1))
+PARTS = ((512, 4), (192, 2), (0, 1))
+PARTS_OF_FEW = ((24, 2), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
-for takes as long as to read one. To edit one takes longer."""
+for takes as long as to read one."""
 MOST_BEHIND = 65535
 """Programs along the second side of a grid, which follow each other farther apart."""
 SOME_ROWS = 264
@@ -29,11 +31,11 @@ SOME_ROWS = 264
 SHARES, PROGRAMS = 8, 264
 """So many programs share what is flat of a row, where that takes no more programs than run at once.
 Of one number, as each is a binary of its own."""
-SCAN_REGISTERS = 64
-"""Of a thread that reads pieces, or edits them: four programs of them share a multiprocessor."""
+SHARED_CHUNKS = 32
+"""Of a row, for each of them, at least."""
 REGISTERS = 128
 """Of a thread that finishes a row: with more too few rows are finished at a time."""
-ALL_REGISTERS, FEW_ROWS = 255, 132
+ALL_REGISTERS, SINGLE_ROWS = 255, 132
 """Of one that may edit, while every row has a multiprocessor of its own."""
 
 
@@ -56,7 +58,8 @@ def draw(
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    layout = ChunkLayout.of(logits)
+    scan = _Scan.of(logits, is_edited=pools is not None)
+    layout = scan.layout
     num_pieces, num_chunks = layout.num_pieces(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     tops = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
@@ -80,11 +83,9 @@ def draw(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= SOME_ROWS else 4
-    shares = _shares(num_rows, num_pieces)
+    shares = _shares(num_rows, num_chunks)
     arrived = torch.empty(num_rows, dtype=torch.int32, device=device) if shares > 1 else tokens
-    sizes = PARTS if pools is None else EDITING_PARTS
-    parts = next(parts for least, parts in sizes if num_rows >= least)
-    grid = [num_rows, -(-num_pieces // parts)]
+    grid = [num_rows, -(-num_pieces // scan.parts)]
     # neighbours read neighbouring pieces
     row_axis = int(num_rows <= MOST_BEHIND)
     scan_kernel[tuple(grid[::-1] if row_axis else grid)](
@@ -97,13 +98,14 @@ def draw(
         *places,
         *inputs.sizes,
         **constants,
-        PARTS=parts,
+        PARTS=scan.parts,
+        NOISE_FIRST=scan.noise_first,
         ROW_AXIS=row_axis,
         IS_SPLIT=shares > 1,
         num_warps=layout.warps,
-        maxnreg=None if vocab_ids is not None else SCAN_REGISTERS,
+        maxnreg=None if vocab_ids is not None else scan.registers,
     )
-    has_room = pools is not None and num_rows <= FEW_ROWS
+    has_room = pools is not None and num_rows <= SINGLE_ROWS
     lists, segments = (2, shares + 1) if shares > 1 else (1, 1)
     finish_kernel[(num_rows, shares)](
         *inputs.tensors,
@@ -132,9 +134,34 @@ def draw(
     return tokens
 
 
-def _shares(num_rows: int, num_pieces: int) -> int:
-    """Programs that share a row of so many pieces."""
-    return SHARES if num_rows * SHARES <= PROGRAMS and num_pieces >= SHARES else 1
+@dataclass(frozen=True)
+class _Scan:
+    """How rows are read."""
+
+    layout: ChunkLayout
+    parts: int  # pieces that a program reads
+    registers: int  # of a thread; with more too few of them share a multiprocessor
+    noise_first: bool
+    """A thread makes noise while its values, which are many, are on their way."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, *, is_edited: bool) -> Self:
+        """Of rows of logits, some of which are edited."""
+        num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
+        parts = next(parts for least, parts in PARTS if num_rows >= least)
+        if is_edited:
+            # what edits need beside values takes registers too
+            layout = replace(layout, piece=4096, chunks=32, threads=256)
+            return cls(layout, parts, registers=64, noise_first=False)
+        if num_rows <= row_sums.FEW_ROWS:
+            parts = next(parts for least, parts in PARTS_OF_FEW if num_rows >= least)
+            return cls(layout, parts, registers=64, noise_first=False)
+        return cls(layout, parts, registers=80, noise_first=True)
+
+
+def _shares(num_rows: int, num_chunks: int) -> int:
+    """Programs that share a row of so many chunks."""
+    return SHARES if num_rows * SHARES <= PROGRAMS and num_chunks >= SHARES * SHARED_CHUNKS else 1
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,9 @@ def gumbel_bound(words):
     2^32 v, are 32 ahead.
     """
     bits = words.to(tl.float32).to(tl.int32, bitcast=True)
-    return 159.0 - bits.to(tl.float32) * 1.1920928955078125e-07
+    # as 2^23 and so many more: no conversion
+    number = (0x4B000000 | (bits >> 8)).to(tl.float32, bitcast=True)
+    return 415.0 - number * 3.0517578125e-05
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.ops.sampling import Role, launch
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import INDEX_DTYPES
@@ -43,13 +44,18 @@ def test_story_torch_and_triton_agree() -> None:
     judge.check()
 
 
-@pytest.mark.parametrize(("parts", "most_behind"), [(1, 65535), (2, 1), (4, 65535)])
+@pytest.mark.parametrize(
+    ("parts", "most_behind", "few_rows"), [(1, 65535, 33), (2, 1, 33), (1, 1, 0), (4, 65535, 0)]
+)
 def test_torch_and_triton_agree_over_many_chunks(
-    parts: int, most_behind: int, monkeypatch: pytest.MonkeyPatch
+    parts: int, most_behind: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where chunks are left out, and where candidates are more than are counted; a program reads
-    one piece or more, as it does of many rows, and rows may stand along either side of the grid."""
+    one piece or more, small or large, as it does of many rows, and rows may stand along either side
+    of the grid."""
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
+    monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
+    monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
     monkeypatch.setattr(launch, "MOST_BEHIND", most_behind)
     judge = Judge()
 

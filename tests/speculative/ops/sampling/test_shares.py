@@ -13,7 +13,6 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import draw, launch, search_kernel
 from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
-from mtp_plugin.speculative.row_sums import PIECE
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
 from tests.speculative.ops.logits.pools import pools_of
@@ -174,7 +173,7 @@ def test_shared_rows_of_every_form(
 def test_as_many_shares_as_there_are() -> None:
     noise = torch.Generator().manual_seed(5)
     rows = torch.randn(2, 4096 * 32 + 5, generator=noise)
-    assert launch._shares(2, 33) == launch.SHARES
+    assert launch._shares(2, 33 * 32) == launch.SHARES
     batch = batch_of(rows, [Options(1.0, top_p=0.95, seed=1), Options(1.0, top_p=0.8, seed=2)])
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
     # and again, where the first launch left its counts
@@ -183,8 +182,8 @@ def test_as_many_shares_as_there_are() -> None:
 
 def test_shares_are_as_many_as_there_is_room_for() -> None:
     told = {1: 8, 4: 8, 33: 8, 34: 1, 9999: 1}
-    assert {rows: launch._shares(rows, 32) for rows in told} == told
-    assert [launch._shares(1, pieces) for pieces in (1, 7, 8, 31)] == [1, 1, 8, 8]
+    assert {rows: launch._shares(rows, 1024) for rows in told} == told
+    assert [launch._shares(1, chunks) for chunks in (8, 255, 256, 999)] == [1, 1, 8, 8]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
@@ -226,7 +225,7 @@ def test_whoever_comes_last_goes_on(
     rows = torch.randn(number, vocab, generator=noise) * 2
     asked = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
     batch = batch_of(rows, asked)
-    assert launch._shares(number, vocab // PIECE) == launch.SHARES
+    assert launch._shares(number, vocab // 128) == launch.SHARES
     tokens, cuts = drawn(batch)
     for _ in range(50):
         again, cuts_again = drawn(batch)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import launch
 from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
-from mtp_plugin.speculative.row_sums import CHUNKS, PIECE, RowSums
+from mtp_plugin.speculative.row_sums import FEW_ROWS, RowSums
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES
@@ -75,11 +76,15 @@ def test_the_story_of_sums(backend: Backend) -> None:
     agree()
 
 
-@pytest.mark.parametrize("shares", [1, 4])
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_sums_of_many_pieces(parts: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program reads one piece or more, and one or more finish a row."""
+@pytest.mark.parametrize("few_rows", [0, FEW_ROWS])
+@pytest.mark.parametrize(("parts", "shares"), [(1, 1), (2, 4), (4, 1)])
+def test_sums_of_many_pieces(
+    parts: int, shares: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program reads one piece or more, small or large, and one or more finish a row."""
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
+    monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
+    monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
     monkeypatch.setattr(launch, "SHARES", shares)
 
     @settings(max_examples=8)
@@ -143,14 +148,16 @@ def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -
             assert drawn(batch, backend, with_cuts=False)[2].masses.tolist() == [0.0] * len(EVERY)
 
 
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_column_is_of_one_chunk(dtype: torch.dtype) -> None:
-    logits = torch.zeros(1, 2 * PIECE + 3, dtype=dtype)
-    layout = RowSums.unwritten(logits).layout
-    chunks = layout.chunks_of(torch.arange(2 * PIECE + 3))
-    assert torch.equal(chunks // CHUNKS, torch.arange(2 * PIECE + 3) // PIECE)
-    assert chunks.bincount(minlength=3 * CHUNKS).tolist() == (
-        [PIECE // CHUNKS] * 2 * CHUNKS + [3] + [0] * (CHUNKS - 1)
+def test_every_column_is_of_one_chunk(dtype: torch.dtype, rows: int) -> None:
+    layout = RowSums.unwritten(torch.zeros(rows, 3, dtype=dtype)).layout
+    piece, number = layout.piece, layout.chunks
+    columns = torch.arange(2 * piece + 3)
+    chunks = layout.chunks_of(columns)
+    assert torch.equal(chunks // number, columns // piece)
+    assert chunks.bincount(minlength=3 * number).tolist() == (
+        [piece // number] * 2 * number + [3] + [0] * (number - 1)
     )
 
 
