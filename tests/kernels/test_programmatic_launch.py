@@ -142,17 +142,56 @@ def early_kernels() -> list[Any]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and any(argument.arg == "PDL" for argument in node.args.args)
-        and node.name != "grid_dependency_synchronize"
+        and not node.name.startswith("grid_dependency_synchronize")
     ]
 
 
-@pytest.mark.parametrize("kernel", early_kernels())
-def test_a_kernel_launched_with_pdl_waits_first(kernel: ast.FunctionDef) -> None:
-    """Above the wait only weights are touched, which no kernel writes, and nothing is stored."""
+READ_AHEAD = {
+    "speculative/ops/sampling/kernel.py:finish_kernel": {
+        "table_ptr",
+        "slot_ptr",
+        "position_ptr",
+        "ahead_ptr",
+    }
+}
+"""What a kernel reads past the L1 cache while its primary ends, which does not write it."""
+WAITS = ("grid_dependency_synchronize(PDL)", "grid_dependency_synchronize_ahead(PDL)")
+
+
+def above_wait(kernel: ast.FunctionDef) -> tuple[list[ast.AST], str]:
+    """What stands above a kernel's wait, and which one it is."""
     lines = [ast.unparse(statement) for statement in kernel.body]
-    wait = lines.index("grid_dependency_synchronize(PDL)")
-    above = [node for statement in kernel.body[:wait] for node in ast.walk(statement)]
+    (wait,) = [number for number, line in enumerate(lines) if line in WAITS]
+    return [node for line in kernel.body[:wait] for node in ast.walk(line)], lines[wait]
+
+
+@pytest.mark.parametrize("kernel", early_kernels())
+def test_a_kernel_launched_with_pdl_waits_first(
+    kernel: ast.FunctionDef, request: pytest.FixtureRequest
+) -> None:
+    """Above the wait only weights are touched, which no kernel writes, and nothing is stored."""
+    name = request.node.callspec.id
+    above, _ = above_wait(kernel)
     names = {node.id for node in above if isinstance(node, ast.Name)}
-    assert {name for name in names if name.endswith("_ptr")} <= {"weight_ptr"}
+    allowed = READ_AHEAD.get(name, {"weight_ptr"})
+    assert {name for name in names if name.endswith("_ptr")} <= allowed
     called = {node.attr for node in above if isinstance(node, ast.Attribute)}
     assert not any(name == "store" or name.startswith("atomic") for name in called)
+
+
+def test_what_is_read_ahead_is_read_past_the_cache_and_behind_the_primarys_wait() -> None:
+    kernels = {param.id: param.values[0] for param in early_kernels()}
+    primaries = {name for name, kernel in kernels.items() if above_wait(kernel)[1] == WAITS[1]}
+    assert primaries == {name.replace("finish", "scan") for name in READ_AHEAD}
+    for name, ahead in READ_AHEAD.items():
+        primary = kernels[name.replace("finish", "scan")]
+        assert not any(isinstance(node, ast.Name) for node in above_wait(primary)[0])
+        for node in above_wait(kernels[name])[0]:
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_of"):
+                assert ast.unparse(node.args[-1]) == "'.cg'"
+        stores = [
+            ast.unparse(node.args[0])
+            for node in ast.walk(primary)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.store"
+        ]
+        assert not any(pointer in store for pointer in ahead for store in stores)

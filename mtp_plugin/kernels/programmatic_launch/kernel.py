@@ -16,3 +16,16 @@ def grid_dependency_synchronize(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def grid_dependency_synchronize_ahead(PDL: tl.constexpr):
+    """As :func:`grid_dependency_synchronize`, of a kernel whose secondary reads ahead.
+
+    The secondary starts when every program of this kernel has waited: above its own wait may stand
+    loads of what this kernel does not write, past the L1 cache (``.cg``), as that may hold what was
+    there before.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()

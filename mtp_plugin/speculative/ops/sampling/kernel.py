@@ -9,7 +9,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch.kernel import (
+    grid_dependency_synchronize,
+    grid_dependency_synchronize_ahead,
+)
 from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     LOG2_E,
     masses_of,
@@ -219,7 +222,7 @@ def scan_kernel(
     what is left of rows. Raw rows whose request asks for log-probabilities have one at a
     temperature of 1. Of rows that several programs finish none has arrived.
     """
-    grid_dependency_synchronize(PDL)
+    grid_dependency_synchronize_ahead(PDL)
     first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
     last_piece = tl.minimum(first_piece + PARTS, num_pieces)
     number = tl.program_id(ROW_AXIS).to(tl.int64)
@@ -434,31 +437,20 @@ def finish_kernel(
     ``SHARES`` programs share it where its nucleus is flat."""
     SEGMENTS: tl.constexpr = SHARES + 1 if SHARES > 1 else 1
     LISTS: tl.constexpr = 2 if SHARES > 1 else 1
-    grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
+    # what the scan does not write, while it ends
     request, offset, slot = place_of(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, ".cg"
     )
-    num_chunks = num_pieces * CHUNKS
-    chunks = tl.arange(0, ALL_CHUNKS)
-    tops = tl.load(
-        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
-    )
-    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     offset += column
-    options = options_of(slot, vocab)
-    if HAS_SUMS:
-        tells_mass = (share == 0) & (options.num_logprobs >= 0)
-        raw_masses = tl.load(
-            raw_mass_ptr + row * num_chunks + chunks,
-            mask=(chunks < num_chunks) & tells_mass,
-            other=0.0,
-        )
+    options = options_of(slot, vocab, ".cg")
     temperature = options.temperature
     step = tl.full([], 0, tl.int32)
     if HAS_CHOICE:
-        temperature, role, step = choice_of(slot, temperature, role, judged_at, drafted_at, step_at)
+        temperature, role, step = choice_of(
+            slot, temperature, role, judged_at, drafted_at, step_at, ".cg"
+        )
     stream = stream_of(
         slot,
         request,
@@ -470,7 +462,22 @@ def finish_kernel(
         ahead_ptr,
         ahead_stride,
         HAS_AHEAD,
+        ".cg",
     )
+    grid_dependency_synchronize(PDL)
+    num_chunks = num_pieces * CHUNKS
+    chunks = tl.arange(0, ALL_CHUNKS)
+    tops = tl.load(
+        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+    )
+    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    if HAS_SUMS:
+        tells_mass = (share == 0) & (options.num_logprobs >= 0)
+        raw_masses = tl.load(
+            raw_mass_ptr + row * num_chunks + chunks,
+            mask=(chunks < num_chunks) & tells_mass,
+            other=0.0,
+        )
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0

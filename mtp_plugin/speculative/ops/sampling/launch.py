@@ -22,6 +22,7 @@ from mtp_plugin.speculative.step import SlotRows
 
 PARTS = ((512, 4), (192, 2), (0, 1))
 PARTS_OF_FEW = ((24, 2), (0, 1))
+PARTS_OF_EDITED = ((192, 4), (24, 2), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
 for takes as long as to read one."""
 MOST_BEHIND = 65535
@@ -148,15 +149,14 @@ class _Scan:
     def of(cls, logits: torch.Tensor, *, is_edited: bool) -> Self:
         """Of rows of logits, some of which are edited."""
         num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
-        parts = next(parts for least, parts in PARTS if num_rows >= least)
+        is_few = num_rows <= row_sums.FEW_ROWS
         if is_edited:
             # what edits need beside values takes registers too
-            layout = replace(layout, piece=4096, chunks=32, threads=256)
-            return cls(layout, parts, registers=64, noise_first=False)
-        if num_rows <= row_sums.FEW_ROWS:
-            parts = next(parts for least, parts in PARTS_OF_FEW if num_rows >= least)
-            return cls(layout, parts, registers=64, noise_first=False)
-        return cls(layout, parts, registers=80, noise_first=True)
+            layout = replace(layout, piece=2048, chunks=16, threads=128)
+        sizes = PARTS_OF_EDITED if is_edited else PARTS_OF_FEW if is_few else PARTS
+        parts = next(parts for least, parts in sizes if num_rows >= least)
+        is_wide = not is_few and not is_edited
+        return cls(layout, parts, registers=80 if is_wide else 64, noise_first=is_wide)
 
 
 def _shares(num_rows: int, num_chunks: int) -> int:

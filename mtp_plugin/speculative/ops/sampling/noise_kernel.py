@@ -8,6 +8,7 @@ import triton.language as tl
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E
 from mtp_plugin.speculative.logit_rows.edits_kernel import Edits, edited
+from mtp_plugin.speculative.logit_rows.rows_kernel import CACHED
 from mtp_plugin.speculative.ops.sampling.contract import DraftedBy, JudgedBy, Role
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))
@@ -57,30 +58,34 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def options_of(slot, vocab):
+def options_of(slot, vocab, CACHE: tl.constexpr = CACHED):
     """The options of a request."""
-    temperature = tl.load(slot + TEMPERATURE).to(tl.float32, bitcast=True)
-    top_k = tl.load(slot + TOP_K)
-    top_p = tl.load(slot + TOP_P).to(tl.float32, bitcast=True)
-    min_p = tl.load(slot + MIN_P).to(tl.float32, bitcast=True)
+    temperature = tl.load(slot + TEMPERATURE, cache_modifier=CACHE).to(tl.float32, bitcast=True)
+    top_k = tl.load(slot + TOP_K, cache_modifier=CACHE)
+    top_p = tl.load(slot + TOP_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
+    min_p = tl.load(slot + MIN_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-    return Options(temperature, top_k, top_p, min_p, tl.load(slot + LOGPROBS))
+    num_logprobs = tl.load(slot + LOGPROBS, cache_modifier=CACHE)
+    return Options(temperature, top_k, top_p, min_p, num_logprobs)
 
 
 @triton.jit
-def step_of(slot, judged_at, step_at):
+def step_of(slot, judged_at, step_at, CACHE: tl.constexpr = CACHED):
     """What noise beside the target's is counted by; ``step_at`` below 0: nobody has steps."""
-    by_block = tl.load(slot + judged_at) == JUDGED_BY_BLOCK
-    return tl.load(slot + tl.maximum(step_at, 0), mask=by_block & (step_at >= 0), other=0)
+    by_block = tl.load(slot + judged_at, cache_modifier=CACHE) == JUDGED_BY_BLOCK
+    has_steps = by_block & (step_at >= 0)
+    return tl.load(slot + tl.maximum(step_at, 0), mask=has_steps, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
-def choice_of(slot, temperature, role, judged_at, drafted_at, step_at):
+def choice_of(
+    slot, temperature, role, judged_at, drafted_at, step_at, CACHE: tl.constexpr = CACHED
+):
     """Temperature, role and step of a draft, as its slot has it drawn."""
-    drafted_by = tl.load(slot + drafted_at)
+    drafted_by = tl.load(slot + drafted_at, cache_modifier=CACHE)
     is_plain = drafted_by == DRAFTED_PLAIN
     temperature = tl.where(drafted_by == DRAFTED_GREEDY, 0.0, temperature)
-    step = tl.where(is_plain, step_of(slot, judged_at, step_at), 0)
+    step = tl.where(is_plain, step_of(slot, judged_at, step_at, CACHE), 0)
     return temperature, tl.where(is_plain, PLAIN_ROLE, role), step
 
 
@@ -102,13 +107,16 @@ def stream_of(
     ahead_ptr,
     ahead_stride,
     HAS_AHEAD: tl.constexpr,
+    CACHE: tl.constexpr = CACHED,
 ):
     """The noise of a row that stands ``offset`` rows behind its request's position."""
-    key0 = tl.load(slot + SEED).to(tl.uint32, bitcast=True)
-    key1 = tl.load(slot + SEED + 1).to(tl.uint32, bitcast=True)
-    index = tl.load(position_ptr + request * position_stride).to(tl.int64) + 1 + offset
+    key0 = tl.load(slot + SEED, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
+    key1 = tl.load(slot + SEED + 1, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
+    index = tl.load(position_ptr + request * position_stride, cache_modifier=CACHE)
+    index = index.to(tl.int64) + 1 + offset
     if HAS_AHEAD:
-        index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
+        ahead = tl.load(ahead_ptr + request * ahead_stride, cache_modifier=CACHE)
+        index += ahead.to(tl.int64)
     return Stream(key0, key1, index.to(tl.uint32), role, step)
 
 

@@ -99,7 +99,7 @@ def _reach(key, temperature):
 
 
 @triton.jit
-def _guessed(
+def guessed(
     need,
     by_mass,
     low,
@@ -433,7 +433,7 @@ def _narrowed(
     if SHARES > 1 and is_split:
         num_dealt = _dealt(candidates, split, ALL_CHUNKS, SHARES)
     while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
-        near, far = _guessed(
+        near, far = guessed(
             need,
             by_mass,
             low,

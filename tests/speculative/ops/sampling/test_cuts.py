@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import launch, search_kernel
+from mtp_plugin.speculative.ops.sampling import cuts_kernel, launch, search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -53,6 +54,11 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
         (Options(1.0, top_p=0.6), 2),
         (Options(1.0, min_p=0.02), 1),
         (Options(1.0, top_k=5000, top_p=0.999), 1),  # all chunks, again and again
+        (Options(1.0, top_k=1000, top_p=0.95), 2),  # a guess of how deep they lie
+        (Options(0.7, top_k=257, min_p=1e-3), 1),
+        (Options(2.0, top_k=3000, top_p=0.5), 1),
+        (Options(1.0, top_k=4095), 2),
+        (Options(1.0, top_k=4096, top_p=0.99), 2),
         (Options(2.0, top_p=0.9), 0.1),
         (Options(100.0, top_k=12_000, min_p=0.97), 1),
         (Options(100.0, top_p=0.4), 30),
@@ -72,8 +78,26 @@ def test_every_way(options: Options, spread: float) -> None:
     assert int(differs.sum()) <= 1
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
+@pytest.mark.parametrize("key", [0, 1_040_000_000, 1_065_353_216, 2_139_095_040])
+def test_a_wrong_guess_of_how_deep_ids_lie(key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
+    asked = []
+
+    def guess(*_: Any) -> Any:
+        asked.append(key)
+        return tl.full([], -1, tl.int32), tl.full([], key, tl.int32)
+
+    monkeypatch.setattr(cuts_kernel, "guessed", guess)
+    options = [Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)]
+    batch = batch_of(normal(2, 2), *options)
+    tokens = batch.tokens(Backend.TRITON)
+    assert len(asked) == 2
+    assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+
+
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("kept", [1, 150, 6000])
+@pytest.mark.parametrize("kept", [1, 150, 1000, 6000])
 def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
     """A row of one value, and one with three ids above it: top-k and top-p cut between equals."""
     flat = torch.full((VOCAB,), -2.5)

@@ -98,7 +98,7 @@ def test_torch_and_triton_agree_over_many_chunks(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program reads one piece or more, as it does of many rows."""
-    monkeypatch.setattr(launch, "EDITING_PARTS", ((0, parts),))
+    monkeypatch.setattr(launch, "PARTS_OF_EDITED", ((0, parts),))
     judge = Judge()
 
     @settings(max_examples=8)

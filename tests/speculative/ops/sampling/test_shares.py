@@ -13,6 +13,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import draw, launch, search_kernel
 from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from mtp_plugin.speculative.row_sums import ChunkLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
 from tests.speculative.ops.logits.pools import pools_of
@@ -23,7 +24,7 @@ from tests.speculative.ops.sampling.edited import columns_of, write
 from tests.speculative.ops.sampling.story import Options
 
 VOCAB = 20_011
-"""Five pieces, the last of them not whole: for four shares at most."""
+"""The last piece is not whole; for four shares at most."""
 INF, NAN = float("inf"), float("nan")
 
 KINDS = [
@@ -46,8 +47,7 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
     noise = torch.Generator().manual_seed(11)
     values = torch.randn(VOCAB, generator=noise)
     columns = torch.arange(VOCAB)
-    # a chunk is eight threads of a piece, of four values each
-    chunks = columns // 4096 * 32 + columns % 1024 // 32
+    chunks = ChunkLayout.of(values[None]).chunks_of(columns)
     if kind == "one value":
         return torch.full((VOCAB,), -2.5)
     if kind == "few values":
@@ -193,7 +193,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
-    guessed = search_kernel._guessed
+    guessed = search_kernel.guessed
     guesses: list[int] = []
 
     def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
@@ -206,7 +206,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
             return high - 1, high
         return low, high
 
-    monkeypatch.setattr(search_kernel, "_guessed", guess)
+    monkeypatch.setattr(search_kernel, "guessed", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
     tokens = batch.tokens(Backend.TRITON)
