@@ -8,7 +8,7 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E, picked
+from mtp_plugin.speculative.logit_rows.chunks_kernel import picked
 from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
 from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
@@ -23,12 +23,7 @@ from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     tile_of,
 )
 from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import (
-    NO_DEPTH,
-    UNSHARED,
-    drawn_of_many,
-    guessed,
-)
+from mtp_plugin.speculative.ops.sampling.search_kernel import UNSHARED, drawn_of_many
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -158,39 +153,61 @@ def _drawn_of_few(
 
 
 @triton.jit
-def _gathered(
+def drawn_of_cut(
     row,
     options,
+    stream,
     picked_ptr,
     pair_ptr,
     split,
     num_chunks,
-    depths,
+    tops,
+    details,
     chunks,
-    reach,
     top,
     PIECE: tl.constexpr,
     CHUNKS: tl.constexpr,
     THREADS: tl.constexpr,
     EACH: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
-    """List the ids down to the depth ``reach``, of chunks whose first one lies within it: how many
-    chunks and ids they are."""
+    """The column that a row draws, and of what stays the deepest depth, the last column there and
+    the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
+    And whether this program knows them: of those that share a row one does.
+
+    All pointers stand at the row's own, of what is written at the share's."""
     # so many chunks as a bound should leave are one tile
     SIZE: tl.constexpr = PIECE // CHUNKS
     GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // SIZE
-    num_picked = picked((depths <= reach) & (chunks < num_chunks), picked_ptr)
+    temperature = options.temperature
+    # no difference to it is -0, whose bits are not in the order of the others
+    top = tl.where(top == 0, 0.0, top)
+    depths = (top - tops) * scale_of(temperature)
+    far = DEEPEST + 0.0
+    mass = 0.0
+    if options.top_k > 0:
+        far = _depth_of_count(depths, options.top_k)
+    elif options.top_p < 1:
+        masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
+        mass = tl.sum(masses, axis=0)
+        far = _depth_of_mass(depths, masses, options.top_p * mass, SIZE)
+    # the mass of the k first counts what min-p leaves out
+    if (options.top_k == 0) | (options.top_p >= 1):
+        far = tl.minimum(far, -tl.log2(options.min_p))
+    far += DEPTH_SLACK
+
+    num_picked = picked((depths <= far) & (chunks < num_chunks), picked_ptr)
     is_helped = (options.top_k == 0) & (options.top_p < 1) & (num_picked > UNSHARED)
     if SHARES > 1:
         num_picked = tl.where((split.share > 0) & (num_picked <= UNSHARED), 0, num_picked)
     # what a thread wrote others read
     tl.debug_barrier()
     # a number, so that what is -inf lies deeper
-    least = tl.maximum(top - reach * LN_2 * options.temperature, LEAST)
+    least = tl.maximum(top - far * LN_2 * temperature, LEAST)
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     by_fours = num_picked <= PICKED
@@ -219,6 +236,10 @@ def _gathered(
                 row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS, HAS_EDITS
             )
             first = num_picked
+    if not HAS_EDITS:
+        # of so many ids every chunk has some, and nearly all would be listed
+        is_many = (options.top_k > MANY) & (num_picked > UNSHARED)
+        found = tl.where(is_many, LISTED + 1, found)
     while (first < num_picked) & (found <= LISTED):
         x = tile_of(
             row,
@@ -254,108 +275,6 @@ def _gathered(
             is_flat = is_helped & (found * num_picked > seen * (2 * LISTED))
             found = tl.where(is_flat, tl.maximum(found, LISTED + 1), found)
     tl.debug_barrier()
-    return num_picked, found
-
-
-@triton.jit
-def drawn_of_cut(
-    row,
-    options,
-    stream,
-    picked_ptr,
-    pair_ptr,
-    split,
-    num_chunks,
-    tops,
-    details,
-    chunks,
-    top,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
-    WARPS: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    """The column that a row draws, and of what stays the deepest depth, the last column there and
-    the mass; of its chunks' highest values ``tops`` and, for top-p alone, their masses ``details``.
-    And whether this program knows them: of those that share a row one does.
-
-    All pointers stand at the row's own, of what is written at the share's."""
-    SIZE: tl.constexpr = PIECE // CHUNKS
-    temperature = options.temperature
-    # no difference to it is -0, whose bits are not in the order of the others
-    top = tl.where(top == 0, 0.0, top)
-    depths = (top - tops) * scale_of(temperature)
-    far = DEEPEST + 0.0
-    mass = 0.0
-    if options.top_k > 0:
-        far = _depth_of_count(depths, options.top_k)
-    elif options.top_p < 1:
-        masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
-        mass = tl.sum(masses, axis=0)
-        far = _depth_of_mass(depths, masses, options.top_p * mass, SIZE)
-    # the mass of the k first counts what min-p leaves out
-    if (options.top_k == 0) | (options.top_p >= 1):
-        far = tl.minimum(far, -tl.log2(options.min_p))
-    far += DEPTH_SLACK
-
-    # of many ids every chunk has some: a sample tells how deep they lie
-    reach = far
-    is_many = (options.top_k > MANY) & (options.top_k < LISTED)
-    if is_many & (tl.sum((depths <= far).to(tl.int32), axis=0) > PICKED):
-        deepest = guessed(
-            options.top_k.to(tl.float32),
-            False,
-            tl.full([], -1, tl.int32),
-            0.0,
-            (far * LN_2).to(tl.int32, bitcast=True),
-            tl.full([], NO_DEPTH, tl.int32),
-            row.vocab.to(tl.float32),
-            row,
-            top,
-            temperature,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            ALL_CHUNKS,
-            HAS_IDS,
-            HAS_EDITS,
-            WARPS * 1024,
-        )[1]
-        reach = tl.minimum(deepest.to(tl.float32, bitcast=True) * LOG2_E + DEPTH_SLACK, far)
-    num_picked = tl.full([], 0, tl.int32)
-    found = tl.full([], 0, tl.int32)
-    is_short = tl.full([], 1, tl.int1)
-    while is_short:
-        num_picked, found = _gathered(
-            row,
-            options,
-            picked_ptr,
-            pair_ptr,
-            split,
-            num_chunks,
-            depths,
-            chunks,
-            reach,
-            top,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            HAS_IDS,
-            HAS_EDITS,
-            WARPS,
-            SHARES,
-        )
-        is_short = (found < options.top_k) & (reach < far)
-        # once too near all that may stay are listed
-        reach = tl.where(is_short, far, reach)
-    far = reach
 
     candidates = Candidates(picked_ptr, num_picked, pair_ptr, found)
     drawn = tl.full([], NO_COLUMN, tl.int32)

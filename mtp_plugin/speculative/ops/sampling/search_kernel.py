@@ -51,6 +51,8 @@ DEVIATIONS = tl.constexpr(4.0)
 """Of what a sample tells, on both sides of a guess."""
 ROOM = tl.constexpr(0.85)
 """Of the list, what a guess should fill at most."""
+WHOLE = tl.constexpr(3000)
+"""Ids of top-k that are listed as a whole, so that no cut among them needs another pass."""
 LEAST_NEED = tl.constexpr(1e-30)
 UNSHARED = tl.constexpr(64)
 """Picked chunks that one program looks at alone, however many programs a row has."""
@@ -99,7 +101,7 @@ def _reach(key, temperature):
 
 
 @triton.jit
-def guessed(
+def _guessed(
     need,
     by_mass,
     low,
@@ -433,7 +435,7 @@ def _narrowed(
     if SHARES > 1 and is_split:
         num_dealt = _dealt(candidates, split, ALL_CHUNKS, SHARES)
     while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
-        near, far = guessed(
+        near, far = _guessed(
             need,
             by_mass,
             low,
@@ -507,6 +509,59 @@ def _narrowed(
     number = tl.where(is_last, number, 0)
     low = tl.where(is_last, low, high)
     return low, high, before, number, Drawn(best, column, left), is_last
+
+
+@triton.jit
+def _listed_within(
+    key,
+    row,
+    candidates,
+    temperature,
+    top,
+    PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
+    TILE: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """List the ids of the picked chunks up to a key; how many they are, or more than LISTED."""
+    reach = _reach(key, temperature)
+    found = tl.full([], 0, tl.int32)
+    first = tl.full([], 0, tl.int32)
+    while (first < candidates.num_chunks) & (found <= LISTED):
+        x = tile_of(
+            row,
+            candidates.chunk_ptr,
+            first,
+            candidates.num_chunks,
+            TILE,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            HAS_EDITS,
+        )[0]
+        found = listed(
+            x,
+            top - x <= reach,
+            candidates.chunk_ptr,
+            first,
+            candidates.num_chunks,
+            found,
+            candidates.pair_ptr,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            WARPS,
+        )
+        first += TILE
+    tl.debug_barrier()
+    return found
 
 
 @triton.jit
@@ -824,6 +879,45 @@ def drawn_of_many(
     best = float("-inf")
     column = NO_COLUMN
     left = 0.0
+    is_whole = (not is_listed) & (top_k > 0) & (top_k <= WHOLE)
+    if not HAS_EDITS and is_whole:  # one more list with edits takes registers from all
+        deepest = _guessed(
+            top_k.to(tl.float32),
+            by_mass,
+            tl.full([], -1, tl.int32),
+            0.0,
+            limit,
+            end,
+            total,
+            row,
+            top,
+            temperature,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            ALL_CHUNKS,
+            HAS_IDS,
+            HAS_EDITS,
+            SAMPLE,
+        )[1]
+        found = _listed_within(
+            deepest,
+            row,
+            candidates,
+            temperature,
+            top,
+            PIECE,
+            CHUNKS,
+            THREADS,
+            EACH,
+            HAS_IDS,
+            HAS_EDITS,
+            2 * TILE,
+            WARPS,
+        )
+        is_listed = (found <= LISTED) & ((found >= top_k) | (deepest >= limit))
+        number = tl.where(is_listed, found, number)
     is_cut = (top_k == 0) & (top_p >= 1)
     while not is_cut:
         need = tl.where(by_mass, tl.maximum(top_p * mass, LEAST_NEED), top_k.to(tl.float32))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import cuts_kernel, launch, search_kernel
+from mtp_plugin.speculative.ops.sampling import launch, search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -80,19 +80,45 @@ def test_every_way(options: Options, spread: float) -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
 @pytest.mark.parametrize("key", [0, 1_040_000_000, 1_065_353_216, 2_139_095_040])
-def test_a_wrong_guess_of_how_deep_ids_lie(key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_always", [False, True])
+def test_a_wrong_guess_of_how_deep_ids_lie(
+    key: int, is_always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
-    asked = []
+    guessed, asked = search_kernel._guessed, []
 
-    def guess(*_: Any) -> Any:
+    def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
         asked.append(key)
-        return tl.full([], -1, tl.int32), tl.full([], key, tl.int32)
+        if len(asked) > 1 and not is_always:
+            return guessed(need, by_mass, low, before, high, *others)
+        far = tl.full([], key, tl.int32)
+        return low, tl.minimum(tl.maximum(far, low + 1), high)
 
-    monkeypatch.setattr(cuts_kernel, "guessed", guess)
-    options = [Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)]
-    batch = batch_of(normal(2, 2), *options)
+    monkeypatch.setattr(search_kernel, "_guessed", guess)
+    for options in (Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)):
+        asked.clear()
+        batch = batch_of(normal(1, 2), options)
+        tokens = batch.tokens(Backend.TRITON)
+        assert len(asked) >= 1
+        assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
+@pytest.mark.parametrize(("top_k", "passes"), [(300, 0), (1000, 0), (2500, 0), (3500, 2)])
+def test_no_pass_for_cuts_of_a_whole_list(
+    top_k: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What top-k leaves is listed as a whole, where it is not too many, and top-p cuts the list."""
+    between, seen = search_kernel._between, []
+
+    def count(*given: Any) -> Any:
+        seen.append(1)
+        return between(*given)
+
+    monkeypatch.setattr(search_kernel, "_between", count)
+    batch = batch_of(normal(1, 2), Options(1.0, top_k=top_k, top_p=0.95, seed=3))
     tokens = batch.tokens(Backend.TRITON)
-    assert len(asked) == 2
+    assert len(seen) == passes
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
 

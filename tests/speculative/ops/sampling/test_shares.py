@@ -193,7 +193,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
-    guessed = search_kernel.guessed
+    guessed = search_kernel._guessed
     guesses: list[int] = []
 
     def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
@@ -206,7 +206,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
             return high - 1, high
         return low, high
 
-    monkeypatch.setattr(search_kernel, "guessed", guess)
+    monkeypatch.setattr(search_kernel, "_guessed", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
     tokens = batch.tokens(Backend.TRITON)
