@@ -188,11 +188,19 @@ def rank_of(
     # what a thread wrote others read
     tl.debug_barrier()
     ahead = tl.zeros([TILE, PIECE // CHUNKS], tl.int32)
+    places = tl.arange(0, PIECE // CHUNKS)
+    x = _tile_of(row_ptr, vocab, picked_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH)[0]
     for first in range(0, num_picked, TILE):
-        x, columns, inside = _tile_of(
-            row_ptr, vocab, picked_ptr, first, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
+        # of the next tile, while this one is counted
+        next_x = _tile_of(
+            row_ptr, vocab, picked_ptr, first + TILE, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
+        )[0]
+        columns, here = columns_of(
+            picked_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
         )
-        ahead += (inside & ((x > own) | ((x == own) & (columns < token)))).to(tl.int32)
+        is_equal = here[:, None] & (x == own) & (columns < tl.minimum(token, vocab))
+        ahead += ((x > own) | is_equal).to(tl.int32)
+        x = next_x
     return 1 + tl.sum(tl.sum(ahead, axis=1), axis=0)
 
 
