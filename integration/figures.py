@@ -352,10 +352,13 @@ def kernels() -> str:
 DRAWS = {
     "first choices": "greedy",
     "temperature": "temperature",
+    "with the sum that log-probabilities need": "temperature-logprobs",
     "top-k 50, top-p 0.9": "top-k-top-p",
+    "with that sum": "top-k-top-p-logprobs",
     "top-k 20, top-p 0.95, temperature 0.6, peaked rows": "top-k-top-p-peaked",
     "top-p 0.95, peaked rows": "top-p-peaked",
     "top-p 0.95, flat rows": "top-p",
+    "top-k 1000, top-p 0.95, flat rows": "many-top-k",
     "top-k 50, top-p 0.9 in a step that edits logits": "top-k-top-p-beside-edits",
     "the same with a bias": "top-k-bias",
     "with allowed ids": "top-k-allowed",
@@ -372,8 +375,8 @@ def draws() -> str:
     rows = [[row, _microseconds("ops-draws", f"draw/{label}")] for row, label in DRAWS.items()]
     theirs = _each(result("flashinfer-0.7")["microseconds"]["draw/top-p"], 0)
     beside = _text(
-        "On flat rows top-p alone has thousands of ids to cut between; FlashInfer 0.7's joint",
-        f"kernel takes {theirs} there.",
+        "On flat rows top-p alone has thousands of ids to cut between, and top-k 1000 one; FlashInfer",
+        f"0.7's joint kernel takes {theirs} there.",
     )
     return f"{_table(head, rows)}\n\n{beside}"
 
