@@ -1,7 +1,8 @@
 """Triton kernels of draws: a scan of the rows by chunks of ids, and a finish per row.
 
-A program of the scan reads pieces of a row. Chunk c of one is what 8 neighbouring threads hold:
-some segments of ids, so that nothing is moved between threads before a chunk is reduced.
+A program of the scan reads pieces of a row. Chunk c of one is what a few neighbouring threads hold,
+see `row_sums`: some segments of ids, so that nothing is moved between threads before a chunk is
+reduced.
 """
 
 from typing import NamedTuple
