@@ -375,8 +375,8 @@ def draws() -> str:
     rows = [[row, _microseconds("ops-draws", f"draw/{label}")] for row, label in DRAWS.items()]
     theirs = _each(result("flashinfer-0.7")["microseconds"]["draw/top-p"], 0)
     beside = _text(
-        "On flat rows top-p alone has thousands of ids to cut between, and top-k 1000 one; FlashInfer",
-        f"0.7's joint kernel takes {theirs} there.",
+        "On flat rows top-p alone has thousands of ids to cut between, and top-k 1000 one;",
+        f"FlashInfer 0.7's joint kernel takes {theirs} there.",
     )
     return f"{_table(head, rows)}\n\n{beside}"
 
