@@ -24,7 +24,8 @@ class ChunkLayout:
     """Which columns of a row are a chunk.
 
     Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
-    piece, those from ``t * each`` on.
+    piece, those from ``t * each`` on. Kernels take it as one constant, which Triton's cache knows
+    by these fields.
     """
 
     piece: int  # columns
@@ -46,14 +47,24 @@ class ChunkLayout:
         return self.threads // 32
 
     @property
-    def constants(self) -> dict[str, int]:
-        """What kernels are told of it."""
-        return {
-            "PIECE": self.piece,
-            "CHUNKS": self.chunks,
-            "THREADS": self.threads,
-            "EACH": self.each,
-        }
+    def wraps(self) -> int:
+        """Times that all threads together read neighbours of a piece."""
+        return self.piece // (self.threads * self.each)
+
+    @property
+    def chunk_threads(self) -> int:
+        """Threads that hold a chunk."""
+        return self.threads // self.chunks
+
+    @property
+    def segment(self) -> int:
+        """Consecutive columns of a chunk."""
+        return self.chunk_threads * self.each
+
+    @property
+    def chunk_size(self) -> int:
+        """Columns of a chunk."""
+        return self.piece // self.chunks
 
     def num_pieces(self, vocab: int) -> int:
         """Pieces of a row."""
@@ -66,7 +77,7 @@ class ChunkLayout:
     def chunks_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The chunk that each column is of, int64."""
         thread = columns % (self.threads * self.each) // self.each
-        return columns // self.piece * self.chunks + thread // (self.threads // self.chunks)
+        return columns // self.piece * self.chunks + thread // self.chunk_threads
 
 
 @dataclass(frozen=True)

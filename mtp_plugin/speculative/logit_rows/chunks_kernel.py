@@ -1,9 +1,18 @@
 """Rows of logits by chunks, as `row_sums.ChunkLayout` has them, on the device."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Picked(NamedTuple):
+    """Some of a row's chunks."""
+
+    ptr: tl.tensor  # their numbers
+    number: tl.tensor  # how many they are
 
 
 @triton.jit
@@ -59,45 +68,32 @@ def row_mass_of(masses, tops, top, scale):
 
 
 @triton.jit
-def starts_of(
-    chunks, PIECE: tl.constexpr, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr
-):
+def starts_of(chunks, LAYOUT: tl.constexpr):
     """The first column of each chunk."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
     # without a sign a division is a shift
-    pieces = (chunks.to(tl.uint32) // CHUNKS).to(tl.int32)
-    return pieces * (PIECE - CHUNKS * SEGMENT) + chunks * SEGMENT
+    pieces = (chunks.to(tl.uint32) // LAYOUT.chunks).to(tl.int32)
+    return pieces * (LAYOUT.piece - LAYOUT.chunks * LAYOUT.segment) + chunks * LAYOUT.segment
 
 
 @triton.jit
-def spread_of(places, CHUNKS: tl.constexpr, THREADS: tl.constexpr, EACH: tl.constexpr):
+def spread_of(places, LAYOUT: tl.constexpr):
     """How far behind a chunk's first column its places are."""
-    SEGMENT: tl.constexpr = THREADS // CHUNKS * EACH
-    return places // SEGMENT * (THREADS * EACH) + places % SEGMENT
+    wraps = places // LAYOUT.segment
+    return wraps * (LAYOUT.threads * LAYOUT.each) + places % LAYOUT.segment
 
 
 @triton.jit
-def columns_of(
-    chunk_ptr,
-    first,
-    num_picked,
-    places,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """Columns of places in some picked chunks [TILE, places], and which of the chunks are."""
+def columns_of(picked, first, places, TILE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Columns of places in ``TILE`` picked chunks [TILE, places], and which of the chunks are."""
     at = first + tl.arange(0, TILE)
-    chunks = tl.load(chunk_ptr + at, mask=at < num_picked, other=0)
-    starts = starts_of(chunks, PIECE, CHUNKS, THREADS, EACH)
-    return starts[:, None] + spread_of(places, CHUNKS, THREADS, EACH)[None, :], at < num_picked
+    chunks = tl.load(picked.ptr + at, mask=at < picked.number, other=0)
+    starts = starts_of(chunks, LAYOUT)
+    return starts[:, None] + spread_of(places, LAYOUT)[None, :], at < picked.number
 
 
 @triton.jit
-def picked(here, picked_ptr):
-    """Write which of all chunks are ``here``, in their order; how many they are.
+def picked_of(here, picked_ptr):
+    """Write which of all chunks are ``here``, in their order: `Picked`.
 
     By fours of neighbours, which a thread holds.
     """
@@ -115,4 +111,4 @@ def picked(here, picked_ptr):
     tl.store(picked_ptr + place, chunks + 2, mask=here2 != 0)
     place += here2
     tl.store(picked_ptr + place, chunks + 3, mask=here3 != 0)
-    return tl.sum(number, axis=0)
+    return Picked(picked_ptr, tl.sum(number, axis=0))

@@ -26,7 +26,7 @@ from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     masses_of,
     number_of,
     number_or_zero,
-    picked,
+    picked_of,
     piece_of,
     row_mass_of,
     thread_tops,
@@ -112,17 +112,13 @@ def scan_kernel(
     table_stride,
     slot_stride,
     # constants
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``PARTS`` pieces of a row: what is kept of their chunks; nothing, where nobody asks for the
     row."""
-    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     behind = tl.maximum(tl.program_id(0) - num_contexts, 0)
@@ -134,36 +130,22 @@ def scan_kernel(
     if (asked >= 0) & (place < count):
         first_piece = tl.program_id(1) * PARTS
         for piece in range(first_piece, tl.minimum(first_piece + PARTS, num_pieces)):
-            x = piece_of(logits_ptr + row * row_stride, piece, vocab, PIECE)
-            held = tl.reshape(x, [WRAPS, THREADS, EACH])
+            x = piece_of(logits_ptr + row * row_stride, piece, vocab, LAYOUT.piece)
+            held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
             thread_top = thread_tops(held)
-            by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+            by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
             top = tl.max(by_chunk, axis=1)
             below = (by_chunk - number_or_zero(top)[:, None]) * LOG2_E
-            out = (row * num_pieces + piece) * CHUNKS + tl.arange(0, CHUNKS)
+            out = (row * num_pieces + piece) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
             tl.store(top_ptr + out, top)
             tl.store(mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
 
 
 @triton.jit
-def _tile_of(
-    row_ptr,
-    vocab,
-    picked_ptr,
-    first,
-    num_picked,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-):
+def _tile_of(row_ptr, vocab, picked, first, TILE: tl.constexpr, LAYOUT: tl.constexpr):
     """Values and columns of some picked chunks, and which of them are, all [TILE, ids of a chunk];
     -inf beyond them."""
-    places = tl.arange(0, PIECE // CHUNKS)
-    columns, here = columns_of(
-        picked_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-    )
+    columns, here = columns_of(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
     inside = here[:, None] & (columns < vocab)
     return loaded(row_ptr + columns, inside), columns, inside
 
@@ -178,26 +160,20 @@ def rank_of(
     is_chunk,
     picked_ptr,
     TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """One more than the ids in front of a token of value ``own``."""
-    num_picked = picked((tops >= own) & is_chunk, picked_ptr)
+    SIZE: tl.constexpr = LAYOUT.chunk_size
+    picked = picked_of((tops >= own) & is_chunk, picked_ptr)
     # what a thread wrote others read
     tl.debug_barrier()
-    ahead = tl.zeros([TILE, PIECE // CHUNKS], tl.int32)
-    places = tl.arange(0, PIECE // CHUNKS)
-    x = _tile_of(row_ptr, vocab, picked_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH)[0]
-    for first in range(0, num_picked, TILE):
+    ahead = tl.zeros([TILE, SIZE], tl.int32)
+    places = tl.arange(0, SIZE)
+    x = _tile_of(row_ptr, vocab, picked, 0, TILE, LAYOUT)[0]
+    for first in range(0, picked.number, TILE):
         # of the next tile, while this one is counted
-        next_x = _tile_of(
-            row_ptr, vocab, picked_ptr, first + TILE, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
-        )[0]
-        columns, here = columns_of(
-            picked_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-        )
+        next_x = _tile_of(row_ptr, vocab, picked, first + TILE, TILE, LAYOUT)[0]
+        columns, here = columns_of(picked, first, places, TILE, LAYOUT)
         is_equal = here[:, None] & (x == own) & (columns < tl.minimum(token, vocab))
         ahead += ((x > own) | is_equal).to(tl.int32)
         x = next_x
@@ -214,10 +190,7 @@ def most_likely(
     is_chunk,
     picked_ptr,
     TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """The ``number`` >= 1 most likely ids of a row and their values [LISTED], -1 behind them."""
     # of so many chunks each has an id that is no lower
@@ -229,17 +202,15 @@ def most_likely(
         keys = tl.where(keys == best, NO_KEY, keys)
     # a rank is counted with what was picked before
     tl.debug_barrier()
-    num_picked = picked((tops >= least) & is_chunk, picked_ptr)
+    picked = picked_of((tops >= least) & is_chunk, picked_ptr)
     tl.debug_barrier()
 
     places = tl.arange(0, LISTED)
     # no two are equal, so that one at a time is replaced
     found = NO_KEY + places.to(tl.int64)
     lowest = tl.full([], NO_KEY, tl.int64)
-    for first in range(0, num_picked, TILE):
-        x, columns, inside = _tile_of(
-            row_ptr, vocab, picked_ptr, first, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH
-        )
+    for first in range(0, picked.number, TILE):
+        x, columns, inside = _tile_of(row_ptr, vocab, picked, first, TILE, LAYOUT)
         of_tile = tl.where(inside, keys_of(x, columns), NO_KEY)
         best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
         while best_of_tile > lowest:
@@ -289,10 +260,7 @@ def finish_kernel(
     token_row_stride,
     token_stride,
     # constants
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -321,7 +289,7 @@ def finish_kernel(
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
         row_ptr = logits_ptr + row * row_stride
         own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
-        num_chunks = num_pieces * CHUNKS
+        num_chunks = num_pieces * LAYOUT.chunks
         chunks = tl.arange(0, ALL_CHUNKS)
         is_chunk = chunks < num_chunks
         kept = row * num_chunks + chunks
@@ -333,8 +301,8 @@ def finish_kernel(
         top = tl.max(tops, axis=0)
         if top == float("inf"):
             # pieces stand in the order of ids, their chunks do not
-            piece = tl.min(tl.where(tops == top, chunks // CHUNKS, NO_COLUMN), axis=0)
-            columns = piece * PIECE + tl.arange(0, PIECE)
+            piece = tl.min(tl.where(tops == top, chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+            columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
             x = loaded(row_ptr + columns, columns < vocab)
             first = tl.min(tl.where(x == top, columns, NO_COLUMN), axis=0)
             # behind it all others, by id
@@ -352,34 +320,10 @@ def finish_kernel(
             norm = tl.log(mass)
             value = tl.where(own > float("-inf"), own - top - norm, float("-inf"))
             picked_ptr += tl.program_id(0).to(tl.int64) * num_chunks
-            rank = rank_of(
-                row_ptr,
-                vocab,
-                token,
-                own,
-                tops,
-                is_chunk,
-                picked_ptr,
-                TILE,
-                PIECE,
-                CHUNKS,
-                THREADS,
-                EACH,
-            )
+            rank = rank_of(row_ptr, vocab, token, own, tops, is_chunk, picked_ptr, TILE, LAYOUT)
             if number > 0:
                 ids, values = most_likely(
-                    row_ptr,
-                    vocab,
-                    number,
-                    tops,
-                    chunks,
-                    is_chunk,
-                    picked_ptr,
-                    TILE,
-                    PIECE,
-                    CHUNKS,
-                    THREADS,
-                    EACH,
+                    row_ptr, vocab, number, tops, chunks, is_chunk, picked_ptr, TILE, LAYOUT
                 )
                 lower = tl.where(values > float("-inf"), values - top - norm, float("-inf"))
                 values = tl.where(ids >= 0, lower, 0.0)

@@ -62,7 +62,7 @@ def logprobs(
         0 if slots is None else slots.slot_ids.stride(0),
     )
     constants: dict[str, Any] = {
-        **chunks.constants,
+        "LAYOUT": chunks,
         "HAS_SLOTS": slots is not None,
         **pdl_options(device),
     }
@@ -87,7 +87,7 @@ def logprobs(
         *tokens.stride(),
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        TILE=TILE // (chunks.piece // chunks.chunks),
+        TILE=TILE // chunks.chunk_size,
         HAS_SUMS=sums is not None,
         num_warps=FINISH_WARPS,
     )

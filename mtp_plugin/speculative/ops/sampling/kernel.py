@@ -35,10 +35,12 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
 )
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
-from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
-from mtp_plugin.speculative.ops.sampling.cuts_kernel import drawn_of_cut
+from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import PLACES
+from mtp_plugin.speculative.ops.sampling.cuts.cut_kernel import drawn_of_cut
+from mtp_plugin.speculative.ops.sampling.cuts.shares_kernel import TOLD, Split
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
+    Draw,
     Row,
     choice_of,
     gumbel,
@@ -51,7 +53,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
     words_of_groups,
 )
-from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD, Split
 
 NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**31))
@@ -73,15 +74,15 @@ class Left(NamedTuple):
 
 
 @triton.jit
-def _bounds_of(row, piece, stream, PIECE: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Of the noise of a piece's ids, in log2 [PIECE]."""
+def _bounds_of(row, piece, stream, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Of the noise of a piece's ids, in log2 [ids of a piece]."""
     if HAS_IDS:
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
         words = words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
     else:
-        groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+        groups = piece * (LAYOUT.piece // 4) + tl.arange(0, LAYOUT.piece // 4)
         w0, w1, w2, w3 = words_of_groups(groups, stream)
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [LAYOUT.piece])
     return gumbel_bound(words)
 
 
@@ -95,10 +96,7 @@ def _scanned(
     left,
     first_piece,
     last_piece,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
@@ -106,7 +104,7 @@ def _scanned(
     HAS_SUMS: tl.constexpr,
 ):
     """Some pieces of a row, of the first of which ``x`` are the values."""
-    WRAPS: tl.constexpr = PIECE // (THREADS * EACH)
+    PIECE: tl.constexpr = LAYOUT.piece
     scale = scale_of(temperature)
     is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_cut
@@ -126,28 +124,28 @@ def _scanned(
             # while values are on their way
             noise = tl.zeros([PIECE], tl.float32)
             if is_noisy:
-                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
-        held = tl.reshape(x, [WRAPS, THREADS, EACH])
+                noise = _bounds_of(row, piece, stream, LAYOUT, HAS_IDS)
+        held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
         thread_top = thread_tops(held)
-        by_chunk = tl.reshape(thread_top, [CHUNKS, THREADS // CHUNKS])
+        by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
         top = tl.max(by_chunk, axis=1)
         base = number_or_zero(top)
         below = (by_chunk - base[:, None]) * scale
 
-        out = piece * CHUNKS + tl.arange(0, CHUNKS)
+        out = piece * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
         if temperature < GREEDY_BELOW:
-            at = tl.reshape(piece * PIECE + tl.arange(0, PIECE), [WRAPS, THREADS, EACH])
+            at = tl.reshape(piece * PIECE + tl.arange(0, PIECE), held.shape)
             at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
-            first = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), [CHUNKS, THREADS // CHUNKS])
-            first = tl.min(tl.where(by_chunk == top[:, None], first, NO_COLUMN), axis=1)
-            tl.store(left.detail_ptr + out, first.to(tl.float32, bitcast=True))
+            at = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), by_chunk.shape)
+            at = tl.min(tl.where(by_chunk == top[:, None], at, NO_COLUMN), axis=1)
+            tl.store(left.detail_ptr + out, at.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
-                noise = _bounds_of(row, piece, stream, PIECE, HAS_IDS)
+                noise = _bounds_of(row, piece, stream, LAYOUT, HAS_IDS)
             bound = (held - number_or_zero(thread_top)[None, :, None]) * scale
-            bound += tl.reshape(noise, [WRAPS, THREADS, EACH])
+            bound += tl.reshape(noise, held.shape)
             bound = number_of(tl.max(tl.max(bound, axis=0), axis=1))
-            bound = tl.reshape(bound, [CHUNKS, THREADS // CHUNKS]) + below
+            bound = tl.reshape(bound, by_chunk.shape) + below
             tl.store(left.detail_ptr + out, tl.max(bound, axis=1))
             if HAS_CUTS:
                 tl.store(left.mass_ptr + out, masses_of(held, thread_top, below, scale))
@@ -198,10 +196,7 @@ def scan_kernel(
     table_stride,
     slot_stride,
     # constants
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     PARTS: tl.constexpr,
     NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
@@ -233,7 +228,7 @@ def scan_kernel(
     request, offset, slot = place_of(
         number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    x = piece_of(logits_ptr + number * row_stride, first_piece, vocab, PIECE)
+    x = piece_of(logits_ptr + number * row_stride, first_piece, vocab, LAYOUT.piece)
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
@@ -257,7 +252,7 @@ def scan_kernel(
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
     edits = edits_of(slot, pools, draft_ptr, num_before)
     row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, edits)
-    chunk = number * (num_pieces * CHUNKS)
+    chunk = number * (num_pieces * LAYOUT.chunks)
     left = Left(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, raw_mass_ptr + chunk)
     # apart, so that rows without edits hold nothing of theirs
     if HAS_EDITS and is_edited(slot):
@@ -270,10 +265,7 @@ def scan_kernel(
             left,
             first_piece,
             last_piece,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
+            LAYOUT,
             False,  # while it is edited a piece takes all registers
             HAS_IDS,
             True,
@@ -290,10 +282,7 @@ def scan_kernel(
             left,
             first_piece,
             last_piece,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
+            LAYOUT,
             NOISE_FIRST,
             HAS_IDS,
             False,
@@ -304,34 +293,23 @@ def scan_kernel(
 
 @triton.jit
 def _first_infinite(
-    row,
-    tops,
-    chunks,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    row, tops, chunks, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr
 ):
     """The lowest column that holds +inf: in the first piece that has one."""
-    piece = tl.min(tl.where(tops == float("inf"), chunks // CHUNKS, NO_COLUMN), axis=0)
-    columns = piece * PIECE + tl.arange(0, PIECE)
+    piece = tl.min(tl.where(tops == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+    columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
     x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_EDITS)
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 
 
 @triton.jit
 def _best_noisy(
-    row,
-    stream,
+    draw,
     temperature,
     tops,
     details,
     chunks,
-    top,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
 ):
@@ -339,9 +317,8 @@ def _best_noisy(
 
     They are one or two of a thousand.
     """
-    SIZE: tl.constexpr = PIECE // CHUNKS
     NUMBERS: tl.constexpr = chunks.shape[0] - 1
-    bounds = details + (tops - top) * scale_of(temperature)
+    bounds = details + (tops - draw.top) * scale_of(temperature)
     bounds = tl.where(tops > float("-inf"), bounds, float("-inf"))
     # with the chunk's number in the lowest bits, which make no bound lower
     keys = (order_of(bounds) & ~NUMBERS) | chunks
@@ -354,17 +331,16 @@ def _best_noisy(
         keys = tl.where(keys == first, NO_KEY, keys)
         second = tl.max(keys, axis=0)
         keys = tl.where(keys == second, NO_KEY, keys)
-        places = tl.arange(0, 2 * SIZE)
-        chunk = tl.where(places < SIZE, first, second) & NUMBERS
-        columns = starts_of(chunk, PIECE, CHUNKS, THREADS, EACH)
-        columns += spread_of(places % SIZE, CHUNKS, THREADS, EACH)
-        inside = columns < row.vocab
-        x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
+        places = tl.arange(0, 2 * LAYOUT.chunk_size)
+        chunk = tl.where(places < LAYOUT.chunk_size, first, second) & NUMBERS
+        columns = starts_of(chunk, LAYOUT) + spread_of(places % LAYOUT.chunk_size, LAYOUT)
+        inside = columns < draw.row.vocab
+        x = values_of(draw.row, columns, inside, HAS_IDS, HAS_EDITS)
         # while the values are on their way
         first = tl.max(keys, axis=0)
         highest = value_of(first | NUMBERS)
-        noise = gumbel(words_of(ids_of(row, columns, inside, HAS_IDS), stream))
-        noisy = tl.div_rn(x - top, temperature) + noise
+        noise = gumbel(words_of(ids_of(draw.row, columns, inside, HAS_IDS), draw.stream))
+        noisy = tl.div_rn(x - draw.top, temperature) + noise
         tile_best = highest_of(noisy)
         at = tl.min(tl.where(noisy == tile_best, columns, NO_COLUMN), axis=0)
         at = tl.where(tile_best == best, tl.minimum(at, column), at)
@@ -418,10 +394,7 @@ def finish_kernel(
     table_stride,
     slot_stride,
     # constants
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
@@ -466,7 +439,7 @@ def finish_kernel(
         ".cg",
     )
     grid_dependency_synchronize(PDL)
-    num_chunks = num_pieces * CHUNKS
+    num_chunks = num_pieces * LAYOUT.chunks
     chunks = tl.arange(0, ALL_CHUNKS)
     tops = tl.load(
         top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
@@ -485,6 +458,7 @@ def finish_kernel(
     edits = edits_of(slot, pools, draft_ptr, num_before)
     of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
     top = highest_of(tops)
+    draw = Draw(of_row, options, stream, top)
     if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
         if tells_mass:
             tl.store(row_mass_ptr + row, row_mass_of(raw_masses, tops, top, LOG2_E))
@@ -505,24 +479,12 @@ def finish_kernel(
             last = drawn
             mass += 1.0
         elif top == float("inf"):
-            drawn = _first_infinite(of_row, tops, chunks, PIECE, CHUNKS, HAS_IDS, HAS_EDITS)
+            drawn = _first_infinite(of_row, tops, chunks, LAYOUT, HAS_IDS, HAS_EDITS)
             last = drawn
             mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
             drawn = _best_noisy(
-                of_row,
-                stream,
-                temperature,
-                tops,
-                details,
-                chunks,
-                top,
-                PIECE,
-                CHUNKS,
-                THREADS,
-                EACH,
-                HAS_IDS,
-                HAS_EDITS,
+                draw, temperature, tops, details, chunks, LAYOUT, HAS_IDS, HAS_EDITS
             )
             if HAS_CUTS:
                 limit += float("inf")
@@ -533,21 +495,15 @@ def finish_kernel(
                 mass = row_mass_of(masses, tops, top, scale_of(temperature))
         else:
             drawn, limit, last, mass, is_known = drawn_of_cut(
-                of_row,
-                options,
-                stream,
-                picked_ptr + (row * SHARES + share) * (num_chunks * LISTS),
-                pair_ptr + (row * SEGMENTS + share) * PLACES,
-                Split(share, arrived_ptr + row, told_ptr + row * (TOLD * SHARES), num_chunks),
-                num_chunks,
+                draw,
                 tops,
                 details,
                 chunks,
-                top,
-                PIECE,
-                CHUNKS,
-                THREADS,
-                EACH,
+                num_chunks,
+                picked_ptr + (row * SHARES + share) * (num_chunks * LISTS),
+                pair_ptr + (row * SEGMENTS + share) * PLACES,
+                Split(share, arrived_ptr + row, told_ptr + row * (TOLD * SHARES), num_chunks),
+                LAYOUT,
                 ALL_CHUNKS,
                 HAS_IDS,
                 HAS_EDITS,

@@ -13,10 +13,10 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN, Role
+from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import PLACES
+from mtp_plugin.speculative.ops.sampling.cuts.shares_kernel import TOLD
 from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kernel
-from mtp_plugin.speculative.ops.sampling.search_kernel import TOLD
 from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
 from mtp_plugin.speculative.step import SlotRows
 
@@ -73,7 +73,7 @@ def draw(
     places: tuple[int, ...] = (rows.num_contexts, rows.width, rows.column, int(role))
     places += _places(slots) if by_choice else (0, 0, 0)
     constants: dict[str, Any] = {
-        **layout.constants,
+        "LAYOUT": layout,
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
         "HAS_DRAFTS": rows.drafts is not None,

@@ -57,6 +57,15 @@ class Row(NamedTuple):
     edits: Edits
 
 
+class Draw(NamedTuple):
+    """What one token is drawn from, and how."""
+
+    row: Row
+    options: Options
+    stream: Stream
+    top: tl.tensor  # the row's highest value
+
+
 @triton.jit
 def options_of(slot, vocab, CACHE: tl.constexpr = CACHED):
     """The options of a request."""

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import launch, search_kernel
+from mtp_plugin.speculative.ops.sampling import launch
+from mtp_plugin.speculative.ops.sampling.cuts import search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -85,16 +86,16 @@ def test_a_wrong_guess_of_how_deep_ids_lie(
     key: int, is_always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
-    guessed, asked = search_kernel._guessed, []
+    guessed, asked = search_kernel.guessed, []
 
-    def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
+    def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
         asked.append(key)
         if len(asked) > 1 and not is_always:
-            return guessed(need, by_mass, low, before, high, *others)
+            return guessed(need, by_mass, bounds, *others)
         far = tl.full([], key, tl.int32)
-        return low, tl.minimum(tl.maximum(far, low + 1), high)
+        return bounds.low, tl.minimum(tl.maximum(far, bounds.low + 1), bounds.high)
 
-    monkeypatch.setattr(search_kernel, "_guessed", guess)
+    monkeypatch.setattr(search_kernel, "guessed", guess)
     for options in (Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)):
         asked.clear()
         batch = batch_of(normal(1, 2), options)
@@ -109,13 +110,13 @@ def test_no_pass_for_cuts_of_a_whole_list(
     top_k: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What top-k leaves is listed as a whole, where it is not too many, and top-p cuts the list."""
-    between, seen = search_kernel._between, []
+    between, seen = search_kernel.between, []
 
     def count(*given: Any) -> Any:
         seen.append(1)
         return between(*given)
 
-    monkeypatch.setattr(search_kernel, "_between", count)
+    monkeypatch.setattr(search_kernel, "between", count)
     batch = batch_of(normal(1, 2), Options(1.0, top_k=top_k, top_p=0.95, seed=3))
     tokens = batch.tokens(Backend.TRITON)
     assert len(seen) == passes
@@ -260,7 +261,7 @@ def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
 def test_one_pass_draws_from_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
     passes = []
-    for name in ("_between", "_measured", "_drawn_of_chunks"):
+    for name in ("between", "measured", "drawn_of_chunks"):
         kernel = getattr(search_kernel, name)
 
         def counted(*values: object, name: str = name, kernel: Any = kernel) -> Any:
@@ -271,4 +272,4 @@ def test_one_pass_draws_from_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares:
     options = Options(1.0, top_p=0.95, seed=1)
     batch = batch_of(normal(1, 2), options)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
-    assert passes == ["_between"] * shares
+    assert passes == ["between"] * shares

@@ -11,8 +11,9 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import draw, launch, search_kernel
+from mtp_plugin.speculative.ops.sampling import draw, launch
 from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from mtp_plugin.speculative.ops.sampling.cuts import search_kernel
 from mtp_plugin.speculative.row_sums import ChunkLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
@@ -193,20 +194,20 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
-    guessed = search_kernel._guessed
+    guessed = search_kernel.guessed
     guesses: list[int] = []
 
-    def guess(need: Any, by_mass: Any, low: Any, before: Any, high: Any, *others: Any) -> Any:
+    def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
         guesses.append(1)
         if len(guesses) > shares and not wrong.startswith("always"):
-            return guessed(need, by_mass, low, before, high, *others)
+            return guessed(need, by_mass, bounds, *others)
         if wrong == "too near":
-            return low, low + 1
+            return bounds.low, bounds.low + 1
         if wrong == "too far":
-            return high - 1, high
-        return low, high
+            return bounds.high - 1, bounds.high
+        return bounds.low, bounds.high
 
-    monkeypatch.setattr(search_kernel, "_guessed", guess)
+    monkeypatch.setattr(search_kernel, "guessed", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
     tokens = batch.tokens(Backend.TRITON)

@@ -8,10 +8,10 @@ are searched for by passes over them.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import picked
+from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked, picked_of
 from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
-from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
+from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     Candidates,
     depths_of,
@@ -22,8 +22,14 @@ from mtp_plugin.speculative.ops.sampling.candidates_kernel import (
     pairs_of,
     tile_of,
 )
-from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, ids_of, scale_of, words_of
-from mtp_plugin.speculative.ops.sampling.search_kernel import UNSHARED, drawn_of_many
+from mtp_plugin.speculative.ops.sampling.cuts.search_kernel import UNSHARED, drawn_of_many
+from mtp_plugin.speculative.ops.sampling.noise_kernel import (
+    Draw,
+    gumbel,
+    ids_of,
+    scale_of,
+    words_of,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
@@ -104,22 +110,20 @@ def _depth_of_mass(depths, masses, need, SIZE: tl.constexpr):
 
 @triton.jit
 def _drawn_of_few(
-    row,
+    draw,
     candidates,
-    options,
-    stream,
-    top,
     mass,
     HAS_IDS: tl.constexpr,
     SIZE: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
     """As `drawn_of_cut`, of few candidates, whose order and mass are counted."""
+    options = draw.options
     found = candidates.found
     places = tl.arange(0, SIZE)
     here = places < found
     x, columns = of_pairs(tl.load(candidates.pair_ptr + places, mask=here, other=0))
-    depths = depths_of(x, here, top, options.temperature)
+    depths = depths_of(x, here, draw.top, options.temperature)
     # by depth, then by column, in one comparison
     keys = pairs_of(depths, columns)
     key_ptr = candidates.pair_ptr + MANY
@@ -142,8 +146,8 @@ def _drawn_of_few(
     need = tl.where(options.top_p < 1, options.top_p * mass, float("inf"))
     # the first stays, however little is asked for
     kept = kept & ((ahead < need) | (rank == 0)) & (weights >= options.min_p)
-    ids = ids_of(row, columns, here, HAS_IDS)
-    noisy = gumbel(words_of(ids, stream)) - depths
+    ids = ids_of(draw.row, columns, here, HAS_IDS)
+    noisy = gumbel(words_of(ids, draw.stream)) - depths
     noisy = tl.where(kept, noisy, float("-inf"))
     best = highest_of(noisy)
     drawn = tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
@@ -154,21 +158,15 @@ def _drawn_of_few(
 
 @triton.jit
 def drawn_of_cut(
-    row,
-    options,
-    stream,
-    picked_ptr,
-    pair_ptr,
-    split,
-    num_chunks,
+    draw,
     tops,
     details,
     chunks,
-    top,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    num_chunks,
+    picked_ptr,
+    pair_ptr,
+    split,
+    LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
@@ -181,11 +179,13 @@ def drawn_of_cut(
 
     All pointers stand at the row's own, of what is written at the share's."""
     # so many chunks as a bound should leave are one tile
-    SIZE: tl.constexpr = PIECE // CHUNKS
-    GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // SIZE
+    GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // LAYOUT.chunk_size
+    row = draw.row
+    options = draw.options
     temperature = options.temperature
     # no difference to it is -0, whose bits are not in the order of the others
-    top = tl.where(top == 0, 0.0, top)
+    top = tl.where(draw.top == 0, 0.0, draw.top)
+    draw = Draw(row, options, draw.stream, top)
     depths = (top - tops) * scale_of(temperature)
     far = DEEPEST + 0.0
     mass = 0.0
@@ -194,89 +194,53 @@ def drawn_of_cut(
     elif options.top_p < 1:
         masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
         mass = tl.sum(masses, axis=0)
-        far = _depth_of_mass(depths, masses, options.top_p * mass, SIZE)
+        far = _depth_of_mass(depths, masses, options.top_p * mass, LAYOUT.chunk_size)
     # the mass of the k first counts what min-p leaves out
     if (options.top_k == 0) | (options.top_p >= 1):
         far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
 
-    num_picked = picked((depths <= far) & (chunks < num_chunks), picked_ptr)
-    is_helped = (options.top_k == 0) & (options.top_p < 1) & (num_picked > UNSHARED)
+    picked = picked_of((depths <= far) & (chunks < num_chunks), picked_ptr)
+    is_helped = (options.top_k == 0) & (options.top_p < 1) & (picked.number > UNSHARED)
     if SHARES > 1:
-        num_picked = tl.where((split.share > 0) & (num_picked <= UNSHARED), 0, num_picked)
+        is_idle = (split.share > 0) & (picked.number <= UNSHARED)
+        picked = Picked(picked_ptr, tl.where(is_idle, 0, picked.number))
     # what a thread wrote others read
     tl.debug_barrier()
     # a number, so that what is -inf lies deeper
     least = tl.maximum(top - far * LN_2 * temperature, LEAST)
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    by_fours = num_picked <= PICKED
+    by_fours = picked.number <= PICKED
     if HAS_EDITS:
         by_fours = by_fours & only_lower(row.edits)
     if by_fours:
         four_ptr = pair_ptr + 2 * MANY
         num_fours = listed_fours(
-            row,
-            least,
-            picked_ptr,
-            num_picked,
-            four_ptr,
-            PICKED,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            WARPS,
-            HAS_IDS,
-            HAS_EDITS,
+            row, least, picked, four_ptr, PICKED, WARPS, LAYOUT, HAS_IDS, HAS_EDITS
         )
         tl.debug_barrier()
         if num_fours <= PICKED:
             found = listed_of_fours(
                 row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS, HAS_EDITS
             )
-            first = num_picked
+            first = picked.number
     if not HAS_EDITS:
         # of so many ids every chunk has some, and nearly all would be listed
-        is_many = (options.top_k > MANY) & (num_picked > UNSHARED)
+        is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
         found = tl.where(is_many, LISTED + 1, found)
-    while (first < num_picked) & (found <= LISTED):
-        x = tile_of(
-            row,
-            picked_ptr,
-            first,
-            num_picked,
-            GATHERED,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            HAS_IDS,
-            HAS_EDITS,
-        )[0]
-        found = listed(
-            x,
-            x >= least,
-            picked_ptr,
-            first,
-            num_picked,
-            found,
-            pair_ptr,
-            PIECE,
-            CHUNKS,
-            THREADS,
-            EACH,
-            WARPS,
-        )
+    while (first < picked.number) & (found <= LISTED):
+        x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+        found = listed(x, x >= least, picked, first, found, pair_ptr, LAYOUT, WARPS)
         first += GATHERED
         if SHARES > 1:
             # with help no more is listed of a row that by what is seen has twice too many
-            seen = tl.minimum(first, num_picked)
-            is_flat = is_helped & (found * num_picked > seen * (2 * LISTED))
+            seen = tl.minimum(first, picked.number)
+            is_flat = is_helped & (found * picked.number > seen * (2 * LISTED))
             found = tl.where(is_flat, tl.maximum(found, LISTED + 1), found)
     tl.debug_barrier()
 
-    candidates = Candidates(picked_ptr, num_picked, pair_ptr, found)
+    candidates = Candidates(picked, pair_ptr, found)
     drawn = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
@@ -284,27 +248,19 @@ def drawn_of_cut(
     is_known = split.share == 0
     if SHARES == 1 or is_known | (found > LISTED):
         if found <= FEW:
-            drawn, limit, last, left = _drawn_of_few(
-                row, candidates, options, stream, top, mass, HAS_IDS, FEW, FEW
-            )
+            drawn, limit, last, left = _drawn_of_few(draw, candidates, mass, HAS_IDS, FEW, FEW)
         elif found <= MANY:
             drawn, limit, last, left = _drawn_of_few(
-                row, candidates, options, stream, top, mass, HAS_IDS, MANY, WARPS * 512 // MANY
+                draw, candidates, mass, HAS_IDS, MANY, WARPS * 512 // MANY
             )
         else:
             drawn, limit, last, left, is_known = drawn_of_many(
-                row,
+                draw,
                 candidates,
                 split,
-                options,
-                stream,
                 far,
-                top,
                 mass,
-                PIECE,
-                CHUNKS,
-                THREADS,
-                EACH,
+                LAYOUT,
                 ALL_CHUNKS,
                 HAS_IDS,
                 HAS_EDITS,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import columns_of
+from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked, columns_of
 from mtp_plugin.speculative.logit_rows.edits_kernel import allowed_fours
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     ids_of,
@@ -27,8 +27,7 @@ PLACES = tl.constexpr(LISTED + 2 * OF_THREAD)
 class Candidates(NamedTuple):
     """The ids that a cut may leave: all of some chunks, and a list of them where it is short."""
 
-    chunk_ptr: tl.tensor
-    num_chunks: tl.tensor
+    picked: Picked
     pair_ptr: tl.tensor  # as `pairs_of`
     found: tl.tensor  # of the list; more than LISTED: it is not whole
 
@@ -36,22 +35,15 @@ class Candidates(NamedTuple):
 @triton.jit
 def tile_of(
     row,
-    chunk_ptr,
+    picked,
     first,
-    num_picked,
     TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
 ):
     """Values and columns of some picked chunks, both [TILE, ids of a chunk]; -inf beyond them."""
-    places = tl.arange(0, PIECE // CHUNKS)
-    columns, here = columns_of(
-        chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-    )
+    columns, here = columns_of(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
     inside = here[:, None] & (columns < row.vocab)
     return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
 
@@ -59,27 +51,21 @@ def tile_of(
 @triton.jit
 def words_of_tile(
     row,
-    chunk_ptr,
+    picked,
     columns,
     first,
-    num_picked,
     stream,
     TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
 ):
     """The words of the ids of `tile_of`."""
-    SIZE: tl.constexpr = PIECE // CHUNKS
+    SIZE: tl.constexpr = LAYOUT.chunk_size
     if HAS_IDS:
         return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
     else:
         places = tl.arange(0, SIZE // 4) * 4
-        firsts = columns_of(
-            chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH
-        )[0]
+        firsts = columns_of(picked, first, places, TILE, LAYOUT)[0]
         w0, w1, w2, w3 = words_of_groups(firsts >> 2, stream)
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE, SIZE])
 
@@ -110,20 +96,7 @@ def depths_of(x, here, top, temperature):
 
 
 @triton.jit
-def listed(
-    x,
-    here,
-    chunk_ptr,
-    first,
-    num_picked,
-    found,
-    pair_ptr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+def listed(x, here, picked, first, found, pair_ptr, LAYOUT: tl.constexpr, WARPS: tl.constexpr):
     """List what is ``here`` of the values of `tile_of`, behind ``found`` others; how many there are
     then.
 
@@ -147,9 +120,7 @@ def listed(
     # along one side, or the compiler has what it stores change threads before
     place = tl.reshape(place, [TILE * FOURS])
     places = tl.arange(0, FOURS) * 4
-    columns = columns_of(chunk_ptr, first, num_picked, places, TILE, PIECE, CHUNKS, THREADS, EACH)[
-        0
-    ]
+    columns = columns_of(picked, first, places, TILE, LAYOUT)[0]
     columns = tl.reshape(columns, [TILE * FOURS])
     place = _one_listed(x0, columns, here0, place, pair_ptr)
     place = _one_listed(x1, columns + 1, here1, place, pair_ptr)
@@ -162,15 +133,11 @@ def listed(
 def listed_fours(
     row,
     least,
-    chunk_ptr,
-    num_picked,
+    picked,
     four_ptr,
     TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    THREADS: tl.constexpr,
-    EACH: tl.constexpr,
     WARPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
 ):
@@ -180,15 +147,10 @@ def listed_fours(
     To write a few such numbers takes a quarter of the stores that single values take. Values are
     not edited but for what is not allowed: with edits that only lower some the list is no shorter.
     """
-    SIZE: tl.constexpr = PIECE // CHUNKS
-    FOURS: tl.constexpr = SIZE // 4
+    FOURS: tl.constexpr = LAYOUT.chunk_size // 4
     ROWS: tl.constexpr = TILE // WARPS
-    x = tile_of(row, chunk_ptr, 0, num_picked, TILE, PIECE, CHUNKS, THREADS, EACH, HAS_IDS, False)[
-        0
-    ]
-    columns = columns_of(
-        chunk_ptr, 0, num_picked, tl.arange(0, FOURS) * 4, TILE, PIECE, CHUNKS, THREADS, EACH
-    )[0]
+    x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, False)[0]
+    columns = columns_of(picked, 0, tl.arange(0, FOURS) * 4, TILE, LAYOUT)[0]
     x = tl.reshape(x, [TILE, FOURS, 4])
     if HAS_EDITS and not HAS_IDS:  # noqa: SIM102 - known when it is compiled
         if row.edits.allowed_row >= 0:

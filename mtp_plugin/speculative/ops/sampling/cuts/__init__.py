@@ -1,0 +1,1 @@
+"""Draws under top-k, top-p and min-p on the device."""
