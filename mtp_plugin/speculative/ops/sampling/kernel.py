@@ -507,6 +507,7 @@ def finish_kernel(
                 ALL_CHUNKS,
                 HAS_IDS,
                 HAS_EDITS,
+                HAS_CUTS,
                 WARPS,
                 SHARES,
             )

@@ -35,8 +35,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NO_COLUMN = tl.constexpr(2147483647)
 DEEPEST = tl.constexpr(58.0)
 """In log2: what lies deeper is never drawn, as noise spans 38, and no sum of weights shows it."""
+DEEPEST_TOLD = tl.constexpr(1073741824.0)
+"""In log2: what stays up to there counts where somebody asks what is left of rows."""
 DEPTH_SLACK = tl.constexpr(0.01)
-"""In log2: more than a depth is off by its rounding."""
+"""In log2: more than a depth of DEEPEST is off by its rounding."""
+ROUNDING = tl.constexpr(1e-6)
+"""Of a depth beyond that: more than it is off."""
 FEW = tl.constexpr(64)
 MANY = tl.constexpr(256)
 """Candidates that are ordered by counting."""
@@ -45,14 +49,15 @@ PICKED = tl.constexpr(64)
 ASKED = tl.constexpr(52)
 """Chunks that a bound should leave at most: of some more fours of neighbours are near."""
 STEPS = tl.constexpr(12)
-"""Of a search for a depth of some number of ids."""
+STEPS_TOLD = tl.constexpr(24)
+"""Of a search for a depth of some number of ids: as fine, from the deepest on."""
 LEAST = tl.constexpr(-3.4028234663852886e38)
 NO_KEY = tl.constexpr(9223372036854775807)
 
 
 @triton.jit
-def _depth_of_count(depths, top_k):
-    """A depth within which at least ``top_k`` ids lie, or the deepest.
+def _depth_of_count(depths, top_k, far, STEPS: tl.constexpr):
+    """A depth up to ``far`` within which at least ``top_k`` ids lie, or ``far``.
 
     Each chunk within it has such an id. Three depths are tried at a time, their counts in one word:
     of the chunks that lie deeper, as the first one never does.
@@ -62,7 +67,6 @@ def _depth_of_count(depths, top_k):
     WORD: tl.constexpr = tl.int32 if ALL <= 1024 else tl.int64
     MASK: tl.constexpr = (1 << BITS) - 1
     near = 0.0
-    far = DEEPEST + 0.0
     count = ALL + 1
     step = tl.where(top_k > ALL, STEPS, 0)
     while (count > tl.maximum(top_k, ASKED)) & (step < STEPS):
@@ -170,6 +174,7 @@ def drawn_of_cut(
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
@@ -187,10 +192,10 @@ def drawn_of_cut(
     top = tl.where(draw.top == 0, 0.0, draw.top)
     draw = Draw(row, options, draw.stream, top)
     depths = (top - tops) * scale_of(temperature)
-    far = DEEPEST + 0.0
+    far = (DEEPEST_TOLD if HAS_CUTS else DEEPEST) + 0.0
     mass = 0.0
     if options.top_k > 0:
-        far = _depth_of_count(depths, options.top_k)
+        far = _depth_of_count(depths, options.top_k, far, STEPS_TOLD if HAS_CUTS else STEPS)
     elif options.top_p < 1:
         masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
         mass = tl.sum(masses, axis=0)
@@ -199,6 +204,8 @@ def drawn_of_cut(
     if (options.top_k == 0) | (options.top_p >= 1):
         far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
+    if HAS_CUTS:
+        far += far * ROUNDING
 
     picked = picked_of((depths <= far) & (chunks < num_chunks), picked_ptr)
     is_helped = (options.top_k == 0) & (options.top_p < 1) & (picked.number > UNSHARED)

@@ -183,6 +183,40 @@ def test_kernels_follow_torch_over_many_pieces() -> None:
     assert bool((got == -torch.inf).any())
 
 
+DEEP = [
+    Options(1.0, top_k=3, seed=1),
+    Options(1.0, top_k=40, seed=2),
+    Options(0.05, top_k=40, seed=3),
+    Options(1.0, top_k=2000, seed=4),
+    Options(1e-4, top_k=2000, seed=5),
+    Options(1.0, top_k=40, top_p=0.999, seed=6),
+    Options(1.0, min_p=1e-30, seed=7),
+]
+
+
+@pytest.mark.parametrize("step", [0.04, 1.0, 30.0])
+@pytest.mark.parametrize("options", DEEP, ids=str)
+def test_what_stays_is_told_however_deep_it_lies(options: Options, step: float) -> None:
+    """Far below what is ever drawn: ids every ``step``, behind a first one of 50 more."""
+    vocab = 6000
+    logits = torch.arange(vocab) * -step
+    logits[0] += 50
+    logits[5000:] = -torch.inf
+    logits = logits[torch.randperm(vocab, generator=torch.Generator().manual_seed(0))]
+    logits = logits[None].to(DEVICE)
+    slots = slots_of([options], random.Random(1))
+    write(slots, [{"logprobs": 5}])
+    rows = DrawnRows(0, 1, vector([7]))
+    told = []
+    for backend in Backend:
+        cuts = torch.empty(1, NUM_CUTS, device=DEVICE)
+        draw(logits, rows, slots, cuts=cuts, backend=backend)
+        told.append(processed_scores(logits, rows, slots, cuts, backend=backend))
+    torch.testing.assert_close(*told, rtol=1e-6, atol=1e-6)
+    if options.top_p == 1 and options.min_p == 0:
+        assert int((told[1] > -torch.inf).sum()) == options.top_k
+
+
 def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of their rows is written; and without rows nothing is launched."""
     given_ = arguments()
