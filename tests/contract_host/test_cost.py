@@ -1,12 +1,13 @@
-"""What the adapter's own objects cost a step: time on the host, and launches."""
+"""What the adapter's own objects cost a step: calls and time on the host, and launches."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,9 @@ from tests.contract_host.host import make_host
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.test_loop import ask
 
-ROUNDS = 4
-MOST_MICROSECONDS = 10.0
-"""On a processor that is as fast as `CALL_MICROSECONDS` say."""
-CALL_MICROSECONDS = 0.06
-"""Of one call of a method that reads an attribute, where the bar was set."""
+MOST_CALLS = 16
+MOST_MICROSECONDS = 30.0
+"""Many times what it takes: others may share the processor, and one launch takes longer."""
 
 lines = pytest.mark.parametrize("line", LINES)
 ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
@@ -87,22 +86,6 @@ def step(line: str, vanilla: bool, tiny_model: LoadedModel, prompts: list[list[i
 # ---- time ---------------------------------------------------------------------------------------
 
 
-class Unit:
-    """A thousand calls of a method: how fast the processor is just now."""
-
-    NUM_CALLS = 1000
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def read(self) -> int:
-        return self.value
-
-    def __call__(self) -> None:
-        for _ in range(self.NUM_CALLS):
-            self.read()
-
-
 def fastest(*calls: Callable[[], Any], runs: int = 150, repeats: int = 20) -> list[float]:
     """Microseconds of each call, the best of many runs; they take turns."""
     best = [float("inf")] * len(calls)
@@ -121,9 +104,26 @@ def fastest(*calls: Callable[[], Any], runs: int = 150, repeats: int = 20) -> li
     return best
 
 
+def num_calls(call: Callable[[], Any]) -> int:
+    """Python functions that are entered; Python 3.12 counts comprehensions no more than 3.10."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal counted
+        counted += event == "call" and not frame.f_code.co_name.startswith("<")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
 @lines
 @ways
-def test_a_step_costs_few_microseconds_more(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_costs_few_calls_more(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece behind the adapter returns at once: what is left is the adapter."""
     outputs: dict[str, torch.Tensor] = {}
     launched = step.update_call[0][0]
@@ -159,17 +159,11 @@ def test_a_step_costs_few_microseconds_more(step: Step, monkeypatch: pytest.Monk
     }
     assert step.worker(*arguments, **named) is outputs
     assert step.sampler.sample_async(*sampled).mtp_plugin is own_state
-    costs = dict.fromkeys(pairs, float("inf"))
-    slowness = 1.0
-    for _ in range(ROUNDS):  # others may run beside it for as long as a round takes
-        for name, pair in pairs.items():
-            adapted, bare = fastest(*pair)
-            costs[name] = min(costs[name], adapted - bare)
-        (thousand,) = fastest(Unit(), repeats=1)
-        slowness = max(1.0, thousand / Unit.NUM_CALLS / CALL_MICROSECONDS)
-        if sum(costs.values()) <= MOST_MICROSECONDS * slowness:
-            return
-    pytest.fail(f"{costs}, on a processor {slowness:.2f} times as slow")
+    calls = {name: num_calls(adapted) - num_calls(bare) for name, (adapted, bare) in pairs.items()}
+    assert sum(calls.values()) <= MOST_CALLS, calls
+    times = {name: fastest(*pair) for name, pair in pairs.items()}
+    costs = {name: adapted - bare for name, (adapted, bare) in times.items()}
+    assert sum(costs.values()) <= MOST_MICROSECONDS, costs
 
 
 # ---- launches -----------------------------------------------------------------------------------
