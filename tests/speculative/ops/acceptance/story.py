@@ -185,8 +185,7 @@ def _share(row: list[float], rule: Rule) -> float:
     """How much of the distance a row's entropy allows."""
     if rule.entropy_scale is None:
         return 1.0
-    shares = [_probability(row, token) for token in range(len(row))]
-    entropy = -sum(share * math.log(share) for share in shares if share > 0)
+    entropy = -sum(share * math.log(share) for share in _probabilities(row) if share > 0)
     return min(1.0, entropy / rule.entropy_scale)
 
 
@@ -207,10 +206,13 @@ def _value(row: list[float], token: int) -> float:
 
 
 def _probability(row: list[float], token: int) -> float:
-    highest = max(_value(row, t) for t in range(len(row)))
+    return _probabilities(row)[token]
 
-    def weight(t: int) -> float:
-        # +inf is the maximum, not more than it
-        return 1.0 if _value(row, t) == highest else math.exp(_value(row, t) - highest)
 
-    return weight(token) / sum(weight(t) for t in range(len(row)))
+def _probabilities(row: list[float]) -> list[float]:
+    values = [_value(row, token) for token in range(len(row))]
+    highest = max(values)
+    # +inf is the maximum, not more than it
+    weights = [1.0 if value == highest else math.exp(value - highest) for value in values]
+    total = sum(weights)
+    return [weight / total for weight in weights]
