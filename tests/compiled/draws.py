@@ -30,6 +30,18 @@ def compile_draws_of_many_rows() -> None:
     )
 
 
+def compile_draws_of_drafts() -> None:
+    requests = 40
+    draw(
+        floats(requests, 32768, dtype=F32),
+        DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=ints(requests, 4)),
+        slot_rows(requests),
+        role=Role.PLAIN_DRAFT,
+        vocab_ids=ints(32768),
+        backend=Backend.TRITON,
+    )
+
+
 def compile_draws_by_choice() -> None:
     for requests, column, vocab, dtype, ids, has_pools in (
         (300, 0, 202048, F16, None, True),

@@ -159,21 +159,9 @@ def compile_sampling() -> None:
 
 
 def compile_draws() -> None:
-    # the largest kernels there are, half a minute each: the others are in `draws`
-    for requests, width, vocab, dtype, ids in (
-        (8, 4, VOCAB, BF16, None),
-        (40, 1, 32768, F32, ints(32768)),
-    ):
-        ahead = ints(requests) if width == 1 else None
-        rows = DrawnRows(0, width, ints(requests, dtype=I64), ahead, drafts=ints(requests, 4))
-        draw(
-            floats(requests * width, vocab, dtype=dtype),
-            rows,
-            slot_rows(requests),
-            role=Role.TARGET if width > 1 else Role.PLAIN_DRAFT,
-            vocab_ids=ids,
-            backend=Backend.TRITON,
-        )
+    # the largest kernel there is, half a minute: the others are in `draws`
+    rows = DrawnRows(0, 4, ints(8, dtype=I64), drafts=ints(8, 4))
+    draw(floats(32, VOCAB), rows, slot_rows(8), role=Role.TARGET, backend=Backend.TRITON)
 
 
 def compile_thinking() -> None:
