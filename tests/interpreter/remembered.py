@@ -1,40 +1,18 @@
-"""Triton's interpreter as it is, in a quarter of the time.
-
-It computes with numpy, and spends its time on the bookkeeping around it: at every call of a jit
-function it sorts all members of ``triton.language`` to find those that it stands in for, also
-where they are in place; every value gets its type, shape and number of elements made anew; operands
-of one type and shape are promoted and broadcast like any others; and every sum of integers is
-computed once more to see whether it overflows, of which nobody is told outside debug mode.
-"""
+"""What the interpreter finds out again at every call, found out once."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
 from typing import Any
 
-
-def speed_up() -> None:
-    """Let the interpreter remember all that, and leave the second sum out."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    _remember_numpy_types()
-    _remember_shapes()
-    _know_by_identity()
-    if hasattr(interpreter, "_LangPatchScope"):  # before Triton 3.6 stand-ins are made otherwise
-        _remember_stand_ins()
-        _remember_constants(interpreter.interpreter_semantic)
-        _pass_equal_operands(interpreter.interpreter_semantic)
+from triton import language
+from triton.language import core
+from triton.runtime import interpreter
 
 
-def _remember_numpy_types() -> None:
-    from triton.runtime import interpreter
-
+def remember_numpy_types() -> None:
     numpy_type = interpreter._get_np_dtype
     of_scalar = functools.cache(numpy_type)
 
@@ -45,12 +23,11 @@ def _remember_numpy_types() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
-def _remember_stand_ins() -> None:
-    """Look for the members to stand in for once, and put them in place once a launch."""
-    from triton import language
-    from triton.language import core
-    from triton.runtime import interpreter
+def remember_stand_ins(operators: dict[str, Any]) -> None:
+    """Look for the members to stand in for once, and put them in place once a launch.
 
+    ``operators`` stand in for those of values.
+    """
     packages = language, core, language.math, core.tensor, core.tensor_descriptor_base
     builtins = {
         package: [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
@@ -74,7 +51,8 @@ def _remember_stand_ins() -> None:
         for name in builtins[package]:
             member = getattr(package, name)
             if core.is_builtin(member):  # not where the stand-in is in place
-                scope.set_attr(package, name, stand_in_of(member))
+                of_value = operators.get(name) if package is core.tensor else None
+                scope.set_attr(package, name, of_value or stand_in_of(member))
 
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     in_place: set[str] = set()
@@ -106,10 +84,8 @@ def _remember_stand_ins() -> None:
     interpreter._patch_lang = patch_lang
 
 
-def _remember_shapes() -> None:
+def remember_shapes() -> None:
     """Types of blocks, and values, of one shape share all that the shape tells of them."""
-    from triton.language import core
-
     make_type = core.block_type.__init__
     sequences = list, core.tuple
     of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
@@ -144,7 +120,7 @@ def _remember_shapes() -> None:
     core.tensor.__init__ = init_value
 
 
-def _remember_constants(semantic: Any) -> None:
+def remember_constants(semantic: Any) -> None:
     """Numbers of a type are made once; nothing writes into a value."""
     make = semantic.scalar_constant
     kept: dict[tuple[Any, ...], Any] = {}
@@ -165,10 +141,8 @@ def _remember_constants(semantic: Any) -> None:
     semantic.scalar_constant = scalar_constant
 
 
-def _pass_equal_operands(semantic: Any) -> None:
+def pass_equal_operands(semantic: Any) -> None:
     """Operands of one type and shape, and small numbers, are neither promoted nor broadcast."""
-    from triton.language import core
-
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     integers = "int32", "int64"
 
@@ -208,10 +182,8 @@ def _pass_equal_operands(semantic: Any) -> None:
     semantic.binary_op_type_checking_impl = check_types
 
 
-def _know_by_identity() -> None:
+def know_by_identity() -> None:
     """Types that are one object are equal, and what is no constant of a kernel is not unwrapped."""
-    from triton.language import core
-
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     as_they_are = core.tensor, int, float, bool
 
