@@ -1,0 +1,447 @@
+"""The table itself: `SamplingParams`, of which every field is a row."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from mtp_plugin.errors import RequestError, told
+from mtp_plugin.requests.options.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS_IDS
+from mtp_plugin.requests.options.option import (
+    Float,
+    Ids,
+    IdsOrNone,
+    Int,
+    Option,
+    Texts,
+    Words,
+    row,
+)
+from mtp_plugin.requests.options.spellings import NEUTRAL_TOO, UNSET_ELSEWHERE, named_here
+from mtp_plugin.requests.options.values import (
+    ANYTHING,
+    FINITE,
+    FLAG,
+    IDS,
+    LOGPROBS,
+    TEXTS,
+    Values,
+    each,
+    integer,
+    is_bias,
+    is_int,
+    is_word,
+    number,
+    one_of,
+    unset_or,
+)
+
+# ruff: noqa: RUF009 (a function of ours gives a field, as ``dataclasses.field`` does)
+
+DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
+    "coupled": ("coupled", "greedy"),
+    "rejection": ("plain", "greedy"),
+    "block": ("plain", "greedy"),
+}
+"""How drafts may be drawn for what judges them; the first is presumed."""
+
+_Made = TypeVar("_Made")
+
+
+def _checks_names(made: type[_Made]) -> type[_Made]:
+    """Let a dataclass look over the names that it is made with; its signature stays."""
+    make: Callable[..., None] = made.__init__
+
+    @functools.wraps(make)
+    def checked(self: _Made, /, *arguments: Any, **given: Any) -> None:
+        make(self, *arguments, **named_here(given, OPTIONS, _DEFAULTS))
+
+    made.__init__ = checked  # type: ignore[assignment]
+    return made
+
+
+@_checks_names
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What a user asks of one request.
+
+    ``temperature`` 0, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside them, and so
+    does none of these and no ``min_p``; an unset temperature beside one of the others is 1.
+
+    Raises:
+        RequestError: naming every value that cannot be, and every name that there is not.
+    """
+
+    # ---- when it ends
+    max_new_tokens: int = row(
+        32,
+        integer(1),
+        "tokens emitted at most; 32 where nobody says",
+        neutral=None,
+        elsewhere=("max_tokens",),
+        differs="vLLM presumes 16 as max_tokens",
+    )
+    min_tokens: Int = row(
+        0,
+        integer(0),
+        "tokens before which no end id, stop id or stop string ends the text",
+        "config.min_length",
+        host_neutral=lambda length: length <= 1,
+        edits_logits=True,
+        column=int,
+    )
+    stop_token_ids: Ids = row((), IDS, "ids that end the text and stand in it")
+    stop: Texts = row((), TEXTS, "strings that end the text and are cut off it")
+    include_stop_str_in_output: bool = row(
+        False, FLAG, "leave the stop string that ended the text in it"
+    )
+    ignore_eos: bool = row(False, FLAG, "go on behind the model's end ids")
+    # ---- how drafts are made and judged
+    speculate: bool = row(True, FLAG, "False: every draft of this request counts as absent")
+    max_draft_len: int | None = row(
+        None, unset_or(integer(0)), "drafts of this request in a step at most; 0: none"
+    )
+    verification: str | None = row(
+        None,
+        one_of("coupled", "rejection", "block"),
+        "how drafts of this request are judged; unset: as the config says first",
+        draws=True,
+    )
+    draft_sampling: str | None = row(
+        None,
+        one_of("coupled", "plain", "greedy"),
+        "how drafts of this request are drawn; unset: as its verification wants them",
+        draws=True,
+    )
+    relaxed_acceptance: bool = row(
+        True,
+        FLAG,
+        "False: strict, where the config allows relaxed acceptance",
+        "py_relaxed_acceptance",
+    )
+    relaxed_topk: int | None = row(
+        None, unset_or(integer(1)), "relaxed acceptance: a draft among so many stands"
+    )
+    relaxed_delta: float | None = row(
+        None,
+        unset_or(number(0, sys.float_info.max, "a number >= 0")),
+        "relaxed acceptance: so much less likely than the first choice stands",
+    )
+    thinking_token_budget: int | None = row(
+        None,
+        unset_or(integer(0)),
+        "tokens of thinking behind which its end is forced",
+        edits_logits=True,
+        column=int,
+        empty=-1,
+    )
+    # ---- how a token is drawn
+    temperature: float | None = row(
+        None,
+        unset_or(number(0, sys.float_info.max, "a number >= 0")),
+        "of the distribution; 0 or unset: greedy",
+        "config.temperature",
+        draws=True,
+        column=float,
+        differs="vLLM presumes 1; TensorRT-LLM applies it before the additive penalties",
+    )
+    top_k: int | None = row(
+        None,
+        unset_or(integer(-1)),
+        "draw among so many ids; 0, -1 or unset: all",
+        "config.top_k",
+        draws=True,
+        column=int,
+    )
+    top_p: float | None = row(
+        None,
+        unset_or(number(0, 1, "a number from 0 to 1")),
+        "draw among the ids of this share; 1 or unset: all",
+        "config.top_p",
+        draws=True,
+        column=float,
+        empty=1.0,
+    )
+    min_p: float | None = row(
+        None,
+        unset_or(number(0, 1, "a number from 0 to 1")),
+        "draw among ids at least this likely beside the first; 0 or unset: all",
+        "config.min_p",
+        draws=True,
+        column=float,
+        host_neutral=lambda share: share == 0,
+        differs="vLLM cuts by it before top-k and top-p",
+    )
+    seed: int | None = row(
+        None,
+        unset_or(
+            Values(
+                "an integer from -2**63 to 2**64 - 1",
+                lambda value: is_int(value) and -(2**63) <= value < 2**64,
+            )
+        ),
+        "of the draws; modulo 2**64",
+        "config.random_seed",
+        draws=True,
+        elsewhere=("random_seed",),
+    )
+    # ---- what is done to the logits
+    repetition_penalty: Float = row(
+        1.0,
+        Values("a finite number > 0", lambda value: FINITE.allows(value) and value > 0),
+        "divides logits above 0 of ids in prompt and text, multiplies those below",
+        "config.repetition_penalty",
+        edits_logits=True,
+        column=float,
+        empty=1.0,
+    )
+    presence_penalty: Float = row(
+        0.0,
+        FINITE,
+        "taken off the logits of ids that were counted",
+        "config.presence_penalty",
+        edits_logits=True,
+        column=float,
+        differs="vLLM counts the text alone",
+    )
+    frequency_penalty: Float = row(
+        0.0,
+        FINITE,
+        "taken off for every time that an id was counted",
+        "config.frequency_penalty",
+        edits_logits=True,
+        column=float,
+        differs="vLLM counts the text alone",
+    )
+    prompt_ignore_length: Int = row(
+        0,
+        integer(0),
+        "tokens of the prompt that presence and frequency do not count",
+        "config.prompt_ignore_length",
+        edits_logits=True,
+    )
+    logit_bias: dict[int, float] | None = row(
+        None,
+        unset_or(Values("a mapping of token ids >= 0 to finite numbers", is_bias)),
+        "added to the logits of ids",
+        "embedding_bias",
+        "py_embedding_bias",
+        edits_logits=True,
+        elsewhere=("embedding_bias",),
+    )
+    allowed_token_ids: IdsOrNone = row(
+        None, unset_or(IDS), "no other ids are written", edits_logits=True
+    )
+    bad_words: Words = row(
+        (),
+        each("a sequence of strings, or of sequences of token ids, none empty", is_word),
+        "words that are never written",
+        "py_bad_words",
+        "bad_words_list",
+        "py_bad_words_list",
+        edits_logits=True,
+        elsewhere=("bad",),
+    )
+    bad_token_ids: Ids = row((), IDS, "ids that are never written", edits_logits=True)
+    # ---- what is told beside the text
+    logprobs: int | None = row(
+        None,
+        LOGPROBS,
+        "log-probabilities of emitted tokens, and of so many most likely ones",
+        "py_return_log_probs",
+        host_neutral=lambda flag: not flag,
+        reads_logits=True,
+        column=int,
+        empty=-1,
+    )
+    prompt_logprobs: int | None = row(
+        None, LOGPROBS, "log-probabilities of the prompt, and of so many most likely tokens"
+    )
+    # ---- what stays refused
+    n: int = row(
+        1,
+        integer(1),
+        "samples of the prompt",
+        "config.num_return_sequences",
+        host_neutral=lambda count: count >= 1,
+        differs="TensorRT-LLM makes a request of each sample, and these are served",
+    )
+    best_of: int | None = row(None, ANYTHING, "samples of which the best are told", neutral=1)
+    use_beam_search: bool = row(False, ANYTHING, "beams")
+    length_penalty: float | None = row(
+        1.0,
+        ANYTHING,
+        "of beams",
+        "config.length_penalty",
+        host_neutral=lambda penalty: penalty == 0,
+    )
+    no_repeat_ngram_size: int | None = row(
+        None,
+        ANYTHING,
+        "no so many tokens stand twice",
+        "config.no_repeat_ngram_size",
+        neutral=0,
+        host_neutral=lambda size: size <= 0 or size >= 1 << 30,
+    )
+    top_p_decay: float | None = row(
+        None, ANYTHING, "top_p falls by it", "config.top_p_decay", draws=True, neutral=1
+    )
+    top_p_min: float | None = row(
+        None, ANYTHING, "top_p falls no further", "config.top_p_min", draws=True, neutral=1e-6
+    )
+    top_p_reset_ids: int | None = row(
+        None, ANYTHING, "top_p begins anew", "config.top_p_reset_ids", draws=True, neutral=-1
+    )
+    logits_processor: Any = row(
+        None,
+        ANYTHING,
+        "functions that change the logits",
+        "py_logits_post_processors",
+        elsewhere=("logits_processors",),
+    )
+    guided_decoding: Any = row(
+        None,
+        ANYTHING,
+        "a grammar that the text follows",
+        "guided_decoding_params",
+        "py_guided_decoding_params",
+        elsewhere=("structured_outputs",),
+    )
+    # ---- the names of other engines, which the fields above take over
+    max_tokens: int | None = None
+    random_seed: int | None = None
+    embedding_bias: Any = None
+    bad: Any = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        self._take_over_other_names()
+        for name in _SEQUENCES:
+            value = vars(self)[name]
+            if isinstance(value, str):
+                value = (value,)
+            if isinstance(value, (list, tuple)):
+                value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
+            elif value is None and OPTIONS[name].neutral is not None:
+                value = ()
+            self._set(name, value)
+        for name, default in _DEFAULTS.items():
+            value, is_neutral = vars(self)[name], NEUTRAL_TOO.get(name)
+            is_unset = value is None and name in UNSET_ELSEWHERE
+            if is_unset or (is_neutral is not None and is_neutral(value)):
+                self._set(name, default)
+        if is_int(self.top_k) and self.top_k == -1:
+            self._set("top_k", 0)
+        if isinstance(self.logit_bias, dict):
+            self._set("logit_bias", dict(self.logit_bias) or None)
+        for name in _UNRANGED:
+            if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
+                self._set(name, _DEFAULTS[name])
+        problems = self._problems()
+        if problems:
+            raise RequestError("sampling parameters: " + "; ".join(problems))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _take_over_other_names(self) -> None:
+        """Move what was given under another engine's name to ours."""
+        for name, option in OPTIONS.items():
+            for other in option.elsewhere:
+                value = vars(self)[other]
+                if value is not None:
+                    self._set(name, value)
+                    self._set(other, None)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the options describe greedy decoding."""
+        return is_greedy(vars(self))
+
+    def asked(self) -> dict[str, Any]:
+        """The options that change something, by name."""
+        values, ignores_draws = vars(self), self.is_greedy
+        return {
+            name: values[name]
+            for name, option in OPTIONS.items()
+            if not (option.is_neutral(values[name]) or (option.draws and ignores_draws))
+        }
+
+    def unsupported(self, served: Collection[str]) -> list[str]:
+        """Every option that changes something and is not ``served``, as ``name=value``."""
+        return [
+            f"{name}={told(value)}" for name, value in self.asked().items() if name not in served
+        ]
+
+    def _problems(self) -> list[str]:
+        values = vars(self)
+        problems = [
+            f"{name} must be {option.values.words}, got {told(values[name])}"
+            for name, option in OPTIONS.items()
+            if not option.values.allows(values[name])
+        ]
+        counts = (self.min_tokens, self.max_new_tokens)
+        if all(is_int(count) for count in counts) and counts[0] > counts[1] >= 1:
+            problems.append(f"min_tokens {told(counts[0])} is above max_new_tokens {counts[1]}")
+        return problems or [*self._too_many(), *self._not_together()]
+
+    def _too_many(self) -> Iterator[str]:
+        """Lists that are longer than there is room for."""
+        words = len(self.bad_words) + len(self.bad_token_ids)
+        for name, count, most in (
+            ("logit_bias", len(self.logit_bias or ()), MAX_BIAS_IDS),
+            ("bad_words and bad_token_ids", words, MAX_BAD_WORDS),
+        ):
+            if count > most:
+                yield f"{name}: at most {most} are served, got {count}"
+        for word in self.bad_words:
+            if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
+                yield (
+                    f"bad_words: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got "
+                    f"{len(word)}"
+                )
+
+    def _not_together(self) -> Iterator[str]:
+        """Values that cannot stand beside each other."""
+        if not self.is_greedy:
+            for name in ("relaxed_topk", "relaxed_delta"):
+                if vars(self)[name] is not None:
+                    yield f"{name}={vars(self)[name]!r} needs greedy decoding, and this draws"
+        if self.verification is not None and self.draft_sampling is not None:
+            allowed = DRAFTS_OF_VERIFICATION[self.verification]
+            if self.draft_sampling not in allowed:
+                yield (
+                    f"draft_sampling={self.draft_sampling!r} cannot be verified by "
+                    f"{self.verification!r}, expected one of {', '.join(allowed)}"
+                )
+        if self.allowed_token_ids is not None:
+            banned = {*self.bad_token_ids}
+            banned.update(
+                word[0] for word in self.bad_words if isinstance(word, tuple) and len(word) == 1
+            )
+            if banned.issuperset(self.allowed_token_ids):
+                yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+
+
+def is_greedy(values: Mapping[str, Any]) -> bool:
+    """Whether options, by name, describe greedy decoding; None or left out: not given."""
+    given = {name: values.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    if given["temperature"] == 0 or given["top_k"] == 1 or given["top_p"] == 0:
+        return True
+    return all(value is None for value in given.values())
+
+
+OPTIONS: Mapping[str, Option] = {
+    field.name: Option(field.name, **field.metadata["option"])
+    for field in fields(SamplingParams)
+    if field.metadata
+}
+"""The table, by name, in the order of its fields."""
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_UNRANGED = tuple(name for name, option in OPTIONS.items() if option.values is ANYTHING)
+_SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")

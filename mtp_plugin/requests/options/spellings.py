@@ -1,0 +1,107 @@
+"""The names and values by which other engines mean what stands in the table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options.option import Option
+from mtp_plugin.requests.options.values import is_int
+
+_NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "additional_model_outputs": (None, [], ()),
+    "apply_batched_logits_processor": (False,),
+    "beam_search_diversity_rate": (None, 0, 1),
+    "beam_width_array": (None, [], ()),
+    "detokenize": (True,),
+    "early_stopping": (None, False, True),
+    "end_id": (None,),
+    "exclude_input_from_output": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "lookahead_config": (None,),
+    "pad_id": (None,),
+    "return_context_logits": (False,),
+    "return_encoder_output": (False,),
+    "return_generation_logits": (False,),
+    "return_perf_metrics": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None,),
+}
+"""Options of other engines alone, with the values that ask for what is done here; those of beams do
+where there are none."""
+
+NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
+    "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
+    "no_repeat_ngram_size": lambda size: is_int(size) and size >= 1 << 30,
+}
+"""Values by which other engines mean that nothing is asked, beside those of the table."""
+
+UNSET_ELSEWHERE = frozenset(
+    {
+        "min_tokens",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_ignore_length",
+    }
+)
+"""Options that TensorRT-LLM's parameters leave at None, and mean what is presumed here."""
+
+_WRITTEN_HERE: Mapping[str, str] = {
+    "do_sample": "temperature, where 0 is greedy",
+    "eos_token_id": "stop_token_ids",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens, which counts the output alone",
+    "num_beams": "use_beam_search",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_words": "stop",
+    "top_logprobs": "logprobs",
+}
+"""Options of other engines and what stands for them here."""
+
+
+def named_here(
+    given: dict[str, Any], options: Mapping[str, Option], names: Collection[str]
+) -> dict[str, Any]:
+    """What is given under ``names``, where all else that is given changes nothing.
+
+    Raises:
+        RequestError: naming every option that there is not, or that is given under two names with
+            different values.
+    """
+    problems = []
+    for name in [name for name in given if name not in names]:
+        value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
+        if neutral is None:
+            problems.append(f"{name}: unknown option; {_advice(name, options, names)}")
+        elif value not in neutral:
+            expected = " or ".join(map(repr, neutral))
+            problems.append(
+                f"{name}: expected {expected}, as nothing else is served, got {value!r}"
+            )
+    for name, option in options.items():
+        for other in option.elsewhere:
+            ours, theirs = given.get(name), given.get(other)
+            if not (theirs is None or option.is_neutral(ours) or ours == theirs):
+                problems.append(
+                    f"{other}={theirs!r} is {name} under another name, and {name}={ours!r} stands "
+                    f"beside it"
+                )
+    if problems:
+        raise RequestError("sampling parameters: " + "; ".join(problems))
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
+    """What to write instead of an unknown option."""
+    if name in _WRITTEN_HERE:
+        return f"write {_WRITTEN_HERE[name]}"
+    close = difflib.get_close_matches(name, [*names, *_NEUTRAL_ELSEWHERE], n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(options)}"
