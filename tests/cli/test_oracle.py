@@ -1,0 +1,122 @@
+"""What texts are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.models import load_model
+from mtp_plugin.infer import greedy_decode
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import Drafting
+from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
+from mtp_plugin.tools.terminal.report import same_as_target_only
+from tests.cli.calls import EAGLE, VOCAB, byte_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ties", "equal"), [(torch.bfloat16, 1, 10), (torch.float32, 0, 4)]
+)
+def test_half_precision_ties_are_no_difference(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ties: int, equal: int
+) -> None:
+    """Two words with the same row in the head: either may be chosen, and decoding goes on."""
+    model = load_model(checkpoint, dtype=dtype)
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=10, ignore_eos=True)
+    truth = greedy_decode(model.target, prompt, 10)
+    twin = VOCAB - 1
+    head: Any = model.lm_head
+    with torch.no_grad():
+        head.weight[twin] = head.weight[truth[4]]
+    emitted = [*truth[:4], twin]
+    emitted += greedy_decode(model.target, prompt + emitted, 5)
+    result = Decoded(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
+    plain = PlainDecoding(model, params, 512, None)
+    found = plain.compare([result])
+    assert (found.num_ties, found.num_equal) == (ties, equal)
+    assert [(d.position, d.token, d.expected) for d in found.differences] == (
+        [] if ties else [(5, twin, truth[4])]
+    )
+    # texts of drafts without the executor are judged alike
+    monkeypatch.setattr(PlainDecoding, "with_drafts", lambda *_, **__: [result])
+    config = LLMConfig(model="nowhere", speculative_config=MTPDecodingConfig(max_draft_len=1))
+    drafting = Drafting.of(config, model, params)
+    assert isinstance(drafting, Drafting)
+    assert plain.run_with_drafts([result], drafting).comparison == found
+    assert same_as_target_only(len(found.differences), found.num_ties) == (
+        "the text of target-only decoding, 1 rounding ties"
+        if ties
+        else "another text of 1 than target-only decoding"
+    )
+
+
+class Faithful(NamedTuple):
+    note: str
+    params: dict[str, Any]
+    reason: FinishReason
+
+
+FAITHFUL = [
+    Faithful("the cap", {}, FinishReason.LENGTH),
+    Faithful("a stop id", {"stop_token_ids": "5"}, FinishReason.END_ID),
+    Faithful("a masked stop id", {"stop_token_ids": "5", "min_tokens": 8}, FinishReason.LENGTH),
+    Faithful("a stop string", {"stop": "5"}, FinishReason.STOP_WORDS),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> LLM:
+    config = {"model": str(checkpoint), "speculative_config": EAGLE, "max_seq_len": 64}
+    return LLM(config)
+
+
+def decode(engine: LLM, params: SamplingParams) -> Decoded:
+    (output,) = engine.generate([[5, 6, 7]], params)
+    return Decoded(
+        output.prompt_token_ids,
+        output.token_ids,
+        output.text,
+        output.finish_reason,
+        output.acceptance,
+    )
+
+
+@pytest.mark.parametrize("case", FAITHFUL, ids=lambda case: case.note)
+def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None:
+    """A run is confirmed, and one token more, less or other is found, however it ended."""
+    plain = decode(engine, SamplingParams(max_new_tokens=12, ignore_eos=True)).token_ids
+    fifth = plain[5]
+    options = dict(case.params)
+    if "stop_token_ids" in options:
+        options["stop_token_ids"] = (fifth,)
+    if "stop" in options:
+        options["stop"] = (byte_tokenizer().decode([fifth]),)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, **options)
+    result = decode(engine, params)
+    assert result.finish_reason is case.reason
+    tokens = result.token_ids
+
+    def differences(token_ids: list[int]) -> list[int]:
+        engine.model.set_attn_implementation("sdpa")
+        try:
+            return [
+                difference.position
+                for difference in PlainDecoding(engine.model, params, 64, engine.tokenizer)
+                .compare([dataclasses.replace(result, token_ids=token_ids)])
+                .differences
+            ]
+        finally:
+            engine.model.set_attn_implementation("mtp_paged_sdpa")
+
+    assert differences(tokens) == []
+    assert differences(tokens[:-1]) == [len(tokens)]
+    assert differences([*tokens, 3]) == [len(tokens) + 1]
+    assert differences([*tokens[:2], tokens[2] ^ 1, *tokens[3:]]) == [3]

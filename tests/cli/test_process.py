@@ -1,0 +1,166 @@
+"""Processes: readers that leave, output that goes nowhere, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.cli.calls import EAGLE
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mtp_plugin", *arguments]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str]) -> None:
+    process = start("generate", "-c", config(EAGLE), "-p", "ab", "-n", "400", "--no-compare")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "BrokenPipe" not in told
+
+
+WRITING = (
+    ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
+    ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
+    ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
+    ("doctor", "-c", "CONFIG"),
+    ("bench", "ops", "--cpu", "--filter", "accept"),
+    ("config", "CONFIG"),
+)
+EACH_ON_ITS_OWN = """
+import json, os, sys
+import transformers.modeling_utils  # what takes long, once for all
+from mtp_plugin.__main__ import main
+for command in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.argv[1:] = command
+        sys.exit(main())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(2, f"ended with {code}\\n".encode())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
+def test_output_that_cannot_be_written_is_one_line(config: Callable[..., str]) -> None:
+    file = config(EAGLE)
+    commands = [[file if a == "CONFIG" else a for a in arguments] for arguments in WRITING]
+    ended = subprocess.run(
+        [sys.executable, "-c", EACH_ON_ITS_OWN, json.dumps(commands)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=300,
+        check=True,
+    )
+    told = ended.stderr.decode()
+    assert "Traceback" not in told
+    of_each = told.split("ended with 1\n")
+    assert len(of_each) == len(WRITING) + 1, told
+    assert of_each[-1] == ""
+    message = "error: standard output cannot be written: No space left on device"
+    assert [of_one.splitlines()[-1] for of_one in of_each[:-1]] == [message] * len(WRITING)
+
+
+CLOSED = "standard output is closed; /dev/null takes what nobody reads"
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("--help >/dev/full", "the output cannot be written: No space left on device"),
+        ("bench soak --help >/dev/full", "the output cannot be written: No space left on device"),
+        ("--version >&-", CLOSED),
+        *((f"{command} >&-", CLOSED) for command in ("generate", "doctor", "parity", "bench ops")),
+        ("tools.bench ops >&-", CLOSED),
+        ("tools.bench --help >/dev/full", "the output cannot be written: No space left on device"),
+    ],
+)
+def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
+    module = "mtp_plugin." if way.startswith("tools.") else "mtp_plugin "
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m {module}{way}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stderr.decode() == f"error: {message}\n"
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("doctor", "-c", "CONFIG"),
+        ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4"),
+        ("bench", "ops", "--cpu", "--filter", "accept"),
+    ],
+    ids=["doctor", "parity", "bench"],
+)
+def test_a_report_that_nobody_reads_ends_the_process_quietly(
+    config: Callable[..., str], arguments: tuple[str, ...]
+) -> None:
+    file = config(EAGLE)
+    with start(*(file if a == "CONFIG" else a for a in arguments)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read().decode()
+        assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "error" not in told
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_document_that_nobody_reads_ends_the_process_quietly(
+    config: Callable[..., str], stream: str
+) -> None:
+    arguments = ("-c", config(EAGLE), "-p", "ab", "-n", "4", "--no-compare", "--json")
+    with start("generate", *arguments) as process:
+        getattr(process, stream).close()
+        other = process.stdout if stream == "stderr" else process.stderr
+        assert other is not None
+        told = other.read().decode()
+        assert process.wait(60) == 141
+    assert "Traceback" not in told
+    assert "Pipe" not in told
+    assert stream == "stdout" or told == ""
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes inherit an ignored signal, as background jobs of a script have it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_the_process_cleanly(config: Callable[..., str]) -> None:
+    process = start("generate", "-c", config(EAGLE), "-p", "ab", "-n", "450", "--ignore-eos")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.decode().endswith("interrupted\n")
+    assert "Traceback" not in told.decode()
+    assert b"identical" not in out

@@ -1,0 +1,174 @@
+"""Where prompts come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtp_plugin.tools.terminal import prompts
+from tests.cli.calls import EAGLE, FEW, Result, Run, open_empty_pipe
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("one.txt", b"def f(\n", ["def f(\n"]),
+        ("one.txt", b"a\r\nb", ["a\r\nb"]),
+        ("marked.txt", b"\xef\xbb\xbfa b", ["a b"]),
+        ("marked.json", b'\xef\xbb\xbf["a"]', ["a"]),
+        ("many.json", b'["a", "b\\n"]', ["a", "b\n"]),
+        ("many.json", b'[{"prompt": "a", "path": "x.py"}, "b"]', ["a", "b"]),
+    ],
+)
+def test_prompt_files(
+    run: Run,
+    config: Callable[..., str],
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    expected: list[str],
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    arguments = ("--prompt-file", str(tmp_path / name), "-p", "first", "-n", "2", "--no-compare")
+    result = run("generate", "-c", config(EAGLE), *arguments, "--json")
+    assert [r["prompt"] for r in json.loads(result.out)["results"]] == ["first", *expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.txt", None, "no such file"),
+        ("a.md", b"x", "expected .txt (one prompt), .json (a list) or - (standard input)"),
+        ("a.txt", b"\xff", "expected UTF-8 text"),
+        ("a.json", b"[", "expected JSON"),
+        ("a.json", b"[]", "expected a list of prompts that is not empty"),
+        ("a.json", b'{"prompt": "x"}', "expected a list of prompts that is not empty"),
+        ("a.json", b'["x", 3]', "item 2: expected text or an object with the text under 'prompt'"),
+        ("a.json", b'[{"text": "x"}]', "item 1: expected text or an object with the text under"),
+    ],
+)
+def test_prompt_files_refused(
+    run: Run,
+    config: Callable[..., str],
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    result = run("generate", "-c", config(EAGLE), "--prompt-file", str(file))
+    assert result.code == 2
+    assert result.err.startswith(f"error: prompt file {file}: ")
+    assert message in result.err
+    assert result.err.count("\n") == 1
+
+
+def prompt_taken(result: Result) -> list[str]:
+    return [r["prompt"] for r in json.loads(result.out)["results"]]
+
+
+def test_piped_text_is_a_prompt(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, "def é\n".encode())
+    os.close(writer)
+    stdin(reader)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *FEW)) == ["def é\n"]
+
+
+def test_a_redirected_file_is_a_prompt(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None], tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("abc")
+    stdin(os.open(tmp_path / "text", os.O_RDONLY))
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *FEW)) == ["abc"]
+
+
+def test_a_given_prompt_leaves_standard_input_alone(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"later")
+    os.close(writer)
+    stdin(reader)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), "-p", "x", *FEW)) == ["x"]
+    assert sys.stdin.read() == "later"
+
+
+def test_standard_input_by_name(
+    run: Run, config: Callable[..., str], stdin: Callable[[int], None]
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"piped")
+    os.close(writer)
+    stdin(reader)
+    arguments = ("-p", "x", "--prompt-file", "-", *FEW)
+    assert prompt_taken(run("generate", "-c", config(EAGLE), *arguments)) == ["x", "piped"]
+
+
+def open_terminal() -> int:
+    return os.openpty()[1]
+
+
+def open_silent_pipe() -> int:
+    return os.pipe()[0]
+
+
+NOTHING = [
+    pytest.param(open_terminal, id="a terminal"),
+    pytest.param(open_silent_pipe, id="a pipe that nobody writes to"),
+    pytest.param(open_empty_pipe, id="an empty pipe"),
+    pytest.param(lambda: os.open(os.devnull, os.O_RDONLY), id="the null device"),
+    pytest.param(None, id="closed"),
+]
+
+
+@pytest.mark.parametrize("opening", NOTHING)
+def test_without_any_prompt_there_is_a_clear_error(
+    run: Run,
+    config: Callable[..., str],
+    stdin: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+    opening: Callable[[], int] | None,
+) -> None:
+    monkeypatch.setattr(prompts, "STDIN_WAIT_SECONDS", 0.05)
+    if opening is None:
+        monkeypatch.setattr(sys, "stdin", None)
+    else:
+        stdin(opening())
+    result = run("generate", "-c", config(EAGLE))
+    assert result.code == 2
+    assert result.err.splitlines()[-1] == (
+        "error: no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
+        f"(and there is no {checkpoint.parent / 'prompts.json'})"
+    )
+
+
+def test_bundled_prompts_lie_around_the_checkpoint(
+    run: Run,
+    config: Callable[..., str],
+    stdin: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+) -> None:
+    monkeypatch.setattr(prompts, "STDIN_WAIT_SECONDS", 0.05)
+    stdin(open_silent_pipe())
+    bundled = checkpoint.parent / "prompts.json"
+    bundled.write_text('[{"prompt": "one"}, {"prompt": "two"}]')
+    try:
+        result = run("generate", "-c", config(EAGLE), *FEW)
+    finally:
+        bundled.unlink()
+    assert prompt_taken(result) == ["one", "two"]
+    told = result.err.splitlines()
+    assert told[0].startswith("nothing came on standard input within 0.05 s")
+    assert told[1] == f"no prompt was given: taking those of {bundled}"

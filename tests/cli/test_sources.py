@@ -1,0 +1,87 @@
+"""Files beside the config, and a checkpoint alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mtp_plugin.executor.models import write_random_checkpoint
+from tests.cli.calls import EAGLE, VOCAB, Run, byte_tokenizer
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "ab", "-n", "4"), ("doctor",)])
+def test_model_and_plugin_options_from_elsewhere(
+    run: Run, checkpoint: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file, options = tmp_path / "host.yaml", tmp_path / "options.yaml"
+    cache = {"tokens_per_block": 8, "max_tokens": 2048}
+    content = {"max_num_tokens": 128, "kv_cache_config": cache, "speculative_config": EAGLE}
+    file.write_text(yaml.safe_dump({"tensor_parallel_size": 1, **content}))
+    options.write_text("verification: [coupled, rejection]\n")
+    result = run(*command, "-c", str(file), "-m", str(checkpoint), "--plugin-options", str(options))
+    assert result.code == 0, result.err
+    options.write_text("verifcation: coupled\n")
+    result = run(*command, "-c", str(file), "-m", str(checkpoint), "--plugin-options", str(options))
+    assert result.code != 0
+    told = f"{options}: verifcation: unknown key; did you mean verification?"
+    assert told in " ".join((result.out + result.err).split())
+
+
+# --- a checkpoint alone ---
+
+
+CHOSEN = "speculative_config: none given, 3 MTP layers: drafting with max_draft_len 3 (eagle)"
+
+
+def test_generate_from_a_checkpoint_alone(run: Run, checkpoint: Path) -> None:
+    result = run("generate", "-m", str(checkpoint), "-p", "ab", "-n", "12")
+    assert result.code == 0
+    assert result.err.splitlines()[0] == CHOSEN
+    assert "accepted up to draft 1..3" in result.out
+    assert result.out.splitlines()[-1] == "identical to decoding without MTP: yes (12 tokens)"
+
+
+def test_doctor_of_a_checkpoint_alone(run: Run, checkpoint: Path) -> None:
+    result = run("doctor", "--model", str(checkpoint))
+    assert (result.code, result.err) == (0, f"{CHOSEN}\n")
+    assert re.search(r"^drafts per step +K = 3 by 1 MTP layer$", result.out, re.MULTILINE)
+    assert result.out.splitlines()[-1] == "no problems found"
+
+
+def test_a_checkpoint_alone_without_mtp_layers(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    write_random_checkpoint(folder, "glm4_moe", num_mtp_layers=0, seed=1, vocab_size=VOCAB)
+    byte_tokenizer().save_pretrained(folder)
+    told = "speculative_config: none given, no MTP layers: decoding without drafts"
+    result = run("generate", "-m", str(folder), "-p", "ab", "-n", "4")
+    assert (result.code, result.err.splitlines()[0]) == (0, told)
+    assert "acceptance" not in result.out
+    result = run("doctor", "-m", str(folder))
+    assert (result.code, result.err) == (0, f"{told}\n")
+
+
+def test_a_checkpoint_alone_that_is_none(run: Run, tmp_path: Path) -> None:
+    """`generate` ends with the first problem, `doctor` tells all of them."""
+    result = run("generate", "-m", str(tmp_path / "none"), "-p", "x")
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert "none: expected a directory, it does not exist" in result.err
+    result = run("doctor", "-m", str(tmp_path / "none"))
+    assert result.code == 1
+    assert "problem: checkpoint" in result.out
+    assert "device" in result.out
+    result = run("doctor", "-m", "~nosuchuser")
+    assert result.code == 1
+    assert "problem: ~nosuchuser: Could not determine home directory." in result.out
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor"])
+def test_neither_a_file_nor_a_checkpoint(run: Run, checkpoint: Path, command: str) -> None:
+    result = run(command)
+    assert result.code == 2
+    assert "expected --config FILE or --model DIR" in result.err
+    result = run(command, "-m", str(checkpoint), "--plugin-options", "some.yaml")
+    assert result.code == 2
+    assert "--plugin-options goes with --config alone" in result.err
