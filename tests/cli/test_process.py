@@ -40,7 +40,7 @@ WRITING = (
     ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
     ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
     ("doctor", "-c", "CONFIG"),
-    ("bench", "ops", "--cpu", "--filter", "accept"),
+    ("bench", "ops", "--cpu", "--filter", "accept/strict/b1"),
     ("config", "CONFIG"),
 )
 EACH_ON_ITS_OWN = """
@@ -111,7 +111,7 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     [
         ("doctor", "-c", "CONFIG"),
         ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4"),
-        ("bench", "ops", "--cpu", "--filter", "accept"),
+        ("bench", "ops", "--cpu", "--filter", "accept/strict/b1"),
     ],
     ids=["doctor", "parity", "bench"],
 )
