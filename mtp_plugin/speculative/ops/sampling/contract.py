@@ -45,7 +45,7 @@ NUM_CUTS = 4
 depth, the last column there, and the mass of all that stays, as multiples of the highest.
 
 The depth of x is (highest - x) / T. A row that is not drawn from has one column left, of depth
-0."""
+0. Kernels may leave out what lies deeper than 7.4e8, whose probability is 0 either way."""
 
 
 def check_cuts(cuts: torch.Tensor, num_rows: int, device: torch.device) -> None:
