@@ -12,6 +12,7 @@ import triton.language as tl
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import launch
+from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
 from mtp_plugin.speculative.ops.sampling.cuts import search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
@@ -255,6 +256,25 @@ def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
     batch = batch_of(odd_row(kind)[None], options)
     differs = batch.tokens(Backend.TORCH) != batch.tokens(Backend.TRITON)
     assert not bool((differs & ~batch.undecided()).any())
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        (Options(3.4e38, top_k=300, seed=1), 1e-7),
+        (Options(1e30, top_p=0.9, seed=2), 1e-20),
+        (Options(1e20, top_k=5000, seed=3), 1e-30),
+    ],
+    ids=str,
+)
+def test_depths_that_are_nothing_are_equal(options: Options, step: float) -> None:
+    """Of many differences one depth, or none at all, is left: the lowest ids stay."""
+    batch = batch_of(-step * (torch.arange(VOCAB) % 2)[None].float(), options)
+    cuts = [torch.zeros(1, NUM_CUTS, device=DEVICE) for _ in Backend]
+    drawn = [batch.tokens(backend, cuts=of) for backend, of in zip(Backend, cuts, strict=True)]
+    assert torch.equal(*drawn)
+    torch.testing.assert_close(cuts[0][:, 3], cuts[1][:, 3])
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")

@@ -29,6 +29,9 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 NO_COLUMN = tl.constexpr(2147483647)
 NO_DEPTH = tl.constexpr(2139095040)
 """The key of an infinite depth."""
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+HALF_STEP = tl.constexpr(5.960464477539063e-08)
+"""Of float32 below that, in shares of it."""
 
 
 class Drawn(NamedTuple):
@@ -52,9 +55,11 @@ class Passed(NamedTuple):
 def _reach(key, temperature):
     """The largest difference of values whose depth has at most this key; of a key below 0 -1.
 
-    It is next to their product, but for rounding.
+    It is next to their product, but for rounding: of depths next to 0 half a step is all there is.
     """
-    about = (key.to(tl.float32, bitcast=True) * temperature).to(tl.int32, bitcast=True)
+    half_step = (temperature * SMALLEST_NORMAL) * HALF_STEP
+    about = key.to(tl.float32, bitcast=True) * temperature + half_step
+    about = about.to(tl.int32, bitcast=True)
     about = tl.maximum(about - 16 + tl.arange(0, 32), 0)
     differences = about.to(tl.float32, bitcast=True)
     keys = tl.div_rn(differences, temperature).to(tl.int32, bitcast=True)
