@@ -22,7 +22,7 @@ from tests.speculative.ops.sampling.story import Options
 
 COLUMNS = TableColumns((*REQUEST_COLUMNS, SlotColumn("of_a_mode", int)))
 
-TEMPERATURES = (0.0, 1e-6, 1e-4, 0.01, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0, 1e30)
+TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.01, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0, 1e30)
 TOP_KS = (0, 0, 1, 2, 5, 50, 63, 64, 65, 128, 129, 200, 257, 1000, 2**31 - 1)
 TOP_PS = (1.0, 1.0, 0.999999, 0.95, 0.9, 0.5, 1e-3, 1e-6, 1e-30)
 MIN_PS = (0.0, 0.0, 1e-3, 0.05, 0.1, 0.5, 1.0)

@@ -30,7 +30,7 @@ def draw(
     highest = max(values)
     if highest == -math.inf:
         return -1
-    if options.temperature < 1e-5 or highest == math.inf:
+    if options.temperature < rounded(1e-5) or highest == math.inf:
         return ids[values.index(highest)]
     scores = [rounded(rounded(value - highest) / options.temperature) for value in values]
     noisy = {

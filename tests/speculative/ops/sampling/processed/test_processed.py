@@ -42,7 +42,7 @@ def told_of(row: list[float], options: Options, forced: int) -> list[float]:
         return [0.0 for _ in ids]
     if highest == math.inf:
         return [float(column == values.index(highest)) for column in ids]
-    is_greedy = options.temperature < 1e-5
+    is_greedy = options.temperature < story.rounded(1e-5)
     below = [story.rounded(value - highest) for value in values]
     scores = [story.rounded(value / (1 if is_greedy else options.temperature)) for value in below]
     kept = set(ids if is_greedy else story.kept(scores, options))
