@@ -102,6 +102,13 @@ def test_r53_without_drafts_by_the_tags_of_a_tokenizer(bed, prompts, no_overlap)
     assert generate(drafted, thinking, params) == expected(bed, thinking, params, (END,))
 
 
+@pytest.mark.parametrize("tags", [{}, {"begin_thinking_phase": "<think>"}], ids=["own", "named"])
+def test_r53_an_end_in_ids_behind_the_tag_of_a_tokenizer(bed, prompts, tags):
+    thinking, params = batch_of(prompts)
+    llm = bed.llm(tokenizer=Tags(), speculative={"mtp": {"thinking_end": list(TWO), **tags}})
+    assert generate(llm, thinking, params) == expected(bed, thinking, params, TWO)
+
+
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("end", [(END,), TWO], ids=["one", "two"])
 def test_r53_chunks_and_preemption_keep_the_count(bed, prompts, end, vanilla):

@@ -40,7 +40,7 @@ class MTPPlugin:
         config = self._own(config).resolve(num_mtp_layers)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
-        options = DecodingOptions.read(config)
+        options = DecodingOptions.read(config, asks_later=True)
         check_modes(options)
         probs = most_draft_probs(options)
         if config.use_mtp_vanilla:
@@ -53,7 +53,9 @@ class MTPPlugin:
         config = self._own(config)
         if config.max_draft_len is None:
             config = config.model_copy(update={"max_draft_len": k})
-        options = DecodingOptions.read(config, thinking_tokens=self._thinking(config, host))
+        options = DecodingOptions.read(
+            config, thinking_tokens=self._thinking(config, host), asks_later=True
+        )
         options = replace(options, thinking_end=thinking_end_of(config, host))
         vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
         draft_vocab_ids = None

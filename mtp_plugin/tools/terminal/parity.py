@@ -168,7 +168,7 @@ def _variant(config: LLMConfig) -> Variant:
         return Variant(NO_DRAFTS, 0, config.max_batch_size)
     if not isinstance(speculative, MTPDecodingConfig):
         return Variant(speculative.decoding_type, 0, config.max_batch_size)
-    label = label_of(DecodingOptions.read(speculative))
+    label = label_of(DecodingOptions.read(speculative, asks_later=True))
     if label is not None:
         raise ConfigError(
             f"parity: {label.name} acceptance changes the text by design; expected a config with "
