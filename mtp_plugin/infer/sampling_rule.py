@@ -10,6 +10,7 @@ from mtp_plugin.errors import RequestError, expect
 from mtp_plugin.infer.logprobs import usable
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.infer.thinking import Thinking, forced_token
+from mtp_plugin.requests.columns import FLOAT32_MAX
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 
@@ -146,7 +147,7 @@ class SamplingRule:
         if not bias:
             return values
         _expect_in_vocabulary("logit_bias", bias, len(values))
-        added = torch.tensor(list(bias.values()), dtype=torch.float32)
+        added = torch.stack([_single(value) for value in bias.values()])
         return values.index_add(0, torch.tensor(list(bias)), added)
 
     def _excluded(self, output: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -217,8 +218,8 @@ def _alone(token: int, vocab_size: int) -> torch.Tensor:
 
 
 def _single(value: float) -> torch.Tensor:
-    """Rounded to float32, as a device holds it."""
-    return torch.tensor(value, dtype=torch.float32)
+    """Rounded to float32, as a device holds it: beyond its range the largest there is."""
+    return torch.tensor(min(max(value, -FLOAT32_MAX), FLOAT32_MAX), dtype=torch.float32)
 
 
 def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import RequestError, TensorContractError
 from mtp_plugin.infer import RequestSampleStrategy, SamplingRule, Thinking
+from mtp_plugin.requests.columns import FLOAT32_MAX
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import seed_words
 from tests.infer import story
@@ -160,6 +161,25 @@ def test_infinity_is_certain() -> None:
     row = torch.tensor([5.0, math.inf, math.inf])
     assert rule.choose(row, []) == 1
     assert rule.probabilities(row, []).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_numbers_beyond_float32_are_the_largest_it_has() -> None:
+    """As in a slot table."""
+    row = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    for name, more in (
+        ("temperature", {"top_k": 3, "seed": 45}),
+        ("repetition_penalty", {}),
+        ("presence_penalty", {}),
+        ("frequency_penalty", {}),
+    ):
+        huge, largest = (
+            SamplingRule(SamplingParams(**{name: value}, **more), [2])
+            for value in (1e300, FLOAT32_MAX)
+        )
+        assert torch.equal(huge.scores(row, [1, 1]), largest.scores(row, [1, 1]))
+        assert bool(huge.scores(row, [1, 1]).isfinite().any())
+    rule = SamplingRule(SamplingParams(logit_bias={0: -1e300, 3: 1e300}), [2])
+    assert rule.edited(row, []).tolist() == torch.tensor([-FLOAT32_MAX, 1, 2, FLOAT32_MAX]).tolist()
 
 
 def test_ties_at_every_cut_keep_the_lowest_ids() -> None:
