@@ -269,7 +269,8 @@ class Admission:
     ) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
         """The bad words as ids, and what is wrong with them.
 
-        Of a text also the ids behind a space, where they begin with another id and are as many.
+        Of a text also the ids behind a space, where they begin with another id and are as many:
+        with or without a space in front it is the same word.
         """
         words: dict[tuple[int, ...], None] = {}
         problems: list[str] = []
@@ -287,8 +288,10 @@ class Admission:
                 continue
             if not tokenise:
                 continue
+            bare = word.lstrip(" ")
             try:
-                plain, spaced = (self._ids_of(space + word.lstrip()) for space in ("", " "))
+                plain = self._ids_of(bare or word)
+                spaced = self._ids_of(f" {bare}") if bare else plain
             except MTPPluginError as error:
                 problems.append(f"bad_words={told(word)} ({error})")
                 continue
@@ -336,11 +339,22 @@ class Admission:
         allowed = params.allowed_token_ids
         if allowed is not None and banned.issuperset(allowed):
             yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+        elif (
+            allowed is not None
+            and params.min_tokens
+            and self._ends(params).issuperset({*allowed} - banned)
+        ):
+            yield "min_tokens: every id that allowed_token_ids leaves ends the text"
         elif allowed is None and banned and banned.issuperset(self._all_ids):
             yield (
                 f"bad_words and bad_token_ids: no id of the vocabulary of "
                 f"{self._facts.vocab_size} is left"
             )
+
+    def _ends(self, params: SamplingParams) -> set[int]:
+        """Ids that end the text."""
+        ends = () if params.ignore_eos else self._facts.eos_token_ids
+        return {*ends, *params.stop_token_ids}
 
     def _no_text(self, word: str, tokenise: bool) -> str | None:
         """Why a model cannot write the word in tokens that are all decoded; None: it can."""

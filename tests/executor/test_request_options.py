@@ -36,6 +36,7 @@ class Words:
     def __init__(self) -> None:
         self.ids = {"a": [3], " a": [4], "bc": [5, 6], " bc": [5, 7], "big": [99]}
         self.ids |= {"@": [8], " @": [9, 8]}
+        self.ids |= {"\n": [40], "\na": [40, 3], " \na": [43, 40, 3], "  ": [41], "   ": [42]}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         special = [1] if add_special_tokens else []
@@ -73,6 +74,8 @@ def admitted(**options: Any) -> LlmRequest:
         ([" a"], ((3,), (4,))),  # as vLLM reads it: a space in front says nothing
         (["bc"], ((5, 6),)),  # behind a space it begins with the same id
         (["@"], ((8,),)),  # and here it is longer
+        (["\na"], ((40, 3),)),  # what else is white is part of the word
+        (["\n", "  "], ((40,), (41,))),
         (["a", [30, 31], "bc"], ((3,), (4,), (30, 31), (5, 6))),
         (["a", "a", [3], [3]], ((3,), (4,))),
         ([[30, 31]], ((30, 31),)),
@@ -102,7 +105,7 @@ OUTSIDE = "is outside the vocabulary of 90"
 WRONG = [
     Wrong({"bad_words": ["a"]}, "bad_words='a' (the checkpoint has no tokenizer.json)", None),
     Wrong({"bad_words": ["?"]}, "bad_words='?' (it has no tokens)"),
-    Wrong({"bad_words": ["  "]}, "bad_words='  ' (it has no tokens)"),
+    Wrong({"bad_words": ["    "]}, "bad_words='    ' (it has no tokens)"),
     Wrong({"bad_words": ["\ud800"]}, "bad_words='\\ud800' (it is no valid Unicode text)"),
     Wrong(
         {"bad_words": ["long"]},
@@ -121,6 +124,15 @@ WRONG = [
     Wrong(
         {"allowed_token_ids": [3, 4], "bad_words": ["a"]},
         "allowed_token_ids: none is left beside bad_words and bad_token_ids",
+    ),
+    Wrong(
+        {
+            "allowed_token_ids": [2, 3, 7],
+            "bad_words": ["a"],
+            "min_tokens": 1,
+            "stop_token_ids": [7],
+        },
+        "min_tokens: every id that allowed_token_ids leaves ends the text",
     ),
     Wrong(
         {
@@ -143,6 +155,11 @@ def test_words_and_ids_that_cannot_be(case: Wrong) -> None:
     told = f"^request 0: not supported: {re.escape(case.reasons)}$"
     with pytest.raises(RequestError, match=told):
         admission(tokenizer=case.tokenizer).make_request([1], SamplingParams(**case.options))
+
+
+def test_ids_that_end_the_text_may_be_all_that_is_allowed() -> None:
+    assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7])
+    assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=True)
 
 
 def test_a_vocabulary_that_is_banned() -> None:
