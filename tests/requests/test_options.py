@@ -10,6 +10,7 @@ import re
 import typing
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,10 +210,7 @@ REFUSED = [
         {"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_words": [[4]]},
         "allowed_token_ids: none is left beside bad_words and bad_token_ids",
     ),
-    Refused(
-        {"allowed_token_ids": []},
-        "allowed_token_ids: none is left beside bad_words and bad_token_ids",
-    ),
+    Refused({"allowed_token_ids": []}, "allowed_token_ids: names no id"),
     out_of_range("bad_words", [""], WORDS, "('',)"),
     out_of_range("bad_words", [[]], WORDS, "((),)"),
     out_of_range("bad_words", [3], WORDS, "(3,)"),
@@ -308,6 +306,7 @@ def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> 
     [
         ("skip_special_tokens", False, "expected True, as nothing else is served, got False"),
         ("end_id", 3, "expected None, as nothing else is served, got 3"),
+        ("early_stopping", np.array([1, 2]), r"expected None .* served, got array\(\[1, 2\]\)"),
         ("early_stopping", "never", "expected None or False or True, .* served, got 'never'"),
         ("extra_args", {"a": 1}, "expected None or {}, as nothing else is served, got {'a': 1}"),
     ],

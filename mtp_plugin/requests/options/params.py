@@ -418,7 +418,9 @@ class SamplingParams:
                     f"draft_sampling={self.draft_sampling!r} cannot be verified by "
                     f"{self.verification!r}, expected one of {', '.join(allowed)}"
                 )
-        if self.allowed_token_ids is not None:
+        if self.allowed_token_ids == ():
+            yield "allowed_token_ids: names no id"
+        elif self.allowed_token_ids is not None:
             banned = {*self.bad_token_ids}
             banned.update(
                 word[0] for word in self.bad_words if isinstance(word, tuple) and len(word) == 1

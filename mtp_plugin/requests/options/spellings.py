@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import RequestError, told
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.values import is_int
 
@@ -81,10 +81,10 @@ def named_here(
         value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
             problems.append(f"{name}: unknown option; {_advice(name, options, names)}")
-        elif value not in neutral:
+        elif not _is_one_of(value, neutral):
             expected = " or ".join(map(repr, neutral))
             problems.append(
-                f"{name}: expected {expected}, as nothing else is served, got {value!r}"
+                f"{name}: expected {expected}, as nothing else is served, got {told(value)}"
             )
     for name, option in options.items():
         for other in option.elsewhere:
@@ -97,6 +97,13 @@ def named_here(
     if problems:
         raise RequestError("sampling parameters: " + "; ".join(problems))
     return {name: value for name, value in given.items() if name in names}
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    try:
+        return value in neutral
+    except Exception:  # as of arrays: what cannot be compared is something else
+        return False
 
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
