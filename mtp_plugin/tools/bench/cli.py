@@ -45,8 +45,8 @@ Output = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
-        help=f"JSON; the plot goes beside it. Default: in {RESULTS}, without a GPU or with --quick "
-        "nowhere.",
+        help=f"JSON; the plot goes beside it. Default: in {RESULTS}; of a run without a GPU, or a "
+        "quick one, nowhere.",
     ),
 ]
 Cpu = Annotated[
