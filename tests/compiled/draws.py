@@ -1,8 +1,8 @@
-"""More launches of the largest kernels there are, that draw tokens: half a minute each.
+"""More launches of the largest kernels there are, that draw tokens: up to a minute each.
 
 With those of `launches` every choice of the launch has a binary. A smaller GPU is spared these:
 none holds more than 8 KiB of its shared memory, and but for loads of float16 their instructions
-are those of the draws that it gets.
+are those of the draws and the edits that it gets.
 """
 
 from __future__ import annotations
@@ -12,40 +12,20 @@ from dataclasses import replace
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, draw
-from mtp_plugin.speculative.row_sums import RowSums
-from tests.compiled.launches import BF16, F16, F32, I64, VOCAB, floats, ints, slot_rows
+from tests.compiled.launches import F16, F32, I64, VOCAB, floats, ints, slot_rows
 
 
-def compile_draws_of_many_rows() -> None:
-    requests, width = 100, 4
-    rows = DrawnRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
-    logits = floats(requests * width, VOCAB, dtype=BF16)
-    draw(
-        logits,
-        rows,
-        replace(slot_rows(requests), pools=None),
-        role=Role.TARGET,
-        sums=RowSums.unwritten(logits),
-        backend=Backend.TRITON,
-    )
-
-
-def compile_draws_of_drafts() -> None:
-    requests = 40
-    draw(
-        floats(requests, 32768, dtype=F32),
-        DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=ints(requests, 4)),
-        slot_rows(requests),
-        role=Role.PLAIN_DRAFT,
-        vocab_ids=ints(32768),
-        backend=Backend.TRITON,
-    )
+def compile_draws_of_edited_rows() -> None:
+    requests = 8
+    rows = DrawnRows(0, 4, ints(requests, dtype=I64), drafts=ints(requests, 4))
+    logits = floats(requests * 4, VOCAB)
+    draw(logits, rows, slot_rows(requests), role=Role.TARGET, backend=Backend.TRITON)
 
 
 def compile_draws_by_choice() -> None:
-    for requests, column, vocab, dtype, ids, has_pools in (
-        (300, 0, 202048, F16, None, True),
-        (8, 0, 32768, F32, ints(32768), False),
+    for requests, column, vocab, dtype, has_pools in (
+        (300, 0, 202048, F16, True),
+        (8, 0, 32768, F32, False),
     ):
         drafts = ints(requests, 4 if has_pools else 1)
         slots = slot_rows(requests, vocab if has_pools else VOCAB)
@@ -54,7 +34,7 @@ def compile_draws_by_choice() -> None:
             DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), column, drafts),
             slots if has_pools else replace(slots, pools=None),
             by_choice=True,
-            vocab_ids=ids,
+            vocab_ids=ints(vocab),
             cuts=floats(requests, 4, dtype=F32),
             backend=Backend.TRITON,
         )

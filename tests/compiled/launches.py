@@ -159,9 +159,18 @@ def compile_sampling() -> None:
 
 
 def compile_draws() -> None:
-    # the largest kernel there is, half a minute: the others are in `draws`
-    rows = DrawnRows(0, 4, ints(8, dtype=I64), drafts=ints(8, 4))
-    draw(floats(32, VOCAB), rows, slot_rows(8), role=Role.TARGET, backend=Backend.TRITON)
+    # those that edit rows are in `draws`
+    requests, width = 100, 4
+    rows = DrawnRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
+    logits = floats(requests * width, VOCAB)
+    draw(
+        logits,
+        rows,
+        dataclasses.replace(slot_rows(requests), pools=None),
+        role=Role.TARGET,
+        sums=RowSums.unwritten(logits),
+        backend=Backend.TRITON,
+    )
 
 
 def compile_thinking() -> None:
