@@ -10,7 +10,7 @@ from mtp_plugin.errors import RequestError, expect
 from mtp_plugin.infer.logprobs import usable
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.infer.thinking import Thinking, forced_token
-from mtp_plugin.requests.columns import FLOAT32_MAX
+from mtp_plugin.requests.columns import within_float32
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 
@@ -219,7 +219,7 @@ def _alone(token: int, vocab_size: int) -> torch.Tensor:
 
 def _single(value: float) -> torch.Tensor:
     """Rounded to float32, as a device holds it: beyond its range the largest there is."""
-    return torch.tensor(min(max(value, -FLOAT32_MAX), FLOAT32_MAX), dtype=torch.float32)
+    return torch.tensor(within_float32(value), dtype=torch.float32)
 
 
 def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:

@@ -27,6 +27,11 @@ FLOAT32_MAX = 3.4028234e38
 """What is larger counts as so much: no length, and no id of a vocabulary, is."""
 
 
+def within_float32(number: Number) -> Number:
+    """The number, or the largest that float32 holds of its sign."""
+    return min(max(number, -FLOAT32_MAX), FLOAT32_MAX)
+
+
 @dataclass(frozen=True)
 class SlotColumn:
     """A number, or a row of numbers, that is kept per slot."""
@@ -53,8 +58,8 @@ class SlotColumn:
         numbers = [*given, *[self.empty] * (self.width - len(given))]
         if self.kind is int:
             return [int(min(max(number, -INT32_MAX - 1), INT32_MAX)) for number in numbers]
-        held = [min(max(number, -FLOAT32_MAX), FLOAT32_MAX) for number in numbers]
-        return list(struct.unpack(f"{self.width}i", struct.pack(f"{self.width}f", *held)))
+        held = struct.pack(f"{self.width}f", *map(within_float32, numbers))
+        return list(struct.unpack(f"{self.width}i", held))
 
 
 class TableColumns:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.requests.columns import FLOAT32_MAX, Number
+from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
@@ -182,7 +182,7 @@ class EditRows:
             return
         pool.zero_()
         ids = self._ids("logit_bias", bias)
-        added = [min(max(value, -FLOAT32_MAX), FLOAT32_MAX) for value in bias.values()]
+        added = [within_float32(value) for value in bias.values()]
         pool[ids] = to_device(added, torch.float32, pool.device)
 
     def _fill_allowed(self, row: int, allowed: Iterable[int]) -> None:
