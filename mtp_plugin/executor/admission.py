@@ -235,7 +235,7 @@ class Admission:
         unsupported += self._nothing_left(params, words)
         try:
             # whatever the prompt is, the ids that end the request are these
-            StopRule.of(
+            rule = StopRule.of(
                 params,
                 prompt_len=0,
                 max_seq_len=self._max_seq_len,
@@ -243,6 +243,8 @@ class Admission:
             )
         except RequestError as error:
             unsupported.append(str(error))
+        else:
+            unsupported += _only_ends(params, words, rule)
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
         return params if words == params.bad_words else replace(params, bad_words=words)
@@ -335,26 +337,15 @@ class Admission:
     def _nothing_left(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
     ) -> Iterator[str]:
-        banned = {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
+        banned = _banned(params, bad_words)
         allowed = params.allowed_token_ids
         if allowed is not None and banned.issuperset(allowed):
             yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
-        elif (
-            allowed is not None
-            and params.min_tokens
-            and self._ends(params).issuperset({*allowed} - banned)
-        ):
-            yield "min_tokens: every id that allowed_token_ids leaves ends the text"
         elif allowed is None and banned and banned.issuperset(self._all_ids):
             yield (
                 f"bad_words and bad_token_ids: no id of the vocabulary of "
                 f"{self._facts.vocab_size} is left"
             )
-
-    def _ends(self, params: SamplingParams) -> set[int]:
-        """Ids that end the text."""
-        ends = () if params.ignore_eos else self._facts.eos_token_ids
-        return {*ends, *params.stop_token_ids}
 
     def _no_text(self, word: str, tokenise: bool) -> str | None:
         """Why a model cannot write the word in tokens that are all decoded; None: it can."""
@@ -386,6 +377,19 @@ class Admission:
                 f"{told(text)}"
             )
         return text
+
+
+def _banned(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> set[int]:
+    """Ids that are never written, whatever stands in front of them."""
+    return {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
+
+
+def _only_ends(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], rule: StopRule
+) -> Iterator[str]:
+    left = {*(params.allowed_token_ids or ())} - _banned(params, bad_words)
+    if rule.min_tokens and left and left.issubset(rule.end_ids):
+        yield "min_tokens: every id that allowed_token_ids leaves ends the text"
 
 
 def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:
