@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +26,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def integer(least: int, most: float = math.inf, words: str = "") -> Values:
-    return Values(
-        words or f"an integer >= {least}", lambda value: is_int(value) and least <= value <= most
-    )
+def integer(least: int) -> Values:
+    return Values(f"an integer >= {least}", lambda value: is_int(value) and value >= least)
 
 
 def number(least: float, most: float, words: str) -> Values:
