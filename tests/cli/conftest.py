@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mtp_plugin import cli
-from mtp_plugin.executor.models import write_random_checkpoint
+from tests.checkpoints import write_echo_checkpoint
 from tests.cli.calls import VOCAB, Result, Run, byte_tokenizer
 
 
@@ -20,16 +20,7 @@ from tests.cli.calls import VOCAB, Result, Run, byte_tokenizer
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a tokenizer, in a folder of its own."""
     path = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=3,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=VOCAB,
-        eos_token_id=256,
-    )
+    write_echo_checkpoint(path, vocab_size=VOCAB, eos_token_id=256)
     byte_tokenizer().save_pretrained(path)
     return path
 

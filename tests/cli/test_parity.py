@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -15,11 +16,10 @@ import pytest
 import torch
 import yaml
 
-from mtp_plugin import cli
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.executor.models import load_model, write_random_checkpoint
+from mtp_plugin.executor.models import load_model
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
@@ -27,50 +27,25 @@ from mtp_plugin.tools.parity import Oracle, oracle
 from mtp_plugin.tools.terminal import parity
 from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.tools.terminal.plain_decoding import PIECE, PlainDecoding
+from tests.checkpoints import write_echo_checkpoint
+from tests.cli.calls import Run
 
 VOCAB = 96
-TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+TINY = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three MTP layers, drafts that are often right, no tokenizer."""
     path = tmp_path_factory.mktemp("echo")
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=3,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=VOCAB,
-    )
+    write_echo_checkpoint(path, vocab_size=VOCAB)
     return str(path)
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Calls the console script in this process, without colours."""
-    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def call(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["mtp-plugin", "parity", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return Result(int(ended.value.code or 0), out, err)
-
-    return call
+def run(run: Run) -> Run:
+    """Calls ``mtp-plugin parity``."""
+    return functools.partial(run, "parity")
 
 
 @pytest.fixture

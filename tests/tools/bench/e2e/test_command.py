@@ -15,7 +15,6 @@ import triton  # noqa: F401 - imported first, so that the commands leave the env
 from typer.testing import CliRunner
 
 from mtp_plugin.executor import LLM
-from mtp_plugin.executor.models import write_random_checkpoint
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.tools.bench.cli import app
@@ -30,6 +29,7 @@ from mtp_plugin.tools.bench.e2e.outcome import E2EOutcome
 from mtp_plugin.tools.bench.e2e.report import document, heading, plot, results_table
 from mtp_plugin.tools.bench.e2e.subject import Subject, load_checkpoint, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
+from tests.checkpoints import write_echo_checkpoint
 
 CPU = torch.device("cpu")
 TINY = Path(__file__).parents[4] / "integration" / "tiny_model" / "checkpoint"
@@ -54,15 +54,7 @@ def bench(tmp_path):
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three MTP layers whose drafts are often right."""
     path = tmp_path_factory.mktemp("echo") / "checkpoint"
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=3,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=96,
-    )
+    write_echo_checkpoint(path, vocab_size=96)
     return str(path)
 
 

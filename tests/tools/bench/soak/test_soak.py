@@ -16,7 +16,6 @@ import triton  # noqa: F401 - imported first, so that the commands leave the env
 from typer.testing import CliRunner
 
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import write_random_checkpoint
 from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
@@ -30,6 +29,7 @@ from mtp_plugin.tools.bench.soak.outputs import Texts
 from mtp_plugin.tools.bench.soak.run import SoakOptions, soak
 from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
 from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
+from tests.checkpoints import write_echo_checkpoint
 
 SMALL = SoakOptions(
     steps=60, batch_size=3, k=2, num_prompts=4, longest_prompt=16, longest_output=10
@@ -40,16 +40,7 @@ SMALL = SoakOptions(
 def path(tmp_path_factory: pytest.TempPathFactory):
     """Drafts that are often right, and an end token that comes up."""
     path = tmp_path_factory.mktemp("echo") / "checkpoint"
-    write_random_checkpoint(
-        path,
-        "glm4_moe",
-        num_mtp_layers=3,
-        seed=3,
-        echo_draft=True,
-        residual_scale=0.4,
-        vocab_size=64,
-        eos_token_id=[7, 11, 19],
-    )
+    write_echo_checkpoint(path, vocab_size=64, eos_token_id=[7, 11, 19])
     return path
 
 
