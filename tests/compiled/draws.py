@@ -23,15 +23,12 @@ def compile_draws_of_edited_rows() -> None:
 
 
 def compile_draws_by_choice() -> None:
-    for requests, column, vocab, dtype, has_pools in (
-        (300, 0, 202048, F16, True),
-        (8, 0, 32768, F32, False),
-    ):
+    for requests, vocab, dtype, has_pools in ((300, 202048, F16, True), (8, 32768, F32, False)):
         drafts = ints(requests, 4 if has_pools else 1)
         slots = slot_rows(requests, vocab if has_pools else VOCAB)
         draw(
             floats(requests, vocab, dtype=dtype),
-            DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), column, drafts),
+            DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=drafts),
             slots if has_pools else replace(slots, pools=None),
             by_choice=True,
             vocab_ids=ints(vocab),
