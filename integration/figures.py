@@ -199,15 +199,7 @@ def asks() -> str:
         [row, " / ".join(over_greedy(ask, batch) for batch in E2E_BATCHES)]
         for row, ask in ASKED.items()
     ]
-    sampled, penalised = (
-        asked("e2e-8gb-penalty", "eagle-k3/b1", ask)["step_ms"]["median"]
-        for ask in ("sampled", "sampled-penalty")
-    )
-    later = _text(
-        "Of a later tree, batch 1, a repetition penalty over sampled steps:",
-        f"{penalised / sampled:.3f} (`e2e-8gb-penalty.json`).",
-    )
-    return f"{_table(head, rows)}\n\n{later}"
+    return _table(head, rows) + "\n"
 
 
 def parts() -> str:
