@@ -23,6 +23,8 @@ DRAFTS = tl.constexpr(16)
 """In front of a row, that are compared with a piece at once."""
 MOST_INVERTED = tl.constexpr(1e30)
 """The highest divisor whose inverse is a number of full precision."""
+FLOAT_BASE, FLOAT_BITS = tl.constexpr(2.0**23), tl.constexpr(0x4B000000)
+"""A float32 whose last bit counts ones, and its bits."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -263,7 +265,7 @@ def _bits_of_fours(fours):
 
 @triton.jit
 def _repeated_piece(x, seen, repetition):
-    """As `_repeated`, of many values.
+    """As `_repeated`, of values [F, 4] of fours of ids, whose bits ``seen`` are.
 
     A quotient whose divisor all values share is the product with the rounded inverse, corrected by
     what that leaves of x: see Markstein, "Computation of elementary functions on the IBM RISC
@@ -282,20 +284,30 @@ def _repeated_piece(x, seen, repetition):
         quotient = tl.fma(tl.fma(about, -repetition, x), inverse, about)
         # of infinite x it is no number, and loses
         lowered = tl.minimum(quotient, x * repetition)
-    return tl.where(seen, lowered, x)
+    # the bits are taken apart here: above the branch they would be kept for it, packed again
+    return tl.where(_bits_of_fours(seen), lowered, x)
+
+
+@triton.jit
+def _float_of(count):
+    """Counts of at most 23 bits as float32, bit for bit, by an addition.
+
+    A device converts 16 numbers where it adds 128.
+    """
+    return (count | FLOAT_BITS).to(tl.float32, bitcast=True) - FLOAT_BASE
 
 
 @triton.jit
 def _penalised(x, piece):
     """Penalised values [F, 4] of fours of ids, as if there were no drafts."""
     if piece.repetition != 1:
-        x = _repeated_piece(x, _bits_of_fours(piece.seen), piece.repetition)
+        x = _repeated_piece(x, piece.seen, piece.repetition)
     if (piece.presence != 0) | (piece.frequency != 0):
         counts = piece.counts.to(tl.int32) & MOST_COUNTED
         if piece.presence != 0:
             x = x - tl.where(counts > 0, piece.presence, 0.0)
         # a product of its own: one that is rounded with the difference differs
-        x = x - tl.fma(counts.to(tl.float32), piece.frequency, 0.0)
+        x = x - tl.fma(_float_of(counts), piece.frequency, 0.0)
     return x
 
 
