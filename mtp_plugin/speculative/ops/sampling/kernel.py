@@ -438,6 +438,10 @@ def finish_kernel(
         HAS_AHEAD,
         ".cg",
     )
+    if SHARES > 1:
+        is_nucleus = (options.top_k == 0) & (options.top_p < 1) & (temperature >= GREEDY_BELOW)
+        if (share > 0) & ~is_nucleus:
+            return  # there is nothing to share: the scan may have the room
     grid_dependency_synchronize(PDL)
     num_chunks = num_pieces * LAYOUT.chunks
     chunks = tl.arange(0, ALL_CHUNKS)
@@ -469,9 +473,7 @@ def finish_kernel(
     is_known = share == 0
     is_asked = top > float("-inf")
     if SHARES > 1:
-        is_nucleus = (options.top_k == 0) & (options.top_p < 1)
-        is_nucleus = is_nucleus & (temperature >= GREEDY_BELOW) & (top < float("inf"))
-        is_asked = is_asked & (is_known | is_nucleus)
+        is_asked = is_asked & (is_known | (top < float("inf")))
     if is_asked:
         if temperature < GREEDY_BELOW:
             firsts = details.to(tl.int32, bitcast=True)
