@@ -21,6 +21,7 @@ from mtp_plugin.tools.bench.e2e.batch import Run
 from mtp_plugin.tools.bench.e2e.cases import E2ECase, E2EOptions
 from mtp_plugin.tools.bench.e2e.drawn_gate import DrawnGate
 from mtp_plugin.tools.bench.e2e.gate import Gate, Match
+from mtp_plugin.tools.bench.e2e.measure import E2EBench
 from mtp_plugin.tools.bench.e2e.outcome import AskOutcome, E2EOutcome, StepFigures
 from mtp_plugin.tools.bench.e2e.report import asks_table
 from mtp_plugin.tools.bench.e2e.subject import Subject, make_shape
@@ -280,6 +281,31 @@ def test_no_figure_of_a_kind_without_its_match() -> None:
 
 
 # --- the command ---
+
+
+def test_every_round_is_begun_by_the_next_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one kind would always run behind the same other, on a device that this one heated."""
+    monkeypatch.setattr(measure, "LEAST_SECONDS", {"cpu": 1e9})
+    monkeypatch.setattr(measure, "MOST_RUNS", 4)
+    turns: list[str] = []
+    honest = E2EBench._decode
+
+    def decode(self, llm, case, ask, **calls):
+        turns.append(ask.name)
+        return honest(self, llm, case, ask, **calls)
+
+    monkeypatch.setattr(E2EBench, "_decode", decode)
+    toy = make_shape("toy", CPU, "float32", 0, fused=False)
+    asks = ("greedy", "sampled", "one-sampled")
+    options = E2EOptions(isl=4, osl=24, quick=True, phases=False, asks=asks)
+    bench = E2EBench(toy, options, tie_ulps=TIE_ULPS)
+    assert bench.measure(E2ECase(2)).matched
+    turns.clear()
+    outcome = bench.measure(E2ECase(2, "eagle", 1))
+    assert [each.matched for each in outcome.asked] == [True, True]
+    g, s, o = asks
+    # the first round warms up, and in the last each runs for the gaps
+    assert turns == [g, s, o, *(g, s, o), *(s, o, g), *(o, g, s), *(g, s, o), g, s, o]
 
 
 @pytest.fixture
