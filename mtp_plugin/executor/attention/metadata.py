@@ -84,6 +84,7 @@ class PagedAttentionMetadata:
         self._num_contexts = num_contexts
         self._layout: Layout | None = None
         self._layout_captured = False
+        self._layout_of: list[torch.Tensor] = []  # in check mode
         self._layout_rows: RowCounts | None = None
         self.on_update()
 
@@ -213,12 +214,24 @@ class PagedAttentionMetadata:
         kept = not self.is_cuda_graph or (capturing and self._layout_captured)
         if self._layout is None or not kept:
             self._layout, self._layout_captured = self._build_layout(), capturing
-        elif self.check and not capturing:
+            can_read = self.check and not capturing
+            self._layout_of = [each.clone() for each in self._lengths] if can_read else []
+        elif self.check and not capturing and self._has_changed():
             fresh = self._build_layout()
             for name in ("positions", "write_rows", "read_rows", "readable", "alive"):
                 if not torch.equal(getattr(fresh, name), getattr(self._layout, name)):
                     raise MetadataError(f"attention metadata: {name} is stale for these lengths")
         return self._layout
+
+    @property
+    def _lengths(self) -> list[torch.Tensor]:
+        """What a layout follows from."""
+        return [self._seq_lens_cuda, self.kv_lens_cuda, self.kv_write_limit, self.block_table]
+
+    def _has_changed(self) -> bool:
+        """Whether a kept layout may have been built from other lengths."""
+        kept = self._layout_of
+        return not kept or not all(map(torch.equal, kept, self._lengths))
 
     def _is_capturing(self) -> bool:
         return self.kv_lens_cuda.is_cuda and torch.cuda.is_current_stream_capturing()

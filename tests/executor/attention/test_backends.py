@@ -290,6 +290,33 @@ def test_check_mode_finds_other_rows_on_the_device(name: str) -> None:
         metadata.attend(LAYER, case.query, case.key, case.value)
 
 
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ("kv_lens_cuda", "positions"),
+        ("kv_write_limit", "write_rows"),
+        ("block_table", "write_rows"),
+    ],
+)
+def test_check_mode_finds_stale_indices(held: str, told: str) -> None:
+    case = Case([3, 3], [8, 5], [8, 5])
+    metadata = case.metadata(find_backend("sdpa"))
+    metadata.attend(LAYER, case.query, case.key, case.value)
+    getattr(metadata, held)[0] -= 1
+    with pytest.raises(MetadataError, match=f"{told} is stale for these lengths"):
+        metadata.attend(LAYER, case.query, case.key, case.value)
+    metadata.on_update_kv_lens()
+    metadata.attend(LAYER, case.query, case.key, case.value)
+
+
+def test_a_limit_that_changes_no_index_leaves_none_stale() -> None:
+    case = Case([3, 3], [8, 5], [8, 5])
+    metadata = case.metadata(find_backend("sdpa"))
+    metadata.attend(LAYER, case.query, case.key, case.value)
+    metadata.kv_write_limit[0] += 1
+    metadata.attend(LAYER, case.query, case.key, case.value)
+
+
 def test_check_mode_finds_stale_row_counts() -> None:
     case, metadata = small()
     metadata.attend(LAYER, case.query, case.key, case.value)
