@@ -62,6 +62,14 @@ def test_text_of_edited_logits(bed, prompts, no_overlap, vanilla, k):
         assert llm.executor.acceptance.acceptance_length > 1.1
 
 
+@pytest.mark.parametrize("k", [5, 7])
+def test_text_of_edited_logits_with_many_drafts(bed, prompts, k):
+    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
+    llm = bed.llm(k=k)
+    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    assert llm.executor.acceptance.acceptance_length > 1.1
+
+
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_chunks_and_preemption_keep_counts(bed, prompts, vanilla):
     params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
@@ -71,6 +79,17 @@ def test_chunks_and_preemption_keep_counts(bed, prompts, vanilla):
         kv_cache_config={"max_tokens": 96},
         kv_fill=float("nan"),
     )
+    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    assert llm.executor.num_preemptions > 0
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_what_a_request_emitted_is_never_its_prompt(bed, prompts, vanilla):
+    """Behind a preemption what it emitted is prefilled, and counts all the same: of the prompt
+    nothing does here."""
+    asked = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100}
+    params = [SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **asked)] * len(prompts)
+    llm = bed.llm(vanilla=vanilla, max_num_tokens=36, kv_cache_config={"max_tokens": 96})
     assert generate(llm, prompts, params) == expected(bed, prompts, params)
     assert llm.executor.num_preemptions > 0
 
