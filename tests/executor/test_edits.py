@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
@@ -60,6 +61,34 @@ def test_text_of_edited_logits(bed, prompts, no_overlap, vanilla, k):
     assert generate(llm, prompts, params) == expected(bed, prompts, params)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.1
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_greedy_text_is_that_of_generate(bed, prompts, vanilla):
+    """With the same processors of transformers, behind three drafts."""
+    model = bed.oracle_model.target
+    asked = SamplingParams(
+        max_new_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        repetition_penalty=1.4,
+        logit_bias={7: 1.5, 9: -2.0},
+        bad_words=((3, 4), (5,)),
+    )
+    options = {
+        "repetition_penalty": 1.4,
+        "sequence_bias": [[[7], 1.5], [[9], -2.0]],
+        "bad_words_ids": [[3, 4], [5]],
+        "max_new_tokens": NUM_TOKENS,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
+    want = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        want.append(text[0, len(prompt) :].tolist())
+    assert generate(bed.llm(vanilla=vanilla), prompts, asked) == want
 
 
 @pytest.mark.parametrize("k", [5, 7])
