@@ -9,9 +9,10 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError, RequestError
-from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor import LLM, SamplingParams, build
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
+from mtp_plugin.speculative.state import SlotStateManager
 from tests.speculative.drafting.host import KVAttention
 
 
@@ -76,6 +77,28 @@ def test_memory_beside_the_weights_is_reported(bed):
             f"logit edits {manager.edit_rows.num_bytes / 2**20:.1f} MiB"
         )
     assert told[-1] == "ready"
+
+
+def test_the_kv_cache_is_sized_behind_everything_else(bed, monkeypatch: pytest.MonkeyPatch):
+    """By the memory that is left: pools of requests and draft probabilities are there by then."""
+    managers: list[SlotStateManager] = []
+    make, size = SlotStateManager.__init__, build.num_kv_blocks
+
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        managers.append(self)
+
+    def sized(*arguments, **options):
+        (manager,) = managers
+        assert manager.edit_rows.num_bytes > 0
+        assert manager.draft_probs is not None
+        managers.clear()
+        return size(*arguments, **options)
+
+    monkeypatch.setattr(SlotStateManager, "__init__", made)
+    monkeypatch.setattr(build, "num_kv_blocks", sized)
+    with bed.llm(mtp={"verification": "rejection", "draft_sampling": "plain"}):
+        assert managers == []
 
 
 def test_errors_of_a_file_name_it(bed, tmp_path):
