@@ -51,7 +51,8 @@ class Speculated(NamedTuple):
     decoded: Decoded
     emitted: list[int]
     """Tokens of every step, a forward pass of the target each; the first one reads the prompt."""
-    num_drafted: int
+    drafted: list[int]
+    """Drafts of every step."""
     num_accepted: int
     """Drafts that stand in the text."""
 
@@ -82,8 +83,9 @@ def speculative_decode(
     """
     expect(num_drafts >= 0, ConfigError, f"num_drafts: expected at least 0, got {num_drafts}")
     scorer, verify = Scorer(model), coupled if verify is None else verify
-    num_drafted = num_accepted = 0
+    num_accepted = 0
     emitted: list[int] = []
+    drafted: list[int] = []
     while text.finish_reason is None:
         draft = drafter.draft(text.rule, text.output, num_drafts)
         num_rows = len(draft.token_ids) + 1
@@ -95,9 +97,9 @@ def speculative_decode(
         num_standing, length = len(run) - 1, len(text.output)
         text.extend(run, rows, num_standing)
         emitted.append(len(text.output) - length)
-        num_drafted += len(draft.token_ids)
+        drafted.append(len(draft.token_ids))
         num_accepted += min(num_standing, emitted[-1])
-    return Speculated(text.decoded(), emitted, num_drafted, num_accepted)
+    return Speculated(text.decoded(), emitted, drafted, num_accepted)
 
 
 class Scorer:

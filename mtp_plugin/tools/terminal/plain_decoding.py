@@ -150,8 +150,9 @@ class PlainDecoding:
             )
             ran = speculate(self.model, text, drafting)
             stats = AcceptanceStats(drafting.num_drafts)
-            for emitted in ran.emitted[1:]:  # behind the step that read the prompt
-                stats.record(emitted, drafting.num_drafts)
+            steps = list(zip(ran.emitted, ran.drafted, strict=True))
+            for emitted, drafted in steps[1:]:  # behind the step that read the prompt
+                stats.record(emitted, drafted)
             found.append(
                 replace(
                     result,
