@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
-from tests.executor.conftest import assert_drained
+from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
+from tests.executor.oracles import ScriptedDrafts
 
 BEGIN, END = 5, 6
 RELAXED = {
@@ -105,6 +108,24 @@ def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
+def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, vanilla):
+    """R35: drafts that are not allowed among others that are nobody's first choice."""
+    banned, dice = tuple(set(range(64)) - {BEGIN, END}), random.Random(35)
+    for prompt in thinking[3:7]:
+        drafts = [
+            dice.choice(banned if place % 5 == 4 else range(64, VOCAB)) for place in range(64)
+        ]
+        llm = relaxed(bed, vanilla=vanilla)
+        sequences = {0: prompt + drafts}
+        wrap_worker(llm, lambda w, s=sequences: ScriptedDrafts(w, s, lambda *_: 3))
+        params = asked(relaxed_topk=VOCAB, relaxed_delta=2.0, bad_token_ids=banned)
+        (text,) = generate(llm, [prompt], params)
+        assert not set(text) & set(banned)
+        stood = [token == draft for token, draft in zip(text, drafts, strict=False)]
+        assert sum(stood) > NUM_TOKENS // 3
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
 def test_r35_edits_decide_what_is_strict(bed, thinking, vanilla):
     """R35: top-1 and no distance is the strict text of the same edits."""
     edits = {
@@ -120,8 +141,33 @@ def test_r35_edits_decide_what_is_strict(bed, thinking, vanilla):
     assert near != strict
 
 
-def test_r34_strict_behind_the_end_within_a_run(bed, target, prompts):
-    """R34: outside the phase the text is strict whatever requests ask for."""
+@pytest.mark.parametrize("no_overlap", [True, False], ids=["no_overlap", "overlap"])
+def test_r34_strict_behind_the_end_within_a_run(bed, target, no_overlap):
+    """R34: drafts behind the end, which were near enough a token before it, do not stand."""
+    dice, tried = random.Random(34), 0
+    while tried < 12:
+        prompt = [dice.randrange(VOCAB) for _ in range(6)]
+        text, place = target.greedy(prompt, 20), dice.randrange(2, 10)
+        begin, end = prompt[0], text[place]
+        if end in [*prompt, *text[:place]] or begin in [*prompt[1:], *text]:
+            continue
+        tried += 1
+        tags = {"begin_thinking_phase_token": begin, "end_thinking_phase_token": end}
+        near = {**RELAXED, **tags, "relaxed_topk": VOCAB, "relaxed_delta": 2.0}
+        llm = bed.llm(speculative=near, disable_overlap_scheduler=no_overlap)
+        sequences, last = {0: prompt + text}, len(prompt) + place
+
+        def until_the_end(_, length, last=last):
+            return max(0, min(3, last - length))
+
+        wrap_worker(llm, lambda w, s=sequences, a=until_the_end: ScriptedDrafts(w, s, a))
+        assert generate(llm, [prompt], SamplingParams(max_new_tokens=16, ignore_eos=True)) == [
+            text[:16]
+        ]
+
+
+def test_r34_strict_outside_the_phase(bed, target, prompts):
+    """R34: whatever requests ask for."""
     ended = [[BEGIN, END, *(t for t in prompt if t not in (BEGIN, END))] for prompt in prompts]
     llm = relaxed(bed, mtp={"relaxed_run_limit": 2, "relaxed_entropy_scale": 0.5})
     texts = generate(llm, ended, asked(relaxed_delta=1.0, relaxed_topk=128))

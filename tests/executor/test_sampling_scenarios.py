@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
 
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
-from tests.executor.conftest import assert_drained
+from tests.executor.conftest import VOCAB, assert_drained
 
 NUM_TOKENS = 12
 TABLE = list(itertools.product((None, 0, 1e-3, 0.7, 1.0), (None, 0, 1, 50), (None, 1.0, 0.9)))
@@ -59,11 +60,16 @@ def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(bed, p
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(looping_bed, vanilla):
-    """Where the text would loop, a run repeats what it drafted: the penalty must see it."""
+@pytest.mark.parametrize("checkpoint", ["looping", "echo"])
+def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
+    beds, host, checkpoint, vanilla
+):
+    """A run that repeats what it drafted, as the echo's do: the penalty must see it."""
+    bed, dice = beds(checkpoint, host), random.Random(30)
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
+    prompts += [[dice.randrange(VOCAB) for _ in range(3)] for _ in range(21)]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.2)
-    llm = looping_bed.llm(vanilla=vanilla, disable_overlap_scheduler=True)
+    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=True)
     requests = llm.make_requests(prompts, [params] * len(prompts))
     for request in requests:
         llm.executor.enqueue(request)
@@ -79,6 +85,5 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(looping_be
             assert torch.equal(counts, held)
     assert_drained(llm)
     for prompt, request in zip(prompts, requests, strict=True):
-        told = decode(looping_bed.oracle_model.target, prompt, params).token_ids
-        assert request.output_token_ids == told
+        assert request.output_token_ids == expected(bed, prompt, params)
     assert 0 < llm.executor.acceptance.acceptance_rate < 1

@@ -344,21 +344,46 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r25_min_tokens(bed, prompts, no_overlap, vanilla):
+def test_r25_min_tokens(bed, target, prompts, no_overlap, vanilla):
     """R25: a stop id is masked at every verified position until min_tokens are out."""
-    prompt = prompts[4]
-    model = bed.oracle_model.target
-    free = greedy_decode(model, prompt, 20)
-    stop = free[1]
-    for min_tokens in range(0, 7):
-        want = greedy_decode(model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens)
-        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-        params = greedy(max_new_tokens=20, stop_token_ids=(stop,), min_tokens=min_tokens)
-        outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
-        assert outputs[0].token_ids == want
-        assert len(want) > min_tokens
-    # the last sweep really masked: the free run would have stopped earlier
-    assert free.index(stop) < 6
+    dice = random.Random(25)
+    for place in (1, 2, 6, 11):  # of the stop id; drafts are right, so most lie inside a run
+        while True:
+            prompt = [dice.randrange(VOCAB) for _ in range(6)]
+            free = target.greedy(prompt, 30)
+            if free[place] not in free[:place]:
+                break
+        ends = {"eos_token_ids": (free[place],)}
+        for min_tokens in (0, place, place + 1, place + 4):
+            want = greedy_decode(bed.oracle_model.target, prompt, 20, **ends, min_tokens=min_tokens)
+            assert (len(want) == place + 1) == (min_tokens <= place)
+            llm = bed.llm(k=3, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+            script(llm, {0: prompt + free}, lambda *_: 3)
+            params = greedy(max_new_tokens=20, stop_token_ids=(free[place],), min_tokens=min_tokens)
+            outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
+            assert outputs[0].token_ids == want
+            assert outputs[1].token_ids == target.greedy(prompts[5], 16)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("k", [0, 3])
+def test_stop_strings_wait_for_min_tokens(bed, target, no_overlap, k):
+    """One that is complete before is text like any other; the next one ends it."""
+    prompt, tokenizer = [83, 26, 54, 68], Pieces()
+    truth = target.greedy(prompt, 24)
+    text = tokenizer.decode(truth, skip_special_tokens=True)
+    at = [len(tokenizer.decode(truth[:n], skip_special_tokens=True)) for n in range(24)]
+    early, late = text[: at[3]], text[at[6] : at[9]]
+    assert early not in text[1:]
+    assert text.index(late) == at[6]
+    assert late not in text[at[6] + 1 :]
+    llm = bed.llm(k=k, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    for min_tokens, told in ((0, 3), (2, 3), (3, 9), (8, 9), (9, 24)):
+        params = greedy(max_new_tokens=24, stop=(early, late), min_tokens=min_tokens)
+        (output,) = llm.generate([prompt], params)
+        assert output.token_ids == truth[:told]
+        assert output.text == {3: "", 9: text[: at[6]], 24: text}[told]
+    assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)

@@ -68,14 +68,18 @@ def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla
         ids: dict[int, list[int]] = {}
         text: dict[int, str] = {}
         reasons = {}
-        requests = llm.make_requests(prompts, [greedy()] * len(prompts))
+        requests = llm.make_requests(prompts, [greedy(logprobs=1)] * len(prompts))
         for events in llm._run(requests):
             for event in events:
+                assert len(event.logprobs or ()) == len(event.token_ids)
                 ids.setdefault(event.request_id, []).extend(event.token_ids)
                 text[event.request_id] = text.get(event.request_id, "") + event.text
                 reasons[event.request_id] = event.finish_reason
         assert [ids[i] for i in range(len(prompts))] == want
         assert [request.output_token_ids for request in requests] == want
+        for request in requests:
+            told = [next(iter(entry)) for entry in request.logprobs]
+            assert told == request.output_token_ids
         decoded = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in want]
         assert [text[i] for i in range(len(prompts))] == decoded
         assert [request.text.full_text for request in requests] == decoded
