@@ -108,9 +108,11 @@ def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, vanilla):
+@pytest.mark.parametrize("option", ["bad_token_ids", "allowed_token_ids"])
+def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, option, vanilla):
     """R35: drafts that are not allowed among others that are nobody's first choice."""
     banned, dice = tuple(set(range(64)) - {BEGIN, END}), random.Random(35)
+    ids = banned if option == "bad_token_ids" else tuple(set(range(VOCAB)) - set(banned))
     for prompt in thinking[3:7]:
         drafts = [
             dice.choice(banned if place % 5 == 4 else range(64, VOCAB)) for place in range(64)
@@ -118,7 +120,7 @@ def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, vanilla):
         llm = relaxed(bed, vanilla=vanilla)
         sequences = {0: prompt + drafts}
         wrap_worker(llm, lambda w, s=sequences: ScriptedDrafts(w, s, lambda *_: 3))
-        params = asked(relaxed_topk=VOCAB, relaxed_delta=2.0, bad_token_ids=banned)
+        params = asked(relaxed_topk=VOCAB, relaxed_delta=2.0, **{option: ids})
         (text,) = generate(llm, [prompt], params)
         assert not set(text) & set(banned)
         stood = [token == draft for token, draft in zip(text, drafts, strict=False)]
