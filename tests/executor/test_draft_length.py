@@ -13,6 +13,8 @@ from mtp_plugin.speculative.draft_length.gate import GateState
 from mtp_plugin.speculative.metrics import alarms
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
+from tests.executor.test_logprobs import TIGHT
+from tests.executor.test_relaxed import RELAXED
 
 K = 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
@@ -526,3 +528,33 @@ def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vani
         assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
     seen = {drafted for steps in watched.results.values() for *_, drafted in steps}
     assert seen >= {0, 1, K}
+
+
+WAYS = {
+    "coupled": {},
+    "rejection": {"mtp": {"verification": "rejection", "draft_sampling": "plain"}},
+    "block": {"mtp": {"verification": "block", "draft_sampling": "plain"}},
+    "relaxed": {"speculative": RELAXED},
+}
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_request_has_drafted_survives_preemptions(bed, prompts, way, no_overlap):
+    """However drafts are judged, of greedy requests and of those that draw."""
+    asked = [1, 0, 1, 2, 1, 0, 1, 2]
+    params = [
+        SamplingParams(
+            max_new_tokens=32, ignore_eos=True, max_draft_len=most, temperature=0.7 * (place % 2)
+        )
+        for place, most in enumerate(asked)
+    ]
+    llm = bed.llm(disable_overlap_scheduler=no_overlap, **TIGHT, **WAYS[way])
+    outputs = llm.generate(prompts, params)
+    assert llm.executor.num_preemptions > 0
+    assert_drained(llm)
+    for output, most in zip(outputs, asked, strict=True):
+        stats = output.acceptance
+        assert stats.num_drafted <= most * stats.steps
+        assert (stats.num_drafted > 0) == (most > 0)
+        assert sum(stats.histogram[most + 2 :]) == 0

@@ -92,6 +92,24 @@ def test_log_probabilities_of_the_text(bed, target, prompts, no_overlap, vanilla
         assert llm.executor.acceptance.acceptance_length > 1.15
 
 
+@pytest.mark.parametrize(
+    "mtp",
+    [
+        {"verification": "rejection", "draft_sampling": "plain"},
+        {"verification": "block", "draft_sampling": "plain"},
+        {"verification": "synthetic", "synthetic_acceptance": 0.7},
+    ],
+    ids=["rejection", "block", "synthetic"],
+)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_log_probabilities_of_texts_of_other_modes(bed, target, prompts, vanilla, mtp):
+    """Which are other texts than the target's own; of their tokens it is asked all the same."""
+    params = [params_of(place) for place in range(len(prompts))]
+    llm = bed.llm(vanilla=vanilla, mtp=mtp)
+    check_all(llm, target, prompts, params)
+    assert llm.executor.acceptance.acceptance_length > 1.15
+
+
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_chunks_and_preemption(bed, target, prompts, no_overlap, vanilla):
