@@ -14,7 +14,7 @@ from mtp_plugin.speculative.metrics import alarms
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 from tests.executor.test_logprobs import TIGHT
-from tests.executor.test_relaxed import RELAXED
+from tests.executor.test_relaxed import RELAXED as NEAR
 
 K = 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
@@ -534,7 +534,7 @@ WAYS = {
     "coupled": {},
     "rejection": {"mtp": {"verification": "rejection", "draft_sampling": "plain"}},
     "block": {"mtp": {"verification": "block", "draft_sampling": "plain"}},
-    "relaxed": {"speculative": RELAXED},
+    "relaxed": {"speculative": NEAR},
 }
 
 

@@ -1,0 +1,66 @@
+"""What is told of tokens is made when somebody reads it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp_plugin.requests.logprobs import (
+    ENTRY_WIDTH,
+    RANK_PLACE,
+    TOKEN_PLACE,
+    TOP_IDS_PLACE,
+    TOP_VALUES_PLACE,
+    VALUE_PLACE,
+    Logprob,
+    LogprobEntries,
+    Logprobs,
+)
+
+
+class Copy:
+    """One to the host, which is waited for as often as it says."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+@pytest.fixture
+def entries() -> torch.Tensor:
+    """Of the tokens 7 and 8; 7 is the most likely."""
+    found = torch.full((2, ENTRY_WIDTH), -1, dtype=torch.int32)
+    values = found.view(torch.float32)
+    for row, (token, value) in enumerate([(7, -0.5), (8, -1.5)]):
+        found[row, TOKEN_PLACE], found[row, RANK_PLACE] = token, row + 1
+        values[row, VALUE_PLACE] = value
+        found[row, TOP_IDS_PLACE] = 7
+        values[row, TOP_VALUES_PLACE] = -0.5
+    return found
+
+
+def test_nothing_is_waited_for_or_made_before_it_is_read(
+    entries: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[int]] = []
+    honest = LogprobEntries._mapping
+
+    def mapping(self, numbers, values):
+        made.append(numbers)
+        return honest(self, numbers, values)
+
+    monkeypatch.setattr(LogprobEntries, "_mapping", mapping)
+    copy = Copy()
+    text = Logprobs()
+    for _ in range(3):
+        text.append(LogprobEntries(entries, 1, copy))
+    kept = text.first(3)
+    text.extend(kept)
+    assert (len(text), len(kept), copy.num_waits, made) == (9, 3, 0, [])
+    first, second = {7: Logprob(-0.5, 1)}, {8: Logprob(-1.5, 2), 7: Logprob(-0.5, 1)}
+    assert list(kept) == [first, second, first]
+    assert (len(made), copy.num_waits > 0) == (3, True)
+    assert list(kept) == [first, second, first]
+    assert len(made) == 3  # once
