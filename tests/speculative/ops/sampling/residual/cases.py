@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     CHOICE_COLUMNS,
     NUM_CUTS,
@@ -24,8 +24,20 @@ from mtp_plugin.speculative.step import EditPools, SlotRows
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import strided
 from tests.speculative.ops.on_device import DEVICE, vector
-from tests.speculative.ops.slots import column, on_copy, slot_rows
+from tests.speculative.ops.sampling.residual import story
+from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.slots import column, held, on_copy, slot_rows
 
+READ = (
+    "verification",
+    "draft_sampling",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "draft_step",
+)
 COLUMNS = (*CHOICE_COLUMNS, STEP_COLUMN)
 WAYS = [
     (JudgedBy.COUPLED, DraftedBy.COUPLED),
@@ -197,6 +209,51 @@ class Batch:
                 other = dice.randrange(self.vocab)
                 told.append(dice.choice((-1, -1, draft, draft, other)))
         return vector(told, torch.int32)
+
+    def drawn(self, drafts: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """What rows draw [N] before anything is judged."""
+        mine = drafts[self.rows.num_contexts :]
+        rows = replace(self.rows, drafts=mine)
+        choices = draw(self.logits, rows, on_copy(self.slots), backend=backend)
+        if not self.forced:
+            return choices
+        forced_ids = self.forced_ids(mine)
+        return torch.where(forced_ids >= 0, forced_ids, choices)
+
+    def story(self, drafts: torch.Tensor, pool: torch.Tensor) -> list[story.Judged | None]:
+        """What is made of the drafts of every generation; None: they are judged otherwise."""
+        contexts, width = self.rows.num_contexts, self.rows.width
+        logits = self.logits[contexts:].double().view(-1, width, self.vocab).tolist()
+        forced = [[-1] * width for _ in logits]
+        if self.forced:
+            forced = self.forced_ids(drafts[contexts:])[contexts:].view(-1, width).tolist()
+        told: list[story.Judged | None] = []
+        for generation, rows in enumerate(logits):
+            request = contexts + generation
+            judged_by, drafted_by, temperature, *cuts, seed, step = (
+                held(self.slots, request, name) for name in READ
+            )
+            if judged_by == JudgedBy.COUPLED or temperature < GREEDY_BELOW:
+                told.append(None)
+                continue
+            mine = drafts[request].tolist()
+            q = [[float(token == draft) for token in range(self.vocab)] for draft in mine]
+            if drafted_by == DraftedBy.PLAIN:
+                q = pool[self.slots.slot_ids[request]].double().tolist()
+            p = [story.shares_of(row, Options(temperature, *cuts)) for row in rows]
+            p, q = story.forced_shares(p, q, mine, forced[generation])
+            number = self.draft_len
+            if self.draft_lens is not None:
+                number = int(self.draft_lens[generation])
+            by_block = judged_by == JudgedBy.BLOCK
+            noise = story.Noise(
+                seed=seed[0] % 2**32 | seed[1] % 2**32 << 32,
+                index=int(self.rows.positions[request]) + 1,
+                step=step if by_block else 0,
+            )
+            there = story.those_there(q, mine, number)
+            told.append(story.judged(p, q, there, noise, by_block=by_block))
+        return told
 
     def without_lens(self) -> Batch:
         return replace(self, draft_lens=None)

@@ -1,10 +1,103 @@
-"""How far drafts stand, told in plain numbers: one generation, distributions as lists."""
+"""How far drafts stand, told in plain numbers: one generation, distributions as lists.
+
+``drafts`` are those that are there. Rows may be more: behind the last draft nothing was tested, so
+what follows it is the target's own.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from mtp_plugin.speculative.ops.sampling import Role
+from tests.speculative.ops.sampling.story import (
+    Options,
+    gumbel,
+    kept,
+    philox,
+    rounded,
+    uniform,
+)
 
 Shares = Sequence[float]
+
+
+class Noise(NamedTuple):
+    """What the draws of a generation are made with."""
+
+    seed: int
+    index: int
+    """Of the token that its first row draws."""
+    step: int
+
+    def word(self, token: int, row: int, role: Role) -> int:
+        """The random word of a token in a row."""
+        counter = (token // 4, (self.index + row) % 2**32, role, self.step)
+        return philox(counter, (self.seed % 2**32, self.seed >> 32))[token % 4]
+
+
+class Judged(NamedTuple):
+    """How many drafts stand, the token behind them, and how near that was to being another."""
+
+    matches: int
+    token: int
+    """-1: the row has no value."""
+    margin: float
+
+
+def judged(
+    p: Sequence[Shares],
+    q: Sequence[Shares],
+    drafts: Sequence[int],
+    noise: Noise,
+    *,
+    by_block: bool,
+) -> Judged:
+    """What is made of drafts, draw by draw."""
+    odds = odds_of_tests(p, q, drafts, by_block=by_block)
+    tests = [uniform(noise.word(0, row, Role.ACCEPTANCE)) for row in range(len(drafts))]
+    stands = [test < share for test, share in zip(tests, odds, strict=True)]
+    if by_block:
+        matches = max((i for i, each in enumerate(stands, 1) if each), default=0)
+        asked = len(stands)
+    else:
+        matches = sum(itertools.takewhile(bool, stands))
+        asked = matches + 1
+    gaps = [abs(test - share) for test, share in zip(tests[:asked], odds[:asked], strict=True)]
+    if not any(p[matches]):
+        return Judged(matches, -1, min(gaps, default=1.0))
+    behind = shares_behind(p, q, drafts, matches, by_block=by_block)
+    noisy = {
+        token: math.log(share) + gumbel(noise.word(token, matches, Role.RESIDUAL))
+        for token, share in enumerate(behind)
+        if share > 0
+    }
+    token = max(noisy, key=lambda token: noisy[token])
+    gaps += [noisy[token] - score for other, score in noisy.items() if other != token]
+    return Judged(matches, token, min(gaps, default=1.0))
+
+
+def those_there(q: Sequence[Shares], drafts: Sequence[int], number: int) -> Sequence[int]:
+    """The first ``number`` drafts, up to one that cannot have been drawn."""
+    undrawn = [i for i, draft in enumerate(drafts) if not q[i][draft]]
+    return drafts[: min([number, *undrawn])]
+
+
+def shares_of(row: Sequence[float], options: Options) -> Shares:
+    """What a row of logits is drawn from; all 0 where no value is usable."""
+    values = [-math.inf if math.isnan(value) else value for value in row]
+    highest = max(values)
+    if highest == -math.inf:
+        return [0.0] * len(values)
+    if highest == math.inf:
+        return _all_on(values.index(highest), len(values))
+    scores = [rounded(rounded(value - highest) / options.temperature) for value in values]
+    stays = set(kept(scores, options))
+    weights = [math.exp(score) if i in stays else 0.0 for i, score in enumerate(scores)]
+    mass = math.fsum(weights)
+    return [weight / mass for weight in weights]
 
 
 def forced_shares(
@@ -43,22 +136,36 @@ def rest(scale: float, p: Shares, q: Shares) -> list[float]:
     return [max(scale * a - b, 0.0) for a, b in zip(p, q, strict=True)]
 
 
+def odds_of_tests(
+    p: Sequence[Shares], q: Sequence[Shares], drafts: Sequence[int], *, by_block: bool
+) -> list[float]:
+    """Of every draft's test, how often it says that the draft stands, by block with all before."""
+    if not by_block:
+        return [
+            min(p[i][draft] / q[i][draft], 1.0) if q[i][draft] else 1.0
+            for i, draft in enumerate(drafts)
+        ]
+    odds, number = joint_odds(p, q, drafts), len(drafts)
+    of_tests = []
+    for i in range(1, number):
+        mass = sum(rest(odds[i], p[i], q[i]))
+        of_tests.append(mass / (mass + 1 - odds[i]) if mass else 0.0)
+    return of_tests + odds[1:][-1:]
+
+
 def chances(
     p: Sequence[Shares], q: Sequence[Shares], drafts: Sequence[int], *, by_block: bool
 ) -> list[float]:
     """Of every number of drafts, 0 to all, that so many stand."""
-    odds, number = joint_odds(p, q, drafts), len(drafts)
+    odds, number = odds_of_tests(p, q, drafts, by_block=by_block), len(drafts)
     left, of_numbers = 1.0, [0.0] * (number + 1)
     if by_block:
         for i in range(number, 0, -1):
-            mass = sum(rest(odds[i], p[i], q[i])) if i < number else 0.0
-            share = odds[i] if i == number else mass / (mass + 1 - odds[i]) if mass else 0.0
-            of_numbers[i] = left * share
-            left *= 1 - share
+            of_numbers[i] = left * odds[i - 1]
+            left *= 1 - odds[i - 1]
         of_numbers[0] = left
         return of_numbers
-    for i, draft in enumerate(drafts):
-        share = min(p[i][draft] / q[i][draft], 1.0) if q[i][draft] else 1.0
+    for i, share in enumerate(odds):
         of_numbers[i] = left * (1 - share)
         left *= share
     of_numbers[number] = left
