@@ -99,12 +99,14 @@ def texts(
     backend: Backend = Backend.TORCH,
     vocab_ids: torch.Tensor | None = None,
     thinking_end: ThinkingEnd | None = None,
+    absent: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What so many requests of each way emit, each with a seed of its own, all in one batch.
 
     Args:
         vocab_ids: [V'] int32, ascending: ids that are drafted.
         thinking_end: what budgets of thinking go by; None: there are none.
+        absent: of a step's drafts so many are there as a die says, from none to all.
 
     Returns:
         [requests, length] tokens, and [requests] how many drafts stood in the first step.
@@ -154,7 +156,17 @@ def texts(
     if not any(way.bad_words or way.min_tokens for way in ways):
         bans = None
     decoder = _Decoder(
-        language, verifier, manager, table, slot_ids, pools, bans, draft_len, backend, vocab_ids
+        language,
+        verifier,
+        manager,
+        table,
+        slot_ids,
+        pools,
+        bans,
+        draft_len,
+        backend,
+        vocab_ids,
+        lens=torch.Generator().manual_seed(seed) if absent else None,
     )
     return decoder.run(length)
 
@@ -180,6 +192,8 @@ class _Decoder:
     draft_len: int
     backend: Backend
     vocab_ids: torch.Tensor | None
+    lens: torch.Generator | None
+    """The die; None: every draft is there."""
 
     def run(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         requests, k = len(self.slot_ids), self.draft_len
@@ -228,9 +242,14 @@ class _Decoder:
         first = written + PROMPT_LEN - 1
         positions = (first.unsqueeze(1) + torch.arange(k + 1, device=DEVICE)).reshape(-1)
         none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+        draft_lens = None
+        if self.lens is not None:
+            told = torch.randint(0, k + 1, (requests,), generator=self.lens, dtype=torch.int32)
+            draft_lens = told.to(DEVICE)
         return HostStep(
             StepLayout((), requests, k, none, positions),
             drafts.reshape(-1),
+            draft_lens=draft_lens,
             manager=self.manager,
             slot_ids=self.slot_ids,
             slots=self.table.rows_of(self.slot_ids, self.pools, self.bans),

@@ -77,6 +77,16 @@ def rejection_draws_of_the_target(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(odds._Case, "tokens_behind", wrong)
 
 
+def residual_behind_an_absent_draft(patch: pytest.MonkeyPatch) -> None:
+    """What follows the last draft that is there is drawn as if the next had been rejected."""
+    right = odds._Case.tokens_behind
+
+    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.ones_like(case.is_present)), matches)
+
+    patch.setattr(odds._Case, "tokens_behind", wrong)
+
+
 def block_without_a_step(patch: pytest.MonkeyPatch) -> None:
     """Whether drafts behind stand was decided by noise that is met again."""
     for module in (odds, draws):
@@ -92,6 +102,7 @@ PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
     (one_uniform_for_all_tests, BOTH),
     (coupled_noise_under_rejection, BOTH),
     (rejection_draws_of_the_target, BOTH),
+    (residual_behind_an_absent_draft, BOTH),
     (block_without_a_step, ("block",)),
 ]
 
@@ -106,7 +117,8 @@ def test_defects_are_seen_r28(
     number, options = 16_000, {"temperature": 1.0, "top_k": 4}
     language = Language.of(11, VOCAB, likeness=0.3)
     ways = [Ways(mode, "plain", options) for mode in modes]
-    text, _ = texts(language, ways, number=number, draft_len=3, length=4)
+    absent = plant is residual_behind_an_absent_draft
+    text, _ = texts(language, ways, number=number, draft_len=3, length=4, absent=absent)
     tails = [least_tail(mine, language, options) for mine in text.split(number)]
     assert max(tails) < LEAST_TAIL / 50
 

@@ -68,6 +68,7 @@ def check(
     number: int = NUMBER,
     backend: Backend = Backend.TORCH,
     vocab_ids: torch.Tensor | None = None,
+    absent: bool = False,
 ) -> torch.Tensor:
     """Decode and compare; what stood in the first step, [ways, number]."""
     text, stood = texts(
@@ -79,6 +80,7 @@ def check(
         seed=draft_len,
         backend=backend,
         vocab_ids=vocab_ids,
+        absent=absent,
     )
     for way, mine in zip(ways, text.split(number), strict=True):
         assert least_tail(mine, language, way.options) > LEAST_TAIL, way
@@ -109,6 +111,16 @@ def test_rejection_at_every_place_r28(column: int) -> None:
     assert stood.max() == column
     assert (stood[0] == column).all()
     assert (stood[2] == column).all()
+
+
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_absent_drafts_r28(draft_len: int) -> None:
+    """Behind the last draft that is there nothing was tested: what follows is the target's own."""
+    ways = [Ways(*pair) for pair in PAIRS]
+    language = Language.of(11, VOCAB, likeness=0.3)
+    stood = check(language, ways, draft_len=draft_len, absent=True)
+    for number in range(draft_len + 1):
+        assert (stood[[0, 2, 4]] == number).any(dim=1).all()
 
 
 def test_drafts_of_a_cut_vocabulary_r28() -> None:
