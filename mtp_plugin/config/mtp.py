@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -23,14 +23,27 @@ from mtp_plugin.config.values import (
     Verification,
 )
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.verifications import WAYS, Way, codes
 
-_DRAFTS_OF: Mapping[str, tuple[str, ...]] = {
-    "coupled": ("coupled", "greedy"),
-    "rejection": ("plain", "greedy"),
-    "block": ("plain", "greedy"),
-    "synthetic": ("coupled", "greedy"),
-}
-"""How drafts may be drawn for what verifies them, the first where nobody says."""
+
+def _alike(names: Iterable[str], told: Callable[[Way], str]) -> Iterator[tuple[str, list[str]]]:
+    """What is told of ways to judge drafts, each with the names of those that it is told of."""
+    names_of: dict[str, list[str]] = {}
+    for name in names:
+        names_of.setdefault(told(WAYS[name]), []).append(name)
+    yield from names_of.items()
+
+
+def _told(names: Iterable[str]) -> str:
+    """How these judge drafts."""
+    told = _alike(names, lambda way: way.words)
+    return "; ".join(f"{', '.join(alike)}: {words}" for words, alike in told)
+
+
+def _told_of_drafts(names: Iterable[str]) -> str:
+    """How drafts are drawn for these where nobody says."""
+    told = _alike(names, lambda way: way.drafts[0])
+    return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in told)
 
 
 class MTPPluginOptions(ConfigModel):
@@ -42,10 +55,8 @@ class MTPPluginOptions(ConfigModel):
 
     verification: Verification = Field(
         default="coupled",
-        description="how drafts are verified; coupled: by the target's own choice, which is its "
-        "first one while requests are greedy; rejection, block: by the odds of their draw, the "
-        "distribution stays, the text of a seed does not; a list: what requests may ask for, the "
-        "first is presumed; synthetic: draws decide, for benchmarks only",
+        description=f"how drafts are verified; {_told(codes())}; a list: what requests may ask "
+        f"for, the first is presumed; {_told(name for name in WAYS if name not in codes())}",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
@@ -57,7 +68,7 @@ class MTPPluginOptions(ConfigModel):
     draft_sampling: Literal["coupled", "plain", "greedy"] | None = Field(
         default=None,
         description="how drafts are drawn for sampled requests; null: as their verification has it "
-        "first, coupled for coupled, plain for rejection and block; greedy: for all requests",
+        f"first, {_told_of_drafts(codes())}; greedy: for all requests",
     )
     seed: int = Field(
         default=0,
@@ -140,7 +151,7 @@ class MTPPluginOptions(ConfigModel):
             yield "verification", "expected at least one, got a list without any"
         for way in sorted(way for way, count in Counter(ways).items() if count > 1):
             yield "verification", f"expected each at most once, got {way!r} twice"
-        allowed = list(dict.fromkeys(drafts for way in ways for drafts in _DRAFTS_OF[way]))
+        allowed = list(dict.fromkeys(drafts for way in ways for drafts in WAYS[way].drafts))
         if ways and self.draft_sampling not in (None, *allowed):
             yield (
                 "draft_sampling",
@@ -199,7 +210,7 @@ class MTPPluginOptions(ConfigModel):
 
     def drafts_of(self, verification: str) -> str:
         """How drafts are drawn for one of `verifications`, where a request does not say."""
-        allowed = _DRAFTS_OF[verification]
+        allowed = WAYS[verification].drafts
         asked = self.draft_sampling
         return asked if asked is not None and asked in allowed else allowed[0]
 

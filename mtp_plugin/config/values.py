@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
+
+from mtp_plugin.verifications import WAYS, codes
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
@@ -70,10 +72,16 @@ def _verification_tag(value: Any) -> str:
     return "<ways>" if isinstance(value, (list, tuple)) else "<way>"
 
 
+if TYPE_CHECKING:
+    _AnyWay: TypeAlias = str
+    _RequestedWay: TypeAlias = str
+else:  # a checker cannot read the names off a table
+    _AnyWay, _RequestedWay = Literal[tuple(WAYS)], Literal[tuple(codes())]
+
 Verification = Annotated[
-    Annotated[Literal["coupled", "rejection", "block", "synthetic"], Tag("<way>")]
+    Annotated[_AnyWay, Tag("<way>")]
     | Annotated[
-        tuple[Literal["coupled", "rejection", "block"], ...],
+        tuple[_RequestedWay, ...],
         BeforeValidator(_tuple_from_list),
         Tag("<ways>"),
     ],

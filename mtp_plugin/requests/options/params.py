@@ -38,13 +38,12 @@ from mtp_plugin.requests.options.values import (
     one_of,
     unset_or,
 )
+from mtp_plugin.verifications import WAYS, codes
 
 # ruff: noqa: RUF009 (a function of ours gives a field, as ``dataclasses.field`` does)
 
 DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
-    "coupled": ("coupled", "greedy"),
-    "rejection": ("plain", "greedy"),
-    "block": ("plain", "greedy"),
+    name: WAYS[name].drafts for name in codes()
 }
 """How drafts may be drawn for what judges them; the first is presumed."""
 

@@ -51,7 +51,8 @@ class VerificationInputs:
 
 
 class VerificationMode(ABC):
-    """One way to judge drafts: one file, its config keys, and a line in the registry.
+    """One way to judge drafts: one file, a line in the registry, and the name that asks for it, or
+    config keys.
 
     Args:
         options: of the config. device: that steps run on.
@@ -62,7 +63,7 @@ class VerificationMode(ABC):
 
     name: ClassVar[str]
     verifications: ClassVar[tuple[str, ...]] = ()
-    """Values of ``mtp.verification`` that ask for it; none: another option does."""
+    """Names in ``mtp_plugin.verifications`` that ask for it; none: another option does."""
     draft_rule: DraftRule = SAMPLED_DRAFTS
     """How drafts are drawn for this mode, and what is kept of them."""
     reads_cuts: ClassVar[bool] = False

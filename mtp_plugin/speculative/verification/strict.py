@@ -12,9 +12,10 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, DraftedBy, JudgedBy
+from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, DraftedBy
 from mtp_plugin.speculative.verification.choice import ServedChoices
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.verifications import codes
 
 
 class StrictVerification(VerificationMode):
@@ -33,6 +34,7 @@ class StrictVerification(VerificationMode):
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self.choices = ServedChoices(options.mtp)
+        self.codes = codes()
 
     @classmethod
     @override
@@ -53,6 +55,6 @@ class StrictVerification(VerificationMode):
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:
         judged_by, drafted_by = self.choices.of(facts.options)
         return {
-            "verification": JudgedBy[judged_by.upper()],
+            "verification": self.codes[judged_by],
             "draft_sampling": DraftedBy[drafted_by.upper()],
         }

@@ -8,6 +8,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.requests.columns import SlotColumn
+from mtp_plugin.verifications import codes
 
 
 class Role(IntEnum):
@@ -19,12 +20,16 @@ class Role(IntEnum):
     RESIDUAL = 3  # the token behind the drafts that stand
 
 
-class JudgedBy(IntEnum):
-    """Column ``verification``: what judges the drafts of a request that draws."""
+_CODES = codes()
 
-    COUPLED = 0
-    REJECTION = 1
-    BLOCK = 2
+
+class JudgedBy(IntEnum):
+    """Column ``verification``: what judges the drafts of a request that draws, as far as ops here
+    do; others have other codes."""
+
+    COUPLED = _CODES["coupled"]
+    REJECTION = _CODES["rejection"]
+    BLOCK = _CODES["block"]
 
 
 class DraftedBy(IntEnum):
