@@ -51,6 +51,18 @@ def facts(prompt_len: int = 4, **options: Any) -> RequestFacts:
             DraftedBy.GREEDY,
         ),
         (
+            {"verification": ["coupled", "block"]},
+            {"verification": "block"},
+            JudgedBy.BLOCK,
+            DraftedBy.PLAIN,
+        ),
+        (
+            {"verification": ["coupled", "block"], "draft_sampling": "coupled"},
+            {"verification": "block"},
+            JudgedBy.BLOCK,
+            DraftedBy.PLAIN,
+        ),
+        (
             {"verification": ["coupled", "rejection"], "draft_sampling": "plain"},
             {},
             JudgedBy.COUPLED,
