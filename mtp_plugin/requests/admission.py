@@ -1,8 +1,8 @@
 """What a host's request asks for, and what of it its pieces do not give.
 
 Decoding is greedy as TensorRT-LLM has it: with a temperature of 0, a top-k of 1 or a top-p of 0,
-and with none of temperature, top-k, top-p, min-p and top-p decay. Where one of them is there the
-others have their defaults: temperature 1, top-k 0 and top-p 1 (all ids), min-p 0. Differences:
+and with none of temperature, top-k, top-p and min-p. Where one of them is there the others have
+their defaults: temperature 1, top-k 0 and top-p 1 (all ids), min-p 0. Differences:
 
 - Its MTP of line 1.2 takes the first choice whatever a request says; ours draws in every line.
 - Its one-model sampling of 1.3 reads an unset temperature beside a top-k or a top-p as greedy, its
@@ -37,7 +37,6 @@ _CONFIG = "config."
 _LOGPROBS = "py_return_log_probs"
 _NUM_LOGPROBS = "py_num_logprobs"
 _CONTEXT_LOGITS = "py_return_context_logits"
-_DECAY = "top_p_decay"
 _PLAIN_WORDS = "py_bad_words"
 
 
@@ -67,7 +66,6 @@ def _rows() -> Iterator[Option]:
 
 
 _ROWS = tuple(_rows())
-_DRAWS = frozenset({"temperature", "top_k", "top_p", "min_p", _DECAY})
 
 
 def host_options(request: Any) -> list[HostAsks]:
@@ -136,9 +134,8 @@ def unsupported_options(
 
 
 def _is_greedy(asked: Sequence[HostAsks]) -> bool:
-    """Whether first choices are asked for; a top-p that decays is a draw where nothing else is."""
-    values = {one.option.name: one.value for one in asked}
-    return is_greedy({**values, "top_p": 1.0} if values.keys() & _DRAWS == {_DECAY} else values)
+    """Whether first choices are asked for."""
+    return is_greedy({one.option.name: one.value for one in asked})
 
 
 def _problem(one: HostAsks) -> str | None:

@@ -33,7 +33,6 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": [0.0]},
         {"no_repeat_ngram_size": [1 << 30], "frequency_penalty": [0.0]},
         {"no_repeat_ngram_size": [0], "num_return_sequences": 1, "top_p_decay": [1.0]},
-        {"temperature": [0.0], "top_p_decay": [0.5]},
         {"num_return_sequences": 2},  # the host makes a request of each
         {"temperature": []},
         {"min_p": [0.0]},
@@ -69,6 +68,43 @@ def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
 )
 def test_sampling_options(sampling: dict[str, Any], told: list[str]) -> None:
     assert asked(sampling) == told
+
+
+NEVER_GIVEN: dict[str, tuple[Any, str]] = {
+    "config.beam_width": (2, "beam_width=2"),
+    "config.beam_width_array": ([2], "beam_width_array=2"),
+    "config.length_penalty": ([0.5], "length_penalty=0.5"),
+    "config.no_repeat_ngram_size": ([3], "no_repeat_ngram_size=3"),
+    "config.num_return_sequences": (0, "num_return_sequences=0"),
+    "config.top_p_decay": ([0.9], "top_p_decay=0.9"),
+    "config.top_p_min": ([0.1], "top_p_min=0.1"),
+    "config.top_p_reset_ids": ([5], "top_p_reset_ids=5"),
+    "guided_decoding_params": (object(), "guided_decoding_params"),
+    "py_additional_outputs": (["x"], "py_additional_outputs"),
+    "py_beam_width": (2, "beam_width=2"),
+    "py_guided_decoding_params": (object(), "py_guided_decoding_params"),
+    "py_logits_post_processors": ([print], "py_logits_post_processors"),
+    "py_return_context_logits": (True, "py_return_context_logits (of prompt_logprobs too)"),
+    "py_return_generation_logits": (True, "py_return_generation_logits"),
+}
+"""Fields of a host by which nothing is given, with a value that asks, and how it is told."""
+GIVEN = set(OPTIONS) - {*list(OPTIONS)[list(OPTIONS).index("n") :]}
+
+
+def test_every_field_by_which_nothing_is_given() -> None:
+    rows = (row for row in (*OPTIONS.values(), *HOST_OPTIONS) if row.name not in GIVEN)
+    assert {*NEVER_GIVEN, "py_logprobs_mode"} == {field for row in rows for field in row.host}
+
+
+@pytest.mark.parametrize("beside", [None, 0.0, 0.7])
+@pytest.mark.parametrize("field", NEVER_GIVEN)
+def test_what_is_never_given_is_refused_whether_or_not_there_are_draws(
+    field: str, beside: float | None
+) -> None:
+    value, told = NEVER_GIVEN[field]
+    request = having({"config.temperature": beside, field: value})
+    assert unsupported_options(request, served=GIVEN) == [told]
+    assert unsupported_options(request, always_greedy=True, served=GIVEN) == [told]
 
 
 class Raw(Enum):

@@ -374,16 +374,25 @@ UNSUPPORTED = {
     "use_beam_search": True,
     "length_penalty": 2.0,
     "no_repeat_ngram_size": 2,
+    "top_p_decay": 0.9,
+    "top_p_min": 0.1,
+    "top_p_reset_ids": 5,
     "logits_processor": ["f"],
     "guided_decoding": {"json": {}},
 }
 """Beside what is `SERVED`; some of it others serve."""
 
 
+def test_everything_that_stays_refused_is_among_those() -> None:
+    assert {*list(OPTIONS)[list(OPTIONS).index("n") :]} <= set(UNSUPPORTED)
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_option_is_named_with_its_value(name: str) -> None:
     value = UNSUPPORTED[name]
-    assert SamplingParams(**{name: value}).unsupported(SERVED) == [f"{name}={value!r}"]
+    for beside in ({}, {"temperature": 0}, {"top_k": 1, "temperature": 0.7}):
+        params = SamplingParams(**beside, **{name: value})
+        assert params.unsupported(SERVED) == [f"{name}={value!r}"]
 
 
 def test_every_unsupported_option_is_named() -> None:

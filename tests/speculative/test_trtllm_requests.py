@@ -276,7 +276,6 @@ def test_a_text_is_that_of_the_same_facts(name: str, line: str, theirs: bool) ->
         {"top_k": 1, "temperature": 0.7},
         {"top_p": 0.0},
         {"random_seed": 3},
-        {"temperature": 0.0, "top_p_decay": 0.5},
         {"min_p": 0.0, "repetition_penalty": 1.0, "min_length": 1, "num_return_sequences": 2},
     ],
     ids=str,

@@ -286,13 +286,13 @@ class SamplingParams:
         host_neutral=lambda size: size <= 0 or size >= 1 << 30,
     )
     top_p_decay: float | None = row(
-        None, ANYTHING, "top_p falls by it", "config.top_p_decay", draws=True, neutral=1
+        None, ANYTHING, "top_p falls by it", "config.top_p_decay", neutral=1
     )
     top_p_min: float | None = row(
-        None, ANYTHING, "top_p falls no further", "config.top_p_min", draws=True, neutral=1e-6
+        None, ANYTHING, "top_p falls no further", "config.top_p_min", neutral=1e-6
     )
     top_p_reset_ids: int | None = row(
-        None, ANYTHING, "top_p begins anew", "config.top_p_reset_ids", draws=True, neutral=-1
+        None, ANYTHING, "top_p begins anew", "config.top_p_reset_ids", neutral=-1
     )
     logits_processor: Any = row(
         None,
