@@ -17,11 +17,14 @@ their defaults: temperature 1, top-k 0 and top-p 1 (all ids), min-p 0. Differenc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from mtp_plugin.errors import RequestError
+import torch
+
+from mtp_plugin.errors import SHOWN, RequestError, told
 from mtp_plugin.requests.options import (
     HOST_OPTIONS,
     LOGPROBS_MODE,
@@ -52,10 +55,10 @@ class HostAsks(NamedTuple):
         if name == _CONTEXT_LOGITS:
             return f"{name} (of prompt_logprobs too)"
         if isinstance(value, str):
-            return f"{name}={value}"
+            return f"{name}={value if len(value) <= SHOWN else told(value)}"
         if isinstance(value, bool) or not isinstance(value, Real) or name == _LOGPROBS:
             return name
-        return f"{self.option.host[0].removeprefix(_CONFIG)}={value}"
+        return f"{self.option.host[0].removeprefix(_CONFIG)}={told(value)}"
 
 
 def _rows() -> Iterator[Option]:
@@ -78,10 +81,11 @@ def host_options(request: Any) -> list[HostAsks]:
     config = getattr(request, "sampling_config", None)
     found = (_asked(request, config, row) for row in _ROWS)
     asked = [one for one in found if one is not None]
-    if not getattr(request, _LOGPROBS, False):
+    if all(one.field != _LOGPROBS for one in asked):
         return [one for one in asked if one.field != LOGPROBS_MODE]
     # beside the flag stands how many; hosts without the number tell of the token alone
-    number = getattr(request, _NUM_LOGPROBS, None) or 0
+    number = getattr(request, _NUM_LOGPROBS, None)
+    number = 0 if number is None else number
     return [one._replace(value=number) if one.field == _LOGPROBS else one for one in asked]
 
 
@@ -122,20 +126,22 @@ def unsupported_options(
     """
     asked = host_options(request)
     ignores_draws = always_greedy or _is_greedy(asked)
-    told = []
+    problems = []
     for one in asked:
         if one.option.draws and ignores_draws:
             continue
         if one.option.name not in served:
-            told.append(str(one))
+            problems.append(str(one))
         elif (problem := _problem(one)) is not None:
-            told.append(problem)
-    return told
+            problems.append(problem)
+    return problems
 
 
 def _is_greedy(asked: Sequence[HostAsks]) -> bool:
-    """Whether first choices are asked for."""
-    return is_greedy({one.option.name: one.value for one in asked})
+    """Whether first choices are asked for; a value that cannot be asks for none."""
+    return is_greedy(
+        {one.option.name: one.value if _problem(one) is None else math.nan for one in asked}
+    )
 
 
 def _problem(one: HostAsks) -> str | None:
@@ -156,12 +162,20 @@ def _read(one: HostAsks) -> Any:
     read = _plain_words if one.field == _PLAIN_WORDS else _READERS.get(one.option.name)
     if read is not None:
         return read(one.value)
-    if isinstance(one.value, bool) or not isinstance(one.value, Real):
-        return one.value
-    value = int(one.value) if isinstance(one.value, Integral) else float(one.value)
-    if not one.option.values.allows(value):
-        raise RequestError(f"expected {one.option.values.words}, got {value!r}")
+    value, values = _number(one.value), one.option.values
+    if not values.allows(value):
+        raise RequestError(f"expected {values.words}, got {told(value)}")
     return value
+
+
+def _number(value: Any) -> Any:
+    """A number as one of Python's own; all else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:
+        return value
 
 
 def _plain_words(listed: Any) -> tuple[tuple[int, ...], ...]:
@@ -172,10 +186,10 @@ def _words(listed: Any, *, are_plain: bool = False) -> tuple[tuple[int, ...], ..
     try:
         given = stop_words(listed, are_plain=are_plain)
         words = tuple(tuple(int(token) for token in word) for word in given)
-    except (TypeError, ValueError):
+    except Exception:  # whatever the values of a host do
         words = ()
     if not OPTIONS["bad_words"].values.allows(words) or not words:
-        raise RequestError(f"expected lists of token ids >= 0, none empty, got {listed!r}")
+        raise RequestError(f"expected lists of token ids >= 0, none empty, got {told(listed)}")
     if len(words) > MAX_BAD_WORDS:
         raise RequestError(f"expected at most {MAX_BAD_WORDS} words, got {len(words)}")
     longest = max(map(len, words))
@@ -188,33 +202,38 @@ def _bias(given: Any) -> Any:
     if isinstance(given, Mapping):
         biases = dict(given)
         if not OPTIONS["logit_bias"].values.allows(biases):
-            raise RequestError(f"expected {OPTIONS['logit_bias'].values.words}, got {biases!r}")
+            raise RequestError(f"expected {OPTIONS['logit_bias'].values.words}, got {told(biases)}")
         return biases
-    shape = getattr(given, "shape", None)
-    if shape is None or tuple(shape[:-1]) not in ((), (1,)) or len(shape) == 0:
-        told = type(given).__name__ if shape is None else list(shape)
-        raise RequestError(f"expected a tensor [V], got {told}")
+    if not isinstance(given, torch.Tensor):
+        raise RequestError(f"expected a tensor [V], got {type(given).__name__}")
+    if given.ndim == 0 or tuple(given.shape[:-1]) not in ((), (1,)):
+        raise RequestError(f"expected a tensor [V], got {list(given.shape)}")
     return given.reshape(-1)
 
 
 def _top_k(count: Any) -> int:
-    option = OPTIONS["top_k"]
-    if not isinstance(count, Integral) or not option.values.allows(int(count)):
-        raise RequestError(f"expected {option.values.words}, got {count!r}")
-    return max(int(count), 0)
+    option, value = OPTIONS["top_k"], _number(count)
+    if not option.values.allows(value):
+        raise RequestError(f"expected {option.values.words}, got {told(value)}")
+    return max(int(value), 0)
 
 
 def _num_logprobs(number: Any) -> int:
     option = OPTIONS["logprobs"]
     if not isinstance(number, Integral) or not option.values.allows(int(number)):
-        raise RequestError(f"expected {_NUM_LOGPROBS} to be {option.values.words}, got {number!r}")
+        raise RequestError(
+            f"expected {_NUM_LOGPROBS} to be {option.values.words}, got {told(number)}"
+        )
     return int(number)
 
 
 def _logprobs_mode(mode: Any) -> str:
-    name = str(getattr(mode, "value", mode)).lower()
+    value = getattr(mode, "value", mode)
+    name = value.lower() if isinstance(value, str) else None
     if name != "processed":
-        raise RequestError(f"expected raw or processed, got {name!r}")
+        raise RequestError(
+            f"expected raw or processed, got {told(value if name is None else name)}"
+        )
     return name
 
 
@@ -234,11 +253,17 @@ def _asked(request: Any, config: Any, row: Option) -> HostAsks | None:
         value = getattr(request, field, None) if name == field else _first(config, name)
         if not _is_there(value):
             continue
-        is_neutral = isinstance(value, Real) and row.is_neutral(value)
-        if is_neutral or (row.host_neutral is not None and row.host_neutral(value)):
-            return None
-        return HostAsks(row, field, value)
+        return None if _is_neutral(row, value) else HostAsks(row, field, value)
     return None
+
+
+def _is_neutral(row: Option, value: Any) -> bool:
+    if isinstance(value, Real) and row.is_neutral(value):
+        return True
+    try:
+        return row.host_neutral is not None and bool(row.host_neutral(value))
+    except Exception:  # what cannot be compared is something else
+        return False
 
 
 def _first(config: Any, name: str) -> Any:
@@ -249,6 +274,11 @@ def _first(config: Any, name: str) -> Any:
 
 
 def _is_there(value: Any) -> bool:
+    if value is None:
+        return False
     if getattr(value, "ndim", 1) == 0:  # a tensor of one number has no length
         return True
-    return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
+    try:
+        return not hasattr(value, "__len__") or len(value) > 0
+    except Exception:  # of classes, which have the method and no length
+        return True

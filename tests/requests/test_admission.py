@@ -8,11 +8,13 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mtp_plugin.requests.admission import host_options, host_values, unsupported_options
 from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option
+from tests.hostile import HOSTILE, LONGEST_LINE
 
 
 def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
@@ -181,6 +183,22 @@ def test_what_is_served_is_not_refused() -> None:
         ({}, {"top_k": [2.5]}, "top_k: expected an integer >= -1"),
         ({}, {"top_p": [1.5]}, "top_p: expected a number from 0 to 1"),
         ({}, {"temperature": 1.0, "random_seed": 2**64}, "random_seed: expected an integer from"),
+        ({}, {"temperature": ["hot"]}, "temperature: expected a number >= 0, got 'hot'"),
+        ({}, {"temperature": "hot"}, "temperature: expected a number >= 0, got 'hot'"),
+        ({}, {"temperature": [True]}, "temperature: expected a number >= 0, got True"),
+        ({}, {"temperature": torch.ones(2)}, "temperature: expected a number >= 0, got tensor("),
+        ({}, {"top_k": [True]}, "top_k: expected an integer >= -1, got True"),
+        ({}, {"top_p": "0.5"}, "top_p: expected a number from 0 to 1, got '0.5'"),
+        ({}, {"min_p": ["0"]}, "min_p: expected a number from 0 to 1, got '0'"),
+        ({}, {"temperature": 1.0, "random_seed": ["7"]}, "random_seed: expected an integer from"),
+        ({}, {"temperature": 1.0, "random_seed": [True]}, "random_seed: expected an integer from"),
+        ({}, {"repetition_penalty": ["x"]}, "repetition_penalty: expected a finite number > 0, "),
+        ({}, {"repetition_penalty": Fraction(10**400)}, "repetition_penalty: expected a finite n"),
+        ({}, {"presence_penalty": [[1.0]]}, "presence_penalty: expected a finite number, got [1"),
+        ({}, {"prompt_ignore_length": "3"}, "prompt_ignore_length: expected an integer >= 0, got "),
+        ({}, {"min_length": ["5"]}, "min_length: expected an integer >= 0, got '5'"),
+        ({"py_relaxed_acceptance": "no"}, {}, "py_relaxed_acceptance: expected True or False, got"),
+        ({"embedding_bias": np.ones(3)}, {}, "embedding_bias: expected a tensor [V], got ndarray"),
         ({"bad_words_list": [[5, -1]]}, {}, "bad_words_list: expected lists of token ids >= 0"),
         ({"bad_words_list": [[5], []]}, {}, "bad_words_list: expected lists of token ids >= 0"),
         ({"bad_words_list": 7}, {}, "bad_words_list: expected lists of token ids >= 0"),
@@ -230,6 +248,24 @@ def test_values_of_a_host_that_cannot_be(
     assert other == "no_repeat_ngram_size=3"
     sound = {"temperature"} if "random_seed" in sampling else set()
     assert host_values(request).keys() == {"no_repeat_ngram_size", *sound}
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("beside", [{}, {"config.temperature": [0.5]}], ids=["alone", "drawn"])
+def test_no_value_of_a_host_ends_in_another_error(value: Any, beside: dict[str, Any]) -> None:
+    """Each does nothing, is read as it may be, or is refused in a line that can be read."""
+    fields = {field for row in (*OPTIONS.values(), *HOST_OPTIONS) for field in row.host}
+    for field in sorted({*fields, "py_num_logprobs"}):
+        flag = {"py_return_log_probs": True} if "logprobs" in field else {}
+        for given in (value, [value]):
+            request = having({**beside, **flag, field: given})
+            for served in (OPTIONS, {*OPTIONS, "py_logprobs_mode"}, ()):
+                told = unsupported_options(request, served=served)
+                assert all(len(line) < LONGEST_LINE for line in told)
+            for name, read in host_values(request).items():
+                row = OPTIONS[name]
+                if name not in ("logit_bias", "bad_words", "logprobs"):
+                    assert row.values.allows(read), (field, read)
 
 
 def test_a_draw_that_cannot_be_is_told_where_there_are_draws() -> None:

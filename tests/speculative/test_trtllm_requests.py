@@ -610,6 +610,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sampling": {"temperature": -1.0}},
         "not supported with MTP: temperature: expected a number >= 0, got -1.0",
     ),
+    "a temperature in words": (
+        {"sampling": {"temperature": "hot"}},
+        "not supported with MTP: temperature: expected a number >= 0, got 'hot'",
+    ),
+    "a penalty in words": (
+        {"sampling": {"repetition_penalty": "x"}},
+        "not supported with MTP: repetition_penalty: expected a finite number > 0, got 'x'",
+    ),
+    "a seed in words": (
+        {"sampling": {"temperature": 0.9, "random_seed": "7"}},
+        "not supported with MTP: random_seed: expected an integer from -2**63 to 2**64 - 1, "
+        "got '7'",
+    ),
+    "a length in words": (
+        {"sampling": {"min_length": "5"}},
+        "not supported with MTP: min_length: expected an integer >= 0, got '5'",
+    ),
     "several": (
         {"sampling": {"no_repeat_ngram_size": 3, **DRAWS}, "return_generation_logits": True},
         "not supported with MTP: py_return_generation_logits, no_repeat_ngram_size=3",
