@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -550,6 +552,74 @@ def test_a_name_given_twice() -> None:
     assert SamplingParams(max_tokens=9).max_new_tokens == 9
     with pytest.raises(RequestError, match="max_tokens=9 is max_new_tokens under another name"):
         SamplingParams(max_new_tokens=32, max_tokens=9)  # also where ours is the default
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"bad": [], "bad_words": ["a"]}, {"bad_words": ("a",)}),
+        ({"bad": ["a"], "bad_words": []}, {"bad_words": ("a",)}),
+        ({"bad": ["a"], "bad_words": ("a",)}, {"bad_words": ("a",)}),
+        ({"bad": "a", "bad_words": ["a"]}, {"bad_words": ("a",)}),
+        ({"bad": [(3, 4)], "bad_words": ([3, 4],)}, {"bad_words": ((3, 4),)}),
+        ({"logit_bias": {}, "embedding_bias": {3: 1.0}}, {"logit_bias": {3: 1.0}}),
+        ({"logit_bias": {3: 1.0}, "embedding_bias": {}}, {"logit_bias": {3: 1.0}}),
+        ({"logits_processors": [], "logits_processor": [len]}, {"logits_processor": [len]}),
+        ({"guided_decoding": {"a": 1}, "structured_outputs": {}}, {"guided_decoding": {"a": 1}}),
+        ({"guided_decoding": {}, "structured_outputs": {"a": 1}}, {"guided_decoding": {"a": 1}}),
+        ({"seed": 3, "random_seed": None}, {"seed": 3}),
+    ],
+    ids=str,
+)
+def test_two_names_of_which_one_says_nothing_or_the_same(
+    options: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert SamplingParams(**options) == SamplingParams(**wanted)
+    name = next(iter(wanted))
+    assert vars(SamplingParams(**options))[name] == wanted[name]
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(("name", "other"), OTHERS)
+def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, value: Any) -> None:
+    """Under both names, beside a sound one and beside another of its kind."""
+    sound = {"logit_bias": {3: 1.0}, "bad_words": ["a"]}.get(name, 7)
+    twin = copy.copy(value) if isinstance(value, (list, torch.Tensor, np.ndarray)) else value
+    for ours, theirs in ((value, sound), (sound, value), (value, value), (value, twin)):
+        with suppress_short(RequestError):
+            params = SamplingParams(**{name: ours, other: theirs})
+            assert all(len(told) < LONGEST_LINE for told in params.unsupported(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"seed": 3, "random_seed": 10**5000},
+            "random_seed=an integer of 16610 bits is seed under another name, and seed=3 stands "
+            "beside it",
+        ),
+        (
+            {"bad": ["a"], "bad_words": ["x" * 10**5]},
+            f"bad=['a'] is bad_words under another name, and bad_words=['{'x' * 200}'...] stands "
+            f"beside it",
+        ),
+        (
+            {"logit_bias": np.ones(2), "embedding_bias": np.ones(2)},
+            "embedding_bias=array([1., 1.]) is logit_bias under another name, and "
+            "logit_bias=array([1., 1.]) stands beside it",
+        ),
+        (
+            {"seed": 3, "random_seed": []},  # not what it takes, so it is no nothing
+            "random_seed=[] is seed under another name, and seed=3 stands beside it",
+        ),
+    ],
+    ids=["digits", "characters", "arrays", "an empty list"],
+)
+def test_two_values_that_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**options)
+    assert str(refused.value) == f"sampling parameters: {message}"
 
 
 # --- what changes nothing ---

@@ -20,7 +20,13 @@ from mtp_plugin.requests.options.option import (
     Words,
     row,
 )
-from mtp_plugin.requests.options.spellings import NEUTRAL_TOO, UNSET_ELSEWHERE, named_here
+from mtp_plugin.requests.options.spellings import (
+    NEUTRAL_TOO,
+    UNSET_ELSEWHERE,
+    in_order,
+    named_here,
+    says_nothing,
+)
 from mtp_plugin.requests.options.values import (
     ANYTHING,
     FINITE,
@@ -320,14 +326,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._take_over_other_names()
         for name in _SEQUENCES:
-            value = vars(self)[name]
-            if isinstance(value, str):
-                value = (value,)
-            if isinstance(value, (list, tuple)):
-                value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
-            elif value is None and OPTIONS[name].neutral is not None:
-                value = ()
-            self._set(name, value)
+            value = in_order(vars(self)[name])
+            self._set(name, () if value is None and OPTIONS[name].neutral is not None else value)
         for name, default in _DEFAULTS.items():
             value, is_neutral = vars(self)[name], NEUTRAL_TOO.get(name)
             is_unset = value is None and name in UNSET_ELSEWHERE
@@ -351,10 +351,13 @@ class SamplingParams:
         """Move what was given under another engine's name to ours."""
         for name, option in OPTIONS.items():
             for other in option.elsewhere:
-                value = vars(self)[other]
-                if value is not None:
-                    self._set(name, value)
-                    self._set(other, None)
+                ours, theirs = vars(self)[name], vars(self)[other]
+                self._set(other, None)
+                # beside what says nothing the other counts, whichever it is
+                if theirs is not None and (
+                    says_nothing(option, ours) or not says_nothing(option, theirs)
+                ):
+                    self._set(name, theirs)
 
     @property
     def is_greedy(self) -> bool:

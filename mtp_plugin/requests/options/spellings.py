@@ -86,17 +86,44 @@ def named_here(
             problems.append(
                 f"{name}: expected {expected}, as nothing else is served, got {told(value)}"
             )
+    named = {name: value for name, value in given.items() if name in names}
     for name, option in options.items():
         for other in option.elsewhere:
             ours, theirs = given.get(name), given.get(other)
-            if not (theirs is None or option.is_neutral(ours) or ours == theirs):
+            if not (says_nothing(option, ours) or says_nothing(option, theirs)) and not _is_same(
+                ours, theirs
+            ):
                 problems.append(
-                    f"{other}={theirs!r} is {name} under another name, and {name}={ours!r} stands "
-                    f"beside it"
+                    f"{other}={told(theirs)} is {name} under another name, and {name}={told(ours)} "
+                    f"stands beside it"
                 )
     if problems:
         raise RequestError("sampling parameters: " + "; ".join(problems))
-    return {name: value for name, value in given.items() if name in names}
+    return named
+
+
+def says_nothing(option: Option, value: Any) -> bool:
+    """Whether an option that is given so is as good as left out, where another name has a value."""
+    if value is None or option.is_neutral(value):
+        return True
+    is_empty = isinstance(value, (list, tuple, dict, str)) and not value
+    return is_empty and option.values.allows(tuple(value) if isinstance(value, list) else value)
+
+
+def in_order(value: Any) -> Any:
+    """Lists, and those in them, as tuples; a text as the only one of a tuple; else the value."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return tuple(tuple(one) if isinstance(one, list) else one for one in value)
+    return value
+
+
+def _is_same(ours: Any, theirs: Any) -> bool:
+    try:
+        return ours is theirs or bool(in_order(ours) == in_order(theirs))
+    except Exception:  # as of arrays: what cannot be compared is something else
+        return False
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
