@@ -97,8 +97,11 @@ class StopRule:
             max_seq_len: tokens that any request can hold. end_ids: of the model.
         """
         ids = (() if params.ignore_eos else tuple(end_ids)) + params.stop_token_ids
+        new_tokens = params.max_new_tokens
         return cls(
-            max_length=min(max_seq_len, prompt_len + params.max_new_tokens),
+            max_length=(
+                max_seq_len if new_tokens is None else min(max_seq_len, prompt_len + new_tokens)
+            ),
             prompt_len=prompt_len,
             min_tokens=params.min_tokens,
             end_ids=tuple(dict.fromkeys(ids)),

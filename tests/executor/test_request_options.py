@@ -256,6 +256,21 @@ def test_the_stop_string_stays_on_request(bed, prompts, no_overlap) -> None:
         assert request.finish_reason is FinishReason.STOP_WORDS
 
 
+# --- lengths ---
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_without_a_limit_a_text_fills_max_seq_len(bed, target, prompts, name: str) -> None:
+    """It ends there by its length, and is that of a limit beyond what fits."""
+    llm = bed.llm(max_seq_len=64)
+    params = SamplingParams(**{name: None}, ignore_eos=True)
+    most = SamplingParams(max_new_tokens=10**9, ignore_eos=True)
+    for output, prompt in zip(llm.generate(prompts[:2], [params, most]), prompts, strict=False):
+        assert output.token_ids == target.greedy(prompt, 64 - len(prompt))
+        assert output.finish_reason is FinishReason.LENGTH
+    assert_drained(llm)
+
+
 # --- seeds ---
 
 

@@ -72,12 +72,10 @@ def test_the_neutral_value_and_none_change_nothing(option: Option) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_neutral_value_is_never_asked_for(name: str) -> None:
-    if name == "max_new_tokens":
-        assert not OPTIONS[name].values.allows(None)  # every value of it changes something
-        return
     params = SamplingParams(**{name: OPTIONS[name].neutral})
     assert name not in params.asked()
-    assert params.unsupported(()) == ["max_new_tokens=32"]
+    most = [] if name == "max_new_tokens" else ["max_new_tokens=32"]
+    assert params.unsupported(()) == most
 
 
 def test_columns_hold_numbers() -> None:
@@ -133,7 +131,6 @@ REFUSED = [
     out_of_range("max_new_tokens", -3, "an integer >= 1"),
     out_of_range("max_new_tokens", 2.0, "an integer >= 1"),
     out_of_range("max_new_tokens", True, "an integer >= 1"),
-    out_of_range("max_new_tokens", None, "an integer >= 1"),
     Refused({"max_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
     out_of_range("min_tokens", -1, "an integer >= 0"),
     out_of_range("min_tokens", "2", "an integer >= 0"),
@@ -482,7 +479,7 @@ def test_every_option_with_a_range_is_drawn() -> None:
 def test_a_range_takes_what_is_in_it(name: str, data: Any) -> None:
     value = data.draw(ALLOWED[name])
     assert vars(SamplingParams(**{name: value}))[name] == value
-    if OPTIONS[name].neutral is None and name != "max_new_tokens":
+    if OPTIONS[name].neutral is None:
         assert vars(SamplingParams(**{name: None}))[name] is None
 
 
@@ -550,6 +547,8 @@ def test_a_name_given_twice() -> None:
     assert SamplingParams(seed=3, random_seed=3).seed == 3
     assert SamplingParams(max_new_tokens=9, max_tokens=9).max_new_tokens == 9
     assert SamplingParams(max_tokens=9).max_new_tokens == 9
+    assert SamplingParams(max_new_tokens=9, max_tokens=None).max_new_tokens == 9
+    assert SamplingParams(max_new_tokens=None, max_tokens=9).max_new_tokens == 9
     with pytest.raises(RequestError, match="max_tokens=9 is max_new_tokens under another name"):
         SamplingParams(max_new_tokens=32, max_tokens=9)  # also where ours is the default
 
@@ -622,6 +621,17 @@ def test_two_values_that_are_told(options: dict[str, Any], message: str) -> None
     assert str(refused.value) == f"sampling parameters: {message}"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+def test_as_many_tokens_as_there_is_room_for(name: str) -> None:
+    params = SamplingParams(**{name: None}, min_tokens=40)
+    assert params.max_new_tokens is None
+    assert dataclasses.replace(params, top_p=0.5).max_new_tokens is None
+    facts = RequestFacts.of(0, params, prompt_len=3, max_seq_len=99)
+    assert (facts.stop.max_length, facts.full_length) == (99, 99)
+    few = RequestFacts.of(0, SamplingParams(), prompt_len=3, max_seq_len=99)
+    assert few.stop.max_length == 35
+
+
 # --- what changes nothing ---
 
 
@@ -657,7 +667,7 @@ def test_two_values_that_are_told(options: dict[str, Any], message: str) -> None
         {"speculate": True, "max_draft_len": None},
         {"relaxed_acceptance": True, "relaxed_topk": None, "relaxed_delta": None},
         {"thinking_token_budget": None, "verification": None, "draft_sampling": None},
-        {"seed": None, "random_seed": None, "max_tokens": None},
+        {"seed": None, "random_seed": None},
         {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0},
         {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": 7},
         {"temperature": 0, "verification": "block", "draft_sampling": "plain"},

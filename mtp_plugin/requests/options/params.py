@@ -81,10 +81,10 @@ class SamplingParams:
     """
 
     # ---- when it ends
-    max_new_tokens: int = row(
+    max_new_tokens: int | None = row(
         32,
-        integer(1),
-        "tokens emitted at most; 32 where nobody says",
+        unset_or(integer(1)),
+        "tokens emitted at most; 32 where nobody says, None: as many as max_seq_len has room for",
         neutral=None,
         elsewhere=("max_tokens",),
         differs="vLLM presumes 16 as max_tokens",
@@ -386,9 +386,9 @@ class SamplingParams:
             for name, option in OPTIONS.items()
             if not option.values.allows(values[name])
         ]
-        counts = (self.min_tokens, self.max_new_tokens)
-        if all(is_int(count) for count in counts) and counts[0] > counts[1] >= 1:
-            problems.append(f"min_tokens {told(counts[0])} is above max_new_tokens {counts[1]}")
+        least, most = self.min_tokens, self.max_new_tokens
+        if is_int(least) and most is not None and is_int(most) and least > most >= 1:
+            problems.append(f"min_tokens {told(least)} is above max_new_tokens {told(most)}")
         return problems or [*self._too_many(), *self._not_together()]
 
     def _too_many(self) -> Iterator[str]:

@@ -70,7 +70,8 @@ _WRITTEN_HERE: Mapping[str, str] = {
 def named_here(
     given: dict[str, Any], options: Mapping[str, Option], names: Collection[str]
 ) -> dict[str, Any]:
-    """What is given under ``names``, where all else that is given changes nothing.
+    """What is given under ``names``, where all else that is given changes nothing; a None under
+    another name alone is one under ours.
 
     Raises:
         RequestError: naming every option that there is not, or that is given under two names with
@@ -90,6 +91,8 @@ def named_here(
     for name, option in options.items():
         for other in option.elsewhere:
             ours, theirs = given.get(name), given.get(other)
+            if other in given and theirs is None:
+                named.setdefault(name, None)
             if not (says_nothing(option, ours) or says_nothing(option, theirs)) and not _is_same(
                 ours, theirs
             ):

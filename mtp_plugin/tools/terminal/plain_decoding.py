@@ -174,7 +174,9 @@ class PlainDecoding:
     def _continue_from(self, oracle: Oracle, result: Decoded, emitted: list[int]) -> list[int]:
         """``emitted`` and what target-only decoding adds, up to where the text has to end."""
         prompt = result.prompt_token_ids
-        limit = min(self.params.max_new_tokens, self.max_seq_len - len(prompt))
+        limit = self.max_seq_len - len(prompt)
+        if self.params.max_new_tokens is not None:
+            limit = min(self.params.max_new_tokens, limit)
         go_on = partial(
             oracle.continuation,
             prompt,
