@@ -30,6 +30,7 @@ from mtp_plugin.requests.options import (
     LOGPROBS_MODE,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
+    MAX_BIAS_IDS,
     OPTIONS,
     Option,
     is_greedy,
@@ -203,6 +204,8 @@ def _bias(given: Any) -> Any:
         biases = dict(given)
         if not OPTIONS["logit_bias"].values.allows(biases):
             raise RequestError(f"expected {OPTIONS['logit_bias'].values.words}, got {told(biases)}")
+        if len(biases) > MAX_BIAS_IDS:
+            raise RequestError(f"expected at most {MAX_BIAS_IDS} ids, got {len(biases)}")
         return biases
     if not isinstance(given, torch.Tensor):
         raise RequestError(f"expected a tensor [V], got {type(given).__name__}")

@@ -234,6 +234,11 @@ def test_what_is_served_is_not_refused() -> None:
             {},
             "embedding_bias: expected a mapping of token ids >= 0 to finite numbers",
         ),
+        (
+            {"embedding_bias": dict.fromkeys(range(1025), 1.0)},
+            {},
+            "embedding_bias: expected at most 1024 ids, got 1025",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -170,6 +170,15 @@ REFUSED = [
         "relaxed_topk=2 needs greedy decoding, and this draws; relaxed_delta=0.1 needs greedy "
         "decoding, and this draws",
     ),
+    Refused(
+        {"relaxed_topk": 3, "relaxed_acceptance": False},
+        "relaxed_topk=3 asks for what relaxed_acceptance=False declines",
+    ),
+    Refused(
+        {"relaxed_delta": 0.0, "relaxed_topk": 3, "relaxed_acceptance": False},
+        "relaxed_topk=3 asks for what relaxed_acceptance=False declines; relaxed_delta=0.0 asks "
+        "for what relaxed_acceptance=False declines",
+    ),
     out_of_range("thinking_token_budget", -1, "an integer >= 0"),
     out_of_range("temperature", -0.1, "a number >= 0"),
     out_of_range("temperature", NAN, "a number >= 0"),
@@ -772,8 +781,12 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
             "min_tokens an integer of 16610 bits is above max_new_tokens 32",
         ),
         ({"seed": 10**5000}, "seed must be an integer from -2**63 to 2**64 - 1, got an integer of"),
+        (
+            {"relaxed_topk": 10**5000, "temperature": 1},
+            "relaxed_topk=an integer of 16610 bits needs greedy decoding, and this draws",
+        ),
     ],
-    ids=["an array", "an array among names", "least", "most"],
+    ids=["an array", "an array among names", "least", "most", "beside draws"],
 )
 def test_values_that_have_no_short_spelling(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:

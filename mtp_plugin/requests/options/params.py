@@ -409,10 +409,12 @@ class SamplingParams:
 
     def _not_together(self) -> Iterator[str]:
         """Values that cannot stand beside each other."""
-        if not self.is_greedy:
-            for name in ("relaxed_topk", "relaxed_delta"):
-                if vars(self)[name] is not None:
-                    yield f"{name}={vars(self)[name]!r} needs greedy decoding, and this draws"
+        for name in ("relaxed_topk", "relaxed_delta"):
+            value = vars(self)[name]
+            if value is not None and not self.is_greedy:
+                yield f"{name}={told(value)} needs greedy decoding, and this draws"
+            if value is not None and not self.relaxed_acceptance:
+                yield f"{name}={told(value)} asks for what relaxed_acceptance=False declines"
         if self.verification is not None and self.draft_sampling is not None:
             allowed = DRAFTS_OF_VERIFICATION[self.verification]
             if self.draft_sampling not in allowed:

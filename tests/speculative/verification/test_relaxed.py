@@ -74,8 +74,6 @@ def test_a_request_has_a_threshold_of_its_own() -> None:
     assert values(mode, facts(relaxed_delta=0.0), [1, BEGIN]) == (0.0, 1, TOPK, 0.0)
     assert values(mode, facts(relaxed_delta=2.5), [1, BEGIN]) == (2.5, 1, TOPK, 2.5)
     assert values(mode, facts(relaxed_topk=1), [1]) == (0.0, 0, 1, DELTA)
-    # who asks for strict acceptance beside them gets that
-    assert values(mode, facts(relaxed_acceptance=False, **own), [1, BEGIN]) == (0.0, 1, 1, 0.0)
 
 
 def test_a_run_limit_and_a_scale_of_entropies() -> None:
