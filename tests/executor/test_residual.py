@@ -111,11 +111,24 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
 )
 def test_what_the_config_does_not_list_is_refused(bed, mtp, asked, message):
     llm = bed.llm(mtp=mtp)
-    with pytest.raises(RequestError, match=f"request 0: not supported: .*{message}"):
-        llm.generate([[1, 2]], params_of(1, **asked))
-    # who is greedy draws nothing
-    greedy = llm.generate([[1, 2]], SamplingParams(max_new_tokens=3, **asked))
-    assert len(greedy[0].token_ids) <= 3
+    greedy = SamplingParams(max_new_tokens=3, **asked)
+    for number, params in enumerate((params_of(1, **asked), greedy)):
+        with pytest.raises(RequestError, match=f"request {number}: not supported: .*{message}"):
+            llm.generate([[1, 2]], params)
+    assert_drained(llm)
+
+
+def test_a_greedy_request_may_name_what_the_config_lists(bed):
+    """And gets the target's own choices by any of it, in steps that change no logits."""
+    llm = bed.llm(mtp=ALL)
+    prompts = [[1, 2]] * 4
+    named = [{}, {"verification": "coupled"}, {"verification": "block"}]
+    named.append({"verification": "rejection", "draft_sampling": "greedy"})
+    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, **asked) for asked in named]
+    requests = llm.make_requests(prompts, params)
+    assert not any(request.edits_logits for request in requests)
+    texts = [output.token_ids for output in llm.generate(prompts, params)]
+    assert texts == texts[:1] * 4
     assert_drained(llm)
 
 

@@ -679,7 +679,6 @@ def test_as_many_tokens_as_there_is_room_for(name: str) -> None:
         {"seed": None, "random_seed": None},
         {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0},
         {"temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": 7},
-        {"temperature": 0, "verification": "block", "draft_sampling": "plain"},
     ],
     ids=str,
 )
@@ -725,6 +724,9 @@ def test_what_is_asked_of_draws_counts_where_there_are_any() -> None:
     assert SamplingParams(**draws).asked() == asked
     for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0}):
         assert SamplingParams(**{**draws, **greedy}).asked() == {"max_new_tokens": 32}
+    # which drafts there may be says the config, whoever asks
+    drafts = {"verification": "block", "draft_sampling": "plain"}
+    assert SamplingParams(temperature=0, **drafts).asked() == {"max_new_tokens": 32, **drafts}
     # a seed alone draws nothing
     assert SamplingParams(seed=3).asked() == {"max_new_tokens": 32}
 

@@ -113,13 +113,11 @@ class SamplingParams:
         None,
         one_of("coupled", "rejection", "block"),
         "how drafts of this request are judged; unset: as the config says first",
-        draws=True,
     )
     draft_sampling: str | None = row(
         None,
         one_of("coupled", "plain", "greedy"),
         "how drafts of this request are drawn; unset: as its verification wants them",
-        draws=True,
     )
     relaxed_acceptance: bool = row(
         True,
