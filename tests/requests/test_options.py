@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 import typing
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ REFUSED = [
     out_of_range("max_new_tokens", -3, "an integer >= 1"),
     out_of_range("max_new_tokens", 2.0, "an integer >= 1"),
     out_of_range("max_new_tokens", True, "an integer >= 1"),
-    Refused({"max_tokens": 0}, "max_new_tokens must be an integer >= 1, got 0"),
+    Refused({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
     out_of_range("min_tokens", -1, "an integer >= 0"),
     out_of_range("min_tokens", "2", "an integer >= 0"),
     Refused({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is above max_new_tokens 8"),
@@ -179,7 +180,7 @@ REFUSED = [
         "relaxed_topk=3 asks for what relaxed_acceptance=False declines; relaxed_delta=0.0 asks "
         "for what relaxed_acceptance=False declines",
     ),
-    out_of_range("thinking_token_budget", -1, "an integer >= 0"),
+    out_of_range("thinking_token_budget", -2, "an integer >= 0"),
     out_of_range("temperature", -0.1, "a number >= 0"),
     out_of_range("temperature", NAN, "a number >= 0"),
     out_of_range("temperature", INF, "a number >= 0"),
@@ -191,7 +192,7 @@ REFUSED = [
     out_of_range("min_p", 2, SHARE),
     out_of_range("seed", -(2**63) - 1, SEEDS),
     out_of_range("seed", 2**64, SEEDS),
-    Refused({"random_seed": 0.5}, f"seed must be {SEEDS}, got 0.5"),
+    Refused({"random_seed": 0.5}, f"random_seed must be {SEEDS}, got 0.5"),
     Refused(
         {"seed": 3, "random_seed": 4},
         "random_seed=4 is seed under another name, and seed=3 stands beside it",
@@ -210,6 +211,11 @@ REFUSED = [
     out_of_range("logit_bias", {"3": 1.0}, BIAS),
     out_of_range("logit_bias", [0.5], BIAS),
     Refused(
+        {"embedding_bias": torch.ones(2)},
+        f"embedding_bias must be {BIAS}, got tensor([1., 1.]) (write {{id: bias}} of the ids that "
+        f"it changes)",
+    ),
+    Refused(
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         "logit_bias: at most 1024 are served, got 1025",
     ),
@@ -222,7 +228,7 @@ REFUSED = [
     out_of_range("bad_words", [""], WORDS, "('',)"),
     out_of_range("bad_words", [[]], WORDS, "((),)"),
     out_of_range("bad_words", [3], WORDS, "(3,)"),
-    Refused({"bad": [[-3]]}, f"bad_words must be {WORDS}, got ((-3,),)"),
+    Refused({"bad": [[-3]]}, f"bad must be {WORDS}, got ((-3,),)"),
     Refused(
         {"bad_words": [[1]] * 60, "bad_token_ids": [2] * 5},
         "bad_words and bad_token_ids: at most 64 are served, got 65",
@@ -266,6 +272,8 @@ def test_all_wrong_values_are_named_at_once() -> None:
         ({"skip_special_token": 1}, "skip_special_token: unknown option; did you mean"),
         ({"max_length": 9}, "max_length: unknown option; write max_new_tokens, which counts"),
         ({"stop_sequences": "x"}, "stop_sequences: unknown option; write stop"),
+        ({"min_length": 3}, "min_length: unknown option; write min_tokens"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode: unknown option; write mtp.logprobs_mode in the"),
         ({"zzz": 1}, "zzz: unknown option; expected one of max_new_tokens, min_tokens, "),
         ({"topp": 0.9, "topk": 3}, "topp: unknown option; did you mean top_p?; topk: unknown"),
     ],
@@ -279,6 +287,14 @@ def test_an_unknown_option_says_which_one_was_meant(options: dict[str, Any], tol
 def test_the_signature_is_that_of_the_table() -> None:
     names = list(inspect.signature(SamplingParams).parameters)
     assert names == [field.name for field in dataclasses.fields(SamplingParams)]
+
+
+class OutputKind(Enum):
+    """How an engine tells outputs, as vLLM numbers it."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 UNSET = (
@@ -299,7 +315,11 @@ UNSET = (
         {"beam_search_diversity_rate": 0.0, "return_context_logits": False},
         {"beam_search_diversity_rate": 1.0, "early_stopping": 1, "beam_width_array": []},
         {"extra_args": {}, "additional_model_outputs": [], "lookahead_config": None},
-        {"flat_logprobs": False},
+        {"flat_logprobs": False, "repetition_detection": None, "skip_reading_prefix_cache": None},
+        {"output_kind": OutputKind.CUMULATIVE, "skip_clone": False, "return_token_ids": False},
+        {"output_kind": OutputKind.FINAL_ONLY, "skip_clone": True, "return_token_ids": True},
+        {"beam_width": 1, "num_beams": 1, "pad_id": 0, "best_of": 0},
+        {"thinking_token_budget": -1, "logprobs": False},
         dict.fromkeys(UNSET),
         {"length_penalty": 0.0, "no_repeat_ngram_size": 1 << 30},
     ],
@@ -313,7 +333,22 @@ def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> 
     ("name", "value", "told"),
     [
         ("skip_special_tokens", False, "expected True, as nothing else is served, got False"),
-        ("end_id", 3, "expected None, as nothing else is served, got 3"),
+        (
+            "end_id",
+            3,
+            "expected None, as nothing else is served, got 3; write stop_token_ids, or "
+            "ignore_eos=True for none",
+        ),
+        ("beam_width", 4, "expected None or 1, as nothing else is served, got 4"),
+        ("num_beams", 4, "expected None or 1, as nothing else is served, got 4"),
+        ("pad_id", "0", "expected None, as nothing else is served, got '0'"),
+        ("repetition_detection", {}, "expected None, as nothing else is served, got {}"),
+        (
+            "output_kind",
+            1,
+            "expected None or 0 or 2, as nothing else is served, got 1; write stream, whose "
+            "events tell what is new",
+        ),
         ("early_stopping", np.array([1, 2]), r"expected None .* served, got array\(\[1, 2\]\)"),
         ("early_stopping", "never", "expected None or False or True, .* served, got 'never'"),
         ("extra_args", {"a": 1}, "expected None or {}, as nothing else is served, got {'a': 1}"),
@@ -466,7 +501,10 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         )
     if name in UNSET:
         anything = anything.filter(lambda value: value is not None)
-    return anything.filter(lambda value: not (option.values.allows(value) or value == {}))
+    neutral = {"thinking_token_budget": (-1,), "logprobs": (False,)}.get(name, ())
+    return anything.filter(
+        lambda value: not (option.values.allows(value) or value in neutral or value == {})
+    )
 
 
 SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
@@ -508,6 +546,9 @@ def test_no_range_holds_these(name: str, value: float) -> None:
     """But a flag's holds bools, a finite number may be below 0, and so may a seed."""
     if isinstance(value, bool) and isinstance(OPTIONS[name].neutral, bool):
         assert OPTIONS[name].values.allows(value)
+        return
+    if (name, value) in (("thinking_token_budget", -1), ("logprobs", False)):
+        assert name not in SamplingParams(**{name: value}).asked()
         return
     below = {"presence_penalty": (-1, -0.5), "frequency_penalty": (-1, -0.5)}
     if value in {"seed": (-1,), "top_k": (-1,), **below}.get(name, ()):

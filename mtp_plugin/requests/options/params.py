@@ -24,6 +24,7 @@ from mtp_plugin.requests.options.spellings import (
     NEUTRAL_TOO,
     UNSET_ELSEWHERE,
     in_order,
+    instead_of,
     named_here,
     says_nothing,
 )
@@ -136,7 +137,7 @@ class SamplingParams:
     thinking_token_budget: int | None = row(
         None,
         unset_or(integer(0)),
-        "tokens of thinking behind which its end is forced",
+        "tokens of thinking behind which its end is forced; -1 or unset: it is not",
         edits_logits=True,
         column=int,
         empty=-1,
@@ -322,7 +323,7 @@ class SamplingParams:
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        self._take_over_other_names()
+        spelled = self._take_over_other_names()
         for name in _SEQUENCES:
             value = in_order(vars(self)[name])
             self._set(name, () if value is None and OPTIONS[name].neutral is not None else value)
@@ -338,15 +339,20 @@ class SamplingParams:
         for name in _UNRANGED:
             if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
                 self._set(name, _DEFAULTS[name])
-        problems = self._problems()
+        problems = self._problems(spelled)
         if problems:
             raise RequestError("sampling parameters: " + "; ".join(problems))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _take_over_other_names(self) -> None:
-        """Move what was given under another engine's name to ours."""
+    def _take_over_other_names(self) -> dict[str, str]:
+        """Move what was given under another engine's name to ours.
+
+        Returns:
+            Those names, by ours.
+        """
+        spelled = {}
         for name, option in OPTIONS.items():
             for other in option.elsewhere:
                 ours, theirs = vars(self)[name], vars(self)[other]
@@ -356,6 +362,8 @@ class SamplingParams:
                     says_nothing(option, ours) or not says_nothing(option, theirs)
                 ):
                     self._set(name, theirs)
+                    spelled[name] = other
+        return spelled
 
     @property
     def is_greedy(self) -> bool:
@@ -377,10 +385,11 @@ class SamplingParams:
             f"{name}={told(value)}" for name, value in self.asked().items() if name not in served
         ]
 
-    def _problems(self) -> list[str]:
+    def _problems(self, spelled: Mapping[str, str]) -> list[str]:
         values = vars(self)
         problems = [
-            f"{name} must be {option.values.words}, got {told(values[name])}"
+            f"{spelled.get(name, name)} must be {option.values.words}, got {told(values[name])}"
+            f"{instead_of(name, values[name])}"
             for name, option in OPTIONS.items()
             if not option.values.allows(values[name])
         ]

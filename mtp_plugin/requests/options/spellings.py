@@ -15,6 +15,7 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
     "beam_search_diversity_rate": (None, 0, 1),
+    "beam_width": (None, 1),
     "beam_width_array": (None, [], ()),
     "detokenize": (True,),
     "early_stopping": (None, False, True),
@@ -23,21 +24,33 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "extra_args": (None, {}),
     "flat_logprobs": (False,),
     "lookahead_config": (None,),
+    "num_beams": (None, 1),
+    "output_kind": (None, 0, 2),
     "pad_id": (None,),
+    "repetition_detection": (None,),
     "return_context_logits": (False,),
     "return_encoder_output": (False,),
     "return_generation_logits": (False,),
     "return_perf_metrics": (False,),
+    "return_token_ids": (None, False, True),
+    "skip_clone": (False, True),
+    "skip_reading_prefix_cache": (None, False),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
 }
 """Options of other engines alone, with the values that ask for what is done here; those of beams do
-where there are none."""
+where there are none. Outputs come whole and have their ids, asked or not."""
+
+_READ_BY_NOBODY = frozenset({"pad_id"})
+"""Ids of other engines that nothing here writes, whichever they are."""
 
 NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
+    "best_of": lambda count: is_int(count) and count == 0,
     "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
+    "logprobs": lambda number: number is False,
     "no_repeat_ngram_size": lambda size: is_int(size) and size >= 1 << 30,
+    "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
 }
 """Values by which other engines mean that nothing is asked, beside those of the table."""
 
@@ -54,11 +67,14 @@ UNSET_ELSEWHERE = frozenset(
 
 _WRITTEN_HERE: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
+    "end_id": "stop_token_ids, or ignore_eos=True for none",
     "eos_token_id": "stop_token_ids",
+    "logprobs_mode": "mtp.logprobs_mode in the config, for all requests",
     "max_completion_tokens": "max_new_tokens",
     "max_length": "max_new_tokens, which counts the output alone",
-    "num_beams": "use_beam_search",
+    "min_length": "min_tokens",
     "num_return_sequences": "n",
+    "output_kind": "stream, whose events tell what is new",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "stop_words": "stop",
@@ -82,10 +98,12 @@ def named_here(
         value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
             problems.append(f"{name}: unknown option; {_advice(name, options, names)}")
-        elif not _is_one_of(value, neutral):
+        elif not (_is_one_of(value, neutral) or (name in _READ_BY_NOBODY and is_int(value))):
             expected = " or ".join(map(repr, neutral))
+            instead = f"; write {_WRITTEN_HERE[name]}" if name in _WRITTEN_HERE else ""
             problems.append(
                 f"{name}: expected {expected}, as nothing else is served, got {told(value)}"
+                f"{instead}"
             )
     named = {name: value for name, value in given.items() if name in names}
     for name, option in options.items():
@@ -131,9 +149,16 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     try:
-        return value in neutral
+        return getattr(value, "value", value) in neutral
     except Exception:  # as of arrays: what cannot be compared is something else
         return False
+
+
+def instead_of(name: str, value: Any) -> str:
+    """What to write instead of a value that an option does not take; empty: its range says it."""
+    if name == "logit_bias" and hasattr(value, "shape"):
+        return " (write {id: bias} of the ids that it changes)"
+    return ""
 
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
