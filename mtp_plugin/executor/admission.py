@@ -332,7 +332,7 @@ class Admission:
         ):
             for token in dict.fromkeys(ids):
                 if token >= vocab:
-                    yield f"{name}: {token} is outside the vocabulary of {vocab}"
+                    yield f"{name}: {told(token)} is outside the vocabulary of {vocab}"
 
     def _nothing_left(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import RequestError, told
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 
@@ -77,7 +77,7 @@ class StopRule:
         count = len(self.device_ids)
         if self.min_tokens > 0 and count > MAX_STOP_IDS:
             raise RequestError(
-                f"min_tokens={self.min_tokens} beside {count} ids that end the text: at most "
+                f"min_tokens={told(self.min_tokens)} beside {count} ids that end the text: at most "
                 f"{MAX_STOP_IDS} can be held back"
             )
 
@@ -151,8 +151,8 @@ class StopRule:
                     if self.watch(token, from_draft=count <= num_drafts) and reason is None:
                         reason = FinishReason.STOP_WORDS
                 except Exception as error:
-                    told = f"{type(error).__name__}: {error}"
-                    why = f"the tokenizer cannot decode token {token}: {told}"
+                    cause = f"{type(error).__name__}: {error}"
+                    why = f"the tokenizer cannot decode token {token}: {cause}"
                     return Ending(count, FinishReason.ERROR, why, error)
             if reason is None and length + count >= self.max_length:
                 reason = FinishReason.LENGTH

@@ -157,6 +157,17 @@ def test_words_and_ids_that_cannot_be(case: Wrong) -> None:
         admission(tokenizer=case.tokenizer).make_request([1], SamplingParams(**case.options))
 
 
+@pytest.mark.parametrize(
+    "options", [{"logit_bias": {10**5000: 1.0}}, {"stop_token_ids": [10**5000]}], ids=list
+)
+def test_an_id_without_a_short_spelling(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(RequestError) as refused:
+        admitted(**options)
+    why = f"{name}: an integer of 16610 bits {OUTSIDE}"
+    assert str(refused.value) == f"request 0: not supported: {why}"
+
+
 def test_ids_that_end_the_text_may_be_all_that_is_allowed() -> None:
     assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7])
     assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=True)

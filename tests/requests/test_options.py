@@ -284,6 +284,13 @@ def test_an_unknown_option_says_which_one_was_meant(options: dict[str, Any], tol
         SamplingParams(**options)
 
 
+def test_an_unknown_option_of_a_long_name() -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{"x" * 10**5: 1})
+    told = f"sampling parameters: '{'x' * 200}'...: unknown option; expected one of "
+    assert str(refused.value).startswith(told)
+
+
 def test_the_signature_is_that_of_the_table() -> None:
     names = list(inspect.signature(SamplingParams).parameters)
     assert names == [field.name for field in dataclasses.fields(SamplingParams)]

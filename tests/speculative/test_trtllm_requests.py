@@ -694,6 +694,16 @@ def test_log_probabilities_of_what_tokens_are_drawn_from() -> None:
         host.sampler.validate_request(request)
 
 
+def test_an_id_without_a_short_spelling_ends_its_request_alone() -> None:
+    wrong, right = LlmRequest(7, PROMPT), LlmRequest(8, PROMPT)
+    wrong.py_bad_words_list = [[10**5000]]
+    assert Host().serve(wrong, right) == [[], GREEDY]
+    assert wrong.py_error == (
+        f"bad_words: expected ids below {VOCAB}, the size of the vocabulary, got "
+        f"[an integer of 16610 bits]"
+    )
+
+
 def test_what_only_the_manager_can_tell_ends_its_request_alone() -> None:
     """A bias of another vocabulary; nobody looked before the step."""
     host = Host()

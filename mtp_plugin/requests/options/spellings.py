@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mtp_plugin.errors import RequestError, told
+from mtp_plugin.errors import SHOWN, RequestError, told
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.values import is_int
 
@@ -97,7 +97,8 @@ def named_here(
     for name in [name for name in given if name not in names]:
         value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
-            problems.append(f"{name}: unknown option; {_advice(name, options, names)}")
+            shown = name if len(name) <= SHOWN else told(name)
+            problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
         elif not (_is_one_of(value, neutral) or (name in _READ_BY_NOBODY and is_int(value))):
             expected = " or ".join(map(repr, neutral))
             instead = f"; write {_WRITTEN_HERE[name]}" if name in _WRITTEN_HERE else ""

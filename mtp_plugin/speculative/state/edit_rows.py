@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.errors import MetadataError, expect, told
 from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
@@ -230,6 +230,7 @@ class EditRows:
         expect(
             not wrong,
             MetadataError,
-            f"{name}: expected ids below {vocab}, the size of the vocabulary, got {wrong[:3]}",
+            f"{name}: expected ids below {vocab}, the size of the vocabulary, got "
+            f"{told(wrong[:3])}",
         )
         return to_device(listed, torch.int64, self.pools.bias.device)
