@@ -219,6 +219,8 @@ def test_draws_follow_the_distribution() -> None:
     ("options", "message"),
     [
         ({"n": 2}, "n=2"),
+        ({"top_p_decay": 0.9}, "top_p_decay=0.9"),
+        ({"guided_decoding": "x" * 999}, f"guided_decoding='{'x' * 200}'..."),
         ({"logits_processor": len}, "logits_processor=<built-in function len>"),
         ({"bad_words": ["no"]}, "bad_words='no' (expected its token ids)"),
         (
