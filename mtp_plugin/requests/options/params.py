@@ -112,7 +112,7 @@ class SamplingParams:
     )
     verification: str | None = row(
         None,
-        one_of("coupled", "rejection", "block"),
+        one_of(*DRAFTS_OF_VERIFICATION),
         "how drafts of this request are judged; unset: as the config says first",
     )
     draft_sampling: str | None = row(

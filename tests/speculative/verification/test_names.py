@@ -48,6 +48,7 @@ def test_a_row_is_enough_for_config_admission_and_slots() -> None:
             "of drafts": [of_drafts],
             "slot": slot,
         }
+    assert told["asked"].items() >= {"verification": "dice", "draft_sampling": "plain"}.items()
     assert told["name"] == (
         "MTPPluginOptions: verification.1: "
         "expected one of 'coupled', 'rejection', 'block', 'dice', got 'bones'"

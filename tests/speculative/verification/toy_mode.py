@@ -22,6 +22,7 @@ verifications.WAYS["dice"] = verifications.Way("by dice", ("greedy", "plain"), c
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
@@ -80,6 +81,7 @@ if __name__ == "__main__":
     everything = {
         "one": told("dice"),
         "listed": told(["coupled", "dice"]),
+        "asked": SamplingParams(verification="dice", draft_sampling="plain").asked(),
         "name": refused(verification=["coupled", "bones"]),
         "drafts": refused(verification="dice", draft_sampling="coupled"),
         "description": schema["description"],
