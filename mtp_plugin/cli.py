@@ -120,6 +120,15 @@ FrequencyPenalty = Annotated[
     float,
     typer.Option("--frequency-penalty", metavar="X", help="Off, for every time that they stand."),
 ]
+OtherOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="NAME=VALUE",
+        help="Any other option of a request, the value as YAML has it: 'logit_bias={3: 1.5}', "
+        "'bad_words=[[3, 4]]'; may be given repeatedly.",
+    ),
+]
 
 
 @app.command()
@@ -165,6 +174,7 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
+    option: OtherOptions = None,
     thinking_budget: Annotated[
         int | None,
         typer.Option(
@@ -207,9 +217,9 @@ def generate(
     Exit code 1: the text is not that of decoding without MTP, or the output cannot be written.
     2: a named error.
     """
-    from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal.prompts import read_prompts
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
+    from mtp_plugin.tools.terminal.request_options import sampling_params
 
     log = messages()
     if model is not None:
@@ -218,21 +228,22 @@ def generate(
     if model is None:
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        min_tokens=min_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        thinking_token_budget=thinking_budget,
-    )
+    flags = {
+        "max_new_tokens": max_new_tokens,
+        "min_tokens": min_tokens,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "thinking_token_budget": thinking_budget,
+    }
+    params = sampling_params(flags, option or ())
     out = output()
     try:
         with _errors_of(config):
@@ -323,6 +334,7 @@ def parity(
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
+    option: OtherOptions = None,
     worker: Annotated[
         str | None,
         typer.Option(
@@ -378,10 +390,10 @@ def parity(
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """
     from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-    from mtp_plugin.requests.options import SamplingParams
     from mtp_plugin.tools.terminal import parity_options
     from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
+    from mtp_plugin.tools.terminal.request_options import sampling_params
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
@@ -392,18 +404,19 @@ def parity(
         raise typer.BadParameter(
             f"expected at least 0 ulps, got {tie_tolerance:g}", param_hint="--tie-tolerance"
         )
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-    )
+    flags = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }
+    params = sampling_params(flags, option or ())
 
     log = messages()
     if config is not None:

@@ -234,6 +234,56 @@ def test_drawn_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ..
         assert variant["acceptance_length"] > 1
 
 
+OTHERS = {
+    "logit_bias": dict.fromkeys(range(0, VOCAB, 7), 4.0),
+    "allowed_token_ids": [*range(0, VOCAB, 2), *range(0, VOCAB, 7)],
+    "bad_words": [[7], [14, 0], [0, 0]],
+    "bad_token_ids": [28, 42],
+    "prompt_ignore_length": 2,
+    "stop_token_ids": [21],
+    "min_tokens": 9,
+    "max_draft_len": 1,
+    "logprobs": 2,
+}
+
+
+@pytest.mark.parametrize("sampling", [(), SAMPLING], ids=["greedy", "drawn"])
+def test_every_other_option_is_compared(
+    run: Run, checkpoint: str, sampling: tuple[str, ...]
+) -> None:
+    others = [text for name, value in OTHERS.items() for text in ("--option", f"{name}={value}")]
+    asked = ("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--num-prompts", "4")
+    result = run(
+        *asked, "-n", "14", "--json", "--frequency-penalty", "0.4", *sampling[:-2], *others
+    )
+    assert result.code == 0
+    told = json.loads(result.out)
+    assert told["sampling_params"].keys() >= OTHERS.keys()
+    for variant in told["variants"]:
+        assert variant["num_tokens"] == variant["num_equal"] >= 4 * 10
+        assert variant["differences"] == []
+
+
+def test_a_budget_of_thinking_is_compared(run: Run, checkpoint: str, tmp_path: Path) -> None:
+    tags = {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}
+    file = tmp_path / "config.yaml"
+    speculative = {"decoding_type": "MTP", "max_draft_len": 1, **tags}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    asked = ("-c", str(file), "--num-prompts", "3", "-n", "8", "--ignore-eos", "--json")
+    assert run(*asked, "--option", "thinking_token_budget=2").code == 0
+
+
+def test_a_request_may_not_name_what_draws_texts_of_its_own(
+    run: Run, checkpoint: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    speculative = {"decoding_type": "MTP", "mtp": {"verification": ["coupled", "block"]}}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
+    result = run("-c", str(file), "--temperature", "1", "--option", "verification=block")
+    assert result.code == 2
+    assert "parity: block verification draws texts of its own by design" in result.err
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_draw_is_a_difference(
     run: Run, checkpoint: str, tampered: Callable[..., None], dtype: str

@@ -35,6 +35,7 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     PlainDecoding,
     engine_seed_of,
     redraws,
+    thinking_of,
 )
 from mtp_plugin.tools.terminal.report import (
     same_as_target_only,
@@ -234,6 +235,7 @@ def run_parity(
                 max_seq_len,
                 tokenizer,
                 engine_seed=seed_of_engine,
+                thinking=thinking_of(config, tokenizer),
                 known=known.setdefault(seed_of_engine, {}),
             )
             verdicts = plain.verdicts(results, tie_ulps)

@@ -1,0 +1,39 @@
+"""Options of a request as a command line has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from mtp_plugin.errors import RequestError, expect, told
+from mtp_plugin.requests.options import SamplingParams
+
+
+def sampling_params(flags: Mapping[str, Any], others: Sequence[str] = ()) -> SamplingParams:
+    """What a request asks for.
+
+    Args:
+        flags: options with a flag of their own, by name.
+        others: ``NAME=VALUE``, of any other option, the value as YAML has it.
+
+    Raises:
+        RequestError: one is no such text, is given twice or has a flag; or as of `SamplingParams`.
+    """
+    values: dict[str, Any] = {}
+    for text in others:
+        name, equals, value = text.partition("=")
+        expect(
+            bool(name and equals), RequestError, f"--option: expected NAME=VALUE, got {told(text)}"
+        )
+        expect(name not in flags, RequestError, f"--option: {name} has a flag of its own")
+        expect(name not in values, RequestError, f"--option: {told(name)} is given twice")
+        try:
+            values[name] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            raise RequestError(
+                f"--option: {told(name)}: expected a value as YAML has it, got {told(value)}: {why}"
+            ) from error
+    return SamplingParams(**flags, **values)

@@ -1,0 +1,65 @@
+"""Options of a request that have no flag of their own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.tools.terminal.request_options import sampling_params
+
+FLAGS = {"max_new_tokens": 9, "temperature": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("stop_token_ids=[3, 4]", {"stop_token_ids": (3, 4)}),
+        ("logit_bias={3: 1.5, 4: -2}", {"logit_bias": {3: 1.5, 4: -2}}),
+        ("bad_words=[[3, 4], the]", {"bad_words": ((3, 4), "the")}),
+        ("bad=[[3]]", {"bad_words": ((3,),)}),
+        ("stop='a=b'", {"stop": ("a=b",)}),
+        ("speculate=false", {"speculate": False}),
+        ("logprobs=", {}),
+    ],
+)
+def test_values_are_those_of_yaml(text: str, asked: dict[str, Any]) -> None:
+    assert sampling_params(FLAGS, [text]) == SamplingParams(max_new_tokens=9, **asked)
+
+
+def test_several() -> None:
+    params = sampling_params(FLAGS, ["min_tokens=2", "logprobs=3"])
+    assert (params.max_new_tokens, params.min_tokens, params.logprobs) == (9, 2, 3)
+    assert sampling_params(FLAGS) == SamplingParams(max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["min_tokens"], "--option: expected NAME=VALUE, got 'min_tokens'"),
+        (["=3"], "--option: expected NAME=VALUE, got '=3'"),
+        (["temperature=1"], "--option: temperature has a flag of its own"),
+        (["min_tokens=1", "min_tokens=1"], "--option: 'min_tokens' is given twice"),
+        (
+            ["stop=[a"],
+            "--option: 'stop': expected a value as YAML has it, got '[a': while parsing a flow "
+            "sequence",
+        ),
+        (
+            ["max_tokens=3"],
+            "sampling parameters: max_tokens=3 is max_new_tokens under another name, and "
+            "max_new_tokens=9 stands beside it",
+        ),
+        (["min_tokens=x"], "sampling parameters: min_tokens must be an integer >= 0, got 'x'"),
+        (
+            ["logit_bais={3: 1}"],
+            "sampling parameters: logit_bais: unknown option; did you mean logit_bias?",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(texts: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
+        sampling_params(FLAGS, texts)
