@@ -22,6 +22,9 @@ class Way:
     """How they may be drawn, the first where nobody says."""
     code: int | None = None
     """Column ``verification`` of requests that it judges; None: no request may ask for it."""
+    keeps_text: bool = True
+    """Whether a drawn text is the target's own; else it is another draw of the same
+    distribution."""
 
 
 WAYS: Mapping[str, Way] = {
@@ -30,8 +33,8 @@ WAYS: Mapping[str, Way] = {
         ("coupled", "greedy"),
         code=0,
     ),
-    "rejection": Way(_BY_ODDS, ("plain", "greedy"), code=1),
-    "block": Way(_BY_ODDS, ("plain", "greedy"), code=2),
+    "rejection": Way(_BY_ODDS, ("plain", "greedy"), code=1, keeps_text=False),
+    "block": Way(_BY_ODDS, ("plain", "greedy"), code=2, keeps_text=False),
     "synthetic": Way("draws decide, for benchmarks only", ("coupled", "greedy")),
 }
 """By name."""

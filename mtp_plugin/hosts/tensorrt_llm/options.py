@@ -8,6 +8,7 @@ from typing import Any
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.hosts.tensorrt_llm.side_file import options_of
 from mtp_plugin.speculative.host import DecodingOptions, is_vanilla
+from mtp_plugin.verifications import WAYS
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_options(spec_config: Any) -> HostOptions:
             f"{name}: expected {only!r}, got {value!r}: mtp_plugin cuts drafts as their targets "
             "are cut, and leaves no cut out",
         )
-    odds = [way for way in mtp.verifications if way in ("rejection", "block")]
+    odds = [way for way in mtp.verifications if not WAYS[way].keeps_text]
     if getattr(spec_config, "use_rejection_sampling", False):
         odds.append("use_rejection_sampling")
     expect(

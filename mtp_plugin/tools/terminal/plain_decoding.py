@@ -27,15 +27,13 @@ from mtp_plugin.tools.parity import (
 )
 from mtp_plugin.tools.parity import Comparison as Verdict
 from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.verifications import WAYS
 
 PIECE = 16
 """Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
 
 PLAINLY_SPECULATED = 4
 """Prompts that are decoded with drafts a second time, one by one."""
-
-REDRAWING = ("rejection", "block")
-"""Verifications that keep the distribution, and not the text of a seed."""
 
 KnownTexts = dict[tuple[int, ...], list[int]]
 """Target-only decoding of whole prompts, by the request's number and the prompt's ids."""
@@ -230,4 +228,4 @@ def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
         return None
     presumed = params.verification or speculative.mtp.verifications[0]
-    return presumed if presumed in REDRAWING else None
+    return None if WAYS[presumed].keeps_text else presumed

@@ -9,10 +9,9 @@ from typing import Any
 from mtp_plugin.errors import expect
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.tools.bench.case import BenchmarkError
+from mtp_plugin.verifications import WAYS
 
 GREEDY, SAMPLED = "greedy", "sampled"
-RESIDUAL = ("rejection", "block")
-"""Ways to judge drafts that keep the distribution of a text, and not its tokens."""
 OF_DRAFTS = ("verification", "draft_sampling")
 """Options that change how drafts are made and judged alone."""
 _DRAWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -32,7 +31,7 @@ class Ask:
     @property
     def is_residual(self) -> bool:
         """Whether texts keep the target's distribution alone."""
-        return self.options.get("verification") in RESIDUAL
+        return not WAYS[self.options.get("verification", "coupled")].keeps_text
 
     @property
     def num_logprobs(self) -> int | None:
