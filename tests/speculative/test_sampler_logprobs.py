@@ -132,8 +132,15 @@ def test_a_step_that_tells_nothing_ends_who_asks_alone() -> None:
     assert "logprobs" in requests[0].py_error
 
 
-def test_who_is_not_given_them_is_told_so() -> None:
-    """A plugin whose worker gives none; of the prompt the host gives them."""
+def test_r31_who_is_not_given_them_is_told_so() -> None:
+    """R31: a plugin whose worker gives none, and all that it does not; of the prompt the host gives
+    them."""
     piece = make(served_options=())
     with pytest.raises(ConfigError, match="request 100: not supported with MTP: logprobs=2"):
         piece.validate_request(asking(0, 2, prompt_logprobs=1))
+    drawn = {"temperature": 1.0, "min_p": 0.2, "bad_words": [[3, 4]]}
+    with pytest.raises(ConfigError, match="request 100: not supported with MTP: ") as refused:
+        piece.validate_request(asking(0, 2, prompt_logprobs=1, **drawn))
+    told = str(refused.value)
+    assert all(f"{name}=" in told for name in ("logprobs", *drawn))
+    assert "prompt_logprobs" not in told
