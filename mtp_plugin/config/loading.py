@@ -243,8 +243,22 @@ def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
         raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{source!r}: expected a path: {error}") from None
+    data = parse_yaml(text, source)
+    if data is None:
+        raise ConfigError(f"{source}: the file is empty; expected {wanted}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: expected a mapping of keys to values, got {got(data)}")
+    return data
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """What a text of YAML says, as `_Loader` reads it; None: nothing.
+
+    Raises:
+        ConfigError: it is none; ``source`` stands in front.
+    """
     try:
-        data = _Loader(text).load()
+        return _Loader(text).load()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -257,8 +271,3 @@ def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
         # PyYAML trips over values that are not of their tag
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{source}: not valid YAML: a value is not of its tag: {told}") from None
-    if data is None:
-        raise ConfigError(f"{source}: the file is empty; expected {wanted}")
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: expected a mapping of keys to values, got {got(data)}")
-    return data

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from mtp_plugin.errors import RequestError, expect, told
+from mtp_plugin.config.loading import parse_yaml
+from mtp_plugin.errors import ConfigError, RequestError, expect, told
 from mtp_plugin.requests.options import SamplingParams
 
 
@@ -16,7 +15,7 @@ def sampling_params(flags: Mapping[str, Any], others: Sequence[str] = ()) -> Sam
 
     Args:
         flags: options with a flag of their own, by name.
-        others: ``NAME=VALUE``, of any other option, the value as YAML has it.
+        others: ``NAME=VALUE``, of any other option, the value as YAML files have it.
 
     Raises:
         RequestError: one is no such text, is given twice or has a flag; or as of `SamplingParams`.
@@ -30,10 +29,7 @@ def sampling_params(flags: Mapping[str, Any], others: Sequence[str] = ()) -> Sam
         expect(name not in flags, RequestError, f"--option: {name} has a flag of its own")
         expect(name not in values, RequestError, f"--option: {told(name)} is given twice")
         try:
-            values[name] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:
-            why = str(error).splitlines()[0]
-            raise RequestError(
-                f"--option: {told(name)}: expected a value as YAML has it, got {told(value)}: {why}"
-            ) from error
+            values[name] = parse_yaml(value, f"--option: {told(name)}")
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
     return SamplingParams(**flags, **values)

@@ -23,6 +23,7 @@ FLAGS = {"max_new_tokens": 9, "temperature": None}
         ("bad=[[3]]", {"bad_words": ((3,),)}),
         ("stop='a=b'", {"stop": ("a=b",)}),
         ("speculate=false", {"speculate": False}),
+        ("relaxed_delta=1e-1", {"relaxed_delta": 0.1}),
         ("logprobs=", {}),
     ],
 )
@@ -36,6 +37,11 @@ def test_several() -> None:
     assert sampling_params(FLAGS) == SamplingParams(max_new_tokens=9)
 
 
+def test_what_nests_without_end_is_named() -> None:
+    with pytest.raises(RequestError, match=r"^--option: 'stop': not valid YAML: "):
+        sampling_params(FLAGS, ["stop=" + "[" * 20_000])
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
@@ -45,8 +51,17 @@ def test_several() -> None:
         (["min_tokens=1", "min_tokens=1"], "--option: 'min_tokens' is given twice"),
         (
             ["stop=[a"],
-            "--option: 'stop': expected a value as YAML has it, got '[a': while parsing a flow "
-            "sequence",
+            "--option: 'stop': line 1, column 3: while parsing a flow sequence: expected ',' or "
+            "']', but got '<stream end>'",
+        ),
+        (
+            ["logit_bias={3: 1, 3: 2}"],
+            "--option: 'logit_bias': line 1, column 8: key '3' was already given on line 1",
+        ),
+        (
+            ["min_tokens=010"],
+            "--option: 'min_tokens': line 1, column 1: expected a plain number, or quotes around a "
+            "text, got 010, which versions of YAML read differently",
         ),
         (
             ["max_tokens=3"],
