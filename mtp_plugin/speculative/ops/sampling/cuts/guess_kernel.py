@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
     total: tl.tensor  # what ids up to that one measure
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def guessed(
     need,
     by_mass,

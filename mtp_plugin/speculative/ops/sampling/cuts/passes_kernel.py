@@ -73,7 +73,7 @@ def _sums(x, EACH: tl.constexpr):
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // EACH, EACH]), axis=2)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def between(
     near,
     far,
@@ -140,7 +140,7 @@ def between(
     )
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def listed_within(
     key,
     draw,
@@ -165,7 +165,7 @@ def listed_within(
     return found
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def measured(
     k1,
     k2,
@@ -228,7 +228,7 @@ def drawn_of_list(draw, candidates, limit, last, others, HAS_IDS: tl.constexpr, 
     return Drawn(best, drawn, left)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def drawn_of_chunks(
     draw,
     picked,

@@ -212,7 +212,7 @@ def _least(
     return low, before
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def drawn_of_many(
     draw,
     candidates,
