@@ -32,6 +32,8 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edits_of,
     edits_of_piece,
     is_edited,
+    no_shared_edits,
+    shared_edits,
 )
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
@@ -108,18 +110,22 @@ def _scanned(
     scale = scale_of(temperature)
     is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_cut
+    shared = no_shared_edits()
     for piece in range(first_piece, last_piece):
         if HAS_EDITS and not HAS_IDS:
             of_piece = edits_of_piece(piece * PIECE, row.vocab, row.edits, PIECE)
         if piece > first_piece:
             x = piece_of(row.ptr, piece, row.vocab, PIECE)
+        elif HAS_EDITS and not HAS_IDS:
+            # behind all that is asked for
+            shared = shared_edits(row.edits, first_piece * PIECE, last_piece * PIECE)
         if HAS_EDITS:
             if HAS_IDS:
                 columns = piece * PIECE + tl.arange(0, PIECE)
                 inside = columns < row.vocab
                 x = edited(number_of(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
             else:
-                x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits)
+                x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits, shared)
         if NOISE_FIRST:
             # while values are on their way
             noise = tl.zeros([PIECE], tl.float32)

@@ -152,7 +152,7 @@ class _Scan:
         is_few = num_rows <= row_sums.FEW_ROWS
         if is_edited:
             # what edits need beside values takes registers too
-            layout = replace(layout, piece=2048, chunks=16, threads=128)
+            layout = replace(layout, piece=1024, chunks=8, threads=64)
         sizes = PARTS_OF_EDITED if is_edited else PARTS_OF_FEW if is_few else PARTS
         parts = next(parts for least, parts in sizes if num_rows >= least)
         is_wide = not is_few and not is_edited

@@ -20,6 +20,7 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edited_piece,
     edits_of,
     edits_of_piece,
+    shared_edits,
 )
 from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
 from mtp_plugin.speculative.step import SlotRows
@@ -251,7 +252,9 @@ def edited_kernel(
     edits = edits_of(slot, pools, draft_ptr, num_before)
     if BY_PIECE:
         piece = edits_of_piece(first, vocab, edits, SIZE)
-        x = edited_piece(x, piece, first, vocab, logits_ptr + row * row_stride, edits)
+        shared = shared_edits(edits, first, first + SIZE)
+        row_ptr = logits_ptr + row * row_stride
+        x = edited_piece(x, piece, first, vocab, row_ptr, edits, shared)
     else:
         x = edited(x, ids, inside, edits)
     tl.store(out_ptr + row * vocab + columns, x, mask=inside)
