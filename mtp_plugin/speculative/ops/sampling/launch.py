@@ -20,7 +20,7 @@ from mtp_plugin.speculative.ops.sampling.kernel import finish_kernel, scan_kerne
 from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
 from mtp_plugin.speculative.step import SlotRows
 
-PARTS = ((192, 4), (0, 1))
+PARTS = ((512, 4), (192, 2), (0, 1))
 PARTS_OF_FEW = ((24, 2), (0, 1))
 PARTS_OF_EDITED = ((192, 4), (24, 2), (0, 1))
 """Of so many rows or more a program of the scan reads so many pieces: to learn what its row asks
