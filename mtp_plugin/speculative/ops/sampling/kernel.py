@@ -58,6 +58,10 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 
 NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**31))
+ROUNDING = tl.constexpr(2.0**-22)
+"""More than a sum of a product and noise, and that product's difference to another, are off by."""
+MOST_NOISE = tl.constexpr(160.0)
+"""Above every bound of noise, in log2."""
 
 CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
 CHANGING += ["judged_at", "drafted_at", "step_at"]
@@ -86,6 +90,17 @@ def _bounds_of(row, piece, stream, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr):
         w0, w1, w2, w3 = words_of_groups(groups, stream)
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [LAYOUT.piece])
     return gumbel_bound(words)
+
+
+@triton.jit
+def _above(bounds, exponents):
+    """How far bounds of chunks lie above the exponents of their highest values, and no less.
+
+    Sums and products are off by their rounding, which a value that could reach the bound shares
+    with the highest one's; where those are no numbers, noise is at most as much.
+    """
+    above = bounds - exponents + tl.abs(exponents) * ROUNDING
+    return tl.where(tl.abs(exponents) < float("inf"), above, MOST_NOISE)
 
 
 @triton.jit
@@ -148,11 +163,10 @@ def _scanned(
         elif is_noisy:
             if not NOISE_FIRST:
                 noise = _bounds_of(row, piece, stream, LAYOUT, HAS_IDS)
-            bound = (held - number_or_zero(thread_top)[None, :, None]) * scale
-            bound += tl.reshape(noise, held.shape)
-            bound = number_of(tl.max(tl.max(bound, axis=0), axis=1))
-            bound = tl.reshape(bound, by_chunk.shape) + below
-            tl.store(left.detail_ptr + out, tl.max(bound, axis=1))
+            bound = tl.reshape(noise, held.shape) + held * scale
+            bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
+            bound = number_of(tl.max(bound, axis=1))
+            tl.store(left.detail_ptr + out, _above(bound, base * scale))
             if HAS_CUTS:
                 tl.store(left.mass_ptr + out, masses_of(held, thread_top, below, scale))
         elif (options.top_k == 0) & (options.top_p < 1):

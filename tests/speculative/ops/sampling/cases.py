@@ -26,7 +26,7 @@ TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.01, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0, 1e3
 TOP_KS = (0, 0, 1, 2, 5, 50, 63, 64, 65, 128, 129, 200, 257, 1000, 2**31 - 1)
 TOP_PS = (1.0, 1.0, 0.999999, 0.95, 0.9, 0.5, 1e-3, 1e-6, 1e-30)
 MIN_PS = (0.0, 0.0, 1e-3, 0.05, 0.1, 0.5, 1.0)
-KINDS = ("odd", "odd", "smooth", "flat", "peaked", "masked", "large", "constant")
+KINDS = ("odd", "odd", "smooth", "flat", "peaked", "masked", "large", "far", "constant")
 
 
 def options_of(dice: random.Random, vocab: int) -> Options:
@@ -58,8 +58,10 @@ def rows_of(dice: random.Random, rows: int, vocab: int, dtype: torch.dtype) -> t
             values[row, torch.rand(vocab, generator=noise) < 0.7] = torch.finfo(dtype).min
         elif kind == "large":
             values[row] = normal * 2000 - 9000
+        elif kind == "far":  # where an exponent is known to a fraction only
+            values[row] = normal + dice.choice((-30_000, 30_000))
         elif kind == "constant":
-            values[row] = dice.choice((0.0, -3.5, 1000.0))
+            values[row] = dice.choice((0.0, -3.5, 1000.0, torch.finfo(dtype).min))
     return values.to(dtype)
 
 
