@@ -22,13 +22,24 @@ TAGS = {"begin_thinking_phase_token": BEGIN, "end_thinking_phase_token": END}
 
 
 def asked_of() -> list[tuple[list[int], SamplingParams]]:
-    """Requests of any options, each with a seed of its own, of which most are told something."""
+    """Requests of any options but strings and modes, each with a seed of its own; most are told
+    something."""
     dice = random.Random(5)
     thinks = [one for one in requests() if one[1].thinking_token_budget is not None]
     some = dice.sample([one for one in thinks if BEGIN in one[0]], NUM_THINKING)
     some += dice.sample(requests(), NUM_REQUESTS - NUM_THINKING)
     told = [
-        (prompt, replace(params, seed=place, logprobs=(0, 3, 20, None)[place % 4]))
+        (
+            prompt,
+            replace(
+                params,
+                seed=place,
+                logprobs=(0, 3, 20, None)[place % 4],
+                stop=(),
+                verification=None,
+                draft_sampling=None,
+            ),
+        )
         for place, (prompt, params) in enumerate(some)
     ]
     return [(prompt, params) for prompt, params in told if params.prompt_logprobs is None]

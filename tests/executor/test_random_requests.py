@@ -1,13 +1,14 @@
 """Random requests with any options: every way to run gives each the target's own text.
 
-Each of 300 requests runs in two of sixteen ways (K = 0 to 3, worker, loop), a quarter of the ways
-with a cache so small that requests are paused. Text, finish reason and log-probabilities are those
-of plain decoding, request by request, seed by seed.
+Each of 300 requests runs in two of sixteen ways (K = 0 to 3, worker, loop). Half of the ways have a
+cache so small that requests are paused, the others let sequences be short. Tokens, text, finish
+reason and log-probabilities are those of plain decoding, request by request, seed by seed.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -25,6 +26,10 @@ MARGIN = 1e-5
 """Of noisy scores: a nearer choice may fall either way."""
 MOST_TIES = 2
 WAYS = [(k, vanilla, overlap) for k in range(4) for vanilla in (0, 1) for overlap in (0, 1)]
+MODES = ("coupled", "rejection", "block")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SHORT = 30
+"""Tokens of a sequence at most, where that ends some."""
 TEMPERATURES = (None, None, 0, 1e-3, 0.6, 0.7, 1.0, 1.3)
 
 
@@ -80,6 +85,9 @@ def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
     if some(0.4):
         asked["stop_token_ids"] = ids_of(dice, 25)
     if some():
+        asked["stop"] = ["".join(dice.choices(LETTERS, k=dice.randint(1, 2))) for _ in range(3)]
+        asked["include_stop_str_in_output"] = some(0.5)
+    if some():
         asked["logprobs"] = dice.choice((0, 1, 5))
     if some(0.1):
         asked["prompt_logprobs"] = dice.choice((0, 2))
@@ -89,6 +97,12 @@ def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
         asked["max_draft_len"] = dice.choice((0, 1, 2))
     if some(0.1):
         asked["speculate"] = False
+    if some():
+        asked["draft_sampling"] = dice.choice(("coupled", "greedy"))
+    elif some():
+        # greedy texts are the target's own whatever judges their drafts
+        is_greedy = SamplingParams(**asked).is_greedy
+        asked["verification"] = dice.choice(MODES) if is_greedy else "coupled"
     return SamplingParams(**asked)
 
 
@@ -112,6 +126,11 @@ def ways() -> dict[int, list[int]]:
     return taken
 
 
+def is_tight(way: int) -> bool:
+    """Whether it has a small cache."""
+    return sum(WAYS[way]) % 2 == 1
+
+
 THINKING = Thinking(BEGIN, (END,), END)
 
 
@@ -123,14 +142,23 @@ class Plain:
         self.ties: list[str] = []
         self.told = lru_cache(maxsize=None)(self._told)
 
-    def _told(self, number: int, place: int) -> Decoded:
+    def _told(self, number: int, place: int, max_seq_len: int) -> Decoded:
         prompt, params = requests()[number]
-        return decode(self.model, prompt, params, number=place, end_ids=EOS, thinking=THINKING)
+        return decode(
+            self.model,
+            prompt,
+            params,
+            number=place,
+            end_ids=EOS,
+            thinking=THINKING,
+            max_seq_len=max_seq_len,
+            tokenizer=TAGS,
+        )
 
-    def of(self, number: int, place: int) -> Decoded:
+    def of(self, number: int, place: int, max_seq_len: int) -> Decoded:
         """Of a request that its engine got as the ``place``-th."""
         has_seed = requests()[number][1].seed is not None
-        return self.told(number, 0 if has_seed else place)
+        return self.told(number, 0 if has_seed else place, max_seq_len)
 
 
 @pytest.fixture(scope="module")
@@ -153,46 +181,53 @@ def test_random_requests(bed, plain_of, way, one_of):
     numbers, plain = ways()[way][::one_of], plain_of(bed)
     prompts = [requests()[number][0] for number in numbers]
     params = [requests()[number][1] for number in numbers]
-    is_tight = way % 4 == 1
-    options: dict = {"kv_cache_config": {"max_tokens": 128}} if is_tight else {}
+    if not k:  # where nobody judges drafts
+        params = [replace(one, verification=None, draft_sampling=None) for one in params]
+    max_seq_len = 128 if is_tight(way) else SHORT
+    options: dict = {"kv_cache_config": {"max_tokens": 64}} if is_tight(way) else {}
     if k:
         options["speculative"] = {
             "begin_thinking_phase_token": BEGIN,
             "end_thinking_phase_token": END,
         }
-    else:
-        options["tokenizer"] = Tags()
+        options["mtp"] = {"verification": list(MODES)}
     llm = bed.llm(
         k=k,
         vanilla=bool(vanilla),
         disable_overlap_scheduler=not overlap,
         max_num_tokens=40,
+        max_seq_len=max_seq_len,
+        tokenizer=TAGS,
         kv_fill=float("nan"),
         **options,
     )
     outputs = llm.generate(prompts, params)
     assert_drained(llm)
-    if is_tight:
+    if is_tight(way):
         assert llm.executor.num_preemptions > 0
     for place, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
-        told = plain.of(number, place)
+        told = plain.of(number, place, max_seq_len)
         if output.token_ids != told.token_ids:
             plain.ties.append(tie_of(bed, number, place, told, output.token_ids))
             continue
         assert output.finish_reason is told.finish_reason, number
+        assert output.text == told.text, number
         same_logprobs(told.token_ids, output.logprobs, told.logprobs)
         same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
     assert len(plain.ties) <= MOST_TIES, plain.ties
 
 
 class Tags:
-    """A tokenizer that knows the two tags, for where no config can name them."""
+    """A letter per token; it knows the two tags too, for where no config can name them."""
 
     def encode(self, text, add_special_tokens=True):  # noqa: ARG002
         return {"<think>": [BEGIN], "</think>": [END]}.get(text, [2, 3])
 
     def decode(self, ids, skip_special_tokens=True):  # noqa: ARG002
-        return "".join(chr(97 + token % 26) for token in ids)
+        return "".join(LETTERS[token % len(LETTERS)] for token in ids)
+
+
+TAGS = Tags()
 
 
 def tie_of(bed, number: int, place: int, told: Decoded, token_ids: list[int]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.executor.test_random_requests import *  # noqa: F403
+from tests.executor.test_random_requests import is_tight
 
 
 @pytest.fixture
 def one_of(way) -> int:
-    return 1 if way % 4 == 1 else 10
+    return 1 if is_tight(way) else 10
