@@ -36,13 +36,13 @@ STATUS_NO_FINITE_LOGIT = 1
 
 
 def to_device(
-    values: Sequence[float] | Sequence[Sequence[float]],
+    values: Sequence[float] | Sequence[Sequence[float]] | torch.Tensor,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """Numbers of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
-    host = torch.tensor(values, dtype=dtype)
-    if torch.device(device).type != "cuda":
+    """Numbers on ``device``; of the host from pinned memory, so that nobody waits for the copy."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if host.device.type != "cpu" or torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
@@ -242,7 +242,7 @@ def packed_bits(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Words [V/32] int32 that hold the bits of ``ids`` [N] int64, which may stand twice."""
     words = num_words(vocab_size)
     flags = torch.zeros(words * WORD_BITS, dtype=torch.int32, device=ids.device)
-    flags[ids] = 1
+    flags.index_fill_(0, ids, 1)  # assigned, a number would be copied, and waited for
     bits = bit_of(torch.arange(WORD_BITS, device=ids.device))
     return (flags.view(words, WORD_BITS) * bits).sum(dim=1, dtype=torch.int32)
 

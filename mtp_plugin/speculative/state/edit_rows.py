@@ -178,7 +178,7 @@ class EditRows:
                 MetadataError,
                 f"logit_bias: expected {pool.numel()} values, one per id, got {bias.numel()}",
             )
-            pool.copy_(bias.reshape(-1).to(torch.float32))
+            pool.copy_(to_device(bias.reshape(-1), torch.float32, pool.device))
             return
         pool.zero_()
         ids = self._ids("logit_bias", bias)
@@ -189,7 +189,7 @@ class EditRows:
         listed = sorted(set(allowed))
         pool = self.pools.allowed[row]
         pool[:-1] = packed_bits(self._ids("allowed_token_ids", listed), self.pools.vocab_size)
-        pool[-1] = len(listed)
+        pool[-1:].fill_(len(listed))
 
     def _fill_bans(self, row: int, *, has_allowed: bool) -> None:
         """Nothing is banned yet; without allowed ids of its own a request is allowed all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, Samplin
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS
+from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.step import EditPools
 from mtp_plugin.speculative.verification import make_modes
 from tests.speculative.ops.logits.pools import ids_in
+from tests.speculative.ops.on_device import read_back_forbidden
 from tests.speculative.state.cases import Request, batch, make
 
 VOCAB = 70
@@ -85,6 +87,36 @@ def unwritten(manager: SlotStateManager, row: int) -> bool:
 
 
 # --- what stands in a row ---
+
+
+@pytest.mark.gpu
+def test_no_row_waits_for_the_device() -> None:
+    """A host's bias of the whole vocabulary among them; all rows say what they say on the CPU."""
+    asked = {
+        "logit_bias": {3: 1.5, 69: -0.1},
+        "allowed_token_ids": (3, 5, 69),
+        "repetition_penalty": 1.1,
+        "prompt_ignore_length": 1,
+        "bad_words": [[4], [5, 6]],
+        "min_tokens": 2,
+    }
+    first, second = (request(i, [1, 2, 2, 5], **asked).facts for i in (1, 2))
+    whole = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)
+    second = replace(second, options={**second.options, "logit_bias": whole})
+    third = request(3, min_tokens=2).facts
+
+    def fill(device: str) -> EditRows:
+        edit_rows = EditRows(3, VOCAB, torch.device(device))
+        with read_back_forbidden():
+            for facts in (first, second):
+                edit_rows.take(facts.request_id, facts, [1, 2, 2, 5, 7])
+            edit_rows.take_for_drafts(third)
+        return edit_rows
+
+    on_cpu, on_gpu = fill("cpu"), fill("cuda")
+    for told in ("pools", "bans"):
+        for name, pool in vars(getattr(on_cpu, told)).items():
+            assert torch.equal(pool, getattr(getattr(on_gpu, told), name).cpu()), name
 
 
 def test_who_asks_for_nothing_has_no_row() -> None:
