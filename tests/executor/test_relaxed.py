@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
-from tests.executor.oracles import ScriptedDrafts
+from tests.executor.oracles import Oracle, ScriptedDrafts
+from tests.speculative.ops.acceptance import story
 
 BEGIN, END = 5, 6
 RELAXED = {
@@ -85,6 +87,60 @@ def test_limits_lie_between_relaxed_and_strict(bed, thinking):
     assert least < lengths_of(bed, thinking, relaxed_run_limit=1) < most
     assert least < lengths_of(bed, thinking, relaxed_entropy_scale=2000.0) < most
     assert lengths_of(bed, thinking, relaxed_run_limit=3) == most
+
+
+class Story:
+    """A text, step by step: drafts and rows from scratch, and what acceptance makes of them."""
+
+    def __init__(self, bed, k: int, *, vanilla: bool) -> None:
+        self.oracle = Oracle(bed.oracle_model, k, vanilla=vanilla)
+        self.relaxed = self.held_back = 0
+        """Drafts that stood and were nobody's first choice; runs that only a limit ended."""
+        self.closest = float("inf")
+
+    def text(self, prompt: list[int], rule: story.Rule) -> list[int]:
+        tokens = [*prompt, self._rows(prompt, 1)[0].choice]
+        rule = rule._replace(thinking=story.phase_behind(tokens, rule))
+        while len(tokens) < len(prompt) + NUM_TOKENS:
+            drafts = self.oracle.fresh(tuple(tokens)).drafts
+            rows = self._rows([*tokens, *drafts], len(drafts) + 1)
+            run = story.relaxed(rows, drafts, rule)
+            plain = rule._replace(run_limit=None, entropy_scale=None)
+            self.held_back += len(story.relaxed(rows, drafts, plain).tokens) > len(run.tokens)
+            self.relaxed += sum(
+                row.choice != token for row, token in zip(rows, run.tokens, strict=False)
+            )
+            self.closest = min(self.closest, *run.margins.values(), 1.0)
+            tokens += run.tokens
+            rule = rule._replace(thinking=run.thinking, run=run.run)
+        return tokens[len(prompt) :][:NUM_TOKENS]
+
+    @torch.inference_mode()
+    def _rows(self, tokens: list[int], count: int) -> list[story.Row]:
+        """Of the last tokens."""
+        model = self.oracle.model
+        logits = model.lm_head(self.oracle.states(tuple(tokens))[-count:])
+        return story.rows_of(logits.double().tolist())
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize(
+    ("k", "limit", "scale"),
+    [(3, None, None), (3, 1, None), (2, None, 2000.0), (3, 2, 2000.0), (1, 1, 2000.0)],
+)
+def test_texts_are_those_of_the_story(bed, thinking, vanilla, k, limit, scale):
+    """Token by token, whatever limits what is relaxed."""
+    told = Story(bed, k, vanilla=vanilla)
+    rule = story.Rule(False, 8, 0.9, [], BEGIN, END, run_limit=limit, entropy_scale=scale)
+    texts = [told.text(prompt, rule) for prompt in thinking]
+    mtp = {"relaxed_run_limit": limit, "relaxed_entropy_scale": scale}
+    llm = relaxed(
+        bed, mtp={name: value for name, value in mtp.items() if value}, k=k, vanilla=vanilla
+    )
+    assert generate(llm, thinking, asked()) == texts
+    assert told.closest > 1e-6
+    assert told.relaxed > 0
+    assert (told.held_back > 0) == any(mtp.values())
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
