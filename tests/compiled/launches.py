@@ -212,6 +212,7 @@ def compile_judging_by_odds() -> None:
                 ints(number),
                 draft_lens=ints(requests) if ids is None else None,
                 forced_ids=None if dtype is F32 else ints(number),
+                by_block=dtype is not BF16,
                 backend=Backend.TRITON,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from typing_extensions import override
 
 from mtp_plugin.kernels.backend import Backend
@@ -28,6 +29,10 @@ class ResidualVerification(VerificationMode):
     columns = (STEP_COLUMN,)
     reads_cuts = True
 
+    def __init__(self, options: DecodingOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self._by_block = "block" in options.mtp.verifications
+
     @classmethod
     @override
     def count_draft_probs(cls, options: DecodingOptions) -> int:
@@ -50,6 +55,7 @@ class ResidualVerification(VerificationMode):
             rules.choices,
             draft_lens=step.draft_lens,
             forced_ids=rules.forced_ids,
+            by_block=self._by_block,
             backend=backend,
         )
         return replace(rules, choices=judgement.choices, forced_matches=judgement.matches)

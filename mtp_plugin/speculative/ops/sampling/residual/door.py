@@ -71,6 +71,7 @@ def judge(
     *,
     draft_lens: torch.Tensor | None = None,
     forced_ids: torch.Tensor | None = None,
+    by_block: bool = True,
     backend: Backend,
 ) -> Judgement:
     """How far drafts stand, by p, the target's distribution behind temperature and cuts, and q,
@@ -96,6 +97,8 @@ def judge(
         choices: [N] int32: what coupled requests emit in every row.
         draft_lens: [G] integer; drafts at or past it are absent. None: K everywhere.
         forced_ids: [N] integer: the only token that a row allows, -1: any. None: -1 everywhere.
+        by_block: slots may ask for block verification; False: none does, and nothing is made for
+            it.
 
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
@@ -135,6 +138,7 @@ def judge(
         choices,
         draft_lens=draft_lens,
         forced_ids=forced_ids,
+        by_block=by_block,
     )
 
 
@@ -162,6 +166,7 @@ class _Side(Protocol):
         *,
         draft_lens: torch.Tensor | None,
         forced_ids: torch.Tensor | None,
+        by_block: bool,
     ) -> Judgement: ...
 
 

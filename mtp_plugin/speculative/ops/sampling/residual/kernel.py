@@ -245,11 +245,13 @@ def piece_kernel(
     HAS_FORCED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One (row of a generation, piece): what the residual and the target behind ``offset`` drafts
     have there. The first piece leaves the joint odds of these drafts, and whether they stand each
-    by its own: 1 while they do, 0 behind the first that falls; -1 behind one that is absent."""
+    by its own: 1 while they do, 0 behind the first that falls; -1 behind one that is absent.
+    Without ``HAS_BLOCK`` nobody asks for block verification, which alone reads joint odds."""
     grid_dependency_synchronize(PDL)
     of_all = tl.program_id(0) // num_pieces
     piece = tl.program_id(0) % num_pieces
@@ -298,14 +300,21 @@ def piece_kernel(
             # of a row without any value, where a token stands that nobody drew
             is_there = is_there & (q > 0)
             test = _test_of(slot, request, number, step, position_ptr, position_stride)
-            odds = _next_odds(odds, p, q)
+            if HAS_BLOCK:
+                odds = _next_odds(odds, p, q)
             passed = tl.where(is_there, tl.where(test * q < p, passed, 0.0), -1.0)
         if piece == 0:
-            tl.store(odds_ptr + of_all * 2, joint)
+            if HAS_BLOCK:
+                tl.store(odds_ptr + of_all * 2, joint)
             tl.store(odds_ptr + of_all * 2 + 1, stands)
-        by_block = judged_by == JUDGED_BY_BLOCK
         # of rejection the row behind all that stand is known, of block verification it is not yet
-        if tl.where(by_block, stands >= 0, (stands > 0) & (passed <= 0)):
+        is_asked = (stands > 0) & (passed <= 0)
+        scale = 1.0
+        if HAS_BLOCK:
+            by_block = judged_by == JUDGED_BY_BLOCK
+            is_asked = tl.where(by_block, stands >= 0, is_asked)
+            scale = tl.where(by_block, joint, 1.0)
+        if is_asked:
             only = only_of(forced_ptr, row, forced_stride, HAS_FORCED)
             is_drawn = is_plain & HAS_PROBS & (only < 0)
             kept = kept_of(batch, row, slot, drafts, offset, only)
@@ -315,7 +324,6 @@ def piece_kernel(
             told = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
             q = _draft_share(probs + offset * vocab, columns, told, is_drawn, inside & has_draft)
-            scale = tl.where(by_block, joint, 1.0)
             rest = tl.maximum(scale * _share_of(kept, score) - q, 0.0)
             role = tl.full([], RESIDUAL_ROLE, tl.int32)
             stream = stream_of(
@@ -394,6 +402,7 @@ def finish_kernel(
     # constants
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
+    HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One generation, or what stands in front of all: how far its drafts stand, and its choices."""
@@ -415,7 +424,7 @@ def finish_kernel(
         stands = tl.load(odds_ptr + (behind + offsets) * 2 + 1, mask=inside, other=-1.0)
         present = tl.sum((stands >= 0).to(tl.int32), axis=0) - 1
         matches = tl.sum((stands > 0).to(tl.int32), axis=0) - 1
-        if judged_by == JUDGED_BY_BLOCK:
+        if HAS_BLOCK and judged_by == JUDGED_BY_BLOCK:
             matches = tl.full([], 0, tl.int32)
             for number in range(1, present + 1):
                 joint = tl.load(odds_ptr + (behind + number) * 2)

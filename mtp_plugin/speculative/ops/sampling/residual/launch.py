@@ -79,6 +79,7 @@ def judge(
     *,
     draft_lens: torch.Tensor | None,
     forced_ids: torch.Tensor | None,
+    by_block: bool,
 ) -> Judgement:
     """As at the door."""
     expect_reachable(piece_kernel, "logits", logits)
@@ -130,6 +131,7 @@ def judge(
         HAS_FORCED=forced_ids is not None,
         HAS_PROBS=draft_probs is not None,
         HAS_EDITS=slots.pools is not None,
+        HAS_BLOCK=by_block,
         num_warps=WARPS,
         **pdl_options(device),
     )
@@ -154,6 +156,7 @@ def judge(
         slots.slot_ids.stride(0),
         ROWS=triton.next_power_of_2(width),
         PIECES=triton.next_power_of_2(num_pieces),
+        HAS_BLOCK=by_block,
         num_warps=1,
         **pdl_options(device),
     )

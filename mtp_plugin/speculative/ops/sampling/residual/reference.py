@@ -54,6 +54,7 @@ def judge(
     *,
     draft_lens: torch.Tensor | None,
     forced_ids: torch.Tensor | None,
+    by_block: bool,
 ) -> Judgement:
     """As at the door."""
     generations = slice(rows.num_contexts, rows.num_requests)
@@ -62,7 +63,8 @@ def judge(
     mine = (judged_by != JudgedBy.COUPLED) & is_drawn
     case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens, forced_ids)
     matches = case.rejection_matches()
-    matches = torch.where(judged_by == JudgedBy.BLOCK, case.block_matches(), matches)
+    if by_block:
+        matches = torch.where(judged_by == JudgedBy.BLOCK, case.block_matches(), matches)
     tokens = case.tokens_behind(matches)
     first = torch.arange(len(matches), device=logits.device) * rows.width + rows.num_contexts
     places = first + matches

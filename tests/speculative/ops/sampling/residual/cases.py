@@ -62,6 +62,7 @@ class Batch:
     draft_lens: torch.Tensor | None
     vocab_ids: torch.Tensor | None
     forced: bool = False  # some rows force an id, of some drafts the draft's
+    by_block: bool = True  # some may be judged so
 
     @classmethod
     def of(
@@ -194,6 +195,7 @@ class Batch:
                 choices,
                 draft_lens=self.draft_lens,
                 forced_ids=forced_ids,
+                by_block=self.by_block,
                 backend=backend,
             )
         return judgement, slots.table[:, slots.columns.offset(STEP_COLUMN.name)]
@@ -257,6 +259,13 @@ class Batch:
 
     def without_lens(self) -> Batch:
         return replace(self, draft_lens=None)
+
+    def without_block(self) -> Batch:
+        """Whoever is judged by block is judged by rejection, and nobody may be otherwise."""
+        slots = on_copy(self.slots)
+        judged_by = column(slots, CHOICE_COLUMNS[0].name)
+        judged_by[judged_by == JudgedBy.BLOCK] = int(JudgedBy.REJECTION)
+        return replace(self, slots=slots, by_block=False)
 
 
 def _values(dice: random.Random, vocab: int) -> dict[str, object]:

@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,18 @@ def test_kernels_follow_torch(batch: Batch) -> None:
         assert torch.equal(judgement.matches, expected.matches)
         assert torch.equal(judgement.choices, expected.choices)
         assert torch.equal(after, steps)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_without_block_verification_nothing_is_made_for_it(batch: Batch, backend: Backend) -> None:
+    drafts, pool = batch.drafted(Backend.TORCH)
+    alone = batch.without_block()
+    told, steps = alone.judged(drafts, pool, backend)
+    expected, after = replace(alone, by_block=True).judged(drafts, pool, Backend.TORCH)
+    assert torch.equal(told.matches, expected.matches)
+    assert torch.equal(told.choices, expected.choices)
+    assert torch.equal(steps, after)
 
 
 def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
