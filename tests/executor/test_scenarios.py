@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -302,8 +303,10 @@ def test_r22_one_new_token(bed, target, prompts, no_overlap, vanilla):
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("k", [3, 5])
-def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, no_overlap, k):
+@pytest.mark.parametrize(("k", "is_eos"), [(3, False), (5, True)], ids=["stop-id", "eos"])
+def test_r23_end_token_inside_an_accepted_run(
+    bed, target, prompts, monkeypatch, no_overlap, k, is_eos
+):
     """R23: nothing behind an end token is emitted or counted."""
     prompt = prompts[4]
     truth = target.greedy(prompt, 24 + k)
@@ -311,7 +314,14 @@ def test_r23_end_token_inside_an_accepted_run(bed, target, prompts, no_overlap, 
     script(llm, {0: prompt + truth}, lambda *_: k)
     # all drafts are right: runs of K+1 tokens; a token new to the text ends the third of its run
     position = next(i for i in range(3, 20) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
-    output = llm.generate([prompt], greedy(max_new_tokens=24, stop_token_ids=(truth[position],)))[0]
+    ends = (truth[position],)
+    if is_eos:  # as if the checkpoint named it
+        admission = llm._admission
+        monkeypatch.setattr(admission, "_facts", replace(admission._facts, eos_token_ids=ends))
+        params = SamplingParams(max_new_tokens=24)
+    else:
+        params = greedy(max_new_tokens=24, stop_token_ids=ends)
+    output = llm.generate([prompt], params)[0]
     assert output.token_ids == truth[: position + 1]
     assert output.finish_reason is FinishReason.END_ID
     histogram = [0] * (k + 2)
