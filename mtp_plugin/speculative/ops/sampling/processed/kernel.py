@@ -8,7 +8,12 @@ from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.edits_kernel import Pools
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.noise_kernel import values_of
-from mtp_plugin.speculative.ops.sampling.residual.kernel import Batch, kept_of, only_of, score_of
+from mtp_plugin.speculative.ops.sampling.residual.row_kernel import (
+    Batch,
+    kept_of,
+    only_of,
+    score_of,
+)
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 

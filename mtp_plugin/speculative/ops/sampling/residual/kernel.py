@@ -1,37 +1,46 @@
 """Triton kernels of judging by odds: what drafts were drawn from, pieces of the rows behind drafts,
 and a finish per generation."""
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edits_of
+from mtp_plugin.speculative.logit_rows.edits_kernel import Pools
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
-from mtp_plugin.speculative.ops.sampling.contract import JudgedBy, Role
+from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,
     JUDGED_BY_BLOCK,
-    Row,
     gumbel,
     ids_of,
     options_of,
     step_of,
     stream_of,
-    unit,
-    values_of,
     words_of,
 )
+from mtp_plugin.speculative.ops.sampling.residual.block_kernel import matches_of_block, next_odds
+from mtp_plugin.speculative.ops.sampling.residual.drafts_kernel import (
+    FOUND,
+    best_of,
+    draft_share,
+    mass_of,
+    test_of,
+)
+from mtp_plugin.speculative.ops.sampling.residual.rejection_kernel import (
+    JUDGED_BY_REJECTION,
+    matches_alone,
+    stands_alone,
+)
+from mtp_plugin.speculative.ops.sampling.residual.row_kernel import (
+    NO_COLUMN,
+    Batch,
+    kept_of,
+    only_of,
+    score_of,
+    share_of,
+)
 
-NO_COLUMN = tl.constexpr(2147483647)
-NUM_CUTS = tl.constexpr(4)
-JUDGED_BY_COUPLED = tl.constexpr(int(JudgedBy.COUPLED))
-ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
 RESIDUAL_ROLE = tl.constexpr(int(Role.RESIDUAL))
-FOUND = tl.constexpr(5)
-"""Numbers that a piece leaves: the residual's mass, its best noisy score, that one's column, and
-the same two of the target."""
 
 CHANGING = ["num_contexts", "width", "column", "judged_at", "drafted_at", "step_at", "num_pieces"]
 CHANGING += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
@@ -39,71 +48,6 @@ CHANGING += ["slot_stride", "length_stride", "forced_stride", "depth"]
 SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
 SHIFTING += ["forced_ptr"]
 """Of what is another number, or stands elsewhere, in every batch no binary is made."""
-
-
-class Batch(NamedTuple):
-    """What all rows of a launch share."""
-
-    logits_ptr: tl.tensor
-    row_stride: tl.tensor
-    vocab: tl.tensor
-    vocab_ids_ptr: tl.tensor
-    cut_ptr: tl.tensor
-    pools: Pools
-
-
-class Kept(NamedTuple):
-    """A row, and what the draw left of it."""
-
-    row: Row
-    temperature: tl.tensor
-    min_p: tl.tensor
-    top: tl.tensor
-    limit: tl.tensor
-    last: tl.tensor
-    mass: tl.tensor
-    only: tl.tensor  # the one id that stays, -1: any may
-
-
-@triton.jit
-def kept_of(batch, row, slot, draft_ptr, num_before, only):
-    """A row of a batch; ``draft_ptr``: the first of its request's drafts; ``only``: the id that the
-    row forces, below 0: none."""
-    edits = edits_of(slot, batch.pools, draft_ptr, num_before)
-    options = options_of(slot, batch.vocab)
-    cut = batch.cut_ptr + row * NUM_CUTS
-    return Kept(
-        Row(batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, edits),
-        options.temperature,
-        options.min_p,
-        tl.load(cut),
-        tl.load(cut + 1),
-        tl.load(cut + 2).to(tl.int32),
-        tl.where(only >= 0, 1.0, tl.load(cut + 3)),
-        only,
-    )
-
-
-@triton.jit
-def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
-    """Of columns the scores behind the cuts, -inf where nothing stays."""
-    x = values_of(kept.row, columns, inside, HAS_IDS, HAS_EDITS)
-    depth = tl.div_rn(kept.top - x, tl.maximum(kept.temperature, GREEDY_BELOW))
-    # the difference of two that are not finite is no number
-    depth = tl.where(kept.top == float("inf"), tl.where(x == float("inf"), 0.0, 1.0), depth)
-    stays = (depth < kept.limit) | ((depth == kept.limit) & (columns <= kept.last))
-    stays = stays & (tl.exp(-depth) >= kept.min_p) & inside
-    score = tl.where(stays, -depth, float("-inf"))
-    at_only = tl.where((columns == kept.only) & inside, 0.0, float("-inf"))
-    score = tl.where(kept.only >= 0, at_only, score)
-    return tl.where(kept.mass > 0, score, float("-inf"))
-
-
-@triton.jit
-def _share_of(kept, score):
-    """The probability that a score stands for."""
-    weight = tl.where(score > float("-inf"), tl.exp(score), 0.0)
-    return tl.where(kept.mass > 0, tl.div_rn(weight, kept.mass), 0.0)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -166,41 +110,13 @@ def keep_kernel(
         score = score_of(kept, columns, inside, HAS_IDS, HAS_EDITS)
         ids = ids_of(kept.row, columns, inside, HAS_IDS)
         out = prob_ptr + (place * depth + column) * words
-        tl.store(out + ids, _share_of(kept, score), mask=inside)
+        tl.store(out + ids, share_of(kept, score), mask=inside)
 
 
 @triton.jit
-def only_of(forced_ptr, row, forced_stride, HAS_FORCED: tl.constexpr):
-    """The id that a row forces, -1: none."""
-    if HAS_FORCED:
-        only = tl.load(forced_ptr + row * forced_stride)
-        return tl.minimum(tl.maximum(only, -1), NO_COLUMN).to(tl.int32)
-    else:
-        return tl.full([], -1, tl.int32)
-
-
-@triton.jit
-def _draft_share(prob_ptr, token, told, is_drawn, inside):
-    """q of a token: of a draft that was not drawn all is on it."""
-    q = tl.load(prob_ptr + token, mask=inside & is_drawn, other=0.0)
-    return tl.where(is_drawn, q, (token == told).to(tl.float32))
-
-
-@triton.jit
-def _next_odds(joint, p, q):
-    """min(joint * p / q, 1), nothing where p is nothing."""
-    weight = joint * p
-    return tl.where(weight >= q, tl.where(weight > 0, 1.0, 0.0), tl.div_rn(weight, q))
-
-
-@triton.jit
-def _test_of(slot, request, offset, step, position_ptr, position_stride):
-    """The uniform number that tests the draft behind ``offset`` others."""
-    role = tl.full([], ACCEPTANCE_ROLE, tl.int32)
-    stream = stream_of(
-        slot, request, offset, role, step, position_ptr, position_stride, position_ptr, 0, False
-    )
-    return unit(words_of(tl.full([], 0, tl.int32), stream))
+def is_judged(judged_by):
+    """Whether the drafts of a request that draws are judged by odds."""
+    return (judged_by == JUDGED_BY_REJECTION) | (judged_by == JUDGED_BY_BLOCK)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -261,7 +177,7 @@ def piece_kernel(
     )
     judged_by = tl.load(slot + judged_at)
     options = options_of(slot, vocab)
-    if (judged_by != JUDGED_BY_COUPLED) & (options.temperature >= GREEDY_BELOW):
+    if is_judged(judged_by) & (options.temperature >= GREEDY_BELOW):
         batch = Batch(
             logits_ptr,
             row_stride,
@@ -295,14 +211,14 @@ def piece_kernel(
             only = only_of(forced_ptr, row - offset + number, forced_stride, HAS_FORCED)
             is_drawn = is_plain & HAS_PROBS & (only < 0)
             kept = kept_of(batch, row - offset + number, slot, drafts, number, only)
-            p = _share_of(kept, score_of(kept, token, is_there, False, HAS_EDITS))
-            q = _draft_share(probs + number * vocab, token, token, is_drawn, is_there)
+            p = share_of(kept, score_of(kept, token, is_there, False, HAS_EDITS))
+            q = draft_share(probs + number * vocab, token, token, is_drawn, is_there)
             # of a row without any value, where a token stands that nobody drew
             is_there = is_there & (q > 0)
-            test = _test_of(slot, request, number, step, position_ptr, position_stride)
+            test = test_of(slot, request, number, step, position_ptr, position_stride)
             if HAS_BLOCK:
-                odds = _next_odds(odds, p, q)
-            passed = tl.where(is_there, tl.where(test * q < p, passed, 0.0), -1.0)
+                odds = next_odds(odds, p, q)
+            passed = tl.where(is_there, tl.where(stands_alone(test, p, q), passed, 0.0), -1.0)
         if piece == 0:
             if HAS_BLOCK:
                 tl.store(odds_ptr + of_all * 2, joint)
@@ -323,8 +239,8 @@ def piece_kernel(
             score = score_of(kept, columns, inside, False, HAS_EDITS)
             told = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
-            q = _draft_share(probs + offset * vocab, columns, told, is_drawn, inside & has_draft)
-            rest = tl.maximum(scale * _share_of(kept, score) - q, 0.0)
+            q = draft_share(probs + offset * vocab, columns, told, is_drawn, inside & has_draft)
+            rest = tl.maximum(scale * share_of(kept, score) - q, 0.0)
             role = tl.full([], RESIDUAL_ROLE, tl.int32)
             stream = stream_of(
                 slot,
@@ -356,24 +272,6 @@ def piece_kernel(
             tl.store(out + 2, first_rest.to(tl.float32, bitcast=True))
             tl.store(out + 3, best_target)
             tl.store(out + 4, first_target.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def _mass_of(found_ptr, row, num_pieces, pieces):
-    """The mass of the residual behind a row's drafts."""
-    at = (row.to(tl.int64) * num_pieces + pieces) * FOUND
-    return tl.sum(tl.load(found_ptr + at, mask=pieces < num_pieces, other=0.0), axis=0)
-
-
-@triton.jit
-def _best_of(found_ptr, row, num_pieces, pieces, which):
-    """The column of the best score of all pieces; the lowest of equals."""
-    at = found_ptr + (row.to(tl.int64) * num_pieces + pieces) * FOUND + which
-    scores = tl.load(at, mask=pieces < num_pieces, other=float("-inf"))
-    columns = tl.load(at + 1, mask=pieces < num_pieces, other=0.0).to(tl.int32, bitcast=True)
-    best = tl.max(scores, axis=0)
-    here = (scores == best) & (scores > float("-inf"))
-    return tl.min(tl.where(here, columns, NO_COLUMN), axis=0)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -418,25 +316,30 @@ def finish_kernel(
     temperature = options_of(slot, NO_COLUMN).temperature
     chosen = tl.load(choice_ptr + (first + offsets) * choice_stride, mask=inside, other=0)
     matches = tl.full([], -1, tl.int32)
-    if (judged_by != JUDGED_BY_COUPLED) & (temperature >= GREEDY_BELOW):
+    if is_judged(judged_by) & (temperature >= GREEDY_BELOW):
         step = step_of(slot, judged_at, step_at)
         behind = generation * width
         stands = tl.load(odds_ptr + (behind + offsets) * 2 + 1, mask=inside, other=-1.0)
         present = tl.sum((stands >= 0).to(tl.int32), axis=0) - 1
-        matches = tl.sum((stands > 0).to(tl.int32), axis=0) - 1
+        matches = matches_alone(stands)
         if HAS_BLOCK and judged_by == JUDGED_BY_BLOCK:
-            matches = tl.full([], 0, tl.int32)
-            for number in range(1, present + 1):
-                joint = tl.load(odds_ptr + (behind + number) * 2)
-                mass = _mass_of(found_ptr, behind + number, num_pieces, pieces)
-                share = tl.where(mass > 0, tl.div_rn(mass, mass + (1.0 - joint)), 0.0)
-                share = tl.where(number == present, joint, share)
-                test = _test_of(slot, request, number - 1, step, position_ptr, position_stride)
-                matches = tl.where(test <= share, number, matches)
+            matches = matches_of_block(
+                odds_ptr,
+                found_ptr,
+                behind,
+                present,
+                num_pieces,
+                pieces,
+                slot,
+                request,
+                step,
+                position_ptr,
+                position_stride,
+            )
         at = behind + matches
-        mass = _mass_of(found_ptr, at, num_pieces, pieces)
+        mass = mass_of(found_ptr, at, num_pieces, pieces)
         mass = tl.where(matches < present, mass, 0.0)
-        token = _best_of(found_ptr, at, num_pieces, pieces, tl.where(mass > 0, 1, 3))
+        token = best_of(found_ptr, at, num_pieces, pieces, tl.where(mass > 0, 1, 3))
         token = tl.where(token == NO_COLUMN, -1, token)
         chosen = tl.where(offsets == matches, token, chosen)
     tl.store(match_ptr + generation, matches)

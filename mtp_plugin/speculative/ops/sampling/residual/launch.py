@@ -12,8 +12,8 @@ from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling.contract import CHOICE_COLUMNS, STEP_COLUMN
 from mtp_plugin.speculative.ops.sampling.residual.contract import Judgement
+from mtp_plugin.speculative.ops.sampling.residual.drafts_kernel import FOUND
 from mtp_plugin.speculative.ops.sampling.residual.kernel import (
-    FOUND,
     finish_kernel,
     keep_kernel,
     piece_kernel,

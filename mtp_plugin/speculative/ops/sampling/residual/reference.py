@@ -60,7 +60,8 @@ def judge(
     generations = slice(rows.num_contexts, rows.num_requests)
     judged_by = slots.read("verification", generations)
     is_drawn = slots.read("temperature", generations) >= GREEDY_BELOW
-    mine = (judged_by != JudgedBy.COUPLED) & is_drawn
+    is_judged = (judged_by == JudgedBy.REJECTION) | (judged_by == JudgedBy.BLOCK)
+    mine = is_judged & is_drawn
     case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens, forced_ids)
     matches = case.rejection_matches()
     if by_block:

@@ -30,7 +30,7 @@ from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.margins import CLOSE, RARE
 from tests.speculative.ops.sampling.residual import story
 from tests.speculative.ops.sampling.residual.cases import COLUMNS, NONE, Batch
-from tests.speculative.ops.slots import slot_rows
+from tests.speculative.ops.slots import column, on_copy, slot_rows
 
 VOCAB, K = 3, 2
 
@@ -260,6 +260,18 @@ def test_without_block_verification_nothing_is_made_for_it(batch: Batch, backend
     assert torch.equal(steps, after)
 
 
+@pytest.mark.parametrize("backend", Backend)
+def test_requests_of_other_modes_are_left_alone(backend: Backend) -> None:
+    """Whatever code a mode of somebody's own has."""
+    batch = Batch.of(4, 20, generations=24, contexts=0)
+    drafts, pool = batch.drafted(Backend.TORCH)
+    slots = on_copy(batch.slots)
+    column(slots, "verification").fill_(max(JudgedBy) + 1)
+    judgement, _ = replace(batch, slots=slots).judged(drafts, pool, backend)
+    assert (judgement.matches == -1).all()
+    assert torch.equal(judgement.choices, batch.drawn(drafts, Backend.TORCH))
+
+
 def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
     """Probabilities [S, K, V] are the expected ones, but for ids at the edge of a cut.
 
@@ -268,10 +280,10 @@ def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
     """
     on_one_side = (kept > 0) != (expected > 0)
     assert int(on_one_side.sum()) <= AT_EDGES
-    for slot, place, column in on_one_side.nonzero().tolist():
+    for slot, place, token in on_one_side.nonzero().tolist():
         row = torch.maximum(kept[slot, place], expected[slot, place])
         assert int(on_one_side[slot, place].sum()) == 1
-        assert int(((row > 0) & (row < row[column])).sum()) <= 1
+        assert int(((row > 0) & (row < row[token])).sum()) <= 1
     same = torch.where(on_one_side, kept, expected)
     torch.testing.assert_close(kept, same, rtol=1e-4, atol=1e-7)
 
@@ -288,8 +300,8 @@ def test_only_the_edge_of_a_cut_may_differ() -> None:
 
     def check(*changes: tuple[int, int, int, float]) -> None:
         kept = probs.clone()
-        for slot, place, column, value in changes:
-            kept[slot, place, column] = value
+        for slot, place, token, value in changes:
+            kept[slot, place, token] = value
         check_kept(kept, probs)
         check_kept(probs, kept)
 

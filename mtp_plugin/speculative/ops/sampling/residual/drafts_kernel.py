@@ -1,0 +1,49 @@
+"""What a generation's drafts were drawn from, what tests them, and what pieces of the rows behind
+them found."""
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.speculative.ops.sampling.contract import Role
+from mtp_plugin.speculative.ops.sampling.noise_kernel import stream_of, unit, words_of
+from mtp_plugin.speculative.ops.sampling.residual.row_kernel import NO_COLUMN
+
+ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
+FOUND = tl.constexpr(5)
+"""Numbers that a piece leaves: the residual's mass, its best noisy score, that one's column, and
+the same two of the target."""
+
+
+@triton.jit
+def draft_share(prob_ptr, token, told, is_drawn, inside):
+    """q of a token: of a draft that was not drawn all is on it."""
+    q = tl.load(prob_ptr + token, mask=inside & is_drawn, other=0.0)
+    return tl.where(is_drawn, q, (token == told).to(tl.float32))
+
+
+@triton.jit
+def test_of(slot, request, offset, step, position_ptr, position_stride):
+    """The uniform number that tests the draft behind ``offset`` others."""
+    role = tl.full([], ACCEPTANCE_ROLE, tl.int32)
+    stream = stream_of(
+        slot, request, offset, role, step, position_ptr, position_stride, position_ptr, 0, False
+    )
+    return unit(words_of(tl.full([], 0, tl.int32), stream))
+
+
+@triton.jit
+def mass_of(found_ptr, row, num_pieces, pieces):
+    """The mass of the residual behind a row's drafts."""
+    at = (row.to(tl.int64) * num_pieces + pieces) * FOUND
+    return tl.sum(tl.load(found_ptr + at, mask=pieces < num_pieces, other=0.0), axis=0)
+
+
+@triton.jit
+def best_of(found_ptr, row, num_pieces, pieces, which):
+    """The column of the best score of all pieces; the lowest of equals."""
+    at = found_ptr + (row.to(tl.int64) * num_pieces + pieces) * FOUND + which
+    scores = tl.load(at, mask=pieces < num_pieces, other=float("-inf"))
+    columns = tl.load(at + 1, mask=pieces < num_pieces, other=0.0).to(tl.int32, bitcast=True)
+    best = tl.max(scores, axis=0)
+    here = (scores == best) & (scores > float("-inf"))
+    return tl.min(tl.where(here, columns, NO_COLUMN), axis=0)
