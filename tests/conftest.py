@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,9 @@ settings.register_profile("repository", deadline=None, max_examples=60, derandom
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repository")
 
+MakeText = Callable[[Path], str]
+"""What makes a text; it may leave files in the folder."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` need a CUDA device; elsewhere the summary names them as skipped."""
@@ -39,6 +44,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, MakeText], str]:
+    """Gives the text of a name: the first of a run's workers makes it, the others wait for it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the other workers' too
+
+    def give(name: str, make: MakeText) -> str:
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = folder / f"{name}.txt"
+            if not kept.exists():
+                kept.write_text(make(folder))
+            return kept.read_text()
+
+    return give
 
 
 @pytest.fixture

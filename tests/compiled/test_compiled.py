@@ -6,7 +6,6 @@ it is imported.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -82,19 +81,15 @@ def compiled(capability: int, cache: Path) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
-    """The children by capability; once per run, also where pytest-xdist has many workers."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # the other workers' too
-    with (folder / "compiled.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = folder / "compiled.json"
-        if not kept.exists():
-            caches = [folder / f"compiled-{capability}" for capability in MODULES]
-            with ThreadPoolExecutor() as pool:
-                kept.write_text(json.dumps(list(pool.map(compiled, MODULES, caches))))
-        told = json.loads(kept.read_text())
+def ended(once_per_run) -> dict[int, Ended]:
+    """The children by capability."""
+
+    def compile_all(folder: Path) -> str:
+        caches = [folder / f"compiled-{capability}" for capability in MODULES]
+        with ThreadPoolExecutor() as pool:
+            return json.dumps(list(pool.map(compiled, MODULES, caches)))
+
+    told = json.loads(once_per_run("compiled", compile_all))
     return {capability: Ended(*each) for capability, each in zip(MODULES, told, strict=True)}
 
 

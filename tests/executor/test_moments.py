@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +41,16 @@ def outcome(moment: str, call: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def found(beds, host) -> dict[tuple[str, str], dict[str, Any]]:
+def found(beds, host, once_per_run) -> dict[tuple[str, str], dict[str, Any]]:
     """What became of every case, in processes of their own."""
-    command = [sys.executable, "-m", "tests.executor.moments", beds("echo", host).path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+
+    def run(_: Path) -> str:
+        command = [sys.executable, "-m", "tests.executor.moments", beds("echo", host).path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    lines = [json.loads(line) for line in once_per_run("moments", run).splitlines()]
     return {(line.pop("moment"), line.pop("call")): line for line in lines}
 
 
