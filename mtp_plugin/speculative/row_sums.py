@@ -38,8 +38,13 @@ class ChunkLayout:
         """Of raw rows of logits, by how many they are and their dtype."""
         each = LOAD_BYTES // logits.element_size()
         if logits.shape[0] <= FEW_ROWS:
-            return cls(piece=1024, chunks=8, threads=64, each=each)
+            return cls.small(each)
         return cls(piece=4096, chunks=32, threads=128, each=each)
+
+    @classmethod
+    def small(cls, each: int) -> Self:
+        """Of few rows, or of those that take registers for more than their values."""
+        return cls(piece=1024, chunks=8, threads=64, each=each)
 
     @property
     def warps(self) -> int:

@@ -299,7 +299,7 @@ def _above_base(counts):
     nothing is converted, which a device does at an eighth of the rate of additions."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0x4B00, 0x5410; prmt.b32 $1, $2, 0x4B00, 0x5432;",
-        "=r,=r,r",
+        "=&r,=&r,r",  # the first is written before the last is read again
         [counts],
         dtype=tl.float32,
         is_pure=True,
@@ -350,8 +350,8 @@ def shared_edits(edits, first, end):
 
 
 @triton.jit
-def no_shared_edits():
-    """Stands for that until it is known."""
+def unknown_shared_edits():
+    """Stands for that until it is asked for."""
     return SharedEdits(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
 
 

@@ -32,8 +32,8 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edits_of,
     edits_of_piece,
     is_edited,
-    no_shared_edits,
     shared_edits,
+    unknown_shared_edits,
 )
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
@@ -58,8 +58,9 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 
 NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**31))
-ROUNDING = tl.constexpr(2.0**-22)
-"""More than a sum of a product and noise, and that product's difference to another, are off by."""
+EXPONENT_ROUNDING = tl.constexpr(2.0**-22)
+"""Of an exponent: more than a product of that size, its sum with noise and another such product are
+off by together, each by half of 2**-23. `BOUND_SLACK` covers what is added to sums this small."""
 MOST_NOISE = tl.constexpr(160.0)
 """Above every bound of noise, in log2."""
 
@@ -97,9 +98,11 @@ def _above(bounds, exponents):
     """How far bounds of chunks lie above the exponents of their highest values, and no less.
 
     Sums and products are off by their rounding, which a value that could reach the bound shares
-    with the highest one's; where those are no numbers, noise is at most as much.
+    with the highest one's; where those are no numbers, noise is at most as much. Where exponents
+    are beyond 1e7, as no model's are, a row's chunks are bounded by hardly anything else, and most
+    of them are read again.
     """
-    above = bounds - exponents + tl.abs(exponents) * ROUNDING
+    above = bounds - exponents + tl.abs(exponents) * EXPONENT_ROUNDING
     return tl.where(tl.abs(exponents) < float("inf"), above, MOST_NOISE)
 
 
@@ -125,7 +128,7 @@ def _scanned(
     scale = scale_of(temperature)
     is_cut = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_cut
-    shared = no_shared_edits()
+    shared = unknown_shared_edits()
     for piece in range(first_piece, last_piece):
         if HAS_EDITS and not HAS_IDS:
             of_piece = edits_of_piece(piece * PIECE, row.vocab, row.edits, PIECE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,8 +151,7 @@ class _Scan:
         num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
         is_few = num_rows <= row_sums.FEW_ROWS
         if is_edited:
-            # what edits need beside values takes registers too
-            layout = replace(layout, piece=1024, chunks=8, threads=64)
+            layout = ChunkLayout.small(layout.each)
         sizes = PARTS_OF_EDITED if is_edited else PARTS_OF_FEW if is_few else PARTS
         parts = next(parts for least, parts in sizes if num_rows >= least)
         is_wide = not is_few and not is_edited

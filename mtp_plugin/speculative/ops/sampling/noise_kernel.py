@@ -17,11 +17,10 @@ TOP_P = tl.constexpr(request_column("top_p"))
 MIN_P = tl.constexpr(request_column("min_p"))
 SEED = tl.constexpr(request_column("seed"))
 LOGPROBS = tl.constexpr(request_column("logprobs"))
-LEAST_SCALE = tl.constexpr(1.2e-38)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than a bound of a noisy score is off by its rounding."""
 
-
+JUDGED_BY_REJECTION = tl.constexpr(int(JudgedBy.REJECTION))
 JUDGED_BY_BLOCK = tl.constexpr(int(JudgedBy.BLOCK))
 DRAFTED_PLAIN = tl.constexpr(int(DraftedBy.PLAIN))
 DRAFTED_GREEDY = tl.constexpr(int(DraftedBy.GREEDY))
@@ -100,8 +99,11 @@ def choice_of(
 
 @triton.jit
 def scale_of(temperature):
-    """What turns differences of logits into exponents of 2; a number for every temperature > 0."""
-    return tl.maximum(1.0 / temperature * LOG2_E, LEAST_SCALE)
+    """What turns differences of logits into exponents of 2; above 0 for every temperature.
+
+    A quarter of the highest has an inverse that is no subnormal number; of others it is the same.
+    """
+    return 1.0 / (temperature * 0.25) * (LOG2_E * 0.25)
 
 
 @triton.jit

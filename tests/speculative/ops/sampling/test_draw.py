@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative import row_sums
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, launch
 from tests.kernels.top_k.rows import DTYPES
-from tests.speculative.ops.on_device import INDEX_DTYPES
-from tests.speculative.ops.sampling.cases import Batch
+from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.story import Options
 
 batches = {
     "seed": st.integers(0, 2**31),
@@ -68,4 +73,37 @@ def test_torch_and_triton_agree_over_many_chunks(
 
     agree()
     assert judge.rows["all"] > 30
+    judge.check()
+
+
+def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(1)
+    lowest = torch.finfo(torch.float32).min
+    return {
+        "a step apart": lambda: 30_000 + 0.002 * torch.randn(shape, generator=noise),
+        "one value": lambda: torch.full(shape, 3e4),
+        "the lowest": lambda: torch.full(shape, lowest),
+        "all there are": lambda: (torch.rand(shape, generator=noise) * 2 - 1) * -lowest,
+    }[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        ("a step apart", 1e-4),
+        ("one value", 1e-5),
+        ("the lowest", 1.0),
+        ("all there are", 1.3e38),
+        ("all there are", 3.4e38),
+    ],
+)
+def test_no_chunk_is_left_out_by_rounding(kind: str, temperature: float) -> None:
+    """Rows of which exponents are large, are no numbers, or whose scale is hardly one."""
+    dice, number, vocab = random.Random(1), 20, 4099
+    options = [Options(temperature, seed=dice.getrandbits(60)) for _ in range(number)]
+    rows = DrawnRows(number, 1, vector([3] * number))
+    logits = rows_of_noise(kind, (number, vocab)).to(DEVICE)
+    batch = Batch(logits, rows, slots_of(options, dice), options)
+    judge = Judge()
+    judge.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
     judge.check()

@@ -152,6 +152,18 @@ def test_every_draft_in_front_counts(backend: Backend, penalty: dict[str, float]
 
 
 @BOTH
+@pytest.mark.parametrize("place", [5, 1100, 2500, 4000])
+def test_drafts_count_in_every_piece_of_a_program(
+    backend: Backend, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PARTS_OF_EDITED", ((0, 4),))
+    row = [0.0] * 4096
+    row[place], row[3000] = 9.0, 8.0
+    drafts = vector([place]).view(1, 1)
+    assert one(Asks(counts={}, presence=5.0), row, backend, drafts=drafts) == [place, 3000]
+
+
+@BOTH
 def test_bias(backend: Backend) -> None:
     assert one(Asks(bias={2: 1.5}), [1.0, 2.0, 1.0], backend) == [2]
     assert one(Asks(bias={1: -1.0}), [1.0, 2.0, 1.0], backend) == [0]  # the first of equals
