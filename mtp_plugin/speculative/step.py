@@ -40,10 +40,15 @@ def to_device(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """Numbers on ``device``; of the host from pinned memory, so that nobody waits for the copy."""
+    """Numbers on ``device``; of the host from pinned memory, so that nobody waits for the copy.
+
+    Whoever gave them may write over them at once.
+    """
     host = torch.as_tensor(values, dtype=dtype)
     if host.device.type != "cpu" or torch.device(device).type != "cuda":
         return host.to(device)
+    if host is values and host.is_pinned():
+        host = host.clone()
     return host.pin_memory().to(device, non_blocking=True)
 
 

@@ -119,6 +119,18 @@ def test_no_row_waits_for_the_device() -> None:
             assert torch.equal(pool, getattr(getattr(on_gpu, told), name).cpu()), name
 
 
+@pytest.mark.gpu
+def test_a_bias_that_is_pinned_may_be_written_over_at_once() -> None:
+    bias = torch.linspace(-1, 1, VOCAB).pin_memory()
+    told = bias.clone()
+    facts = request(1).facts
+    edit_rows = EditRows(1, VOCAB, torch.device("cuda"))
+    torch.cuda._sleep(100_000_000)
+    row = edit_rows.take(1, replace(facts, options={"logit_bias": bias}), [1])["bias_row"]
+    bias.fill_(7)
+    assert torch.equal(edit_rows.pools.bias[row].cpu(), told)
+
+
 def test_who_asks_for_nothing_has_no_row() -> None:
     manager = managed()
     manager.prepare_resources(batch(request(1), request(2, temperature=0.7), request(3)))
