@@ -32,9 +32,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def residual_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
     right = odds._Case.tokens_behind
 
-    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
+    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
         moved = replace(case, q=case.q.roll(1, dims=1))
-        return right(moved, matches)
+        return right(moved, *behind)
 
     patch.setattr(odds._Case, "tokens_behind", wrong)
 
@@ -71,8 +71,8 @@ def rejection_draws_of_the_target(patch: pytest.MonkeyPatch) -> None:
     """What follows a rejected draft is of p, as if nothing had been tested."""
     right = odds._Case.tokens_behind
 
-    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
-        return right(replace(case, is_present=torch.zeros_like(case.is_present)), matches)
+    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.zeros_like(case.is_present)), *behind)
 
     patch.setattr(odds._Case, "tokens_behind", wrong)
 
@@ -81,8 +81,8 @@ def residual_behind_an_absent_draft(patch: pytest.MonkeyPatch) -> None:
     """What follows the last draft that is there is drawn as if the next had been rejected."""
     right = odds._Case.tokens_behind
 
-    def wrong(case: Any, matches: torch.Tensor) -> torch.Tensor:
-        return right(replace(case, is_present=torch.ones_like(case.is_present)), matches)
+    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.ones_like(case.is_present)), *behind)
 
     patch.setattr(odds._Case, "tokens_behind", wrong)
 

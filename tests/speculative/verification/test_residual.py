@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
+from mtp_plugin.speculative.ops.sampling.residual import Judgement
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.verification import (
     ResidualVerification,
     StrictVerification,
     make_modes,
     refusals,
+    residual,
 )
 
 CPU = torch.device("cpu")
@@ -78,6 +83,26 @@ def test_what_slots_say(
     assert type(modes[0]) is StrictVerification
     told = modes[0].slot_values(facts(**asked), ())
     assert told == {"verification": judged_by, "draft_sampling": drafted_by}
+
+
+@pytest.mark.parametrize(
+    ("listed", "by_block"),
+    [("rejection", False), (["coupled", "rejection"], False), (["rejection", "block"], True)],
+)
+def test_block_verification_is_made_where_it_is_listed(
+    listed: str | list[str], by_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def judge(*_: Any, by_block: bool, **__: Any) -> Judgement:
+        told.append(by_block)
+        return Judgement(torch.zeros(1), torch.zeros(1))
+
+    monkeypatch.setattr(residual, "judge", judge)
+    mode = next(one for one in modes_of(verification=listed) if type(one) is ResidualVerification)
+    rules = AcceptanceRules(choices=torch.zeros(1))
+    mode.verify(MagicMock(), rules, backend=Backend.TORCH)
+    assert told == [by_block]
 
 
 def test_steps_of_a_preempted_request_are_not_counted_again() -> None:

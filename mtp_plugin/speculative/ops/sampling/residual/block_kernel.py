@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling.residual.drafts_kernel import mass_of, test_of
+from mtp_plugin.speculative.ops.sampling.residual.drafts_kernel import chance_of, mass_of
 
 
 @triton.jit
@@ -14,27 +14,14 @@ def next_odds(joint, p, q):
 
 
 @triton.jit
-def matches_of_block(
-    odds_ptr,
-    found_ptr,
-    behind,
-    present,
-    num_pieces,
-    pieces,
-    slot,
-    request,
-    step,
-    position_ptr,
-    position_stride,
-):
+def matches_of_block(odds_ptr, found, noise, behind, present):
     """How many of the ``present`` drafts stand; ``behind``: the row of a generation that lies
     behind none of them."""
     matches = tl.full([], 0, tl.int32)
     for number in range(1, present + 1):
         joint = tl.load(odds_ptr + (behind + number) * 2)
-        mass = mass_of(found_ptr, behind + number, num_pieces, pieces)
+        mass = mass_of(found, behind + number)
         share = tl.where(mass > 0, tl.div_rn(mass, mass + (1.0 - joint)), 0.0)
         share = tl.where(number == present, joint, share)
-        test = test_of(slot, request, number - 1, step, position_ptr, position_stride)
-        matches = tl.where(test <= share, number, matches)
+        matches = tl.where(chance_of(noise, number - 1) <= share, number, matches)
     return matches

@@ -11,6 +11,7 @@ from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,
     JUDGED_BY_BLOCK,
+    JUDGED_BY_REJECTION,
     gumbel,
     ids_of,
     options_of,
@@ -21,13 +22,14 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 from mtp_plugin.speculative.ops.sampling.residual.block_kernel import matches_of_block, next_odds
 from mtp_plugin.speculative.ops.sampling.residual.drafts_kernel import (
     FOUND,
+    Found,
+    Noise,
     best_of,
+    chance_of,
     draft_share,
     mass_of,
-    test_of,
 )
 from mtp_plugin.speculative.ops.sampling.residual.rejection_kernel import (
-    JUDGED_BY_REJECTION,
     matches_alone,
     stands_alone,
 )
@@ -114,9 +116,9 @@ def keep_kernel(
 
 
 @triton.jit
-def is_judged(judged_by):
+def _is_judged(judged_by, HAS_BLOCK: tl.constexpr):
     """Whether the drafts of a request that draws are judged by odds."""
-    return (judged_by == JUDGED_BY_REJECTION) | (judged_by == JUDGED_BY_BLOCK)
+    return (judged_by == JUDGED_BY_REJECTION) | ((judged_by == JUDGED_BY_BLOCK) & HAS_BLOCK)
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
@@ -177,7 +179,7 @@ def piece_kernel(
     )
     judged_by = tl.load(slot + judged_at)
     options = options_of(slot, vocab)
-    if is_judged(judged_by) & (options.temperature >= GREEDY_BELOW):
+    if _is_judged(judged_by, HAS_BLOCK) & (options.temperature >= GREEDY_BELOW):
         batch = Batch(
             logits_ptr,
             row_stride,
@@ -197,6 +199,7 @@ def piece_kernel(
         place = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
         probs = prob_ptr + place * depth * vocab
         step = step_of(slot, judged_at, step_at)
+        noise = Noise(slot, request, step, position_ptr, position_stride)
 
         odds = 1.0
         passed = 1.0
@@ -215,10 +218,10 @@ def piece_kernel(
             q = draft_share(probs + number * vocab, token, token, is_drawn, is_there)
             # of a row without any value, where a token stands that nobody drew
             is_there = is_there & (q > 0)
-            test = test_of(slot, request, number, step, position_ptr, position_stride)
             if HAS_BLOCK:
                 odds = next_odds(odds, p, q)
-            passed = tl.where(is_there, tl.where(stands_alone(test, p, q), passed, 0.0), -1.0)
+            stands_too = stands_alone(chance_of(noise, number), p, q)
+            passed = tl.where(is_there, tl.where(stands_too, passed, 0.0), -1.0)
         if piece == 0:
             if HAS_BLOCK:
                 tl.store(odds_ptr + of_all * 2, joint)
@@ -254,9 +257,9 @@ def piece_kernel(
                 0,
                 False,
             )
-            noise = gumbel(words_of(columns, stream))
-            of_rest = tl.where(rest > 0, tl.log(rest) + noise, float("-inf"))
-            of_target = tl.where(score > float("-inf"), score + noise, float("-inf"))
+            added = gumbel(words_of(columns, stream))
+            of_rest = tl.where(rest > 0, tl.log(rest) + added, float("-inf"))
+            of_target = tl.where(score > float("-inf"), score + added, float("-inf"))
             best_rest = tl.max(of_rest, axis=0)
             best_target = tl.max(of_target, axis=0)
             first_rest = tl.min(
@@ -305,7 +308,7 @@ def finish_kernel(
 ):
     """One generation, or what stands in front of all: how far its drafts stand, and its choices."""
     grid_dependency_synchronize(PDL)
-    pieces = tl.arange(0, PIECES)
+    found = Found(found_ptr, num_pieces, tl.arange(0, PIECES))
     offsets = tl.arange(0, ROWS)
     generation = tl.program_id(0)
     request = num_contexts + generation
@@ -316,30 +319,19 @@ def finish_kernel(
     temperature = options_of(slot, NO_COLUMN).temperature
     chosen = tl.load(choice_ptr + (first + offsets) * choice_stride, mask=inside, other=0)
     matches = tl.full([], -1, tl.int32)
-    if is_judged(judged_by) & (temperature >= GREEDY_BELOW):
+    if _is_judged(judged_by, HAS_BLOCK) & (temperature >= GREEDY_BELOW):
         step = step_of(slot, judged_at, step_at)
+        noise = Noise(slot, request, step, position_ptr, position_stride)
         behind = generation * width
         stands = tl.load(odds_ptr + (behind + offsets) * 2 + 1, mask=inside, other=-1.0)
         present = tl.sum((stands >= 0).to(tl.int32), axis=0) - 1
         matches = matches_alone(stands)
         if HAS_BLOCK and judged_by == JUDGED_BY_BLOCK:
-            matches = matches_of_block(
-                odds_ptr,
-                found_ptr,
-                behind,
-                present,
-                num_pieces,
-                pieces,
-                slot,
-                request,
-                step,
-                position_ptr,
-                position_stride,
-            )
+            matches = matches_of_block(odds_ptr, found, noise, behind, present)
         at = behind + matches
-        mass = mass_of(found_ptr, at, num_pieces, pieces)
+        mass = mass_of(found, at)
         mass = tl.where(matches < present, mass, 0.0)
-        token = best_of(found_ptr, at, num_pieces, pieces, tl.where(mass > 0, 1, 3))
+        token = best_of(found, at, tl.where(mass > 0, 1, 3))
         token = tl.where(token == NO_COLUMN, -1, token)
         chosen = tl.where(offsets == matches, token, chosen)
     tl.store(match_ptr + generation, matches)

@@ -60,13 +60,17 @@ def judge(
     generations = slice(rows.num_contexts, rows.num_requests)
     judged_by = slots.read("verification", generations)
     is_drawn = slots.read("temperature", generations) >= GREEDY_BELOW
-    is_judged = (judged_by == JudgedBy.REJECTION) | (judged_by == JudgedBy.BLOCK)
-    mine = is_judged & is_drawn
+    is_block = (judged_by == JudgedBy.BLOCK) & by_block
+    mine = ((judged_by == JudgedBy.REJECTION) | is_block) & is_drawn
     case = _Case.of(logits, rows, slots, draft_tokens, draft_probs, cuts, draft_lens, forced_ids)
     matches = case.rejection_matches()
+    scale = torch.ones_like(matches, dtype=torch.float32)
     if by_block:
-        matches = torch.where(judged_by == JudgedBy.BLOCK, case.block_matches(), matches)
-    tokens = case.tokens_behind(matches)
+        odds = case.joint_odds()
+        matches = torch.where(is_block, case.block_matches(odds), matches)
+        of_block = odds.gather(1, matches.unsqueeze(1)).squeeze(1)
+        scale = torch.where(is_block, of_block, scale)
+    tokens = case.tokens_behind(matches, scale)
     first = torch.arange(len(matches), device=logits.device) * rows.width + rows.num_contexts
     places = first + matches
     chosen = choices.clone()
@@ -88,7 +92,6 @@ class _Case:
     indices: torch.Tensor  # [G, K+1] of the tokens that rows draw
     seed: torch.Tensor  # [G, 2]
     steps: torch.Tensor  # [G] that count noise
-    by_block: torch.Tensor  # [G] bool
 
     @classmethod
     def of(
@@ -152,7 +155,6 @@ class _Case:
             indices=indices,
             seed=seed,
             steps=steps,
-            by_block=slots.read("verification", mine) == JudgedBy.BLOCK,
         )
 
     @property
@@ -166,12 +168,11 @@ class _Case:
         stands = self.is_present & (self.tests * q < p)
         return stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
-    def block_matches(self) -> torch.Tensor:
-        """[G]: the most drafts that the odds of all of them together let stand."""
+    def block_matches(self, joint: torch.Tensor) -> torch.Tensor:
+        """[G]: the most drafts that their ``joint`` odds let stand."""
         draft_len, present = self.drafts.shape[1], self.num_present
         if draft_len == 0:
             return present
-        joint = self._joint_odds()
         rest = (joint[:, 1:draft_len, None] * self.p[:, 1:draft_len] - self.q[:, 1:]).clamp_min(0)
         mass = rest.sum(dim=2)
         share = torch.where(mass > 0, mass / (mass + (1 - joint[:, 1:draft_len])), 0)
@@ -181,15 +182,15 @@ class _Case:
         stands = (number <= present.unsqueeze(1)) & (self.tests <= share)
         return torch.where(stands, number, 0).amax(dim=1)
 
-    def tokens_behind(self, matches: torch.Tensor) -> torch.Tensor:
-        """[G] int64: what is drawn behind ``matches`` [G] drafts; -1 of a row without any value."""
+    def tokens_behind(self, matches: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[G] int64: what is drawn behind ``matches`` [G] drafts, of what ``scale`` [G] p leaves
+        above q; -1 of a row without any value."""
         draft_len = self.drafts.shape[1]
         rows = torch.arange(len(matches), device=matches.device)
         p, scores = self.p[rows, matches], self.scores[rows, matches]
         rest = torch.zeros_like(p)
         if draft_len:
             q = self.q[rows, matches.clamp_max(draft_len - 1)]
-            scale = torch.where(self.by_block, self._joint_odds()[rows, matches], 1.0)
             rest = (scale.unsqueeze(1) * p - q).clamp_min(0)
         takes_rest = (matches < self.num_present) & (rest.sum(dim=1) > 0)
         ids = torch.arange(p.shape[1], device=p.device)
@@ -203,10 +204,11 @@ class _Case:
         p = self.p[:, : self.drafts.shape[1]].gather(2, ids).squeeze(2)
         return p, self.q.gather(2, ids).squeeze(2)
 
-    def _joint_odds(self) -> torch.Tensor:
-        """[G, K+1]: min(odds of the drafts before, times those of the last one, 1)."""
+    def joint_odds(self) -> torch.Tensor:
+        """[G, K+1], of 0 to K drafts together: min(odds of those before, times the last one's,
+        1)."""
         p, q = self._of_drafts()
-        odds = [torch.ones_like(self.by_block, dtype=torch.float32)]
+        odds = [self.p.new_ones(self.p.shape[0])]
         for i in range(p.shape[1]):
             weight = odds[-1] * p[:, i]
             odds.append(torch.where(weight >= q[:, i], (weight > 0).float(), weight / q[:, i]))

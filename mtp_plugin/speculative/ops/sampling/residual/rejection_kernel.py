@@ -3,15 +3,11 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling.contract import JudgedBy
-
-JUDGED_BY_REJECTION = tl.constexpr(int(JudgedBy.REJECTION))
-
 
 @triton.jit
-def stands_alone(test, p, q):
-    """Whether a draft stands with the chance p / q, ``test`` being uniform."""
-    return test * q < p
+def stands_alone(chance, p, q):
+    """Whether a draft stands, which it does with the chance p / q; ``chance`` is uniform."""
+    return chance * q < p
 
 
 @triton.jit

@@ -260,13 +260,39 @@ def test_without_block_verification_nothing_is_made_for_it(batch: Batch, backend
     assert torch.equal(steps, after)
 
 
+@pytest.mark.parametrize("by_block", [False, True])
+def test_kernels_are_compiled_for_what_is_asked(
+    by_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def recorded(kernel: Any) -> Any:
+        class Launched:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                def run(*arguments: Any, **constants: Any) -> None:
+                    asked.append(constants["HAS_BLOCK"])
+                    kernel[grid](*arguments, **constants)
+
+                return run
+
+        return Launched()
+
+    batch = Batch.of(1, 9).without_block()
+    drafts, pool = batch.drafted(Backend.TORCH)
+    for name in ("piece_kernel", "finish_kernel"):
+        monkeypatch.setattr(launch, name, recorded(getattr(launch, name)))
+    replace(batch, by_block=by_block).judged(drafts, pool, Backend.TRITON)
+    assert asked == [by_block] * 2
+
+
 @pytest.mark.parametrize("backend", Backend)
-def test_requests_of_other_modes_are_left_alone(backend: Backend) -> None:
-    """Whatever code a mode of somebody's own has."""
-    batch = Batch.of(4, 20, generations=24, contexts=0)
+@pytest.mark.parametrize("code", [max(JudgedBy) + 1, JudgedBy.BLOCK])
+def test_requests_of_other_modes_are_left_alone(backend: Backend, code: int) -> None:
+    """Whatever code a mode of somebody's own has; who asks for a mode that is not listed too."""
+    batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != JudgedBy.BLOCK)
     drafts, pool = batch.drafted(Backend.TORCH)
     slots = on_copy(batch.slots)
-    column(slots, "verification").fill_(max(JudgedBy) + 1)
+    column(slots, "verification").fill_(int(code))
     judgement, _ = replace(batch, slots=slots).judged(drafts, pool, backend)
     assert (judgement.matches == -1).all()
     assert torch.equal(judgement.choices, batch.drawn(drafts, Backend.TORCH))
