@@ -11,11 +11,9 @@ from mtp_plugin.infer.logprobs import usable
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.infer.thinking import Thinking, forced_token
 from mtp_plugin.requests.columns import within_float32
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.options import GREEDY_BELOW, SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 
-GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy."""
 NO_TOKEN = -1
 """Chosen of a row without any usable value."""
 

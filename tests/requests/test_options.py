@@ -326,7 +326,8 @@ UNSET = (
         {"output_kind": OutputKind.CUMULATIVE, "skip_clone": False, "return_token_ids": False},
         {"output_kind": OutputKind.FINAL_ONLY, "skip_clone": True, "return_token_ids": True},
         {"beam_width": 1, "num_beams": 1, "pad_id": 0, "best_of": 0},
-        {"thinking_token_budget": -1, "logprobs": False},
+        {"thinking_token_budget": -1, "logprobs": False, "prompt_logprobs": False},
+        {"no_repeat_ngram_size": -1},
         dict.fromkeys(UNSET),
         {"length_penalty": 0.0, "no_repeat_ngram_size": 1 << 30},
     ],
@@ -394,14 +395,14 @@ def test_frozen() -> None:
 def test_what_counts_as_greedy() -> None:
     """R27: an unset temperature beside a set option samples; 0, top_k 1 and top_p 0 do not."""
     table = itertools.product(
-        (None, 0, 1e-3, 0.7, 1), (None, 0, 1, 50), (None, 0, 0.9, 1), (None, 0, 0.1)
+        (None, 0, 9e-6, 1e-5, 0.7, 1), (None, 0, 1, 50), (None, 0, 0.9, 1), (None, 0, 0.1)
     )
     for values in table:
         options = dict(zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True))
         params = SamplingParams(**options)
         temperature, top_k, top_p, _ = values
         unset = values == (None, None, None, None)
-        greedy = unset or temperature == 0 or top_k == 1 or top_p == 0
+        greedy = unset or temperature in (0, 9e-6) or top_k == 1 or top_p == 0
         assert params.is_greedy is greedy, values
         named = {option.split("=")[0] for option in params.unsupported(SERVED)}
         given = {name for name, value in options.items() if value is not None}
@@ -488,6 +489,9 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
 """Values in the range of every option that has one; None too where None is the default."""
 
 
+NEUTRAL_TOO = {"thinking_token_budget": (-1,), "logprobs": (False,), "prompt_logprobs": (False,)}
+
+
 def outside(name: str) -> st.SearchStrategy[Any]:
     """Values out of an option's range, those of every other kind too."""
     option = OPTIONS[name]
@@ -508,7 +512,7 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         )
     if name in UNSET:
         anything = anything.filter(lambda value: value is not None)
-    neutral = {"thinking_token_budget": (-1,), "logprobs": (False,)}.get(name, ())
+    neutral = NEUTRAL_TOO.get(name, ())
     return anything.filter(
         lambda value: not (option.values.allows(value) or value in neutral or value == {})
     )
@@ -554,7 +558,7 @@ def test_no_range_holds_these(name: str, value: float) -> None:
     if isinstance(value, bool) and isinstance(OPTIONS[name].neutral, bool):
         assert OPTIONS[name].values.allows(value)
         return
-    if (name, value) in (("thinking_token_budget", -1), ("logprobs", False)):
+    if value in NEUTRAL_TOO.get(name, ()):
         assert name not in SamplingParams(**{name: value}).asked()
         return
     below = {"presence_penalty": (-1, -0.5), "frequency_penalty": (-1, -0.5)}

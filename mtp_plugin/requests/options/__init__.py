@@ -10,6 +10,7 @@ requests have beside it, `limits` how long lists may be.
 
 from mtp_plugin.requests.options.host import HOST_OPTIONS, LOGPROBS_MODE
 from mtp_plugin.requests.options.limits import (
+    GREEDY_BELOW,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
@@ -25,6 +26,7 @@ from mtp_plugin.requests.options.params import (
 
 __all__ = [
     "DRAFTS_OF_VERIFICATION",
+    "GREEDY_BELOW",
     "HOST_OPTIONS",
     "LOGPROBS_MODE",
     "MAX_BAD_WORDS",

@@ -1,4 +1,7 @@
-"""How much of something a request may ask for."""
+"""How much of something a request may ask for, and how little is nothing."""
+
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy."""
 
 MAX_BIAS_IDS = 1024
 """Ids that ``logit_bias`` of a request may name."""

@@ -9,7 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import RequestError, told
-from mtp_plugin.requests.options.limits import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_BIAS_IDS
+from mtp_plugin.requests.options.limits import (
+    GREEDY_BELOW,
+    MAX_BAD_WORD_LEN,
+    MAX_BAD_WORDS,
+    MAX_BIAS_IDS,
+)
 from mtp_plugin.requests.options.option import (
     Float,
     Ids,
@@ -74,8 +79,9 @@ def _checks_names(made: type[_Made]) -> type[_Made]:
 class SamplingParams:
     """What a user asks of one request.
 
-    ``temperature`` 0, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside them, and so
-    does none of these and no ``min_p``; an unset temperature beside one of the others is 1.
+    A ``temperature`` below 1e-5, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside
+    them, and so does none of these and no ``min_p``; an unset temperature beside one of the others
+    is 1.
 
     Raises:
         RequestError: naming every value that cannot be, and every name that there is not.
@@ -93,7 +99,8 @@ class SamplingParams:
     min_tokens: Int = row(
         0,
         integer(0),
-        "tokens before which no end id, stop id or stop string ends the text",
+        "tokens before which no end id, stop id or stop string ends the text, but where "
+        "allowed_token_ids leave nothing else",
         "config.min_length",
         host_neutral=lambda length: length <= 1,
         edits_logits=True,
@@ -146,7 +153,7 @@ class SamplingParams:
     temperature: float | None = row(
         None,
         unset_or(number(0, sys.float_info.max, "a number >= 0")),
-        "of the distribution; 0 or unset: greedy",
+        "of the distribution; below 1e-5 or unset: greedy",
         "config.temperature",
         draws=True,
         column=float,
@@ -443,7 +450,9 @@ class SamplingParams:
 def is_greedy(values: Mapping[str, Any]) -> bool:
     """Whether options, by name, describe greedy decoding; None or left out: not given."""
     given = {name: values.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    if given["temperature"] == 0 or given["top_k"] == 1 or given["top_p"] == 0:
+    temperature = given["temperature"]
+    is_cold = temperature is not None and temperature < GREEDY_BELOW
+    if is_cold or given["top_k"] == 1 or given["top_p"] == 0:
         return True
     return all(value is None for value in given.values())
 

@@ -49,7 +49,8 @@ NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
     "best_of": lambda count: is_int(count) and count == 0,
     "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
     "logprobs": lambda number: number is False,
-    "no_repeat_ngram_size": lambda size: is_int(size) and size >= 1 << 30,
+    "no_repeat_ngram_size": lambda size: is_int(size) and (size < 0 or size >= 1 << 30),
+    "prompt_logprobs": lambda number: number is False,
     "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
 }
 """Values by which other engines mean that nothing is asked, beside those of the table."""

@@ -1,7 +1,8 @@
 """Rows of logits: whose they are, for which token, and as what they are read."""
 
+from mtp_plugin.requests.options import GREEDY_BELOW
 from mtp_plugin.speculative.logit_rows.bans import ban_next, banned
-from mtp_plugin.speculative.logit_rows.contract import GREEDY_BELOW, DrawnRows
+from mtp_plugin.speculative.logit_rows.contract import DrawnRows
 from mtp_plugin.speculative.logit_rows.edits import EDITED_OPTIONS, edited
 from mtp_plugin.speculative.logit_rows.thinking import ThinkingRule, ThinkingState
 

@@ -11,9 +11,6 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.speculative.step import StepLayout
 
-GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy."""
-
 
 @dataclass(frozen=True)
 class DrawnRows:

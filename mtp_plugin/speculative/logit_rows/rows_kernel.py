@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows import contract
+from mtp_plugin.requests.options import limits
 
-GREEDY_BELOW = tl.constexpr(contract.GREEDY_BELOW)
+GREEDY_BELOW = tl.constexpr(limits.GREEDY_BELOW)
 CACHED = tl.constexpr("")
 """A load by way of all caches; ``.cg`` is past the L1 cache."""
 
