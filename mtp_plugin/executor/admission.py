@@ -235,7 +235,7 @@ class Admission:
         unsupported += self._nothing_left(params, words)
         try:
             # whatever the prompt is, the ids that end the request are these
-            rule = StopRule.of(
+            StopRule.of(
                 params,
                 prompt_len=0,
                 max_seq_len=self._max_seq_len,
@@ -243,8 +243,6 @@ class Admission:
             )
         except RequestError as error:
             unsupported.append(str(error))
-        else:
-            unsupported += _only_ends(params, words, rule)
         if unsupported:
             raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
         return params if words == params.bad_words else replace(params, bad_words=words)
@@ -311,8 +309,11 @@ class Admission:
                 words[spaced] = None
         count = len(words) + len(params.bad_token_ids)
         if count > MAX_BAD_WORDS:
+            asked = len(params.bad_words) + len(params.bad_token_ids)
+            twice = ", as a text counts behind a space too" if count > asked else ""
             problems.append(
-                f"bad_words and bad_token_ids: at most {MAX_BAD_WORDS} are served, got {count}"
+                f"bad_words and bad_token_ids: at most {MAX_BAD_WORDS} are served, got "
+                f"{count}{twice}"
             )
         return tuple(words), problems
 
@@ -382,14 +383,6 @@ class Admission:
 def _banned(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> set[int]:
     """Ids that are never written, whatever stands in front of them."""
     return {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
-
-
-def _only_ends(
-    params: SamplingParams, bad_words: Sequence[Sequence[int]], rule: StopRule
-) -> Iterator[str]:
-    left = {*(params.allowed_token_ids or ())} - _banned(params, bad_words)
-    if rule.min_tokens and left and left.issubset(rule.end_ids):
-        yield "min_tokens: every id that allowed_token_ids leaves ends the text"
 
 
 def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
 from mtp_plugin.executor.admission import Admission
+from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import FinishReason
@@ -111,10 +112,15 @@ WRONG = [
         {"bad_words": ["long"]},
         "bad_words='long' (at most 16 tokens of a word are served, got 17)",
     ),
-    Wrong({"bad_words": NUMBERS}, "bad_words and bad_token_ids: at most 64 are served, got 66"),
+    Wrong(
+        {"bad_words": NUMBERS},
+        "bad_words and bad_token_ids: at most 64 are served, got 66, as a text counts behind a "
+        "space too",
+    ),
     Wrong(
         {"bad_words": NUMBERS[:31], "bad_token_ids": [1, 2, 3]},
-        "bad_words and bad_token_ids: at most 64 are served, got 65",
+        "bad_words and bad_token_ids: at most 64 are served, got 65, as a text counts behind a "
+        "space too",
     ),
     Wrong({"bad_words": ["big"]}, f"bad_words: 99 {OUTSIDE}"),
     Wrong({"bad_words": [[3, 90]]}, f"bad_words: 90 {OUTSIDE}"),
@@ -124,15 +130,6 @@ WRONG = [
     Wrong(
         {"allowed_token_ids": [3, 4], "bad_words": ["a"]},
         "allowed_token_ids: none is left beside bad_words and bad_token_ids",
-    ),
-    Wrong(
-        {
-            "allowed_token_ids": [2, 3, 7],
-            "bad_words": ["a"],
-            "min_tokens": 1,
-            "stop_token_ids": [7],
-        },
-        "min_tokens: every id that allowed_token_ids leaves ends the text",
     ),
     Wrong(
         {
@@ -170,7 +167,20 @@ def test_an_id_without_a_short_spelling(options: dict[str, Any]) -> None:
 
 def test_ids_that_end_the_text_may_be_all_that_is_allowed() -> None:
     assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7])
-    assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=True)
+    assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_min_tokens_yields_where_only_ends_are_left(bed, prompts, k) -> None:
+    params = SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=4, max_tokens=9)
+    other = greedy(allowed_token_ids=[7, 8], stop_token_ids=[7], min_tokens=4)
+    llm = bed.llm(k=k)
+    ended, held_back = llm.generate(prompts[:2], [params, other])
+    plain = decode(bed.oracle_model.target, prompts[0], params)
+    assert (ended.token_ids, ended.finish_reason) == (plain.token_ids, plain.finish_reason)
+    assert set(ended.token_ids) == {7}
+    assert held_back.token_ids[:4] == [8] * 4
+    assert_drained(llm)
 
 
 def test_a_vocabulary_that_is_banned() -> None:
