@@ -31,7 +31,8 @@ class TieRule:
     """How far apart the logits of two tokens may be where either may be chosen.
 
     Args:
-        dtype: of the model; in float32 no difference of logits counts as a tie.
+        dtype: of the model; in float32 no difference of logits counts as a tie, where none is
+            divided by a temperature.
         ulps: of the dtype at the magnitude of the higher logit.
 
     Raises:
@@ -49,10 +50,11 @@ class TieRule:
         )
 
     def drawn_tolerance(self, logit: float, temperature: float) -> float:
-        """The largest excusable gap of noisy scores, which are logits over the temperature."""
+        """The largest excusable gap of noisy scores, which are logits over the temperature; those
+        of float32 have their units in the last place too, which a low temperature makes large."""
         if self.ulps == 0:
             return 0.0
-        return max(self.tolerance(logit) / temperature, DRAWN_GAP)
+        return max(self.ulps * ulp(logit, self.dtype) / temperature, DRAWN_GAP)
 
     def tolerance(self, logit: float) -> float:
         """The largest excusable gap below a logit."""
