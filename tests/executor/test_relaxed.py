@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from mtp_plugin.errors import RequestError
-from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor import LlmRequest, SamplingParams
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 from tests.speculative.ops.acceptance import story
@@ -98,10 +100,16 @@ class Story:
         """Drafts that stood and were nobody's first choice; runs that only a limit ended."""
         self.closest = float("inf")
 
-    def text(self, prompt: list[int], rule: story.Rule) -> list[int]:
-        tokens = [*prompt, self._rows(prompt, 1)[0].choice]
-        rule = rule._replace(thinking=story.phase_behind(tokens, rule))
+    def text(self, prompt: list[int], rule: story.Rule, preempted: Sequence[int] = ()) -> list[int]:
+        """Of a request that lost its place when it had so many tokens: it is read anew, and goes on
+        with its first choice."""
+        tokens = list(prompt)
         while len(tokens) < len(prompt) + NUM_TOKENS:
+            if len(tokens) - len(prompt) in {0, *preempted}:
+                tokens.append(self._rows(tokens, 1)[0].choice)
+                thinking = story.phase_behind(tokens, rule._replace(thinking=False))
+                rule = rule._replace(thinking=thinking, run=0)
+                continue
             drafts = self.oracle.fresh(tuple(tokens)).drafts
             rows = self._rows([*tokens, *drafts], len(drafts) + 1)
             run = story.relaxed(rows, drafts, rule)
@@ -234,10 +242,29 @@ def test_r34_strict_outside_the_phase(bed, target, prompts):
         assert text[: len(told)] == told
 
 
-def test_extras_survive_chunks_and_preemption(bed, thinking):
-    mtp = {"relaxed_run_limit": 1, "relaxed_entropy_scale": 2.0}
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_extras_survive_chunks_and_preemption(bed, thinking, vanilla, monkeypatch):
+    """Limits of the config, thresholds of every other request."""
+    mtp = {"relaxed_run_limit": 1, "relaxed_entropy_scale": 2000.0}
     tight = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
-    llm = relaxed(bed, mtp=mtp, **tight)
-    texts = generate(llm, thinking, asked())
-    assert llm.executor.num_preemptions > 0
-    assert [len(text) for text in texts] == [NUM_TOKENS] * len(thinking)
+    preempted = defaultdict(list)
+    pause = LlmRequest.pause
+
+    def noted(request):
+        pause(request)
+        preempted[request.request_id].append(len(request.output_token_ids))
+
+    monkeypatch.setattr(LlmRequest, "pause", noted)
+    llm = relaxed(bed, mtp=mtp, vanilla=vanilla, **tight)
+    own = [{"relaxed_topk": 3, "relaxed_delta": 0.4} if i % 2 else {} for i in range(len(thinking))]
+    texts = generate(llm, thinking, [asked(**options) for options in own])
+    assert sum(map(len, preempted.values())) == llm.executor.num_preemptions > 0
+
+    told = Story(bed, 3, vanilla=vanilla)
+    rule = story.Rule(False, 8, 0.9, [], BEGIN, END, run_limit=1, entropy_scale=2000.0)
+    for place, (prompt, options) in enumerate(zip(thinking, own, strict=True)):
+        mine = rule._replace(topk=3, delta=0.4) if options else rule
+        assert texts[place] == told.text(prompt, mine, preempted[place])
+    assert told.relaxed > 0
+    assert told.held_back > 0
+    assert told.closest > 1e-6
