@@ -17,6 +17,7 @@ import torch
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import Continuation, Decoded, Thinking, decode
 from mtp_plugin.infer.noise import Role, gumbel
+from mtp_plugin.requests.states import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained
 
 NUM_REQUESTS = 300
@@ -212,9 +213,32 @@ def test_random_requests(bed, plain_of, way, one_of):
             continue
         assert output.finish_reason is told.finish_reason, number
         assert output.text == told.text, number
+        ending = ending_of(prompts[place], params[place], output.token_ids, max_seq_len)
+        assert ending == (len(output.token_ids), output.finish_reason, output.text), number
         same_logprobs(told.token_ids, output.logprobs, told.logprobs)
         same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
     assert len(plain.ties) <= MOST_TIES, plain.ties
+
+
+def ending_of(
+    prompt: list[int], params: SamplingParams, tokens: list[int], max_seq_len: int
+) -> tuple[int, FinishReason, str] | None:
+    """Where a text ends, by what, and what it reads: looked up in the whole of it, a letter a
+    token; None: it does not."""
+    letters = "".join(LETTERS[token % len(LETTERS)] for token in tokens)
+    end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    for count, token in enumerate(tokens, 1):
+        may_end = count > params.min_tokens
+        text = letters[:count]
+        if may_end and token in end_ids:
+            return count, FinishReason.END_ID, text
+        found = max((len(one) for one in params.stop if text.endswith(one)), default=0)
+        if may_end and found:
+            shown = text if params.include_stop_str_in_output else text[:-found]
+            return count, FinishReason.STOP_WORDS, shown
+        if count == params.max_new_tokens or len(prompt) + count == max_seq_len:
+            return count, FinishReason.LENGTH, text
+    return None
 
 
 class Tags:
