@@ -100,11 +100,12 @@ def test_every_mode_r28(draft_len: int) -> None:
         assert 0.3 < (stood[place] > 0).double().mean() < 0.97
 
 
-def test_many_draws_of_every_mode_r28() -> None:
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
+def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
     """Of each 200 thousand."""
     ways = [Ways(*PAIRS[place]) for place in DRAWN]
     language = Language.of(12, VOCAB, likeness=0.5)
-    run = {"number": NUMBER, "draft_len": 2, "length": LENGTH}
+    run = {"number": NUMBER, "draft_len": draft_len, "length": LENGTH}
     batches = range(200_000 // (NUMBER * LENGTH))
     parts = [texts(language, ways, seed=seed, **run)[0].split(NUMBER) for seed in batches]
     for way, mine in zip(ways, zip(*parts, strict=True), strict=True):
