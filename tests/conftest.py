@@ -14,6 +14,8 @@ import torch
 from hypothesis import settings
 
 from tests.interpreter import speed_up
+from tests.near_ties import pytest_runtest_teardown as pytest_runtest_teardown
+from tests.near_ties import pytest_terminal_summary as pytest_terminal_summary
 
 # without a GPU the kernels run under Triton's interpreter; triton reads this when it is imported
 if not torch.cuda.is_available():

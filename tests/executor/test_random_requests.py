@@ -18,6 +18,7 @@ from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import Continuation, Decoded, Thinking, decode
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.requests.states import FinishReason
+from tests import near_ties
 from tests.executor.conftest import VOCAB, assert_drained
 
 NUM_REQUESTS = 300
@@ -206,6 +207,7 @@ def test_random_requests(bed, plain_of, way, one_of):
     assert_drained(llm)
     if is_tight(way):
         assert llm.executor.num_preemptions > 0
+    before = len(plain.ties)
     for place, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
         told = plain.of(number, place, max_seq_len)
         if output.token_ids != told.token_ids:
@@ -217,6 +219,7 @@ def test_random_requests(bed, plain_of, way, one_of):
         assert ending == (len(output.token_ids), output.finish_reason, output.text), number
         same_logprobs(told.token_ids, output.logprobs, told.logprobs)
         same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
+    near_ties.count("texts of random requests", len(plain.ties) - before, len(numbers))
     assert len(plain.ties) <= MOST_TIES, plain.ties
 
 

@@ -10,6 +10,7 @@ import torch
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW
 from mtp_plugin.speculative.ops.sampling import reference
 from mtp_plugin.speculative.step import SlotRows
+from tests import near_ties
 from tests.speculative.ops.sampling.story import Options
 
 CLOSE = 1e-5
@@ -51,6 +52,7 @@ class Judge:
             assert all(hangs[i] for i in differs), (told, batch.options)
 
     def check(self) -> None:
+        near_ties.count("draws", self.rows["differ"], self.rows["all"])
         assert self.rows["differ"] <= max(1, RARE * self.rows["all"]), self.rows
 
 

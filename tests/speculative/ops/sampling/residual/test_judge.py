@@ -25,6 +25,7 @@ from mtp_plugin.speculative.ops.sampling import (
 )
 from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs, launch
 from mtp_plugin.speculative.step import SlotRows
+from tests import near_ties
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.margins import CLOSE, RARE
@@ -175,6 +176,9 @@ class Followed:
         assert torch.equal(judgement.choices, expected)
 
     def check(self, least: int) -> None:
+        near_ties.count(
+            "drafts judged by odds", self.generations["differ"], self.generations["all"]
+        )
         assert self.generations["all"] >= least
         assert self.generations["differ"] <= max(1, RARE * self.generations["all"])
 
