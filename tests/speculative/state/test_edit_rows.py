@@ -510,7 +510,7 @@ def test_a_step_reads_the_pools_where_they_lie() -> None:
     assert isinstance(manager, MTPHiddenStatesManager)
     given_pools = manager.slot_rows(torch.tensor([0])).pools
     assert given_pools is pools(manager)
-    given_pools.check(manager.device, VOCAB)
+    given_pools.check(given_pools.bias.device, VOCAB)
 
 
 # --- rows for the sake of drafts ---

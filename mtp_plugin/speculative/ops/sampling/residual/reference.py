@@ -39,7 +39,8 @@ def keep_draft_probs(
     if vocab_ids is not None:
         whole = q.new_zeros(q.shape[0], draft_probs.shape[2])
         q = whole.index_copy_(1, vocab_ids.to(torch.int64), q)
-    spare = draft_probs.shape[0] - 1  # nobody reads what others leave there
+    spare = draft_probs.shape[0] - 1  # nobody reads it, and others all leave the same there
+    q = torch.where(is_plain.unsqueeze(1), q, 0.0)
     draft_probs[torch.where(is_plain, slots.of(everyone), spare), rows.column] = q
 
 
