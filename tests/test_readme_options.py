@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPPluginOptions
-from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION, OPTIONS, Option, SamplingParams
+from mtp_plugin.requests.options import (
+    DRAFTS_OF_VERIFICATION,
+    HOST_OPTIONS,
+    LOGPROBS_MODE,
+    OPTIONS,
+    Option,
+    SamplingParams,
+)
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS
@@ -90,7 +97,8 @@ def row(option: Option, by_name: Mapping[str, frozenset[str]]) -> str:
 
 def table() -> list[str]:
     by_name = served()
-    return HEAD + [row(option, by_name) for option in OPTIONS.values()]
+    refused = [option for option in HOST_OPTIONS if option.name != LOGPROBS_MODE]
+    return HEAD + [row(option, by_name) for option in (*OPTIONS.values(), *refused)]
 
 
 def told() -> tuple[list[str], slice]:

@@ -102,6 +102,7 @@ class SamplingParams:
         "tokens before which no end id, stop id or stop string ends the text, but where "
         "allowed_token_ids leave nothing else",
         "config.min_length",
+        differs="TensorRT-LLM holds back end ids alone",
         host_neutral=lambda length: length <= 1,
         edits_logits=True,
         column=int,
@@ -121,6 +122,7 @@ class SamplingParams:
         None,
         one_of(*DRAFTS_OF_VERIFICATION),
         "how drafts of this request are judged; unset: as the config says first",
+        differs="inside TensorRT-LLM coupled alone",
     )
     draft_sampling: str | None = row(
         None,
@@ -157,7 +159,8 @@ class SamplingParams:
         "config.temperature",
         draws=True,
         column=float,
-        differs="vLLM presumes 1; TensorRT-LLM applies it before the additive penalties",
+        differs="vLLM presumes 1; TensorRT-LLM applies it before the additive penalties, and is "
+        "greedy below 1e-4",
     )
     top_k: int | None = row(
         None,
@@ -184,7 +187,7 @@ class SamplingParams:
         draws=True,
         column=float,
         host_neutral=lambda share: share == 0,
-        differs="vLLM cuts by it before top-k and top-p",
+        differs="vLLM cuts by it before top-k and top-p; 1 is greedy in TensorRT-LLM",
     )
     seed: int | None = row(
         None,
@@ -196,6 +199,7 @@ class SamplingParams:
         ),
         "of the draws; modulo 2**64",
         "config.random_seed",
+        differs="unset it is 0 for every request in TensorRT-LLM",
         draws=True,
         elsewhere=("random_seed",),
     )
@@ -263,6 +267,7 @@ class SamplingParams:
         LOGPROBS,
         "log-probabilities of emitted tokens, and of so many most likely ones",
         "py_return_log_probs",
+        differs="0 is none in TensorRT-LLM, here the emitted token's",
         host_neutral=lambda flag: not flag,
         reads_logits=True,
         column=int,
