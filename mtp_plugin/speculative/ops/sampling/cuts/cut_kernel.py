@@ -232,10 +232,9 @@ def drawn_of_cut(
                 row, least, four_ptr, num_fours, pair_ptr, PICKED, HAS_IDS, HAS_EDITS
             )
             first = picked.number
-    if not HAS_EDITS:
-        # of so many ids every chunk has some, and nearly all would be listed
-        is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
-        found = tl.where(is_many, LISTED + 1, found)
+    # of so many ids every chunk has some, and nearly all would be listed
+    is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
+    found = tl.where(is_many, LISTED + 1, found)
     while (first < picked.number) & (found <= LISTED):
         x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_EDITS)[0]
         found = listed(x, x >= least, picked, first, found, pair_ptr, LAYOUT, WARPS)

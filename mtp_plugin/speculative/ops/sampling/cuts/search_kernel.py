@@ -257,7 +257,7 @@ def drawn_of_many(
     left = 0.0
     nothing = tl.full([], -1, tl.int32)
     is_whole = (not is_listed) & (top_k > 0) & (top_k <= WHOLE)
-    if not HAS_EDITS and is_whole:  # one more list with edits takes registers from all
+    if is_whole:
         deepest = guessed(
             top_k.to(tl.float32),
             by_mass,
