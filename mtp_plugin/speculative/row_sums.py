@@ -46,6 +46,11 @@ class ChunkLayout:
         """Of few rows, or of those that take registers for more than their values."""
         return cls(piece=1024, chunks=8, threads=64, each=each)
 
+    @classmethod
+    def wide(cls, each: int, warps: int) -> Self:
+        """Of rows that a program of so many warps reads alone."""
+        return cls(piece=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
+
     @property
     def warps(self) -> int:
         """Of a program that reads pieces."""

@@ -21,8 +21,6 @@ from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     number_or_zero,
     piece_of,
     row_mass_of,
-    spread_of,
-    starts_of,
     thread_tops,
 )
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
@@ -35,29 +33,25 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     shared_edits,
     unknown_shared_edits,
 )
-from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
+from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
+from mtp_plugin.speculative.ops.sampling.best_kernel import NO_COLUMN, best_noisy, everywhere
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts.cut_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.cuts.shares_kernel import TOLD, Split
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
-    BOUND_SLACK,
     Draw,
     Row,
     choice_of,
-    gumbel,
     gumbel_bound,
     ids_of,
     options_of,
     scale_of,
     stream_of,
     values_of,
-    words_of,
-    words_of_groups,
+    words_of_piece,
 )
 
-NO_COLUMN = tl.constexpr(2147483647)
-NO_KEY = tl.constexpr(-(2**31))
 EXPONENT_ROUNDING = tl.constexpr(2.0**-22)
 """Of an exponent: more than a product of that size, its sum with noise and another such product are
 off by together, each by half of 2**-23. `BOUND_SLACK` covers what is added to sums this small."""
@@ -78,19 +72,6 @@ class Left(NamedTuple):
     detail_ptr: tl.tensor
     mass_ptr: tl.tensor
     raw_mass_ptr: tl.tensor
-
-
-@triton.jit
-def _bounds_of(row, piece, stream, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Of the noise of a piece's ids, in log2 [ids of a piece]."""
-    if HAS_IDS:
-        columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
-        words = words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
-    else:
-        groups = piece * (LAYOUT.piece // 4) + tl.arange(0, LAYOUT.piece // 4)
-        w0, w1, w2, w3 = words_of_groups(groups, stream)
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [LAYOUT.piece])
-    return gumbel_bound(words)
 
 
 @triton.jit
@@ -148,7 +129,7 @@ def _scanned(
             # while values are on their way
             noise = tl.zeros([PIECE], tl.float32)
             if is_noisy:
-                noise = _bounds_of(row, piece, stream, LAYOUT, HAS_IDS)
+                noise = gumbel_bound(words_of_piece(row, piece, stream, PIECE, HAS_IDS))
         held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
         thread_top = thread_tops(held)
         by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
@@ -165,7 +146,7 @@ def _scanned(
             tl.store(left.detail_ptr + out, at.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
-                noise = _bounds_of(row, piece, stream, LAYOUT, HAS_IDS)
+                noise = gumbel_bound(words_of_piece(row, piece, stream, PIECE, HAS_IDS))
             bound = tl.reshape(noise, held.shape) + held * scale
             bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
             bound = number_of(tl.max(bound, axis=1))
@@ -325,53 +306,6 @@ def _first_infinite(
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 
 
-@triton.jit
-def _best_noisy(
-    draw,
-    temperature,
-    tops,
-    details,
-    chunks,
-    LAYOUT: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
-):
-    """The column of the highest noisy score, by exact scores of the chunks whose bound reaches it.
-
-    They are one or two of a thousand.
-    """
-    NUMBERS: tl.constexpr = chunks.shape[0] - 1
-    bounds = details + (tops - draw.top) * scale_of(temperature)
-    bounds = tl.where(tops > float("-inf"), bounds, float("-inf"))
-    # with the chunk's number in the lowest bits, which make no bound lower
-    keys = (order_of(bounds) & ~NUMBERS) | chunks
-    first = tl.max(keys, axis=0)
-    highest = value_of(first | NUMBERS)
-    best = tl.full([], float("-inf"), tl.float32)
-    column = tl.full([], NO_COLUMN, tl.int32)
-    while (highest > float("-inf")) & (highest + BOUND_SLACK >= best * LOG2_E):
-        # two at a time, which takes hardly longer than one
-        keys = tl.where(keys == first, NO_KEY, keys)
-        second = tl.max(keys, axis=0)
-        keys = tl.where(keys == second, NO_KEY, keys)
-        places = tl.arange(0, 2 * LAYOUT.chunk_size)
-        chunk = tl.where(places < LAYOUT.chunk_size, first, second) & NUMBERS
-        columns = starts_of(chunk, LAYOUT) + spread_of(places % LAYOUT.chunk_size, LAYOUT)
-        inside = columns < draw.row.vocab
-        x = values_of(draw.row, columns, inside, HAS_IDS, HAS_EDITS)
-        # while the values are on their way
-        first = tl.max(keys, axis=0)
-        highest = value_of(first | NUMBERS)
-        noise = gumbel(words_of(ids_of(draw.row, columns, inside, HAS_IDS), draw.stream))
-        noisy = tl.div_rn(x - draw.top, temperature) + noise
-        tile_best = highest_of(noisy)
-        at = tl.min(tl.where(noisy == tile_best, columns, NO_COLUMN), axis=0)
-        at = tl.where(tile_best == best, tl.minimum(at, column), at)
-        column = tl.where(tile_best >= best, at, column)
-        best = tl.maximum(best, tile_best)
-    return column
-
-
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
 def finish_kernel(
     # inputs
@@ -399,6 +333,7 @@ def finish_kernel(
     pair_ptr,
     arrived_ptr,
     told_ptr,
+    bound_ptr,
     # sizes
     num_contexts,
     width,
@@ -419,6 +354,8 @@ def finish_kernel(
     # constants
     LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    ALL_BOUNDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -508,8 +445,18 @@ def finish_kernel(
             last = drawn
             mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
-            drawn = _best_noisy(
-                draw, temperature, tops, details, chunks, LAYOUT, HAS_IDS, HAS_EDITS
+            bounds = details + (tops - top) * scale_of(temperature)
+            bounds = tl.where(tops > float("-inf"), bounds, float("-inf"))
+            drawn = best_noisy(
+                draw,
+                temperature,
+                bounds,
+                chunks,
+                everywhere(),
+                LAYOUT,
+                HAS_IDS,
+                HAS_EDITS,
+                False,
             )
             if HAS_CUTS:
                 limit += float("inf")
@@ -528,8 +475,11 @@ def finish_kernel(
                 picked_ptr + (row * SHARES + share) * (num_chunks * LISTS),
                 pair_ptr + (row * SEGMENTS + share) * PLACES,
                 Split(share, arrived_ptr + row, told_ptr + row * (TOLD * SHARES), num_chunks),
+                bound_ptr + row * (tl.cdiv(vocab, BOUNDS.piece) * BOUNDS.chunks),
                 LAYOUT,
                 ALL_CHUNKS,
+                BOUNDS,
+                ALL_BOUNDS,
                 HAS_IDS,
                 HAS_EDITS,
                 HAS_CUTS,

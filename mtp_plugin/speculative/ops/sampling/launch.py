@@ -108,6 +108,8 @@ def draw(
     )
     has_room = pools is not None and num_rows <= SINGLE_ROWS
     lists, segments = (2, shares + 1) if shares > 1 else (1, 1)
+    bounds = ChunkLayout.wide(layout.each, warps)
+    num_bounds = bounds.num_chunks(vocab)
     finish_kernel[(num_rows, shares)](
         *inputs.tensors,
         tops,
@@ -123,10 +125,13 @@ def draw(
         torch.empty(num_rows, segments, PLACES.value, dtype=torch.int64, device=device),
         arrived,
         torch.empty(num_rows, TOLD.value, shares, **float32) if shares > 1 else details,
+        torch.empty(num_rows, num_bounds, **float32) if cuts is None else details,
         *places,
         *inputs.sizes,
         **constants,
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        BOUNDS=bounds,
+        ALL_BOUNDS=triton.next_power_of_2(num_bounds),
         WARPS=warps,
         SHARES=shares,
         num_warps=warps,

@@ -166,6 +166,18 @@ def words_of(ids, stream):
 
 
 @triton.jit
+def words_of_piece(row, piece, stream, PIECE: tl.constexpr, HAS_IDS: tl.constexpr):
+    """The words of the ids of a piece of a row [PIECE]."""
+    if HAS_IDS:
+        columns = piece * PIECE + tl.arange(0, PIECE)
+        return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
+    else:
+        groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+        w0, w1, w2, w3 = words_of_groups(groups, stream)
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+
+
+@triton.jit
 def unit(words):
     """Uniform numbers in (0, 1) of words."""
     numbers = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10

@@ -35,6 +35,12 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
     return (torch.randn(number, VOCAB, generator=noise) * spread).to(dtype)
 
 
+def drawn(batch: Batch) -> list[torch.Tensor]:
+    """Tokens of the kernels that only draw, and of those that tell what cuts leave."""
+    cuts = torch.zeros(batch.rows.num_rows, NUM_CUTS, device=DEVICE)
+    return [batch.tokens(Backend.TRITON, cuts=given) for given in (None, cuts)]
+
+
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Programs that finish a row."""
@@ -75,9 +81,11 @@ def test_every_way(options: Options, spread: float) -> None:
     dtype = DTYPES[options.top_k % 3]
     asked = [options._replace(seed=seed) for seed in range(MANY)]
     batch = batch_of(normal(len(asked), spread, dtype), *asked)
-    differs = batch.tokens(Backend.TORCH) != batch.tokens(Backend.TRITON)
-    assert not bool((differs & ~batch.undecided()).any())
-    assert int(differs.sum()) <= 1
+    expected = batch.tokens(Backend.TORCH)
+    for tokens in drawn(batch):
+        differs = tokens != expected
+        assert not bool((differs & ~batch.undecided()).any())
+        assert int(differs.sum()) <= 1
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
@@ -144,9 +152,11 @@ def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
     for row, options, among in asked:
         many = [options._replace(seed=seed) for seed in range(MANY)]
         batch = batch_of(row.expand(MANY, -1), *many)
-        tokens = batch.tokens(backend)
-        assert torch.equal(tokens, batch.tokens(Backend.TORCH))
-        assert set(tokens.tolist()) <= set(among)
+        cuts = torch.zeros(MANY, NUM_CUTS, device=DEVICE)
+        for given in (None, cuts):
+            tokens = batch.tokens(backend, cuts=given)
+            assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+            assert set(tokens.tolist()) <= set(among)
 
 
 EVERY = [
@@ -254,8 +264,9 @@ def odd_row(kind: str) -> torch.Tensor:
 )
 def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
     batch = batch_of(odd_row(kind)[None], options)
-    differs = batch.tokens(Backend.TORCH) != batch.tokens(Backend.TRITON)
-    assert not bool((differs & ~batch.undecided()).any())
+    expected = batch.tokens(Backend.TORCH)
+    for tokens in drawn(batch):
+        assert not bool(((tokens != expected) & ~batch.undecided()).any())
 
 
 @pytest.mark.usefixtures("shares")
@@ -278,7 +289,7 @@ def test_depths_that_are_nothing_are_equal(options: Options, step: float) -> Non
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
-def test_one_pass_draws_from_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
+def test_one_pass_cuts_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
     passes = []
     for name in ("between", "measured", "drawn_of_chunks"):
@@ -291,5 +302,7 @@ def test_one_pass_draws_from_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares:
         monkeypatch.setattr(search_kernel, name, counted)
     options = Options(1.0, top_p=0.95, seed=1)
     batch = batch_of(normal(1, 2), options)
-    assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+    told = [torch.zeros(1, NUM_CUTS, device=DEVICE) for _ in Backend]
+    tokens = [batch.tokens(backend, cuts=cuts) for backend, cuts in zip(Backend, told, strict=True)]
+    assert torch.equal(*tokens)
     assert passes == ["between"] * shares

@@ -97,13 +97,15 @@ def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows draw as the reference does and as one program does."""
+    """Rows draw as the reference does and as one program does, whether they tell of cuts or not."""
     tokens, cuts = drawn(batch)
+    only_drawn = batch.tokens(Backend.TRITON)
     assert not bool(cuts.isnan().any())
     monkeypatch.setattr(launch, "SHARES", 1)
     alone, cuts_alone = drawn(batch)
     hangs = batch.undecided()
-    for others in (alone, batch.tokens(Backend.TORCH)):
+    of_one = batch.tokens(Backend.TRITON)
+    for others in (only_drawn, alone, of_one, batch.tokens(Backend.TORCH)):
         assert not bool(((tokens != others) & ~hangs).any())
     # two orders of summation may cut at neighbours
     torch.testing.assert_close(cuts[:, :2], cuts_alone[:, :2], rtol=1e-4, atol=1e-6)
@@ -163,10 +165,11 @@ def test_shared_rows_of_every_form(
             [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)],
         )
         batch = batch.replaced(slots=replace(batch.slots, pools=pools))
-        tokens, _ = drawn(batch)
-        monkeypatch.setattr(launch, "SHARES", 1)
-        assert torch.equal(tokens, drawn(batch)[0])
-        assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+        expected = batch.tokens(Backend.TORCH)
+        for shares in (launch.SHARES, 1):
+            monkeypatch.setattr(launch, "SHARES", shares)
+            assert torch.equal(drawn(batch)[0], expected)
+            assert torch.equal(batch.tokens(Backend.TRITON), expected)
         return
     check(batch, monkeypatch)
 
@@ -210,7 +213,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     monkeypatch.setattr(search_kernel, "guessed", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
-    tokens = batch.tokens(Backend.TRITON)
+    tokens, _ = drawn(batch)
     assert len(guesses) == shares + (3 if wrong.startswith("always") else 1)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
@@ -228,8 +231,10 @@ def test_whoever_comes_last_goes_on(
     batch = batch_of(rows, asked)
     assert launch._shares(number, vocab // 128) == launch.SHARES
     tokens, cuts = drawn(batch)
+    only_drawn = batch.tokens(Backend.TRITON)
     for _ in range(50):
         again, cuts_again = drawn(batch)
         assert torch.equal(again, tokens)
         assert torch.equal(cuts_again, cuts)
+        assert torch.equal(batch.tokens(Backend.TRITON), only_drawn)
     check(batch, monkeypatch)

@@ -22,6 +22,7 @@ from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     pairs_of,
     tile_of,
 )
+from mtp_plugin.speculative.ops.sampling.cuts.flat_kernel import drawn_of_flat
 from mtp_plugin.speculative.ops.sampling.cuts.search_kernel import UNSHARED, drawn_of_many
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     Draw,
@@ -53,6 +54,10 @@ STEPS_TOLD = tl.constexpr(24)
 """Of a search for a depth of some number of ids: as fine, from the deepest on."""
 LEAST = tl.constexpr(-3.4028234663852886e38)
 NO_KEY = tl.constexpr(9223372036854775807)
+CROWD = tl.constexpr(256.0)
+"""Masses of chunks, each as multiples of its highest value's, that tell of a flat nucleus."""
+LEAST_TRIED = tl.constexpr(0.25)
+"""Of top-p: of a smaller nucleus one id in many is tried, and a search is as fast."""
 
 
 @triton.jit
@@ -170,8 +175,11 @@ def drawn_of_cut(
     picked_ptr,
     pair_ptr,
     split,
+    bound_ptr,
     LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    ALL_BOUNDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
@@ -207,8 +215,11 @@ def drawn_of_cut(
     if HAS_CUTS:
         far += far * ROUNDING
 
-    picked = picked_of((depths <= far) & (chunks < num_chunks), picked_ptr)
-    is_helped = (options.top_k == 0) & (options.top_p < 1) & (picked.number > UNSHARED)
+    here = (depths <= far) & (chunks < num_chunks)
+    picked = picked_of(here, picked_ptr)
+    is_nucleus = (options.top_k == 0) & (options.top_p < 1)
+    is_helped = is_nucleus & (picked.number > UNSHARED)
+    is_tried = is_nucleus & (options.top_p >= LEAST_TRIED)
     if SHARES > 1:
         is_idle = (split.share > 0) & (picked.number <= UNSHARED)
         picked = Picked(picked_ptr, tl.where(is_idle, 0, picked.number))
@@ -235,6 +246,10 @@ def drawn_of_cut(
     # of so many ids every chunk has some, and nearly all would be listed
     is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
     found = tl.where(is_many, LISTED + 1, found)
+    if not HAS_CUTS:
+        # the cut is not asked for: what is crowded needs no list
+        crowd = tl.sum(tl.where(here, details, 0.0), axis=0)
+        found = tl.where(is_helped & is_tried & (crowd > CROWD), LISTED + 1, found)
     while (first < picked.number) & (found <= LISTED):
         x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_EDITS)[0]
         found = listed(x, x >= least, picked, first, found, pair_ptr, LAYOUT, WARPS)
@@ -260,17 +275,32 @@ def drawn_of_cut(
                 draw, candidates, mass, HAS_IDS, MANY, WARPS * 512 // MANY
             )
         else:
-            drawn, limit, last, left, is_known = drawn_of_many(
-                draw,
-                candidates,
-                split,
-                far,
-                mass,
-                LAYOUT,
-                ALL_CHUNKS,
-                HAS_IDS,
-                HAS_EDITS,
-                WARPS,
-                SHARES,
-            )
+            is_flat = is_tried & (found > LISTED)
+            if not HAS_CUTS and is_flat:
+                drawn, is_known = drawn_of_flat(
+                    draw,
+                    split,
+                    is_helped,
+                    mass,
+                    bound_ptr,
+                    BOUNDS,
+                    HAS_IDS,
+                    HAS_EDITS,
+                    ALL_BOUNDS,
+                    SHARES,
+                )
+            else:
+                drawn, limit, last, left, is_known = drawn_of_many(
+                    draw,
+                    candidates,
+                    split,
+                    far,
+                    mass,
+                    LAYOUT,
+                    ALL_CHUNKS,
+                    HAS_IDS,
+                    HAS_EDITS,
+                    WARPS,
+                    SHARES,
+                )
     return drawn, limit, last, left, is_known

@@ -27,6 +27,7 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 )
 
 NO_COLUMN = tl.constexpr(2147483647)
+LEAST_NEED = tl.constexpr(1e-30)
 NO_DEPTH = tl.constexpr(2139095040)
 """The key of an infinite depth."""
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -52,7 +53,7 @@ class Passed(NamedTuple):
 
 
 @triton.jit
-def _reach(key, temperature):
+def reach_of(key, temperature):
     """The largest difference of values whose depth has at most this key; of a key below 0 -1.
 
     It is next to their product, but for rounding: of depths next to 0 half a step is all there is.
@@ -68,7 +69,7 @@ def _reach(key, temperature):
 
 
 @triton.jit
-def _sums(x, EACH: tl.constexpr):
+def summed(x, EACH: tl.constexpr):
     """Of a tile by as many neighbours as a thread holds."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // EACH, EACH]), axis=2)
 
@@ -90,8 +91,8 @@ def between(
     row = draw.row
     picked = candidates.picked
     scale = scale_of(draw.options.temperature)
-    near_reach = _reach(near, draw.options.temperature)
-    far_reach = _reach(far, draw.options.temperature)
+    near_reach = reach_of(near, draw.options.temperature)
+    far_reach = reach_of(far, draw.options.temperature)
     nearer = tl.zeros([TILE, SUMS], tl.float32)
     within = tl.zeros([TILE, SUMS], tl.float32)
     left = tl.zeros([TILE, SUMS], tl.float32)
@@ -111,10 +112,10 @@ def between(
         measures = tl.where(by_mass, weights, 1.0)
         is_nearer = differences <= near_reach
         is_within = differences <= far_reach
-        nearer += _sums(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
-        within += _sums(tl.where(is_within, measures, 0.0), LAYOUT.each)
+        nearer += summed(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
+        within += summed(tl.where(is_within, measures, 0.0), LAYOUT.each)
         is_left = is_nearer & (weights >= draw.options.min_p)
-        left += _sums(tl.where(is_left, weights, 0.0), LAYOUT.each)
+        left += summed(tl.where(is_left, weights, 0.0), LAYOUT.each)
         found = listed(
             x,
             is_within & (differences > near_reach),
@@ -153,7 +154,7 @@ def listed_within(
 ):
     """List the ids of the picked chunks up to a key; how many they are, or more than LISTED."""
     picked = candidates.picked
-    reach = _reach(key, draw.options.temperature)
+    reach = reach_of(key, draw.options.temperature)
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     while (first < picked.number) & (found <= LISTED):
@@ -244,8 +245,8 @@ def drawn_of_chunks(
     row = draw.row
     options = draw.options
     scale = scale_of(options.temperature)
-    before_reach = _reach(limit - 1, options.temperature)
-    limit_reach = _reach(limit, options.temperature)
+    before_reach = reach_of(limit - 1, options.temperature)
+    limit_reach = reach_of(limit, options.temperature)
     best = float("-inf")
     drawn = NO_COLUMN
     left = tl.zeros([TILE, SUMS], tl.float32)
@@ -258,7 +259,7 @@ def drawn_of_chunks(
         exponents = differences * scale
         weights = tl.exp2(-exponents)
         kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
-        left += _sums(tl.where(kept & (weights >= options.min_p), weights, 0.0), LAYOUT.each)
+        left += summed(tl.where(kept & (weights >= options.min_p), weights, 0.0), LAYOUT.each)
         words = words_of_tile(row, picked, columns, first, draw.stream, TILE, LAYOUT, HAS_IDS)
         best, drawn = _best_of_tile(
             differences, exponents, weights, kept, words, columns, options, best, drawn

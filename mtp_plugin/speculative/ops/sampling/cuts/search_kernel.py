@@ -21,6 +21,7 @@ from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
 )
 from mtp_plugin.speculative.ops.sampling.cuts.guess_kernel import Bounds, guessed
 from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import (
+    LEAST_NEED,
     NO_COLUMN,
     NO_DEPTH,
     Drawn,
@@ -37,7 +38,6 @@ GUESSES = tl.constexpr(4)
 """Passes that try to list what lies around a cut."""
 WHOLE = tl.constexpr(3000)
 """Ids of top-k that are listed as a whole, so that no cut among them needs another pass."""
-LEAST_NEED = tl.constexpr(1e-30)
 
 
 @triton.jit

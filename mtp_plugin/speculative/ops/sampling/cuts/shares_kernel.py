@@ -42,6 +42,14 @@ def dealt(picked, split, ALL_CHUNKS: tl.constexpr, SHARES: tl.constexpr):
 
 
 @triton.jit
+def is_last_of(split, SHARES: tl.constexpr):
+    """Tell that what this share found is written; whether it is the last that does."""
+    # one thread tells of what all of them wrote
+    tl.debug_barrier()
+    return tl.atomic_add(split.arrived_ptr, 1, sem="acq_rel") == SHARES - 1
+
+
+@triton.jit
 def joined(passed, split, pair_ptr, SHARES: tl.constexpr):
     """What all shares of a row found, and whether this program is the last that tells: no other
     learns it.
@@ -55,9 +63,7 @@ def joined(passed, split, pair_ptr, SHARES: tl.constexpr):
     tl.store(told_ptr + 3 * SHARES, passed.drawn.score)
     tl.store(told_ptr + 4 * SHARES, passed.drawn.column.to(tl.float32, bitcast=True))
     tl.store(told_ptr + 5 * SHARES, passed.drawn.mass)
-    # one thread tells of what all of them wrote
-    tl.debug_barrier()
-    is_last = tl.atomic_add(split.arrived_ptr, 1, sem="acq_rel") == SHARES - 1
+    is_last = is_last_of(split, SHARES)
     nearer = passed.nearer
     within = passed.within
     found = tl.full([], 0, tl.int32)

@@ -1,0 +1,187 @@
+"""Flat nuclei from which only a token is drawn: ids are tried by their noisy scores."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.sampling import launch
+from mtp_plugin.speculative.ops.sampling.cuts import cut_kernel, flat_kernel
+from tests.kernels.top_k.rows import DTYPES, strided
+from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.on_device import DEVICE, vector
+from tests.speculative.ops.sampling.cases import Batch, slots_of
+from tests.speculative.ops.sampling.edited import columns_of, write
+from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.story import Options
+
+VOCAB = 20_011
+NAN, INF = float("nan"), float("inf")
+TOP_PS = (0.999999, 0.95, 0.8, 0.5, 0.3, 0.25)
+
+
+@pytest.fixture(params=[1, 4], ids=["alone", "shared"])
+def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Programs that finish a row."""
+    monkeypatch.setattr(launch, "SHARES", request.param)
+    return request.param
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns that were tried, in their order."""
+    if DEVICE.type != "cpu":
+        pytest.skip("tries are seen in the interpreter")
+    columns: list[int] = []
+    stays = flat_kernel._stays
+
+    def told(column: Any, *others: Any) -> Any:
+        columns.append(int(column.handle.data.item()))
+        return stays(column, *others)
+
+    monkeypatch.setattr(flat_kernel, "_stays", told)
+    return columns
+
+
+def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
+    """A row per request."""
+    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
+
+
+def normal(number: int, vocab: int = VOCAB) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(number)
+    return torch.randn(number, vocab, generator=noise)
+
+
+def check(batch: Batch) -> None:
+    judge = Judge()
+    judge.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
+    judge.check()
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
+def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
+    asked = [Options(temperature, top_p=p, seed=seed) for p in TOP_PS for seed in range(2)]
+    check(batch_of(normal(len(asked)).to(dtype), asked))
+    assert len(tried) >= len(asked)
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3])
+def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) -> None:
+    asked = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
+    batch = batch_of(normal(len(asked)), asked)
+    check(batch)
+    top = batch.logits.amax(dim=1)
+    assert tried
+    # what min-p leaves out is no candidate
+    for row, token in enumerate(batch.tokens(Backend.TRITON).tolist()):
+        depth = (top[row] - batch.logits[row, token]) / 1.5
+        assert float((-depth).exp()) >= min_p * (1 - 1e-5)
+
+
+def test_what_does_not_stay_is_followed_by_the_next_ahead(tried: list[int]) -> None:
+    """Of one row the columns that are tried lie ever nearer, and the last one is drawn."""
+    row, wins = normal(1), 0
+    for seed in range(12):
+        tried.clear()
+        batch = batch_of(row, [Options(1.0, top_p=0.3, seed=seed)])
+        token = int(batch.tokens(Backend.TRITON))
+        assert token == int(batch.tokens(Backend.TORCH))
+        values = row[0, tried].tolist()
+        assert tried[-1] == token
+        assert values == sorted(values)
+        wins += len(tried) == 1
+    assert 0 < wins < 12
+
+
+@pytest.mark.parametrize(("top_p", "most"), [(0.95, 1.2), (0.5, 2.2)])
+def test_few_are_tried(top_p: float, most: float, tried: list[int]) -> None:
+    """About 1 - ln(top_p) each."""
+    asked = [Options(1.0, top_p=top_p, seed=seed) for seed in range(24)]
+    check(batch_of(normal(1).expand(24, -1), asked))
+    assert len(tried) <= most * 24
+
+
+def test_a_row_is_read_until_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id near the highest stays as soon as what top-p leaves out is seen."""
+    if DEVICE.type != "cpu":
+        pytest.skip("pieces are counted in the interpreter")
+    weighed, seen = flat_kernel._weighed, []
+
+    def count(*given: Any) -> Any:
+        seen.append(1)
+        return weighed(*given)
+
+    monkeypatch.setattr(flat_kernel, "_weighed", count)
+    vocab = 4096 * 2 * 10
+    asked = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
+    batch = batch_of(normal(1, vocab).expand(4, -1), asked)
+    check(batch)
+    # ten each, if all were read
+    assert len(seen) < 25
+
+
+@pytest.mark.parametrize(("kept", "is_tried"), [(6000, True), (150, False)])
+def test_of_equals_the_lowest_stay(kept: int, is_tried: bool, tried: list[int]) -> None:
+    """Ids of one value lie ahead of each other by their columns. Where few stay none is tried."""
+    row = torch.full((1, VOCAB), -2.5)
+    asked = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
+    batch = batch_of(row.expand(6, -1), asked)
+    tokens = batch.tokens(Backend.TRITON)
+    assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+    assert int(tokens.max()) < kept
+    assert (len(tried) > 6) == is_tried
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
+def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
+    asked = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS)]
+    rows = normal(len(asked))
+    if kind == "tails":
+        rows[:, :3000] = NAN
+        rows[:, -5000:] = -INF
+    if kind == "strided":
+        rows = strided(rows, 5)
+    if kind == "far":
+        rows = rows * 1e30
+        asked = [one._replace(temperature=1e30) for one in asked]
+    if kind == "depths of nothing":  # of many differences one depth
+        rows = -1e-20 * (torch.arange(VOCAB) % 2).float().expand(len(asked), -1)
+        asked = [one._replace(temperature=1e30) for one in asked]
+    batch = batch_of(rows, asked)
+    if kind == "ids":
+        ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
+        batch = batch.replaced(vocab_ids=ids)
+    if kind == "edited":
+        near = dict.fromkeys(range(0, VOCAB, 40), 2.0)
+        asks = [Asks(bias=near if row % 2 else {7: -1.0}) for row in range(len(asked))]
+        pools, columns = pools_of(asks, VOCAB, random.Random(3))
+        told = [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
+        write(batch.slots, told)
+        batch = batch.replaced(slots=replace(batch.slots, pools=pools))
+        # rounding decides none of these
+        assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
+    else:
+        check(batch)
+    assert len(tried) >= len(asked)
+
+
+def test_what_is_crowded_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("lists are seen in the interpreter")
+
+    def listed(*given: Any) -> Any:
+        raise AssertionError(given)
+
+    monkeypatch.setattr(cut_kernel, "listed", listed)
+    check(batch_of(normal(1), [Options(1.0, top_p=0.95, seed=1)]))
