@@ -63,6 +63,15 @@ def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
         raise error(message)
 
 
+def error_told(error: BaseException) -> str:
+    """What a user's own code raised, in one line, whatever its ``__str__`` does."""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:
+        said = "it cannot be told"
+    return f"{type(error).__name__}: {said}"
+
+
 SHOWN = 200
 """Characters of a value that a message shows."""
 

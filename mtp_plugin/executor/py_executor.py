@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mtp_plugin.errors import ExecutorError, RequestError, told
+from mtp_plugin.errors import ExecutorError, RequestError, error_told, told
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
@@ -157,7 +157,7 @@ class PyExecutor:
             return self._overlap_step() if self.overlap else self._plain_step()
         except BaseException as error:
             # a step that an interrupt cut short cannot be taken up again either
-            self._fail_all(f"a step failed: {type(error).__name__}: {error}")
+            self._fail_all(f"a step failed: {error_told(error)}")
             raise
 
     def _plain_step(self) -> list[StepEvent]:

@@ -8,7 +8,7 @@ from itertools import islice
 from numbers import Integral
 from typing import Any
 
-from mtp_plugin.errors import told
+from mtp_plugin.errors import error_told, told
 
 MAX_UNKNOWN = 10
 """Ids that nobody asked about which are told."""
@@ -20,7 +20,8 @@ StopAnswer = Collection[int] | Mapping[int, int] | None
 None: nothing ends."""
 
 StopCallback = Callable[[Sequence[int]], StopAnswer]
-"""Called with the ids of a step's requests that go on, in the batch's order."""
+"""Called with the ids of a step's requests that go on, or that the last of several tokens ends by
+itself, in the batch's order."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     try:
         answer = callback(list(outputs))
     except Exception as error:
-        return _failed(outputs, f"{type(error).__name__}: {error}")
+        return _failed(outputs, error_told(error))
     if answer is None:
         return StopWishes()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Collection):
@@ -62,7 +63,7 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
         num_wishes = len(answer)
         wishes = list(islice(_wishes(answer), MAX_WISHES))
     except Exception as error:  # as of tensors without a dimension
-        return _failed(outputs, f"{type(error).__name__}: {error}")
+        return _failed(outputs, error_told(error))
     if num_wishes > MAX_WISHES:
         return _failed(outputs, f"expected at most {MAX_WISHES} ids, got {num_wishes}")
     for request_id, count in wishes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError, told
+from mtp_plugin.errors import RequestError, error_told, told
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 
@@ -151,8 +151,7 @@ class StopRule:
                     if self.watch(token, from_draft=count <= num_drafts) and reason is None:
                         reason = FinishReason.STOP_WORDS
                 except Exception as error:
-                    cause = f"{type(error).__name__}: {error}"
-                    why = f"the tokenizer cannot decode token {token}: {cause}"
+                    why = f"the tokenizer cannot decode token {token}: {error_told(error)}"
                     return Ending(count, FinishReason.ERROR, why, error)
             if reason is None and length + count >= self.max_length:
                 reason = FinishReason.LENGTH

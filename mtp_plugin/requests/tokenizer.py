@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sized
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.errors import MTPPluginError, error_told
 
 SHOWN = 40
 """Characters of a text that messages show."""
@@ -41,10 +41,7 @@ def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
 
 def tokenizer_error(tokenizer: Any, what: str, error: Exception) -> MTPPluginError:
     """What a tokenizer raised, told in one line."""
-    told = " ".join(str(error).split())
-    return MTPPluginError(
-        f"the tokenizer {type(tokenizer).__name__} {what}: {type(error).__name__}: {told}"
-    )
+    return MTPPluginError(f"the tokenizer {type(tokenizer).__name__} {what}: {error_told(error)}")
 
 
 def shortened(text: str) -> str:

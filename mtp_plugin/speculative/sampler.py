@@ -118,13 +118,14 @@ class MTPSampler:
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after the step's tokens were appended, in the batch's order.
         stop_callback: a rule of stopping of the host's own, called once a step, after its tokens
-            were appended, with the ids of those of its requests that go on. It answers with ids to
-            end, by STOP_WORDS, behind the last token there is; which that is depends on how many
-            drafts were accepted, and so does the text. Or with a mapping of ids to the tokens of
-            the output to keep: those of the step behind them are taken back, which the host's
-            requests must be able to (``take_back_tokens``), and the text depends on the rule
-            alone. ``min_tokens`` does not hold it back. A wrong answer for a request ends that
-            request with an error; an id that was not asked about is told in the log.
+            were appended, with the ids of those of its requests that go on, or that the last of
+            several tokens ends by itself. It answers with ids to end, by STOP_WORDS, behind the
+            last token there is; which that is depends on how many drafts were accepted, and so does
+            the text. Or with a mapping of ids to the tokens of the output to keep: those of the
+            step behind them are taken back, which the host's requests must be able to
+            (``take_back_tokens``), and the text depends on the rule alone. ``min_tokens`` does not
+            hold it back. A wrong answer for a request that goes on ends it with an error; what else
+            is wrong is told in the log.
 
     Raises:
         ConfigError: sizes that cannot be, kernels that cannot run, or an argument of a host that
@@ -286,13 +287,20 @@ class MTPSampler:
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
         given = store.at(_slots_of([row for _, row in kept]), draft_len)
         told = host.log_probs
-        results = [
-            self._apply(row, *result, draft_len, None if told is None else told[place])
-            for (place, row), result in zip(kept, given, strict=True)
-        ]
         rows = [row for _, row in kept]
-        if self.stop_callback is not None:
-            results = self._stopped(self.stop_callback, rows, results)
+        results: list[StepResult] = []
+        endings: list[Ending] = []
+        try:
+            for (place, row), one in zip(kept, given, strict=True):
+                entries = None if told is None else told[place]
+                result, ending = self._apply(row, *one, draft_len, entries)
+                results.append(result)
+                endings.append(ending)
+            if self.stop_callback is not None:
+                self._ask(self.stop_callback, rows, results, endings)
+        finally:  # who has ended does not go on, whatever was raised here
+            for row, ending in zip(rows, endings, strict=False):
+                self._end(row.request, ending)
         for row, result in zip(rows, results, strict=True):
             if result.logprobs is not None:
                 tell_logprobs(row.request, result.logprobs, self.logprob_class)
@@ -332,7 +340,8 @@ class MTPSampler:
         status: int,
         draft_len: int,
         entries: torch.Tensor | None,
-    ) -> StepResult:
+    ) -> tuple[StepResult, Ending]:
+        """Append a run, as far as the request's own rule lets it; it is not ended yet."""
         request, facts, is_context = row.request, row.facts, row.is_context
         # the rewind counts the uncut run, the statistics what was emitted
         has_bonus = status == STATUS_OK or is_context
@@ -346,8 +355,8 @@ class MTPSampler:
             refused = NO_LOGPROBS
         if refused is not None:
             request.py_draft_tokens = []
-            self._end(request, FinishReason.ERROR, refused)
-            return StepResult(request.request_id, [], 0, len(run), FinishReason.ERROR)
+            ending = Ending(0, FinishReason.ERROR, refused)
+            return StepResult(request.request_id, [], 0, len(run), ending.reason), ending
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
         length, stop = request.get_num_tokens(BEAM), facts.stop
         before = request.get_tokens(BEAM) if stop.words else ()
@@ -358,57 +367,64 @@ class MTPSampler:
         for token in emitted:
             request.add_new_token(token, BEAM)
         logprobs = _logprobs_told(facts, entries, len(emitted))
-        if ending.reason is not None:
-            self._end(request, ending.reason, ending.error, ending.cause)
         num_drafted = 0
         if not (is_context or facts.is_dummy):
             # drafts behind the request's full length were absent
             num_drafted = min(row.num_drafted, max(facts.full_length - length, 0))
-        return StepResult(
+        result = StepResult(
             request.request_id, emitted, num_drafted, len(run), ending.reason, logprobs
         )
+        return result, ending
 
-    def _stopped(
-        self, callback: StopCallback, rows: list[PendingRow], results: list[StepResult]
-    ) -> list[StepResult]:
-        """A step's results, as a host's own rule of stopping leaves them."""
+    def _ask(
+        self,
+        callback: StopCallback,
+        rows: list[PendingRow],
+        results: list[StepResult],
+        endings: list[Ending],
+    ) -> None:
+        """Change a step's results and endings as a host's own rule of stopping wishes."""
         asked: dict[int, tuple[int, int]] = {}
-        for row, result in zip(rows, results, strict=True):
-            if result.finish_reason is None and not row.facts.is_dummy:
+        for row, result, ending in zip(rows, results, endings, strict=True):
+            if not row.facts.is_dummy and _may_end_earlier(result, ending):
                 now = row.request.get_num_tokens(BEAM) - row.facts.stop.prompt_len
                 asked[result.request_id] = (now - len(result.token_ids), now)
         if not asked:
-            return results
+            return
         wishes = ask(callback, asked)
         for why in wishes.unknown:
             _logger.error(why)
-        return [
-            self._ended(row, result, wishes) if result.request_id in asked else result
-            for row, result in zip(rows, results, strict=True)
-        ]
+        for place, (row, result) in enumerate(zip(rows, results, strict=True)):
+            if result.request_id in asked:
+                endings[place] = self._wished(row, result, endings[place], wishes)
+                results[place] = _cut(result, endings[place])
 
-    def _ended(self, row: PendingRow, result: StepResult, wishes: StopWishes) -> StepResult:
-        """What is left of the result of a request that a callback was asked about."""
+    def _wished(
+        self, row: PendingRow, result: StepResult, ending: Ending, wishes: StopWishes
+    ) -> Ending:
+        """How the run of a request ends that a callback was asked about."""
         request, request_id = row.request, result.request_id
+        number = len(result.token_ids)
+        ends_itself = ending.reason not in (None, FinishReason.ERROR)
         why = wishes.wrong.get(request_id)
+        if why is not None and ends_itself:
+            _logger.error("request %s, which has ended by itself: %s", request_id, why)
+            return ending
+        if why is not None:
+            return Ending(number, FinishReason.ERROR, why)
         kept = wishes.keep.get(request_id)
-        if why is None and kept is None:
-            return result
-        emitted, logprobs = result.token_ids, result.logprobs
-        surplus = 0
-        if kept is not None:
-            surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
+        if kept is None:
+            return ending
+        surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
+        if surplus == 0 and ends_itself:
+            return ending
         if surplus > 0 and not take_back_tokens(request, surplus):
             why = (
                 f"stop_callback: {surplus} tokens are to be taken back, and the host's requests "
                 f"have no take_back_tokens"
             )
-        elif surplus > 0:
-            emitted = emitted[: len(emitted) - surplus]
-            logprobs = None if logprobs is None else logprobs.first(len(emitted))
-        reason = FinishReason.STOP_WORDS if why is None else FinishReason.ERROR
-        self._end(request, reason, why)
-        return result._replace(token_ids=emitted, finish_reason=reason, logprobs=logprobs)
+            return Ending(number, FinishReason.ERROR, why)
+        return Ending(number - surplus, FinishReason.STOP_WORDS)
 
     def _count(self, row: PendingRow, result: StepResult) -> None:
         facts = row.facts
@@ -420,18 +436,14 @@ class MTPSampler:
         if self.on_step is not None:
             self.on_step(row.request, num_emitted, num_drafted)
 
-    def _end(
-        self,
-        request: SpecRequest,
-        reason: FinishReason,
-        error: str | None = None,
-        cause: Exception | None = None,
-    ) -> None:
+    def _end(self, request: SpecRequest, ending: Ending) -> None:
         """End a request; with an error alone, told where hosts look and in the log."""
-        if error is not None:
-            _logger.error("request %s: %s", request.request_id, error, exc_info=cause)
-            request.py_error = error
-        request.finish_by(self._reasons[reason], BEAM)
+        if ending.error is not None:
+            why, cause = ending.error, ending.cause
+            _logger.error("request %s: %s", request.request_id, why, exc_info=cause)
+            request.py_error = why
+        if ending.reason is not None:
+            request.finish_by(self._reasons[ending.reason], BEAM)
 
     # ---- rows -------------------------------------------------------------------------------
 
@@ -521,6 +533,24 @@ def _behind(outputs: dict[str, Any], num_skipped: int) -> dict[str, Any]:
         return outputs
     told = {name: outputs.get(name) for name in _READ}
     return {name: None if value is None else value[num_skipped:] for name, value in told.items()}
+
+
+def _may_end_earlier(result: StepResult, ending: Ending) -> bool:
+    """Whether a rule of the host's has a say in a run: where a step a token would have asked it."""
+    if ending.reason is None:
+        return True
+    # what could not be decoded is not asked about, nor what was refused
+    is_failed = ending.reason is FinishReason.ERROR
+    return ending.cause is None and len(result.token_ids) > (not is_failed)
+
+
+def _cut(result: StepResult, ending: Ending) -> StepResult:
+    """What is left of a result whose run ends so."""
+    logprobs = result.logprobs
+    if logprobs is not None and ending.length < len(result.token_ids):
+        logprobs = logprobs.first(ending.length)
+    emitted = result.token_ids[: ending.length]
+    return result._replace(token_ids=emitted, finish_reason=ending.reason, logprobs=logprobs)
 
 
 def _logprobs_told(

@@ -114,7 +114,7 @@ def test_a_rule_that_ends_behind_the_run(bed, target, prompts, no_overlap) -> No
 
 
 def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
-    """Who ends by itself is not asked about."""
+    """Who ends by itself with a run of one token is not asked about."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts[:2]]
     rule = Ids(cuts=True, ends={0: free[0][0]})
     llm = make(bed, rule)
@@ -123,6 +123,47 @@ def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
     assert [output.token_ids for output in outputs] == [free[0][:1], free[1][:1]]
     assert [o.finish_reason for o in outputs] == [FinishReason.END_ID, FinishReason.LENGTH]
     assert rule.asked == []
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("own", ["length", "stop id", "stop string", "end id"])
+def test_a_rule_in_front_of_a_stop_of_the_request(bed, target, prompts, own, no_overlap) -> None:
+    """Which of the two comes first is the same for every K, in one run too."""
+    free = target.greedy(prompts[0], COUNT)
+    at = next(i for i in range(6, COUNT) if free[i] not in free[:i])
+    text = Pieces().decode([free[at]], skip_special_tokens=True)
+    options: dict[str, Any] = {
+        "length": {"max_new_tokens": at + 1},
+        "stop id": {"stop_token_ids": [free[at]]},
+        "stop string": {"stop": text, "include_stop_str_in_output": True},
+        "end id": {"stop_token_ids": [free[at]], "logprobs": 2},
+    }[own]
+
+    class At:
+        """Keeps so many tokens."""
+
+        llm: LLM
+
+        def __init__(self, kept: int) -> None:
+            self.kept = kept
+
+        def __call__(self, ids: Sequence[int]) -> dict[int, int]:
+            outputs = {i: self.llm.find_request(i).output_token_ids for i in ids}
+            return {i: self.kept for i, output in outputs.items() if len(output) >= self.kept}
+
+    for kept in (at, at + 1, at + 2):
+        told = []
+        for k in (0, 1, 3):
+            rule = At(kept)
+            llm = make(bed, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+            (output,) = llm.generate(prompts[:1], greedy(**options))
+            assert output.token_ids == free[: min(kept, at + 1)]
+            assert len(output.logprobs or output.token_ids) == len(output.token_ids)
+            assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
+            told.append(output.finish_reason)
+            assert_drained(llm)
+        assert len({*told}) == 1
+        assert (told[0] is FinishReason.STOP_WORDS) == (kept == at or own == "stop string")
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -168,3 +209,33 @@ def test_pieces_that_ask_no_rule(bed, monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"^stop_callback: expected None, the plugin's MTPSampler"
     ):
         bed.llm(stop_callback=list)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("a\nb"), "ValueError: a b"),
+        (UnspeakableError(), "UnspeakableError: it cannot be told"),
+    ],
+)
+def test_whatever_is_raised_is_one_line(bed, prompts, error, told) -> None:
+    def rule(_: Sequence[int]) -> None:
+        raise error
+
+    class Decoding(Pieces):
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise error
+
+    llm = bed.llm(stop_callback=rule)
+    outputs = llm.generate(prompts[:2], greedy())
+    assert [output.error for output in outputs] == [f"stop_callback: {told}"] * 2
+    assert_drained(llm)
+    llm = bed.llm(tokenizer=Decoding())
+    (output,) = llm.generate(prompts[:1], greedy())
+    assert output.error.endswith(f"cannot decode token {output.token_ids[0]}: {told}")
+    assert_drained(llm)

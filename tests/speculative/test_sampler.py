@@ -1048,7 +1048,7 @@ def test_a_rule_is_asked_behind_the_tokens_of_those_that_go_on() -> None:
     runs = [[9], [5, 6, 7], [4, 5]]
     state = sampler.sample_async(batch([prompt], [ended, goes_on]), outputs(*runs))
     first = sampler.update_requests(state)
-    assert rule.asked == [{102: [9], 101: [4, 5]}]
+    assert rule.asked == [{102: [9], 100: [5, 6], 101: [4, 5]}]
     assert [result.finish_reason for result in first] == [None, FinishReason.END_ID, None]
     assert step(sampler, goes_on, [7])[0].finish_reason is None
     (last,) = step(sampler, goes_on, [8, 9])
