@@ -158,7 +158,7 @@ class Admission:
             text=text,
             max_draft_len=self._pieces.plan.max_draft_len,
             max_seq_len=self._max_seq_len,
-            label=self._pieces.label,
+            label=self._pieces.label if self._pieces.changes_text(params.asked()) else None,
         )
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:

@@ -53,6 +53,27 @@ def strict_part(text):
     return text[: text.index(BEGIN) + 1] if BEGIN in text else text
 
 
+@pytest.mark.parametrize(
+    ("options", "tells"),
+    [
+        ({}, True),
+        ({"relaxed_topk": 3}, True),
+        ({"relaxed_topk": 1}, False),
+        ({"relaxed_acceptance": False}, False),
+        ({"temperature": 0.8}, False),
+        ({"speculate": False}, False),
+        ({"max_draft_len": 0}, False),
+        ({"max_draft_len": 1}, True),
+    ],
+    ids=str,
+)
+def test_the_label_is_of_requests_whose_text_may_differ(bed, thinking, options, tells):
+    llm = relaxed(bed)
+    (output,) = llm.generate(thinking[:1], SamplingParams(max_new_tokens=3, **options))
+    assert (output.label is not None) == tells
+    assert_drained(llm)
+
+
 def test_requests_have_thresholds_of_their_own(bed, target, thinking):
     """In one batch; R35: top-1 and no distance is the strict text."""
     params = [

@@ -17,7 +17,7 @@ from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.speculative.plugin.contract import no_refusals
+from mtp_plugin.speculative.plugin.contract import any_text, no_refusals
 from tests.executor.conftest import VOCAB, assert_drained
 from tests.executor.test_llm_api import LOOPS, WORKERS, Pieces
 
@@ -59,6 +59,7 @@ def admission(*, tokenizer: Any = None, vocab_size: int = 90) -> Admission:
         refusals=no_refusals,
         plan=SimpleNamespace(max_draft_len=3),
         label=None,
+        changes_text=any_text,
     )
     facts = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(2,))
     return Admission(None, facts, pieces, tokenizer=tokenizer, max_seq_len=64)  # type: ignore[arg-type]

@@ -139,6 +139,11 @@ def no_refusals(asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
     return ()
 
 
+def any_text(asked: Mapping[str, Any]) -> bool:  # noqa: ARG001
+    """Every request's."""
+    return True
+
+
 @dataclass(frozen=True)
 class SpeculativePieces:
     """The pieces that an executor plugs into its loop."""
@@ -159,6 +164,8 @@ class SpeculativePieces:
     """Gets every request-step from the sampler; None: nobody does."""
     label: Label | None = None
     """What reports of acceptance and text must say; None: the text is the target's own."""
+    changes_text: Callable[[Mapping[str, Any]], bool] = any_text
+    """Options that a request asks for, by name -> whether the label is true of its text."""
     refusals: Callable[[Mapping[str, Any]], Iterable[str]] = no_refusals
     """Options that a request asks for, by name -> why they cannot be served as they are."""
     shorter_steps: bool = False

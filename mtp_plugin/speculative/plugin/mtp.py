@@ -27,7 +27,13 @@ from mtp_plugin.speculative.plugin.contract import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.verification import check_modes, label_of, most_draft_probs, refusals
+from mtp_plugin.speculative.verification import (
+    changes_text,
+    check_modes,
+    label_of,
+    most_draft_probs,
+    refusals,
+)
 
 
 class MTPPlugin:
@@ -117,6 +123,7 @@ class MTPPlugin:
             lengths,
             alarms,
             label,
+            changes_text=partial(changes_text, worker.verifier.modes),
             refusals=partial(refusals, worker.verifier.modes),
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,

@@ -5,6 +5,7 @@ from mtp_plugin.speculative.verification.draft_rules import DraftPass
 from mtp_plugin.speculative.verification.registry import (
     BUILT,
     MODES,
+    changes_text,
     check_modes,
     label_of,
     make_modes,
@@ -26,6 +27,7 @@ __all__ = [
     "VerificationInputs",
     "VerificationMode",
     "Verifier",
+    "changes_text",
     "check_modes",
     "label_of",
     "make_modes",

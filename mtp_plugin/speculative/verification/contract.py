@@ -111,6 +111,11 @@ class VerificationMode(ABC):
         """What reports say of texts and figures; None: the text is the target's own."""
         return None
 
+    def changes_text(self, asked: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether drafts may change the text of a request that asks for these options, by name;
+        :meth:`label` says how."""
+        return False
+
     def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
         """Why a request that asks for these options, by name, cannot be served here."""
         return ()

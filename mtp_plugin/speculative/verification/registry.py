@@ -58,6 +58,12 @@ def label_of(options: DecodingOptions) -> Label | None:
     return next((label for label in labels if label is not None), None)
 
 
+def changes_text(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> bool:
+    """Whether drafts may change the text of a request that asks for these options, by name."""
+    drafts = asked.get("speculate", True) and asked.get("max_draft_len") != 0
+    return drafts and any(mode.changes_text(asked) for mode in modes)
+
+
 def refusals(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> Iterator[str]:
     """Why a request that asks for these options, by name, cannot be served by these modes."""
     for mode in modes:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
+from mtp_plugin.requests.options import is_greedy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
@@ -73,6 +75,13 @@ class RelaxedVerification(VerificationMode):
             settings=settings,
             note="while a request thinks, drafts near the first choice stand too; texts may differ",
         )
+
+    @override
+    def changes_text(self, asked: Mapping[str, Any]) -> bool:
+        is_asked = (
+            asked.get("relaxed_acceptance", True) and asked.get("relaxed_topk", self.topk) > 1
+        )
+        return bool(is_asked and is_greedy(asked))
 
     @override
     def verify(
