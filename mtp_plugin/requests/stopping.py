@@ -68,6 +68,8 @@ class StopRule:
     end_ids: tuple[int, ...] = ()
     words: tuple[tuple[int, ...], ...] = ()
     """Stop words, as ids."""
+    ignored_ids: tuple[int, ...] = ()
+    """End ids of the model that do not end the request."""
     watch: TextWatch | None = None
     """Of the request's text; None: it has none."""
     _ends: frozenset[int] = field(init=False, repr=False, compare=False)
@@ -96,7 +98,8 @@ class StopRule:
         Args:
             max_seq_len: tokens that any request can hold. end_ids: of the model.
         """
-        ids = (() if params.ignore_eos else tuple(end_ids)) + params.stop_token_ids
+        own = tuple(end_ids)
+        ids = (() if params.ignore_eos else own) + params.stop_token_ids
         new_tokens = params.max_new_tokens
         return cls(
             max_length=(
@@ -105,6 +108,7 @@ class StopRule:
             prompt_len=prompt_len,
             min_tokens=params.min_tokens,
             end_ids=tuple(dict.fromkeys(ids)),
+            ignored_ids=own if params.ignore_eos else (),
             watch=watch,
         )
 
@@ -116,8 +120,14 @@ class StopRule:
 
     @property
     def slot_ids(self) -> tuple[int, ...] | None:
-        """Those for the request's slot; None: more than there is room for."""
+        """Those for the request's slot; None: more than there is room for.
+
+        Ids that are ignored stand there too, as drafts of them are no more relaxed, unless the
+        slot's ids are held back.
+        """
         ids = self.device_ids
+        if self.min_tokens == 0:
+            ids = tuple(dict.fromkeys((*ids, *self.ignored_ids)))
         return ids if len(ids) <= MAX_STOP_IDS else None
 
     def judge(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.executor import LlmRequest, SamplingParams
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 from tests.speculative.ops.acceptance import story
 
-BEGIN, END = 5, 6
+BEGIN, END, EOS = 5, 6, 1
 RELAXED = {
     "use_relaxed_acceptance_for_thinking": True,
     "relaxed_topk": 8,
@@ -53,6 +54,24 @@ def strict_part(text):
     return text[: text.index(BEGIN) + 1] if BEGIN in text else text
 
 
+def test_an_ignored_end_stands_only_as_first_choice(bed, target):
+    """Drafts of it are as good as any by the thresholds, and do not stand."""
+    prompt = [BEGIN, 20, 21, 22]
+    params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    for options, may_be_relaxed in (({}, True), ({"min_tokens": 2}, False)):
+        llm = relaxed(bed, k=3)
+        wrap_worker(
+            llm, lambda worker: ScriptedDrafts(worker, {0: prompt + [30, EOS] * 20}, lambda *_: 3)
+        )
+        asks = replace(params, relaxed_topk=VOCAB, relaxed_delta=2.0, **options)
+        (text,) = generate(llm, [prompt], [asks])
+        strict = target.greedy(prompt, NUM_TOKENS)
+        assert (30 in text and text != strict) == may_be_relaxed
+        for place, token in enumerate(text):
+            if token == EOS:
+                assert target.greedy(prompt + text[:place], 1) == [EOS]
+
+
 @pytest.mark.parametrize(
     ("options", "tells"),
     [
@@ -72,6 +91,28 @@ def test_the_label_is_of_requests_whose_text_may_differ(bed, thinking, options, 
     (output,) = llm.generate(thinking[:1], SamplingParams(max_new_tokens=3, **options))
     assert (output.label is not None) == tells
     assert_drained(llm)
+
+
+@pytest.mark.parametrize("end", [[9, 11], [9, END], [END, 9], None])
+def test_an_end_of_thinking_that_relaxed_acceptance_does_not_know(bed, target, end):
+    """A config whose answers would stay relaxed is refused; others end with the forced end."""
+    mtp = {} if end is None else {"thinking_end": end}
+    if end == [9, 11]:
+        with pytest.raises(
+            ConfigError, match=r"^mtp\.thinking_end: expected the token .* 6, among"
+        ):
+            relaxed(bed, mtp=mtp)
+        return
+    prompt, budget = [BEGIN, 20, 21, 22], 2
+    llm = relaxed(bed, mtp=mtp)
+    params = asked(thinking_token_budget=budget, relaxed_topk=VOCAB, relaxed_delta=2.0)
+    (text,) = generate(llm, [prompt], [params])
+    forced = [END] if end is None else end
+    assert text[budget : budget + len(forced)] == forced
+    behind = budget + len(forced)
+    assert strict_part(text[behind:]) == strict_part(
+        target.greedy(prompt + text[:behind], NUM_TOKENS - behind)
+    )
 
 
 def test_requests_have_thresholds_of_their_own(bed, target, thinking):
@@ -160,7 +201,7 @@ class Story:
 def test_texts_are_those_of_the_story(bed, thinking, vanilla, k, limit, scale):
     """Token by token, whatever limits what is relaxed."""
     told = Story(bed, k, vanilla=vanilla)
-    rule = story.Rule(False, 8, 0.9, [], BEGIN, END, run_limit=limit, entropy_scale=scale)
+    rule = story.Rule(False, 8, 0.9, [EOS], BEGIN, END, run_limit=limit, entropy_scale=scale)
     texts = [told.text(prompt, rule) for prompt in thinking]
     mtp = {"relaxed_run_limit": limit, "relaxed_entropy_scale": scale}
     llm = relaxed(
@@ -282,7 +323,7 @@ def test_extras_survive_chunks_and_preemption(bed, thinking, vanilla, monkeypatc
     assert sum(map(len, preempted.values())) == llm.executor.num_preemptions > 0
 
     told = Story(bed, 3, vanilla=vanilla)
-    rule = story.Rule(False, 8, 0.9, [], BEGIN, END, run_limit=1, entropy_scale=2000.0)
+    rule = story.Rule(False, 8, 0.9, [EOS], BEGIN, END, run_limit=1, entropy_scale=2000.0)
     for place, (prompt, options) in enumerate(zip(thinking, own, strict=True)):
         mine = rule._replace(topk=3, delta=0.4) if options else rule
         assert texts[place] == told.text(prompt, mine, preempted[place])

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.requests.options import is_greedy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.requests.thinking import expect_thinking_tokens, thinking_after
+from mtp_plugin.requests.thinking import NO_TOKEN, expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import RUN_COLUMN, AcceptanceRules, RelaxedRule
@@ -32,8 +33,9 @@ class RelaxedVerification(VerificationMode):
     relaxed. Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking
     phase; a host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
     ``relaxed_limit`` (the request's own, or the config's) and, with a run limit, ``relaxed_run``.
-    Ids that end a request are accepted only as first choice; a request with more of them than a
-    slot has room for is never relaxed, which is logged.
+    Ids that end a request, or are ignored, are accepted only as first choice; a request with more
+    of them than a slot has room for is never relaxed, which is logged, nor is one that ignores
+    some beside ``min_tokens``.
     """
 
     name = "relaxed"
@@ -74,6 +76,18 @@ class RelaxedVerification(VerificationMode):
             name=cls.name,
             settings=settings,
             note="while a request thinks, drafts near the first choice stand too; texts may differ",
+        )
+
+    @classmethod
+    @override
+    def check(cls, options: DecodingOptions) -> None:
+        end = options.thinking_end
+        if end is None or end.end_token == NO_TOKEN or end.end_token in end.end:
+            return
+        raise ConfigError(
+            f"mtp.thinking_end: expected the token that ends thinking, {end.end_token}, among its "
+            f"ids beside use_relaxed_acceptance_for_thinking, got {list(end.end)}: what follows "
+            f"would stay relaxed"
         )
 
     @override
@@ -128,6 +142,8 @@ class RelaxedVerification(VerificationMode):
         if facts.stop.slot_ids is None:
             is_relaxed = False
             self._tell_of_stop_ids(facts)
+        elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
+            is_relaxed = False  # the slot has no place for ids that are not held back
         topk, limit = 1, 0.0
         if is_relaxed:
             topk = facts.options.get("relaxed_topk", self.topk)
