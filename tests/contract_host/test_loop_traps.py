@@ -19,7 +19,16 @@ from tests.contract_host.behaviours import (
 )
 from tests.contract_host.host import make_host
 from tests.contract_host.line_rules import LINES
-from tests.contract_host.test_loop import ask, free_strangers, lines, loops, mixed, texts, ways
+from tests.contract_host.test_loop import (
+    ask,
+    free_strangers,
+    lines,
+    loops,
+    mixed,
+    options_of,
+    texts,
+    ways,
+)
 
 N = 3
 
@@ -48,6 +57,31 @@ def test_r09_slots_of_a_batch_in_flight_and_of_one_that_is_let_in(
     assert host.generate(ask(prompts, lengths)) == texts(decoded, prompts, lengths)
     assert host.executor.most_slots == 2 * N
     free_strangers(host)
+    host.assert_drained()
+
+
+@lines
+def test_r09_rows_of_logit_edits_of_who_has_ended(line, tiny_model, prompts, decoded):
+    """R09: pools have rows for one batch, and who has ended frees its own a step late."""
+    host = make_host(
+        line,
+        tiny_model,
+        vanilla=False,
+        overlap=True,
+        batch=N,
+        num_seq_slots=2 * N,
+        late_frees=True,
+    )
+    penalty = {"repetition_penalty": 1.3}
+    lengths = [1, 6, 1, 6] * 3
+    requests = ask([*prompts, *prompts], lengths)
+    for request in requests:
+        request.sampling_config = options_of(line, **penalty)
+    want = [
+        decoded(prompt, max_new_tokens=length, **penalty).token_ids
+        for prompt, length in zip([*prompts, *prompts], lengths, strict=False)
+    ]
+    assert host.generate(requests) == want
     host.assert_drained()
 
 

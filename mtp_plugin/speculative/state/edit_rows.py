@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import MetadataError, expect, told
+from mtp_plugin.errors import MetadataError, NoFreeSlotsError, expect, told
 from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
@@ -107,6 +107,11 @@ class EditRows:
         bans_drafts = asked["words_row"] or _holds_ends_back(facts)
         if not any(asked.values()):
             return {}
+        if not self.has_room(request_id):
+            raise NoFreeSlotsError(
+                f"logit edits: all {self._rows.max_num_requests} rows of their pools are taken, "
+                f"request {request_id} needs one"
+            )
         row = self._rows.add_slot(request_id)
         self._for_drafts.pop(request_id, None)
         try:
@@ -144,15 +149,17 @@ class EditRows:
         self._fill_bans(row, has_allowed=False)
         return {"allowed_row": row}
 
-    def make_room(self, request_id: int) -> int | None:
-        """Take a row back that another request has for its drafts alone, where this one gets none
-        otherwise.
+    def has_room(self, request_id: int) -> bool:
+        """Whether the request has a row, or can take one."""
+        return bool(self._rows.free_slots) or self._rows.get_slot(request_id) is not None
+
+    def take_from_drafts(self) -> int | None:
+        """Take a row back that a request has for its drafts alone.
 
         Returns:
-            Who had it; its slot must not name a row any more.
+            Who had it, whose slot must not name a row any more; None: nobody has one.
         """
-        has_room = self._rows.free_slots or self._rows.get_slot(request_id) is not None
-        if has_room or not self._for_drafts:
+        if not self._for_drafts:
             return None
         yielding = next(reversed(self._for_drafts))
         self.give_back(yielding)

@@ -9,11 +9,11 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect
-from mtp_plugin.requests.columns import NO_ROW, NO_TOKEN, REQUEST_COLUMNS, TableColumns
+from mtp_plugin.requests.columns import NO_ROW, NO_TOKEN, POOL_ROWS, REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
-from mtp_plugin.requests.states import is_graph_dummy_id
+from mtp_plugin.requests.states import RequestState, is_graph_dummy_id
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import (
     DecodingOptions,
@@ -22,6 +22,7 @@ from mtp_plugin.speculative.host import (
     SpecRequest,
     ends_prompt,
     own_facts,
+    phase_of,
     read_request,
     refuse,
     refuse_unserved,
@@ -111,6 +112,7 @@ class SlotStateManager:
         self.always_greedy = False
         """How requests want their tokens drawn is left out."""
         self._asking: dict[int, bool] = {}
+        self._row_owners: dict[int, SpecRequest] = {}
         self._contexts: Sequence[Any] = ()
 
     @staticmethod
@@ -209,6 +211,7 @@ class SlotStateManager:
         """Give the request's slot back; a request that never had one changes nothing."""
         self.slot_manager.remove_slot(request.request_id)
         self._asking.pop(request.request_id, None)
+        self._row_owners.pop(request.request_id, None)
         if self.edit_rows is not None:
             self.edit_rows.give_back(request.request_id)
 
@@ -226,6 +229,7 @@ class SlotStateManager:
         """Give every slot back."""
         self.slot_manager.shutdown()
         self._asking.clear()
+        self._row_owners.clear()
         self._contexts = ()
         if self.edit_rows is not None:
             self.edit_rows.shutdown()
@@ -311,13 +315,34 @@ class SlotStateManager:
                 "vocab_size"
             )
         tokens = request.get_tokens(0)
-        yielding = self.edit_rows.make_room(request.request_id)
-        if yielding is not None:
-            self.table.column("allowed_row")[self.slot_of(yielding)] = NO_ROW
+        if not self.edit_rows.has_room(request.request_id):
+            self._make_room(self.edit_rows)
         rows = self.edit_rows.take(request.request_id, facts, tokens)
+        if rows:
+            self._row_owners[request.request_id] = request
         recent = list(tokens[-MAX_BAD_WORD_LEN:])
         padding = [NO_TOKEN] * (MAX_BAD_WORD_LEN - len(recent))
         return {**rows, "recent": padding + recent}
+
+    def _make_room(self, edit_rows: EditRows) -> None:
+        """Take rows back: of requests that have ended, which hosts may free a step later, or the
+        one that another request has for its drafts alone.
+
+        What still runs for them stands before what is written now.
+        """
+        ended = [
+            request_id
+            for request_id, owner in self._row_owners.items()
+            if phase_of(owner) == RequestState.GENERATION_COMPLETE.name
+        ]
+        for request_id in ended:
+            del self._row_owners[request_id]
+            edit_rows.give_back(request_id)
+        yielding = None if ended else edit_rows.take_from_drafts()
+        for request_id in ended if yielding is None else [yielding]:
+            slot = self.slot_of(request_id)
+            for name in POOL_ROWS:
+                self.table.column(name)[slot : slot + 1].fill_(NO_ROW)
 
     def _make_draft_probs(self, vocab_size: int | None) -> torch.Tensor | None:
         """[S, K, V] float32, nothing for ids that are never drafted; None: no mode reads it."""

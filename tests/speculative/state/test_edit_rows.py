@@ -16,6 +16,7 @@ from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
@@ -381,13 +382,29 @@ def test_dummies_have_no_row() -> None:
 # --- what cannot be ---
 
 
+def test_who_has_ended_makes_room() -> None:
+    """A host may free it later; then the row stays its new owner's."""
+    manager = managed(2)
+    asked = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
+    manager.prepare_resources(batch(*asked[:3]))
+    asked[1].finish_by(FinishReason.END_ID)
+    manager.prepare_resources(batch(asked[3]))
+    assert taken(manager) == {1: 0, 3: 2, 4: 1}
+    manager.free_resources(asked[1])
+    assert taken(manager) == {1: 0, 3: 2, 4: 1}
+    assert pools(manager).bias[1].nonzero().flatten().tolist() == [4]
+    for one in asked:
+        manager.free_resources(one)
+    assert taken(manager) == {}
+
+
 def test_more_requests_than_rows() -> None:
     """Who comes too late has neither slot nor row, the others theirs; a row that is given back is
     the next one's."""
     manager = managed(2)
     asked = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
     manager.prepare_resources(batch(*asked[:2]))
-    with pytest.raises(NoFreeSlotsError, match="No free slots: all 3 are taken, request 4 needs"):
+    with pytest.raises(NoFreeSlotsError, match="all 3 rows of their pools are taken, request 4"):
         manager.prepare_resources(batch(asked[2], asked[3]))
     assert manager.slot_manager.get_slot(4) is None
     assert taken(manager) == {1: 0, 2: 1, 3: 2}
