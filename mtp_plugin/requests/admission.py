@@ -35,6 +35,7 @@ from mtp_plugin.requests.options import (
     Option,
     is_greedy,
 )
+from mtp_plugin.requests.options.values import plain
 from mtp_plugin.requests.stopping import stop_words
 
 _CONFIG = "config."
@@ -163,20 +164,10 @@ def _read(one: HostAsks) -> Any:
     read = _plain_words if one.field == _PLAIN_WORDS else _READERS.get(one.option.name)
     if read is not None:
         return read(one.value)
-    value, values = _number(one.value), one.option.values
+    value, values = plain(one.value), one.option.values
     if not values.allows(value):
         raise RequestError(f"expected {values.words}, got {told(value)}")
     return value
-
-
-def _number(value: Any) -> Any:
-    """A number as one of Python's own; all else as it is."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    try:
-        return int(value) if isinstance(value, Integral) else float(value)
-    except OverflowError:
-        return value
 
 
 def _plain_words(listed: Any) -> tuple[tuple[int, ...], ...]:
@@ -215,7 +206,7 @@ def _bias(given: Any) -> Any:
 
 
 def _top_k(count: Any) -> int:
-    option, value = OPTIONS["top_k"], _number(count)
+    option, value = OPTIONS["top_k"], plain(count)
     if not option.values.allows(value):
         raise RequestError(f"expected {option.values.words}, got {told(value)}")
     return max(int(value), 0)

@@ -10,6 +10,7 @@ import math
 import re
 import typing
 from enum import Enum
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -379,6 +380,53 @@ def test_lists_and_none_are_as_good_as_tuples() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)
     words = SamplingParams(bad_words=["a b", [3, 4]]).bad_words
     assert words == ("a b", (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"max_tokens": np.int64(5)}, {"max_new_tokens": 5}),
+        ({"temperature": np.float32(0.5), "top_k": np.uint8(4)}, {"temperature": 0.5, "top_k": 4}),
+        ({"temperature": np.array(0.5), "seed": np.array(3)}, {"temperature": 0.5, "seed": 3}),
+        ({"top_p": torch.tensor(0.5), "logprobs": torch.tensor(2)}, {"top_p": 0.5, "logprobs": 2}),
+        ({"temperature": Fraction(1, 2)}, {"temperature": 0.5}),
+        ({"ignore_eos": np.bool_(True), "pad_id": np.int32(0)}, {"ignore_eos": True}),
+        ({"top_p_decay": np.float32(1), "beam_width": np.int64(1)}, {"top_p_decay": 1.0}),
+        ({"stop_token_ids": [np.int64(5)]}, {"stop_token_ids": (5,)}),
+        ({"stop_token_ids": tuple(np.arange(2))}, {"stop_token_ids": (0, 1)}),
+        ({"bad_words": [[np.int64(3), 4], "a"]}, {"bad_words": ((3, 4), "a")}),
+        ({"logit_bias": {np.int64(3): np.float32(0.5)}}, {"logit_bias": {3: 0.5}}),
+        ({"allowed_token_ids": range(3)}, {"allowed_token_ids": (0, 1, 2)}),
+        ({"bad_words": [range(3, 5)]}, {"bad_words": ((3, 4),)}),
+    ],
+    ids=str,
+)
+def test_numbers_and_sequences_of_other_kinds(
+    options: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    """They are those of Python's own kinds, and are kept as such."""
+    params = SamplingParams(**options)
+    assert params == SamplingParams(**wanted)
+    assert repr(params) == repr(SamplingParams(**wanted))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_tokens": np.bool_(True)}, "max_tokens must be an integer >= 1, got True"),
+        ({"temperature": np.bool_(False)}, "temperature must be a number >= 0, got False"),
+        ({"max_tokens": np.float32(2)}, "max_tokens must be an integer >= 1, got 2.0"),
+        ({"top_k": np.array([3])}, "top_k must be an integer >= -1, got array([3])"),
+        (
+            {"allowed_token_ids": range(10**30)},
+            f"allowed_token_ids must be a sequence of token ids >= 0, got range(0, {10**30})",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_any_kind(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(told)}$"):
+        SamplingParams(**options)
 
 
 def test_a_field_has_one_type_at_run_time() -> None:

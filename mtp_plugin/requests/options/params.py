@@ -48,6 +48,7 @@ from mtp_plugin.requests.options.values import (
     is_word,
     number,
     one_of,
+    plain,
     unset_or,
 )
 from mtp_plugin.verifications import WAYS, codes
@@ -335,6 +336,8 @@ class SamplingParams:
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            self._set(name, plain(value))
         spelled = self._take_over_other_names()
         for name in _SEQUENCES:
             value = in_order(vars(self)[name])
@@ -347,7 +350,8 @@ class SamplingParams:
         if is_int(self.top_k) and self.top_k == -1:
             self._set("top_k", 0)
         if isinstance(self.logit_bias, dict):
-            self._set("logit_bias", dict(self.logit_bias) or None)
+            bias = {plain(token): plain(value) for token, value in self.logit_bias.items()}
+            self._set("logit_bias", bias or None)
         for name in _UNRANGED:
             if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
                 self._set(name, _DEFAULTS[name])

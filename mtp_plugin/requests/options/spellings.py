@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mtp_plugin.errors import SHOWN, RequestError, told
+from mtp_plugin.requests.options.limits import MAX_RANGE
 from mtp_plugin.requests.options.option import Option
-from mtp_plugin.requests.options.values import is_int
+from mtp_plugin.requests.options.values import is_int, plain
 
 _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
@@ -96,7 +97,7 @@ def named_here(
     """
     problems = []
     for name in [name for name in given if name not in names]:
-        value, neutral = given[name], _NEUTRAL_ELSEWHERE.get(name)
+        value, neutral = plain(given[name]), _NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
             shown = name if len(name) <= SHOWN else told(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
@@ -134,12 +135,19 @@ def says_nothing(option: Option, value: Any) -> bool:
 
 
 def in_order(value: Any) -> Any:
-    """Lists, and those in them, as tuples; a text as the only one of a tuple; else the value."""
+    """Lists, and those in them, as tuples of plain numbers; a text as the only one of a tuple; else
+    the value."""
     if isinstance(value, str):
         return (value,)
-    if isinstance(value, (list, tuple)):
-        return tuple(tuple(one) if isinstance(one, list) else one for one in value)
+    if _is_listed(value):
+        return tuple(tuple(map(plain, one)) if _is_listed(one) else plain(one) for one in value)
     return value
+
+
+def _is_listed(value: Any) -> bool:
+    if isinstance(value, range):
+        return not value[MAX_RANGE:]
+    return isinstance(value, (list, tuple))
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:

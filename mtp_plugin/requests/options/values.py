@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from mtp_plugin.requests.options.limits import MAX_LOGPROBS
@@ -16,6 +17,21 @@ class Values:
 
     words: str
     allows: Callable[[Any], bool]
+
+
+def plain(value: Any) -> Any:
+    """A number of any kind, those of arrays without a dimension too, as one of Python's own; all
+    else as it is."""
+    if value is None or type(value) in (int, float, bool, str, tuple):
+        return value
+    try:
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return value
+        return int(value) if isinstance(value, Integral) else float(value)
+    except Exception:  # whatever the classes of others do
+        return value
 
 
 def is_int(value: Any) -> bool:
