@@ -265,6 +265,64 @@ def test_all_wrong_values_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        (
+            {"max_token": 3, "temperature": -1},
+            (
+                "max_token: unknown option; did you mean max_tokens?",
+                "temperature must be a number >= 0, got -1",
+            ),
+        ),
+        (
+            {"beam_width": 4, "seed": 3, "random_seed": 4, "top_k": -2, "allowed_token_ids": []},
+            (
+                "beam_width: expected None or 1, as nothing else is served, got 4",
+                "random_seed=4 is seed under another name, and seed=3 stands beside it",
+                "top_k must be an integer >= -1, got -2",
+                "allowed_token_ids: names no id",
+            ),
+        ),
+        (
+            {
+                "temperature": "hot",
+                "relaxed_topk": 3,
+                "relaxed_acceptance": False,
+                "min_tokens": 50,
+                "max_tokens": 40,
+                "logit_bias": dict.fromkeys(range(1025), 1.0),
+            },
+            (
+                "temperature must be a number >= 0, got 'hot'",
+                "logit_bias: at most 1024 are served, got 1025",
+                "min_tokens 50 is above max_new_tokens 40",
+                "relaxed_topk=3 asks for what relaxed_acceptance=False declines",
+            ),
+        ),
+        (  # what a wrong value would have stood beside, nobody knows
+            {
+                "max_tokens": 0,
+                "min_tokens": 50,
+                "verification": "x",
+                "draft_sampling": "plain",
+            },
+            (
+                "max_tokens must be an integer >= 1, got 0",
+                "verification must be one of coupled, rejection, block, got 'x'",
+            ),
+        ),
+    ],
+    ids=["unknown", "doubled", "beside each other", "no guesses"],
+)
+def test_reasons_of_every_kind_are_told_in_one_line(
+    options: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**options)
+    assert str(caught.value) == f"sampling parameters: {'; '.join(reasons)}"
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"max_token": 3}, "max_token: unknown option; did you mean max_tokens?"),
@@ -727,7 +785,7 @@ def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, 
 def test_two_values_that_are_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:
         SamplingParams(**options)
-    assert str(refused.value) == f"sampling parameters: {message}"
+    assert str(refused.value).startswith(f"sampling parameters: {message}")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])

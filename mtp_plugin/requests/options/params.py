@@ -60,6 +60,7 @@ DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
 }
 """How drafts may be drawn for what judges them; the first is presumed."""
 
+_WHERE = "sampling parameters: "
 _Made = TypeVar("_Made")
 
 
@@ -69,7 +70,13 @@ def _checks_names(made: type[_Made]) -> type[_Made]:
 
     @functools.wraps(make)
     def checked(self: _Made, /, *arguments: Any, **given: Any) -> None:
-        make(self, *arguments, **named_here(given, OPTIONS, _DEFAULTS))
+        named, problems = named_here(given, OPTIONS, _DEFAULTS)
+        try:
+            make(self, *arguments, **named)
+        except RequestError as error:
+            problems.append(str(error).removeprefix(_WHERE))
+        if problems:
+            raise RequestError(_WHERE + "; ".join(problems))
 
     made.__init__ = checked  # type: ignore[assignment]
     return made
@@ -357,7 +364,7 @@ class SamplingParams:
                 self._set(name, _DEFAULTS[name])
         problems = self._problems(spelled)
         if problems:
-            raise RequestError("sampling parameters: " + "; ".join(problems))
+            raise RequestError(_WHERE + "; ".join(problems))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -403,57 +410,65 @@ class SamplingParams:
 
     def _problems(self, spelled: Mapping[str, str]) -> list[str]:
         values = vars(self)
-        problems = [
-            f"{spelled.get(name, name)} must be {option.values.words}, got {told(values[name])}"
-            f"{instead_of(name, values[name])}"
-            for name, option in OPTIONS.items()
-            if not option.values.allows(values[name])
+        wrong = [name for name, row in OPTIONS.items() if not row.values.allows(values[name])]
+        sound = {**values, **{name: OPTIONS[name].neutral for name in wrong}}
+        return [
+            *(
+                f"{spelled.get(name, name)} must be {OPTIONS[name].values.words}, got "
+                f"{told(values[name])}{instead_of(name, values[name])}"
+                for name in wrong
+            ),
+            *_too_many(sound),
+            *_not_together(sound),
         ]
-        least, most = self.min_tokens, self.max_new_tokens
-        if is_int(least) and most is not None and is_int(most) and least > most >= 1:
-            problems.append(f"min_tokens {told(least)} is above max_new_tokens {told(most)}")
-        return problems or [*self._too_many(), *self._not_together()]
 
-    def _too_many(self) -> Iterator[str]:
-        """Lists that are longer than there is room for."""
-        words = len(self.bad_words) + len(self.bad_token_ids)
-        for name, count, most in (
-            ("logit_bias", len(self.logit_bias or ()), MAX_BIAS_IDS),
-            ("bad_words and bad_token_ids", words, MAX_BAD_WORDS),
-        ):
-            if count > most:
-                yield f"{name}: at most {most} are served, got {count}"
-        for word in self.bad_words:
-            if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
-                yield (
-                    f"bad_words: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got "
-                    f"{len(word)}"
-                )
 
-    def _not_together(self) -> Iterator[str]:
-        """Values that cannot stand beside each other."""
-        for name in ("relaxed_topk", "relaxed_delta"):
-            value = vars(self)[name]
-            if value is not None and not self.is_greedy:
-                yield f"{name}={told(value)} needs greedy decoding, and this draws"
-            if value is not None and not self.relaxed_acceptance:
-                yield f"{name}={told(value)} asks for what relaxed_acceptance=False declines"
-        if self.verification is not None and self.draft_sampling is not None:
-            allowed = DRAFTS_OF_VERIFICATION[self.verification]
-            if self.draft_sampling not in allowed:
-                yield (
-                    f"draft_sampling={self.draft_sampling!r} cannot be verified by "
-                    f"{self.verification!r}, expected one of {', '.join(allowed)}"
-                )
-        if self.allowed_token_ids == ():
-            yield "allowed_token_ids: names no id"
-        elif self.allowed_token_ids is not None:
-            banned = {*self.bad_token_ids}
-            banned.update(
-                word[0] for word in self.bad_words if isinstance(word, tuple) and len(word) == 1
+def _too_many(values: Mapping[str, Any]) -> Iterator[str]:
+    """Lists, of options by name, that are longer than there is room for."""
+    words = len(values["bad_words"]) + len(values["bad_token_ids"])
+    for name, count, most in (
+        ("logit_bias", len(values["logit_bias"] or ()), MAX_BIAS_IDS),
+        ("bad_words and bad_token_ids", words, MAX_BAD_WORDS),
+    ):
+        if count > most:
+            yield f"{name}: at most {most} are served, got {count}"
+    for word in values["bad_words"]:
+        if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
+            yield (
+                f"bad_words: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got "
+                f"{len(word)}"
             )
-            if banned.issuperset(self.allowed_token_ids):
-                yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+
+
+def _not_together(values: Mapping[str, Any]) -> Iterator[str]:
+    """Values, of options by name, that cannot stand beside each other."""
+    least, most = values["min_tokens"], values["max_new_tokens"]
+    if most is not None and least > most:
+        yield f"min_tokens {told(least)} is above max_new_tokens {told(most)}"
+    for name in ("relaxed_topk", "relaxed_delta"):
+        value = values[name]
+        if value is not None and not is_greedy(values):
+            yield f"{name}={told(value)} needs greedy decoding, and this draws"
+        if value is not None and not values["relaxed_acceptance"]:
+            yield f"{name}={told(value)} asks for what relaxed_acceptance=False declines"
+    verification, drafts = values["verification"], values["draft_sampling"]
+    if verification is not None and drafts is not None:
+        expected = DRAFTS_OF_VERIFICATION[verification]
+        if drafts not in expected:
+            yield (
+                f"draft_sampling={drafts!r} cannot be verified by {verification!r}, expected one "
+                f"of {', '.join(expected)}"
+            )
+    allowed = values["allowed_token_ids"]
+    if allowed == ():
+        yield "allowed_token_ids: names no id"
+    elif allowed is not None:
+        banned = {*values["bad_token_ids"]}
+        banned.update(
+            word[0] for word in values["bad_words"] if isinstance(word, tuple) and len(word) == 1
+        )
+        if banned.issuperset(allowed):
+            yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
 
 
 def is_greedy(values: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mtp_plugin.errors import SHOWN, RequestError, told
+from mtp_plugin.errors import SHOWN, told
 from mtp_plugin.requests.options.limits import MAX_RANGE
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.values import is_int, plain
@@ -87,13 +87,10 @@ _WRITTEN_HERE: Mapping[str, str] = {
 
 def named_here(
     given: dict[str, Any], options: Mapping[str, Option], names: Collection[str]
-) -> dict[str, Any]:
-    """What is given under ``names``, where all else that is given changes nothing; a None under
-    another name alone is one under ours.
-
-    Raises:
-        RequestError: naming every option that there is not, or that is given under two names with
-            different values.
+) -> tuple[dict[str, Any], list[str]]:
+    """What is given under ``names``, a None under another name alone as one under ours; and what is
+    wrong with names: those that there are not, all but such as change nothing, and options that are
+    given under two with different values.
     """
     problems = []
     for name in [name for name in given if name not in names]:
@@ -121,9 +118,7 @@ def named_here(
                     f"{other}={told(theirs)} is {name} under another name, and {name}={told(ours)} "
                     f"stands beside it"
                 )
-    if problems:
-        raise RequestError("sampling parameters: " + "; ".join(problems))
-    return named
+    return named, problems
 
 
 def says_nothing(option: Option, value: Any) -> bool:
