@@ -244,7 +244,7 @@ def _asked(request: Any, config: Any, row: Option) -> HostAsks | None:
     """What the first field of a row that is there asks for, if anything."""
     for field in row.host:
         name = field.removeprefix(_CONFIG)
-        value = getattr(request, field, None) if name == field else _first(config, name)
+        value = getattr(request, field, None) if name == field else _alone(config, name)
         if not _is_there(value):
             continue
         return None if _is_neutral(row, value) else HostAsks(row, field, value)
@@ -260,11 +260,9 @@ def _is_neutral(row: Option, value: Any) -> bool:
         return False
 
 
-def _first(config: Any, name: str) -> Any:
+def _alone(config: Any, name: str) -> Any:
     value = getattr(config, name, None)
-    if isinstance(value, (list, tuple)):
-        return value[0] if value else None
-    return value
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def _is_there(value: Any) -> bool:

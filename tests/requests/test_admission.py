@@ -39,10 +39,15 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
         {"temperature": []},
         {"min_p": [0.0]},
         {"beam_width_array": [1]},
+        {"beam_width_array": [1, 1]},
+        {"beam_width_array": [[1, 1]]},
+        {"beam_width_array": []},
         {"repetition_penalty": [Fraction(1)], "num_return_sequences": Fraction(1)},
         {"length_penalty": [0.0], "prompt_ignore_length": [0]},
         {"length_penalty": 1.0, "no_repeat_ngram_size": 0, "beam_width_array": None},
         {"top_k": [1], "top_p_decay": [1.0], "top_p_min": [1e-6], "top_p_reset_ids": [-1]},
+        {"top_p_min": [float(np.float32(1e-6))]},  # as a host in C++ has it
+        {"top_p_min": np.float32(1e-6)},
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
@@ -59,6 +64,10 @@ def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
         ({"min_p": [0.05]}, ["min_p=0.05"]),
         ({"temperature": [1.0], "top_p_decay": [0.5]}, ["temperature=1.0", "top_p_decay=0.5"]),
         ({"beam_width": 4}, ["beam_width=4"]),
+        ({"beam_width_array": [1, 2]}, ["beam_width_array"]),
+        ({"beam_width_array": [[1, 2]]}, ["beam_width_array"]),
+        ({"temperature": [0.0, 0.7]}, ["temperature"]),
+        ({"top_p_min": [1.1e-6]}, ["top_p_min=1.1e-06"]),
         ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
         ({"top_p_decay": [0.5]}, ["top_p_decay=0.5"]),
         ({"min_length": [8]}, ["min_length=8"]),

@@ -70,6 +70,8 @@ def test_no_two_rows_read_the_same_field_of_a_host() -> None:
 def test_the_neutral_value_and_none_change_nothing(option: Option) -> None:
     assert option.is_neutral(option.neutral)
     assert option.is_neutral(None)
+    if isinstance(option.neutral, (int, float)):
+        assert option.is_neutral(float(np.float32(option.neutral)))  # as hosts in C++ have it
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -28,6 +28,12 @@ HOST_OPTIONS: tuple[Option, ...] = (
     ),
     _of_the_host("py_additional_outputs", "further outputs of the model"),
     _of_the_host("beam_width", "beams", "config.beam_width", "py_beam_width", neutral=1),
-    _of_the_host("beam_width_array", "beams per step", "config.beam_width_array", neutral=1),
+    _of_the_host(
+        "beam_width_array",
+        "beams per step",
+        "config.beam_width_array",
+        neutral=1,
+        host_neutral=lambda widths: all(width == 1 for width in widths),
+    ),
 )
 """What TensorRT-LLM's requests may ask for and `SamplingParams` does not have."""

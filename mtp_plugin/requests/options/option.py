@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -46,13 +47,19 @@ class Option:
         return self.edits_logits or self.reads_logits or self.draws
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether a value changes nothing."""
+        """Whether a value changes nothing, also as hosts hold it in float32."""
         if value is None:
             return True
         try:
-            return bool(value == self.neutral)
+            is_held = isinstance(self.neutral, float) and value == _single(self.neutral)
+            return bool(is_held or value == self.neutral)
         except Exception:  # as of arrays: what cannot be compared is something else
             return False
+
+
+def _single(number: float) -> float:
+    (held,) = struct.unpack("f", struct.pack("f", number))
+    return float(held)
 
 
 def row(default: Any, values: Values, about: str, *host: str, **more: Any) -> Any:
