@@ -240,7 +240,6 @@ REFUSED = [
     out_of_range("bad_token_ids", [0.5], SEQUENCE_OF_IDS, "(0.5,)"),
     out_of_range("logprobs", -1, TOP),
     out_of_range("logprobs", 21, TOP),
-    out_of_range("logprobs", True, TOP),
     out_of_range("prompt_logprobs", 21, TOP),
     out_of_range("n", 0, "an integer >= 1"),
 ]
@@ -389,6 +388,10 @@ UNSET = (
         {"beam_width": 1, "num_beams": 1, "pad_id": 0, "best_of": 0},
         {"thinking_token_budget": -1, "logprobs": False, "prompt_logprobs": False},
         {"no_repeat_ngram_size": -1},
+        {"logprobs_simple_format": False, "prompt_logprobs_simple_format": False},
+        {"logprob_token_ids": None, "output_text_buffer_length": 0, "stream_interval": None},
+        {"prompt_logprob_start": None, "prompt_logprob_token_ids": None},
+        {"routed_experts_prompt_start": 0, "trace_decode_token_ids": None},
         dict.fromkeys(UNSET),
         {"length_penalty": 0.0, "no_repeat_ngram_size": 1 << 30},
     ],
@@ -597,6 +600,15 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
 """Values in the range of every option that has one; None too where None is the default."""
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_as_a_flag(name: str) -> None:
+    """As in other engines, the most likely token's beside each."""
+    for flag in (True, np.bool_(True)):
+        assert SamplingParams(**{name: flag}).asked() == {"max_new_tokens": 32, name: 1}
+    for flag in (False, np.bool_(False)):
+        assert SamplingParams(**{name: flag}).asked() == {"max_new_tokens": 32}
+
+
 NEUTRAL_TOO = {"thinking_token_budget": (-1,), "logprobs": (False,), "prompt_logprobs": (False,)}
 
 
@@ -620,10 +632,8 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         )
     if name in UNSET:
         anything = anything.filter(lambda value: value is not None)
-    neutral = NEUTRAL_TOO.get(name, ())
-    return anything.filter(
-        lambda value: not (option.values.allows(value) or value in neutral or value == {})
-    )
+    too = (*NEUTRAL_TOO.get(name, ()), {}, *([True] if "logprobs" in name else []))
+    return anything.filter(lambda value: not (option.values.allows(value) or value in too))
 
 
 SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
@@ -668,6 +678,8 @@ def test_no_range_holds_these(name: str, value: float) -> None:
         return
     if value in NEUTRAL_TOO.get(name, ()):
         assert name not in SamplingParams(**{name: value}).asked()
+        return
+    if value is True and "logprobs" in name:
         return
     below = {"presence_penalty": (-1, -0.5), "frequency_penalty": (-1, -0.5)}
     if value in {"seed": (-1,), "top_k": (-1,), **below}.get(name, ()):

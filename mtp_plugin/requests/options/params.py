@@ -167,8 +167,8 @@ class SamplingParams:
         "config.temperature",
         draws=True,
         column=float,
-        differs="vLLM presumes 1; TensorRT-LLM applies it before the additive penalties, and is "
-        "greedy below 1e-4",
+        differs="vLLM presumes 1, and takes 0.01 for all between 0 and that; TensorRT-LLM applies "
+        "it before the additive penalties, and is greedy below 1e-4",
     )
     top_k: int | None = row(
         None,
@@ -195,7 +195,8 @@ class SamplingParams:
         draws=True,
         column=float,
         host_neutral=lambda share: share == 0,
-        differs="vLLM cuts by it before top-k and top-p; 1 is greedy in TensorRT-LLM",
+        differs="vLLM and newer TensorRT-LLM cut by it before top-k and top-p; 1 is greedy in the "
+        "latter",
     )
     seed: int | None = row(
         None,
@@ -207,7 +208,7 @@ class SamplingParams:
         ),
         "of the draws; modulo 2**64",
         "config.random_seed",
-        differs="unset it is 0 for every request in TensorRT-LLM",
+        differs="unset it is 0 for every request in TensorRT-LLM; -1 is unset in vLLM",
         draws=True,
         elsewhere=("random_seed",),
     )
@@ -273,16 +274,19 @@ class SamplingParams:
     logprobs: int | None = row(
         None,
         LOGPROBS,
-        "log-probabilities of emitted tokens, and of so many most likely ones",
+        "log-probabilities of emitted tokens, and of so many most likely ones; True: 1",
         "py_return_log_probs",
-        differs="0 is none in TensorRT-LLM, here the emitted token's",
+        differs="0 is none in older releases of TensorRT-LLM; in newer ones, as here, the emitted "
+        "token's",
         host_neutral=lambda flag: not flag,
         reads_logits=True,
         column=int,
         empty=-1,
     )
     prompt_logprobs: int | None = row(
-        None, LOGPROBS, "log-probabilities of the prompt, and of so many most likely tokens"
+        None,
+        LOGPROBS,
+        "log-probabilities of the prompt, and of so many most likely tokens; True: 1",
     )
     # ---- what stays refused
     n: int = row(
@@ -354,6 +358,9 @@ class SamplingParams:
             is_unset = value is None and name in UNSET_ELSEWHERE
             if is_unset or (is_neutral is not None and is_neutral(value)):
                 self._set(name, default)
+        for name in ("logprobs", "prompt_logprobs"):
+            if vars(self)[name] is True:
+                self._set(name, 1)
         if is_int(self.top_k) and self.top_k == -1:
             self._set("top_k", 0)
         if isinstance(self.logit_bias, dict):
