@@ -84,7 +84,7 @@ def host_options(request: Any) -> list[HostAsks]:
     found = (_asked(request, config, row) for row in _ROWS)
     asked = [one for one in found if one is not None]
     if all(one.field != _LOGPROBS for one in asked):
-        return [one for one in asked if one.field != LOGPROBS_MODE]
+        return [one for one in asked if one.option.name != LOGPROBS_MODE]
     # beside the flag stands how many; hosts without the number tell of the token alone
     number = getattr(request, _NUM_LOGPROBS, None)
     number = 0 if number is None else number

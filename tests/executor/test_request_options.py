@@ -328,6 +328,22 @@ def test_engine_seeds_that_cannot_be(bed, seed: Any) -> None:
         bed.llm(mtp={"seed": seed})
 
 
+# --- log-probabilities ---
+
+
+@pytest.mark.parametrize(("mode", "other"), [("raw", "processed"), ("processed", "raw")])
+def test_a_request_may_name_the_mode_of_its_log_probabilities(bed, prompts, mode, other) -> None:
+    llm = bed.llm(mtp={"logprobs_mode": mode})
+    asked = {"temperature": 0.5, "seed": 3, "logprobs": 0}
+    named, unnamed = (
+        llm.generate(prompts[:1], greedy(**asked, logprobs_mode=name))[0] for name in (mode, None)
+    )
+    assert named.logprobs == unnamed.logprobs
+    with pytest.raises(RequestError, match=f"not supported: logprobs_mode={other!r}"):
+        llm.generate(prompts[:1], greedy(**asked, logprobs_mode=other))
+    assert_drained(llm)
+
+
 # --- one of several ---
 
 

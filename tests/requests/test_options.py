@@ -241,6 +241,7 @@ REFUSED = [
     out_of_range("logprobs", -1, TOP),
     out_of_range("logprobs", 21, TOP),
     out_of_range("prompt_logprobs", 21, TOP),
+    out_of_range("logprobs_mode", "raw_logits", "one of raw, processed"),
     out_of_range("n", 0, "an integer >= 1"),
 ]
 
@@ -333,7 +334,6 @@ def test_reasons_of_every_kind_are_told_in_one_line(
         ({"max_length": 9}, "max_length: unknown option; write max_new_tokens, which counts"),
         ({"stop_sequences": "x"}, "stop_sequences: unknown option; write stop"),
         ({"min_length": 3}, "min_length: unknown option; write min_tokens"),
-        ({"logprobs_mode": "raw"}, "logprobs_mode: unknown option; write mtp.logprobs_mode in the"),
         ({"zzz": 1}, "zzz: unknown option; expected one of max_new_tokens, min_tokens, "),
         ({"topp": 0.9, "topk": 3}, "topp: unknown option; did you mean top_p?; topk: unknown"),
     ],
@@ -595,9 +595,33 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
     "bad_token_ids": IDS,
     "logprobs": st.integers(0, MAX_LOGPROBS),
     "prompt_logprobs": st.integers(0, MAX_LOGPROBS),
+    "logprobs_mode": st.sampled_from(["raw", "processed"]),
     "n": st.integers(1),
 }
 """Values in the range of every option that has one; None too where None is the default."""
+
+
+class Mode(Enum):
+    """What log-probabilities are of, as a host names it."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+
+
+@pytest.mark.parametrize("mode", [None, "raw", "processed", *Mode])
+@pytest.mark.parametrize("told", ["raw", "processed"])
+def test_what_log_probabilities_are_of(mode: Any, told: str) -> None:
+    """What the config says changes nothing, and all else is refused by name."""
+    served = {*OPTIONS} - ({"logprobs_mode"} if told == "raw" else set())
+    params = SamplingParams(logprobs=0, logprobs_mode=mode)
+    name = getattr(mode, "value", mode)
+    refused = {
+        ("processed", "raw"): ["logprobs_mode='processed'"],
+        ("raw", "processed"): ["logprobs_mode='raw' (mtp.logprobs_mode is processed)"],
+    }
+    assert params.unsupported(served) == refused.get((name, told), [])
+    # where none are told the mode is of nothing
+    assert SamplingParams(logprobs_mode=mode).unsupported(served) == []
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

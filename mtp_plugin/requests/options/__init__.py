@@ -8,7 +8,7 @@ from it. An option is served where a sampler, a verification mode or an op lists
 requests have beside it, `limits` how long lists may be.
 """
 
-from mtp_plugin.requests.options.host import HOST_OPTIONS, LOGPROBS_MODE
+from mtp_plugin.requests.options.host import HOST_OPTIONS
 from mtp_plugin.requests.options.limits import (
     GREEDY_BELOW,
     MAX_BAD_WORD_LEN,
@@ -19,6 +19,7 @@ from mtp_plugin.requests.options.limits import (
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.params import (
     DRAFTS_OF_VERIFICATION,
+    LOGPROBS_MODE,
     OPTIONS,
     SamplingParams,
     is_greedy,

@@ -12,19 +12,12 @@ def _of_the_host(name: str, about: str, *host: str, **more: Any) -> Option:
     return Option(name, ANYTHING, about, host=host or (name,), **{"neutral": None, **more})
 
 
-LOGPROBS_MODE = "py_logprobs_mode"
-
 HOST_OPTIONS: tuple[Option, ...] = (
     _of_the_host(
         "py_return_context_logits", "the prompt's logits", host_neutral=lambda flag: not flag
     ),
     _of_the_host(
         "py_return_generation_logits", "the logits of the text", host_neutral=lambda flag: not flag
-    ),
-    _of_the_host(
-        LOGPROBS_MODE,
-        "which distribution log-probabilities are of; given as mtp.logprobs_mode says",
-        host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     ),
     _of_the_host("py_additional_outputs", "further outputs of the model"),
     _of_the_host("beam_width", "beams", "config.beam_width", "py_beam_width", neutral=1),

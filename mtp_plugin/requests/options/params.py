@@ -60,6 +60,9 @@ DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
 }
 """How drafts may be drawn for what judges them; the first is presumed."""
 
+LOGPROBS_MODE = "logprobs_mode"
+"""Served where the config's is ``processed``, and then no other is."""
+
 _WHERE = "sampling parameters: "
 _Made = TypeVar("_Made")
 
@@ -288,6 +291,14 @@ class SamplingParams:
         LOGPROBS,
         "log-probabilities of the prompt, and of so many most likely tokens; True: 1",
     )
+    logprobs_mode: str | None = row(
+        None,
+        one_of("raw", "processed"),
+        "what log-probabilities of emitted tokens are of; unset: as mtp.logprobs_mode says",
+        "py_logprobs_mode",
+        neutral="raw",
+        host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
+    )
     # ---- what stays refused
     n: int = row(
         1,
@@ -358,6 +369,7 @@ class SamplingParams:
             is_unset = value is None and name in UNSET_ELSEWHERE
             if is_unset or (is_neutral is not None and is_neutral(value)):
                 self._set(name, default)
+        self._set(LOGPROBS_MODE, getattr(self.logprobs_mode, "value", self.logprobs_mode))
         for name in ("logprobs", "prompt_logprobs"):
             if vars(self)[name] is True:
                 self._set(name, 1)
@@ -403,17 +415,23 @@ class SamplingParams:
     def asked(self) -> dict[str, Any]:
         """The options that change something, by name."""
         values, ignores_draws = vars(self), self.is_greedy
-        return {
+        asked = {
             name: values[name]
             for name, option in OPTIONS.items()
             if not (option.is_neutral(values[name]) or (option.draws and ignores_draws))
         }
+        if self.logprobs is None:
+            asked.pop(LOGPROBS_MODE, None)
+        return asked
 
     def unsupported(self, served: Collection[str]) -> list[str]:
         """Every option that changes something and is not ``served``, as ``name=value``."""
-        return [
+        unsupported = [
             f"{name}={told(value)}" for name, value in self.asked().items() if name not in served
         ]
+        if self.logprobs is not None and self.logprobs_mode == "raw" and LOGPROBS_MODE in served:
+            unsupported.append("logprobs_mode='raw' (mtp.logprobs_mode is processed)")
+        return unsupported
 
     def _problems(self, spelled: Mapping[str, str]) -> list[str]:
         values = vars(self)

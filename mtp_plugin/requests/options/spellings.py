@@ -80,7 +80,6 @@ _WRITTEN_HERE: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
     "end_id": "stop_token_ids, or ignore_eos=True for none",
     "eos_token_id": "stop_token_ids",
-    "logprobs_mode": "mtp.logprobs_mode in the config, for all requests",
     "max_completion_tokens": "max_new_tokens",
     "max_length": "max_new_tokens, which counts the output alone",
     "min_length": "min_tokens",
