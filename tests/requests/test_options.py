@@ -212,12 +212,11 @@ REFUSED = [
     out_of_range("logit_bias", {-1: 2.0}, BIAS),
     out_of_range("logit_bias", {3: INF}, BIAS),
     out_of_range("logit_bias", {"3": 1.0}, BIAS),
-    out_of_range("logit_bias", [0.5], BIAS),
-    Refused(
-        {"embedding_bias": torch.ones(2)},
-        f"embedding_bias must be {BIAS}, got tensor([1., 1.]) (write {{id: bias}} of the ids that "
-        f"it changes)",
-    ),
+    out_of_range("logit_bias", ["0.5"], BIAS),
+    out_of_range("logit_bias", (0.5,), BIAS),
+    out_of_range("logit_bias", torch.ones(1, 2), BIAS, "tensor([[1., 1.]])"),
+    Refused({"embedding_bias": [0, -INF]}, f"embedding_bias must be {BIAS}, got {{1: -inf}}"),
+    Refused({"embedding_bias": torch.ones(1025)}, "logit_bias: at most 1024 are served, got 1025"),
     Refused(
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         "logit_bias: at most 1024 are served, got 1025",
@@ -781,6 +780,15 @@ def test_two_names_of_which_one_says_nothing_or_the_same(
     assert SamplingParams(**options) == SamplingParams(**wanted)
     name = next(iter(wanted))
     assert vars(SamplingParams(**options))[name] == wanted[name]
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+@pytest.mark.parametrize("name", ["embedding_bias", "logit_bias"])
+def test_a_bias_that_has_one_of_each_id(name: str, kind: Any) -> None:
+    """What it leaves as it is counts for nothing, as many ids as there may be."""
+    bias = kind([0.0, -1.5, 0.0, 2.0] + [0.0] * 2 * MAX_BIAS_IDS)
+    assert SamplingParams(**{name: bias}).logit_bias == {1: -1.5, 3: 2.0}
+    assert SamplingParams(**{name: kind([0.0, 0.0])}).asked() == {"max_new_tokens": 32}
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)

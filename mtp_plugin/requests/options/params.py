@@ -28,8 +28,8 @@ from mtp_plugin.requests.options.option import (
 from mtp_plugin.requests.options.spellings import (
     NEUTRAL_TOO,
     UNSET_ELSEWHERE,
+    by_id,
     in_order,
-    instead_of,
     named_here,
     says_nothing,
 )
@@ -253,7 +253,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = row(
         None,
         unset_or(Values("a mapping of token ids >= 0 to finite numbers", is_bias)),
-        "added to the logits of ids",
+        "added to the logits of ids; a list or tensor has one of each id",
         "embedding_bias",
         "py_embedding_bias",
         edits_logits=True,
@@ -375,9 +375,10 @@ class SamplingParams:
                 self._set(name, 1)
         if is_int(self.top_k) and self.top_k == -1:
             self._set("top_k", 0)
-        if isinstance(self.logit_bias, dict):
-            bias = {plain(token): plain(value) for token, value in self.logit_bias.items()}
-            self._set("logit_bias", bias or None)
+        bias = by_id(self.logit_bias)
+        if isinstance(bias, dict):
+            bias = {plain(token): plain(value) for token, value in bias.items()} or None
+        self._set("logit_bias", bias)
         for name in _UNRANGED:
             if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
                 self._set(name, _DEFAULTS[name])
@@ -440,7 +441,7 @@ class SamplingParams:
         return [
             *(
                 f"{spelled.get(name, name)} must be {OPTIONS[name].values.words}, got "
-                f"{told(values[name])}{instead_of(name, values[name])}"
+                f"{told(values[name])}"
                 for name in wrong
             ),
             *_too_many(sound),

@@ -9,7 +9,7 @@ from typing import Any
 from mtp_plugin.errors import SHOWN, told
 from mtp_plugin.requests.options.limits import MAX_RANGE
 from mtp_plugin.requests.options.option import Option
-from mtp_plugin.requests.options.values import is_int, plain
+from mtp_plugin.requests.options.values import is_int, is_number, plain
 
 _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
@@ -167,11 +167,18 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
         return False
 
 
-def instead_of(name: str, value: Any) -> str:
-    """What to write instead of a value that an option does not take; empty: its range says it."""
-    if name == "logit_bias" and hasattr(value, "shape"):
-        return " (write {id: bias} of the ids that it changes)"
-    return ""
+def by_id(bias: Any) -> Any:
+    """A bias that has one of each id, a list or a tensor, as the mapping of those that change
+    something; all else as it is."""
+    try:
+        values = bias.tolist() if getattr(bias, "ndim", None) == 1 else bias
+        if isinstance(values, list):
+            values = [plain(value) for value in values]
+            if all(map(is_number, values)):
+                return {token: value for token, value in enumerate(values) if value != 0}
+    except Exception:  # whatever the classes of others do
+        pass
+    return bias
 
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
