@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,10 @@ from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
     HOST_OPTIONS,
     LOGPROBS_MODE,
+    NEUTRAL_ELSEWHERE,
     OPTIONS,
+    READ_BY_NOBODY,
+    WRITTEN_HERE,
     Option,
     SamplingParams,
 )
@@ -32,6 +35,7 @@ HEAD = [
     "| option | what it does | values | other names | in TensorRT-LLM's request | given | note |",
     "|---|---|---|---|---|---|---|",
 ]
+HEAD_ELSEWHERE = ["| name elsewhere | taken | instead of all else |", "|---|---|---|"]
 RELAXED, SYNTHETIC, NO_DRAFTS = "relaxed", "synthetic", "no drafts"
 
 
@@ -102,10 +106,21 @@ def table() -> list[str]:
     return HEAD + [row(option, by_name) for option in (*OPTIONS.values(), *HOST_OPTIONS)]
 
 
-def told() -> tuple[list[str], slice]:
-    """The page's lines, and where its table is."""
+def elsewhere() -> Iterator[str]:
+    """The table of what other engines alone have."""
+    yield from HEAD_ELSEWHERE
+    for name in sorted({*NEUTRAL_ELSEWHERE, *WRITTEN_HERE}):
+        taken = [f"`{value!r}`" for value in NEUTRAL_ELSEWHERE.get(name, ())]
+        taken += ["any integer"] if name in READ_BY_NOBODY else []
+        cells = f"`{name}`", ", ".join(taken), WRITTEN_HERE.get(name, "")
+        yield f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def told(head: str = HEAD[0]) -> tuple[list[str], slice]:
+    """The page's lines, and where the table of this head is."""
     lines = PAGE.read_text(encoding="utf-8").split("\n")
-    first = next(i for i, line in enumerate(lines) if line.startswith("| option |"))
+    start = head[: head.index("|", 1)]
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
     behind = next(i for i, line in enumerate(lines) if i > first and not line.startswith("|"))
     return lines, slice(first, behind)
 
@@ -113,6 +128,12 @@ def told() -> tuple[list[str], slice]:
 def test_options_of_the_page() -> None:
     lines, place = told()
     for line, wanted in zip(lines[place], table(), strict=True):
+        assert line == wanted
+
+
+def test_what_other_engines_alone_have_on_the_page() -> None:
+    lines, place = told(HEAD_ELSEWHERE[0])
+    for line, wanted in zip(lines[place], elsewhere(), strict=True):
         assert line == wanted
 
 
@@ -146,6 +167,7 @@ def test_what_the_table_says_is_what_admission_does(name: str) -> None:
 
 
 if __name__ == "__main__":
-    all_lines, at = told()
-    all_lines[at] = table()
-    PAGE.write_text("\n".join(all_lines), encoding="utf-8")
+    for head, rows in ((HEAD, table()), (HEAD_ELSEWHERE, elsewhere())):
+        all_lines, at = told(head[0])
+        all_lines[at] = rows
+        PAGE.write_text("\n".join(all_lines), encoding="utf-8")

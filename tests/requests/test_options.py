@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import MTPPluginError, RequestError
+from mtp_plugin.errors import MTPPluginError, RequestError, told
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
@@ -28,6 +28,7 @@ from mtp_plugin.requests.options import (
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
+    NEUTRAL_ELSEWHERE,
     OPTIONS,
     Option,
     SamplingParams,
@@ -400,34 +401,82 @@ def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> 
     assert SamplingParams(**options, max_tokens=3) == SamplingParams(max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("skip_special_tokens", False, "expected True, as nothing else is served, got False"),
-        (
-            "end_id",
-            3,
-            "expected None, as nothing else is served, got 3; write stop_token_ids, or "
-            "ignore_eos=True for none",
-        ),
-        ("beam_width", 4, "expected None or 1, as nothing else is served, got 4"),
-        ("num_beams", 4, "expected None or 1, as nothing else is served, got 4"),
-        ("pad_id", "0", "expected None, as nothing else is served, got '0'"),
-        ("repetition_detection", {}, "expected None, as nothing else is served, got {}"),
-        (
-            "output_kind",
-            1,
-            "expected None or 0 or 2, as nothing else is served, got 1; write stream, whose "
-            "events tell what is new",
-        ),
-        ("early_stopping", np.array([1, 2]), r"expected None .* served, got array\(\[1, 2\]\)"),
-        ("early_stopping", "never", "expected None or False or True, .* served, got 'never'"),
-        ("extra_args", {"a": 1}, "expected None or {}, as nothing else is served, got {'a': 1}"),
-    ],
-)
-def test_what_else_other_engines_have_is_refused(name: str, value: Any, told: str) -> None:
-    with pytest.raises(RequestError, match=f"^sampling parameters: {name}: {told}$"):
-        SamplingParams(**{name: value})
+class Elsewhere(NamedTuple):
+    """An option of other engines alone."""
+
+    taken: str  # as it is told
+    neutral: tuple[Any, ...]
+    others: tuple[Any, ...]  # each refused
+
+
+WHOLE = (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY)
+NONE, TRUE, FALSE = ("None", (None,)), ("True", (True,)), ("False", (False,))
+ELSEWHERE = {
+    "add_special_tokens": Elsewhere(*TRUE, (False, None)),
+    "additional_model_outputs": Elsewhere("None or [] or ()", (None, [], ()), (["x"],)),
+    "apply_batched_logits_processor": Elsewhere(*FALSE, (True,)),
+    "beam_search_diversity_rate": Elsewhere("None or 0 or 1", (None, 0.0, 1.0), (0.5, 2)),
+    "beam_width": Elsewhere("None or 1", (None, 1), (4, 0)),
+    "beam_width_array": Elsewhere("None or [] or ()", (None, [], ()), ([2], [1, 2])),
+    "detokenize": Elsewhere(*TRUE, (False,)),
+    "early_stopping": Elsewhere(
+        "None or False or True", (None, False, True, 0, 1), ("never", 2, np.array([1, 2]))
+    ),
+    "end_id": Elsewhere(*NONE, (3, 0, -1)),
+    "exclude_input_from_output": Elsewhere(*TRUE, (False,)),
+    "extra_args": Elsewhere("None or {}", (None, {}), ({"a": 1},)),
+    "flat_logprobs": Elsewhere(*FALSE, (True,)),
+    "logprob_token_ids": Elsewhere(*NONE, ([3], [])),
+    "logprobs_simple_format": Elsewhere(*FALSE, (True,)),
+    "lookahead_config": Elsewhere(*NONE, (5, object())),
+    "num_beams": Elsewhere("None or 1", (None, 1), (4,)),
+    "output_kind": Elsewhere(
+        "None or 0 or 2",
+        (None, OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY),
+        (1, OutputKind.DELTA),
+    ),
+    "output_text_buffer_length": Elsewhere("0", (0,), (3,)),
+    "pad_id": Elsewhere(*NONE, ("0", [0], 0.5)),
+    "prompt_logprob_start": Elsewhere(*NONE, (0, 2)),
+    "prompt_logprob_token_ids": Elsewhere(*NONE, ([3],)),
+    "prompt_logprobs_simple_format": Elsewhere(*FALSE, (True,)),
+    "repetition_detection": Elsewhere(*NONE, ({}, object())),
+    "return_context_logits": Elsewhere(*FALSE, (True,)),
+    "return_encoder_output": Elsewhere(*FALSE, (True,)),
+    "return_generation_logits": Elsewhere(*FALSE, (True,)),
+    "return_perf_metrics": Elsewhere(*FALSE, (True,)),
+    "return_token_ids": Elsewhere("None or False or True", (None, False, True), (2, "yes")),
+    "routed_experts_prompt_start": Elsewhere("0", (0,), (1,)),
+    "skip_clone": Elsewhere("False or True", (False, True), (None, 2)),
+    "skip_reading_prefix_cache": Elsewhere("None or False", (None, False), (True,)),
+    "skip_special_tokens": Elsewhere(*TRUE, (False,)),
+    "spaces_between_special_tokens": Elsewhere(*TRUE, (False,)),
+    "stream_interval": Elsewhere(*NONE, (1, 4)),
+    "trace_decode_token_ids": Elsewhere(*NONE, ([3], [])),
+    "truncate_prompt_tokens": Elsewhere(*NONE, (5, -1)),
+}
+INSTEAD = {
+    "end_id": "; write stop_token_ids, or ignore_eos=True for none",
+    "output_kind": "; write stream, whose events tell what is new",
+}
+
+
+def test_every_option_of_other_engines_alone_is_tried() -> None:
+    assert set(ELSEWHERE) == set(NEUTRAL_ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_other_engines_alone_have(name: str) -> None:
+    """Taken where it changes nothing, else refused by name."""
+    for value in ELSEWHERE[name].neutral:
+        assert SamplingParams(**{name: value}) == SamplingParams()
+    for value in ELSEWHERE[name].others:
+        with pytest.raises(RequestError) as refused:
+            SamplingParams(**{name: value})
+        assert str(refused.value) == (
+            f"sampling parameters: {name}: expected {ELSEWHERE[name].taken}, as nothing else is "
+            f"served, got {told(value)}{INSTEAD.get(name, '')}"
+        )
 
 
 def test_lists_and_none_are_as_good_as_tuples() -> None:

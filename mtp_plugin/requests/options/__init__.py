@@ -24,6 +24,7 @@ from mtp_plugin.requests.options.params import (
     SamplingParams,
     is_greedy,
 )
+from mtp_plugin.requests.options.spellings import NEUTRAL_ELSEWHERE, READ_BY_NOBODY, WRITTEN_HERE
 
 __all__ = [
     "DRAFTS_OF_VERIFICATION",
@@ -34,7 +35,10 @@ __all__ = [
     "MAX_BAD_WORD_LEN",
     "MAX_BIAS_IDS",
     "MAX_LOGPROBS",
+    "NEUTRAL_ELSEWHERE",
     "OPTIONS",
+    "READ_BY_NOBODY",
+    "WRITTEN_HERE",
     "Option",
     "SamplingParams",
     "is_greedy",

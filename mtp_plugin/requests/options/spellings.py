@@ -11,7 +11,7 @@ from mtp_plugin.requests.options.limits import MAX_RANGE
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.values import is_int, is_number, plain
 
-_NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
@@ -52,7 +52,7 @@ _NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 """Options of other engines alone, with the values that ask for what is done here; those of beams do
 where there are none. Outputs come whole and have their ids, asked or not."""
 
-_READ_BY_NOBODY = frozenset({"pad_id"})
+READ_BY_NOBODY = frozenset({"pad_id"})
 """Ids of other engines that nothing here writes, whichever they are."""
 
 NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
@@ -76,7 +76,7 @@ UNSET_ELSEWHERE = frozenset(
 )
 """Options that TensorRT-LLM's parameters leave at None, and mean what is presumed here."""
 
-_WRITTEN_HERE: Mapping[str, str] = {
+WRITTEN_HERE: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
     "end_id": "stop_token_ids, or ignore_eos=True for none",
     "eos_token_id": "stop_token_ids",
@@ -102,13 +102,13 @@ def named_here(
     """
     problems = []
     for name in [name for name in given if name not in names]:
-        value, neutral = plain(given[name]), _NEUTRAL_ELSEWHERE.get(name)
+        value, neutral = plain(given[name]), NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
             shown = name if len(name) <= SHOWN else told(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
-        elif not (_is_one_of(value, neutral) or (name in _READ_BY_NOBODY and is_int(value))):
+        elif not (_is_one_of(value, neutral) or (name in READ_BY_NOBODY and is_int(value))):
             expected = " or ".join(map(repr, neutral))
-            instead = f"; write {_WRITTEN_HERE[name]}" if name in _WRITTEN_HERE else ""
+            instead = f"; write {WRITTEN_HERE[name]}" if name in WRITTEN_HERE else ""
             problems.append(
                 f"{name}: expected {expected}, as nothing else is served, got {told(value)}"
                 f"{instead}"
@@ -183,7 +183,7 @@ def by_id(bias: Any) -> Any:
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
     """What to write instead of an unknown option."""
-    if name in _WRITTEN_HERE:
-        return f"write {_WRITTEN_HERE[name]}"
-    close = difflib.get_close_matches(name, [*names, *_NEUTRAL_ELSEWHERE], n=1)
+    if name in WRITTEN_HERE:
+        return f"write {WRITTEN_HERE[name]}"
+    close = difflib.get_close_matches(name, [*names, *NEUTRAL_ELSEWHERE], n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(options)}"
