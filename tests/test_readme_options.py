@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
     HOST_OPTIONS,
@@ -24,17 +27,24 @@ from mtp_plugin.requests.options import (
     SamplingParams,
 )
 from mtp_plugin.requests.thinking import ThinkingEnd
-from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.host import DecodingOptions, may_speculate, read_request
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS
 from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 
 PAGE = Path(__file__).parent.parent / "mtp_plugin" / "requests" / "README.md"
-HEAD = [
-    "| option | what it does | values | other names | in TensorRT-LLM's request | given | note |",
-    "|---|---|---|---|---|---|---|",
-]
+COLUMNS = (
+    "option",
+    "what it does",
+    "values",
+    "other names",
+    "given",
+    "in TensorRT-LLM's request",
+    "given there",
+    "note",
+)
+HEAD = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
 HEAD_ELSEWHERE = ["| name elsewhere | taken | instead of all else |", "|---|---|---|"]
 RELAXED, SYNTHETIC, NO_DRAFTS = "relaxed", "synthetic", "no drafts"
 
@@ -82,6 +92,34 @@ def given(option: Option, by_name: Mapping[str, frozenset[str]]) -> str:
     return ", ".join(names) if others else "always"
 
 
+ASKING: dict[str, Any] = {
+    "relaxed_acceptance": False,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "logit_bias": torch.ones(3),
+    "bad_words": [[3]],
+}
+"""Values of a host's request that ask for an option; of all others 2 does."""
+
+
+def refused_inside(option: Option, field: str, names: frozenset[str]) -> list[str]:
+    """Why a request of TensorRT-LLM that asks for an option by this field is refused."""
+    config = SimpleNamespace(temperature=0.5 if option.draws else None)
+    request = SimpleNamespace(sampling_config=config)
+    name = field.removeprefix("config.")
+    setattr(request if name == field else config, name, ASKING.get(option.name, 2))
+    return unsupported_options(request, served=names)
+
+
+def given_inside(option: Option, names: frozenset[str]) -> str:
+    """Whether a request of TensorRT-LLM gets an option; empty: it has no field to ask for it."""
+    if option.name == LOGPROBS_MODE:
+        return "as the config says"
+    if not option.host:
+        return "given" if option.host_reads else ""
+    return "refused" if refused_inside(option, option.host[0], names) else "given"
+
+
 def is_given(cell: str, mode: str) -> bool:
     """Whether a cell of the page says so."""
     first, _, but = cell.partition(", but for ")
@@ -94,8 +132,9 @@ def row(option: Option, by_name: Mapping[str, frozenset[str]]) -> str:
         option.about,
         option.values.words,
         ", ".join(f"`{name}`" for name in option.elsewhere),
-        ", ".join(f"`{name.removeprefix('config.')}`" for name in option.host),
         given(option, by_name),
+        ", ".join(f"`{name.removeprefix('config.')}`" for name in option.host + option.host_reads),
+        given_inside(option, by_name["coupled"]),
         option.differs,
     )
     return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
@@ -164,6 +203,49 @@ def test_what_the_table_says_is_what_admission_does(name: str) -> None:
     for mode, names in served().items():
         refused = any(one.startswith(f"{name}=") for one in params.unsupported(names))
         assert refused == (not is_given(cell, mode))
+
+
+HOSTED = [option for option in (*OPTIONS.values(), *HOST_OPTIONS) if option.host]
+REFUSED_INSIDE = {
+    *(name for name in list(OPTIONS)[list(OPTIONS).index("best_of") :] if OPTIONS[name].host),
+    *(option.name for option in HOST_OPTIONS),
+}
+
+
+@pytest.mark.parametrize("option", HOSTED, ids=lambda option: option.name)
+def test_what_the_table_says_is_what_a_request_of_a_host_gets(option: Option) -> None:
+    """Of every field that asks for an option: given or refused by its name."""
+    lines, place = told()
+    line = next(line for line in lines[place] if line.startswith(f"| `{option.name}` |"))
+    cell = line.split("|")[HEAD[0].split("|").index(" given there ")].strip()
+    if option.name == LOGPROBS_MODE:
+        assert cell == "as the config says"
+        return
+    assert cell == ("refused" if option.name in REFUSED_INSIDE else "given")
+    for field in option.host:
+        reasons = refused_inside(option, field, served()["coupled"])
+        assert bool(reasons) == (cell == "refused"), field
+        names = {name.removeprefix("config.") for name in option.host}
+        assert all(any(name in reason for name in names) for reason in reasons)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name].host_reads])
+def test_what_is_read_of_a_request_of_a_host(name: str) -> None:
+    """Fields of which admission does not know say something all the same."""
+    values = {
+        "py_max_new_tokens": 3,
+        "py_stop_words_list": [[5]],
+        "py_stop_ids": [5],
+        "py_end_id": 5,
+        "py_disable_speculative_decoding": True,
+    }
+
+    def read(**fields: Any) -> tuple[Any, bool]:
+        request = SimpleNamespace(request_id=7, py_orig_prompt_len=2, **fields)
+        return read_request(request, 99).stop, may_speculate(request)
+
+    for field in OPTIONS[name].host_reads:
+        assert read(**{field: values[field]}) != read(), field
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ class Option:
     ``sampling_config``, or the name of a field of its own."""
     host_neutral: Callable[[Any], bool] | None = None
     """Further values under the host's name that change nothing there; None: no others."""
+    host_reads: tuple[str, ...] = ()
+    """Fields of TensorRT-LLM's request that say it, of which admission need not know: its rule of
+    stopping and its drafts go by them."""
     draws: bool = False
     """Says how a token is drawn: changes nothing where decoding is greedy."""
     edits_logits: bool = False

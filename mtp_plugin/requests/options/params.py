@@ -104,6 +104,7 @@ class SamplingParams:
         unset_or(integer(1)),
         "tokens emitted at most; 32 where nobody says, None: as many as max_seq_len has room for",
         neutral=None,
+        host_reads=("py_max_new_tokens",),
         elsewhere=("max_tokens",),
         differs="vLLM presumes 16 as max_tokens",
     )
@@ -118,14 +119,32 @@ class SamplingParams:
         edits_logits=True,
         column=int,
     )
-    stop_token_ids: Ids = row((), IDS, "ids that end the text and stand in it")
-    stop: Texts = row((), TEXTS, "strings that end the text and are cut off it")
+    stop_token_ids: Ids = row(
+        (),
+        IDS,
+        "ids that end the text and stand in it",
+        host_reads=("py_stop_words_list", "py_stop_ids"),
+    )
+    stop: Texts = row(
+        (),
+        TEXTS,
+        "strings that end the text and are cut off it",
+        host_reads=("py_stop_words_list",),
+        differs="TensorRT-LLM compares ids",
+    )
     include_stop_str_in_output: bool = row(
         False, FLAG, "leave the stop string that ended the text in it"
     )
-    ignore_eos: bool = row(False, FLAG, "go on behind the model's end ids")
+    ignore_eos: bool = row(
+        False, FLAG, "go on behind the model's end ids", host_reads=("py_end_id",)
+    )
     # ---- how drafts are made and judged
-    speculate: bool = row(True, FLAG, "False: every draft of this request counts as absent")
+    speculate: bool = row(
+        True,
+        FLAG,
+        "False: every draft of this request counts as absent",
+        host_reads=("py_disable_speculative_decoding",),
+    )
     max_draft_len: int | None = row(
         None, unset_or(integer(0)), "drafts of this request in a step at most; 0: none"
     )
@@ -272,7 +291,13 @@ class SamplingParams:
         edits_logits=True,
         elsewhere=("bad",),
     )
-    bad_token_ids: Ids = row((), IDS, "ids that are never written", edits_logits=True)
+    bad_token_ids: Ids = row(
+        (),
+        IDS,
+        "ids that are never written",
+        edits_logits=True,
+        differs="words of one id in TensorRT-LLM's request",
+    )
     # ---- what is told beside the text
     logprobs: int | None = row(
         None,
@@ -290,6 +315,7 @@ class SamplingParams:
         None,
         LOGPROBS,
         "log-probabilities of the prompt, and of so many most likely tokens; True: 1",
+        differs="TensorRT-LLM asks for py_return_context_logits",
     )
     logprobs_mode: str | None = row(
         None,
