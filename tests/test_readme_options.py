@@ -176,6 +176,16 @@ def test_what_other_engines_alone_have_on_the_page() -> None:
         assert line == wanted
 
 
+def test_what_modes_and_loops_give_of_drafts_is_marked_so() -> None:
+    """Decoding without drafts is asked for nothing of it."""
+    configs = decoding_options().values()
+    modes = [mode for options in configs for mode in make_modes(options, torch.device("cpu"))]
+    by_modes = {name for mode in modes for name in mode.served_options}
+    of_drafts = {name for name, option in OPTIONS.items() if option.of_drafts}
+    assert by_modes <= of_drafts
+    assert of_drafts - by_modes == {"speculate", "max_draft_len", "relaxed_acceptance"}
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != LOGPROBS_MODE])
 def test_what_the_table_says_is_what_admission_does(name: str) -> None:
     """Of every option, by every way to verify: given or refused by its name."""

@@ -189,6 +189,34 @@ def test_stops_and_least_lengths_compare_too(
     assert "identical to decoding without MTP: yes" in result.out
 
 
+COUPLED_FIRST = {**EAGLE, "mtp": {"verification": ["coupled", "block"]}}
+PLAIN_FIRST = {**EAGLE, "mtp": {"verification": ["rejection", "coupled"]}}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "option"),
+    [
+        (COUPLED_FIRST, "verification=block"),
+        (PLAIN_FIRST, "draft_sampling=plain"),
+        (RELAXED, "relaxed_topk=3"),
+        (RELAXED, "relaxed_delta=0.5"),
+        (RELAXED, "relaxed_acceptance=false"),
+        (EAGLE, "speculate=false"),
+        (EAGLE, "max_draft_len=1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_of_drafts_do_not_reach_decoding_without_any(
+    run: Run, config: Callable[..., str], speculative: dict[str, Any], option: str
+) -> None:
+    file = config(speculative)
+    result = run("generate", "-c", file, "-p", "x", "-n", "8", "--option", option, "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["run_without_mtp"]["num_tokens"] == told["run"]["num_tokens"] == 8
+    assert told["comparison"]["num_tokens"] == 8
+
+
 SAMPLING = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
 PENALTIES = [
     *("--repetition-penalty", "1.3", "--presence-penalty", "0.4"),

@@ -990,6 +990,19 @@ def test_options_that_are_served_are_supported() -> None:
     assert params.unsupported(OPTIONS) == []
 
 
+def test_who_makes_no_drafts_is_asked_for_all_else() -> None:
+    drafts = {"speculate": False, "max_draft_len": 1, "draft_sampling": "greedy"}
+    relaxed = {"relaxed_topk": 2, "relaxed_delta": 0.5}
+    for of_drafts in (
+        {**drafts, "verification": "coupled", "relaxed_acceptance": False},
+        {**drafts, "verification": "block", **relaxed},
+    ):
+        others = {"max_new_tokens": 9, "logit_bias": {3: 1.0}, "thinking_token_budget": 4}
+        asked = SamplingParams(**of_drafts, **others)
+        assert asked.asked().keys() == {*of_drafts, *others}
+        assert asked.without_drafts() == SamplingParams(**others)
+
+
 def test_edits_of_the_logits() -> None:
     def edits(**options: Any) -> bool:
         params = SamplingParams(**options)

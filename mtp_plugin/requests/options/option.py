@@ -30,6 +30,8 @@ class Option:
     stopping and its drafts go by them."""
     draws: bool = False
     """Says how a token is drawn: changes nothing where decoding is greedy."""
+    of_drafts: bool = False
+    """Says how drafts are made or judged: who decodes without any does not read it."""
     edits_logits: bool = False
     """Asks for logits to be changed before tokens are taken from them."""
     reads_logits: bool = False

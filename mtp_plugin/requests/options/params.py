@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import RequestError, told
@@ -144,34 +144,45 @@ class SamplingParams:
         FLAG,
         "False: every draft of this request counts as absent",
         host_reads=("py_disable_speculative_decoding",),
+        of_drafts=True,
     )
     max_draft_len: int | None = row(
-        None, unset_or(integer(0)), "drafts of this request in a step at most; 0: none"
+        None,
+        unset_or(integer(0)),
+        "drafts of this request in a step at most; 0: none",
+        of_drafts=True,
     )
     verification: str | None = row(
         None,
         one_of(*DRAFTS_OF_VERIFICATION),
         "how drafts of this request are judged; unset: as the config says first",
         differs="inside TensorRT-LLM coupled alone",
+        of_drafts=True,
     )
     draft_sampling: str | None = row(
         None,
         one_of("coupled", "plain", "greedy"),
         "how drafts of this request are drawn; unset: as its verification wants them",
+        of_drafts=True,
     )
     relaxed_acceptance: bool = row(
         True,
         FLAG,
         "False: strict, where the config allows relaxed acceptance",
         "py_relaxed_acceptance",
+        of_drafts=True,
     )
     relaxed_topk: int | None = row(
-        None, unset_or(integer(1)), "relaxed acceptance: a draft among so many stands"
+        None,
+        unset_or(integer(1)),
+        "relaxed acceptance: a draft among so many stands",
+        of_drafts=True,
     )
     relaxed_delta: float | None = row(
         None,
         unset_or(number(0, sys.float_info.max, "a number >= 0")),
         "relaxed acceptance: so much less likely than the first choice stands",
+        of_drafts=True,
     )
     thinking_token_budget: int | None = row(
         None,
@@ -450,6 +461,11 @@ class SamplingParams:
         if self.logprobs is None:
             asked.pop(LOGPROBS_MODE, None)
         return asked
+
+    def without_drafts(self) -> SamplingParams:
+        """The same, asked of who makes no drafts."""
+        unset = {name: option.neutral for name, option in OPTIONS.items() if option.of_drafts}
+        return replace(self, **unset)
 
     def unsupported(self, served: Collection[str]) -> list[str]:
         """Every option that changes something and is not ``served``, as ``name=value``."""

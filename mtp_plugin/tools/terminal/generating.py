@@ -4,7 +4,7 @@ decoding and with drafts through none of the executor."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import OutOfMemoryError
@@ -119,7 +119,7 @@ def _run_without_mtp(
     # no spinner, whose thread would take its share of the time that is measured
     log.write_line("decoding without MTP, for the speed")
     with LLM(without_mtp, model=plain.model, tokenizer=plain.tokenizer) as llm:
-        return _run_told(llm, asked)
+        return _run_told(llm, replace(asked, params=asked.params.without_drafts()))
 
 
 def _drafting(
