@@ -217,6 +217,22 @@ def test_options_of_drafts_do_not_reach_decoding_without_any(
     assert told["comparison"]["num_tokens"] == 8
 
 
+@pytest.mark.parametrize("name", ["bad_words", "bad"])
+def test_words_that_are_never_written_compare_too(
+    run: Run, config: Callable[..., str], name: str
+) -> None:
+    asked = ("-c", config(EAGLE), "-p", "def f(", "-n", "16", "--compare-drafts", "--json")
+    (free,) = json.loads(run("generate", *asked).out)["results"]
+    banned = free["token_ids"][0]
+    word = byte_tokenizer().decode([banned])
+    result = run("generate", *asked, "--option", f"{name}={json.dumps([word])}")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert banned not in told["results"][0]["token_ids"]
+    assert told["comparison"]["num_equal"] == told["comparison"]["num_tokens"] == 16
+    assert told["without_executor"]["num_equal_texts"] == 1
+
+
 SAMPLING = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
 PENALTIES = [
     *("--repetition-penalty", "1.3", "--presence-penalty", "0.4"),

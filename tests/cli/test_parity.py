@@ -264,6 +264,13 @@ def test_every_other_option_is_compared(
         assert variant["differences"] == []
 
 
+def test_words_that_are_never_written_are_compared(run: Run) -> None:
+    asked = ("-m", str(TINY), "-p", "def f(self", "-n", "12", "--k", "2", "--json")
+    (variant,) = json.loads(run(*asked, "--option", "bad_words=[self]").out)["variants"]
+    assert variant["num_tokens"] == variant["num_equal"] == 12
+    assert variant["without_executor"]["num_equal_texts"] == 1
+
+
 def test_a_budget_of_thinking_is_compared(run: Run, checkpoint: str, tmp_path: Path) -> None:
     tags = {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}
     file = tmp_path / "config.yaml"

@@ -36,6 +36,8 @@ class BatchRun:
     """A batch that ran to its end."""
 
     results: list[Decoded]
+    params: SamplingParams
+    """As the executor admitted them: bad words are ids."""
     num_steps: int
     """Forward passes of the target, prompts included."""
     seconds: float
@@ -85,6 +87,7 @@ def run_batch(
             on_step([(numbers[event.request_id], event) for event in events])
     return BatchRun(
         [_decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
+        requests[0].params,
         llm.executor.num_steps - steps_before,
         seconds,
         llm.executor.num_preemptions - preemptions_before,

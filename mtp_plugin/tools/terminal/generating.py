@@ -53,19 +53,19 @@ def run_generate(
     with progress(log) as tell:
         llm = LLM(settings, on_progress=tell)
     model, tokenizer = llm.model, llm.tokenizer
-    plain = PlainDecoding(
-        model,
-        asked.params,
-        llm.max_seq_len,
-        tokenizer,
-        engine_seed=engine_seed_of(settings),
-        thinking=thinking_of(settings, tokenizer),
-    )
-    draft_len = llm.pieces.plan.max_draft_len
+    max_seq_len, draft_len = llm.max_seq_len, llm.pieces.plan.max_draft_len
     with llm:
         run = _run_shown(llm, asked, stream)
     # its KV cache goes before the next one is allocated
     del llm
+    plain = PlainDecoding(
+        model,
+        run.params,
+        max_seq_len,
+        tokenizer,
+        engine_seed=engine_seed_of(settings),
+        thinking=thinking_of(settings, tokenizer),
+    )
     run_without_mtp = None
     if asked.compare and draft_len:
         run_without_mtp = _run_without_mtp(settings, asked, plain, log)

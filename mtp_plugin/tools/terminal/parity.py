@@ -28,7 +28,7 @@ from mtp_plugin.tools.parity import (
     transformers_attention,
 )
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import Decoded, merged, run_batch
+from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged, run_batch
 from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combinations
 from mtp_plugin.tools.terminal.plain_decoding import (
     KnownTexts,
@@ -205,7 +205,7 @@ def run_parity(
     model: LoadedModel | None = None
     tokenizer: Any = None
     prompts: list[list[int]] = []
-    decoded: dict[int, tuple[list[Decoded], int]] = {}
+    decoded: dict[int, tuple[BatchRun, int]] = {}
     # the variant with the most draft layers loads the model for all
     for index in sorted(range(len(variants)), key=lambda i: -_num_draft_layers(variants[i][0])):
         variant, config = variants[index]
@@ -216,7 +216,7 @@ def run_parity(
                 vocab = model.facts.vocab_size
                 prompts = make_prompts(texts, tokenizer, vocab, num_prompts, seed)
             on_progress(f"{variant.label}: {len(prompts)} prompts")
-            decoded[index] = run_batch(llm, prompts, params).results, llm.max_seq_len
+            decoded[index] = run_batch(llm, prompts, params), llm.max_seq_len
         # its KV cache goes before the next one is allocated
         del llm
     if model is None:
@@ -227,11 +227,12 @@ def run_parity(
     with transformers_attention(model):
         for index, (variant, config) in enumerate(variants):
             on_progress(f"{variant.label}: target-only decoding")
-            results, max_seq_len = decoded[index]
+            run, max_seq_len = decoded[index]
+            results = run.results
             seed_of_engine = engine_seed_of(config)
             plain = PlainDecoding(
                 model,
-                params,
+                run.params,
                 max_seq_len,
                 tokenizer,
                 engine_seed=seed_of_engine,
