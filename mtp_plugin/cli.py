@@ -149,8 +149,14 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens per prompt at most.")
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Tokens per prompt at most. Default: 128.",
+        ),
+    ] = None,
     min_tokens: Annotated[
         int, typer.Option("--min-tokens", metavar="N", help="No end or stop before so many tokens.")
     ] = 0,
@@ -243,7 +249,7 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "thinking_token_budget": thinking_budget,
     }
-    params = sampling_params(flags, option or ())
+    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 128})
     out = output()
     try:
         with _errors_of(config):
@@ -313,8 +319,14 @@ def parity(
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Tokens per prompt at most.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Tokens per prompt at most. Default: 64.",
+        ),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
     ] = False,
@@ -416,7 +428,7 @@ def parity(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
     }
-    params = sampling_params(flags, option or ())
+    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 64})
 
     log = messages()
     if config is not None:

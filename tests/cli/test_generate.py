@@ -217,6 +217,18 @@ def test_options_of_drafts_do_not_reach_decoding_without_any(
     assert told["comparison"]["num_tokens"] == 8
 
 
+@pytest.mark.parametrize(
+    ("option", "count"), [((), 128), (("--option", "max_tokens=5"), 5), (("-n", "6"), 6)]
+)
+def test_how_many_tokens_there_may_be(
+    run: Run, config: Callable[..., str], option: tuple[str, ...], count: int
+) -> None:
+    asked = ("-c", config(EAGLE), "-p", "x", "--ignore-eos", "--no-compare", "--json")
+    result = run("generate", *asked, *option)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["run"]["num_tokens"] == count
+
+
 @pytest.mark.parametrize("name", ["bad_words", "bad"])
 def test_words_that_are_never_written_compare_too(
     run: Run, config: Callable[..., str], name: str

@@ -264,6 +264,18 @@ def test_every_other_option_is_compared(
         assert variant["differences"] == []
 
 
+@pytest.mark.parametrize(
+    ("option", "count"), [((), 64), (("--option", "max_tokens=5"), 5), (("-n", "6"), 6)]
+)
+def test_how_many_tokens_there_may_be(
+    run: Run, checkpoint: str, option: tuple[str, ...], count: int
+) -> None:
+    result = run("-m", checkpoint, "--num-prompts", "1", "--ignore-eos", "--json", *option)
+    assert result.code == 0, result.err
+    (variant,) = json.loads(result.out)["variants"]
+    assert variant["num_tokens"] == variant["num_equal"] == count
+
+
 def test_words_that_are_never_written_are_compared(run: Run) -> None:
     asked = ("-m", str(TINY), "-p", "def f(self", "-n", "12", "--k", "2", "--json")
     (variant,) = json.loads(run(*asked, "--option", "bad_words=[self]").out)["variants"]

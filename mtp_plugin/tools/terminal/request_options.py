@@ -7,15 +7,21 @@ from typing import Any
 
 from mtp_plugin.config.loading import parse_yaml
 from mtp_plugin.errors import ConfigError, RequestError, expect, told
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.options import OPTIONS, SamplingParams
 
 
-def sampling_params(flags: Mapping[str, Any], others: Sequence[str] = ()) -> SamplingParams:
+def sampling_params(
+    flags: Mapping[str, Any],
+    others: Sequence[str] = (),
+    *,
+    presumed: Mapping[str, Any] | None = None,
+) -> SamplingParams:
     """What a request asks for.
 
     Args:
         flags: options with a flag of their own, by name.
         others: ``NAME=VALUE``, of any other option, the value as YAML files have it.
+        presumed: of flags that were left at None, where no other name of the option is given.
 
     Raises:
         RequestError: one is no such text, is given twice or has a flag; or as of `SamplingParams`.
@@ -32,4 +38,9 @@ def sampling_params(flags: Mapping[str, Any], others: Sequence[str] = ()) -> Sam
             values[name] = parse_yaml(value, f"--option: {told(name)}")
         except ConfigError as error:
             raise RequestError(str(error)) from None
-    return SamplingParams(**flags, **values)
+    unsaid = {
+        name: value
+        for name, value in (presumed or {}).items()
+        if flags[name] is None and values.keys().isdisjoint(OPTIONS[name].elsewhere)
+    }
+    return SamplingParams(**{**flags, **unsaid}, **values)

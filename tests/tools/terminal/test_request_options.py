@@ -37,6 +37,24 @@ def test_several() -> None:
     assert sampling_params(FLAGS) == SamplingParams(max_new_tokens=9)
 
 
+@pytest.mark.parametrize(
+    ("flag", "texts", "tokens"),
+    [
+        (None, [], 128),
+        (None, ["max_tokens=5"], 5),
+        (None, ["max_tokens="], None),
+        (7, [], 7),
+        (7, ["max_tokens=7"], 7),
+    ],
+)
+def test_a_flag_that_nobody_gives_yields_to_another_name(
+    flag: int | None, texts: list[str], tokens: int | None
+) -> None:
+    presumed = {"max_new_tokens": 128}
+    params = sampling_params({"max_new_tokens": flag}, texts, presumed=presumed)
+    assert params == SamplingParams(max_new_tokens=tokens)
+
+
 def test_what_nests_without_end_is_named() -> None:
     with pytest.raises(RequestError, match=r"^--option: 'stop': not valid YAML: "):
         sampling_params(FLAGS, ["stop=" + "[" * 20_000])
