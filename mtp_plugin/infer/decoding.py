@@ -50,7 +50,7 @@ class Continuation:
 
     Args:
         prompt_ids: at least one token.
-        params: the options; those of speculation change nothing.
+        params: the options; of those of drafts only how many a step may have counts.
         number: of the request; decides its seed where it gives none.
         end_ids: of the model.
         thinking: its ids; asked for by a budget.

@@ -19,6 +19,7 @@ from mtp_plugin.infer.kv_cache import DynamicKVCache
 from mtp_plugin.infer.language_model import LanguageModel
 from mtp_plugin.infer.noise import Role, gumbel, uniform
 from mtp_plugin.infer.sampling_rule import NO_TOKEN, SamplingRule
+from mtp_plugin.requests.options import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,13 +76,14 @@ def speculative_decode(
     Args:
         model: the target.
         text: the prompt and its options.
-        num_drafts: in a step at most.
+        num_drafts: in a step at most; the options may allow fewer.
         verify: `rejection`, or `coupled` (None), whose text is that of `decode`.
 
     Raises:
         ConfigError: a negative number of drafts.
     """
     expect(num_drafts >= 0, ConfigError, f"num_drafts: expected at least 0, got {num_drafts}")
+    num_drafts = _allowed(num_drafts, text.params)
     scorer, verify = Scorer(model), coupled if verify is None else verify
     num_accepted = 0
     emitted: list[int] = []
@@ -100,6 +102,13 @@ def speculative_decode(
         drafted.append(len(draft.token_ids))
         num_accepted += min(num_standing, emitted[-1])
     return Speculated(text.decoded(), emitted, drafted, num_accepted)
+
+
+def _allowed(num_drafts: int, params: SamplingParams) -> int:
+    """So many drafts of a step, as far as a request's options want them."""
+    if not params.speculate:
+        return 0
+    return num_drafts if params.max_draft_len is None else min(num_drafts, params.max_draft_len)
 
 
 class Scorer:
@@ -147,9 +156,9 @@ def rejection(
     rule: SamplingRule, rows: torch.Tensor, draft: Draft, output: Sequence[int]
 ) -> list[int]:
     """A draft drawn from q stands with probability p / q, else the token is drawn from what of p
-    lies above q: the text is another than the target's own, its distribution the same. A token
-    that nobody drafted for is the target's own."""
-    if rule.is_greedy or not draft.token_ids:
+    lies above q: the text is another than the target's own, its distribution the same. The first
+    token is the target's own where nobody drafted for it."""
+    if rule.is_greedy or not (draft.token_ids or output):
         return coupled(rule, rows, draft, output)
     run: list[int] = []
     for place, row in enumerate(rows):

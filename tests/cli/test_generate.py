@@ -428,6 +428,24 @@ def test_the_same_drafts_without_the_executor(
     assert ("without the executor" in result.err) == (way == "coupled")
 
 
+@pytest.mark.parametrize("worker", [EAGLE, VANILLA], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("way", ["rejection", "coupled"])
+@pytest.mark.parametrize("option", ["speculate=false", "max_draft_len=1", "max_draft_len=0"])
+def test_as_few_drafts_without_the_executor(
+    run: Run, config: Callable[..., str], worker: dict[str, Any], way: str, option: str
+) -> None:
+    file = config({**worker, "mtp": {"verification": way}})
+    prompts = ("-p", "def f(", "-p", "é", "-n", "16", "--temperature", "0.8")
+    asked = ("-c", file, *prompts, "--no-compare", "--compare-drafts", "--json")
+    result = run("generate", *asked, "--option", option)
+    assert result.code == 0
+    document = json.loads(result.out)
+    found, accepted = document["without_executor"], document["run"]["acceptance"]
+    assert found["num_equal_texts"] == 2
+    assert found["acceptance_length"] == found["acceptance_length_of_executor"]
+    assert (accepted["acceptance_length"] > 1) == (option == "max_draft_len=1")
+
+
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decoding without the executor end the first text with another token."""
     honest = PlainDecoding.with_drafts

@@ -256,6 +256,28 @@ def test_a_row_without_values_fails_behind_what_stands() -> None:
     assert ran.decoded == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"speculate": False}, 0),
+        ({"speculate": False, "max_draft_len": 2}, 0),
+        ({"max_draft_len": 0}, 0),
+        ({"max_draft_len": 2}, 2),
+        ({"max_draft_len": 9}, 3),
+    ],
+)
+@pytest.mark.parametrize("verify", [None, rejection], ids=["coupled", "rejection"])
+def test_as_many_drafts_as_the_request_allows(
+    options: dict[str, Any], most: int, verify: Any
+) -> None:
+    """As if nobody could draft more."""
+    drafter, asked = LanguageModelDrafter(CHEAP, Role.DRAFT), {**SAMPLED, **options}
+    ran = speculative_decode(TARGET, drafter, continuation(asked), num_drafts=3, verify=verify)
+    assert max(ran.drafted) == most
+    bare = continuation(SAMPLED)
+    assert ran == speculative_decode(TARGET, drafter, bare, num_drafts=most, verify=verify)
+
+
 def test_bad_numbers_are_named() -> None:
     with pytest.raises(ConfigError, match="num_drafts: expected at least 0, got -1"):
         speculative_decode(TARGET, Script([]), continuation({}), num_drafts=-1)
