@@ -7,13 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtp_plugin.errors import expect
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.options import OPTIONS, SamplingParams
 from mtp_plugin.tools.bench.case import BenchmarkError
 from mtp_plugin.verifications import WAYS
 
 GREEDY, SAMPLED = "greedy", "sampled"
-OF_DRAFTS = ("verification", "draft_sampling")
-"""Options that change how drafts are made and judged alone."""
 _DRAWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
@@ -64,7 +62,7 @@ class Ask:
     @property
     def without_drafting(self) -> Ask:
         """The same texts, asked of who makes no drafts."""
-        kept = {name: value for name, value in self.options.items() if name not in OF_DRAFTS}
+        kept = {name: value for name, value in self.options.items() if not OPTIONS[name].of_drafts}
         return replace(self, options=kept)
 
     @property
