@@ -399,6 +399,62 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
     assert set(document["versions"]) == {"mtp_plugin", "python", "torch", "transformers"}
 
 
+TOLD = ("--option", "logprobs=2", "--option", "prompt_logprobs=0", "-p", "def f(", "-n", "12")
+
+
+def test_json_has_log_probabilities(run: Run, config: Callable[..., str]) -> None:
+    file = config(EAGLE)
+    (found,) = json.loads(run("generate", "-c", file, *TOLD, "--json").out)["results"]
+    asked = SamplingParams(max_new_tokens=12, logprobs=2, prompt_logprobs=0)
+    with LLM(file) as llm:
+        (output,) = llm.generate(["def f("], asked)
+    assert output.logprobs is not None
+    assert output.prompt_logprobs is not None
+
+    def document(entries: Any) -> list[dict[str, Any]]:
+        return [
+            {"token_id": token, "logprob": one.logprob, "rank": one.rank}
+            for token, one in entries.items()
+        ]
+
+    assert found["logprobs"] == [document(entries) for entries in output.logprobs]
+    _, *others = output.prompt_logprobs
+    assert found["prompt_logprobs"] == [None, *map(document, others)]
+    assert len(found["logprobs"]) == 12
+    assert len(found["prompt_logprobs"]) == 6
+    (found,) = json.loads(run("generate", "-c", file, *TOLD[4:], "--json").out)["results"]
+    assert found["logprobs"] is found["prompt_logprobs"] is None
+
+
+def test_json_of_what_cannot_be(run: Run, config: Callable[..., str]) -> None:
+    """Behind cuts an id may have no odds at all, and JSON has no infinity."""
+    file = config({**EAGLE, "mtp": {"logprobs_mode": "processed"}})
+    options = ("--option", "logprobs=2", "--option", "allowed_token_ids=[7]", "-n", "2")
+    result = run("generate", "-c", file, "-p", "x", *options, "--json", "--ignore-eos")
+    assert "Infinity" not in result.out
+    for entries in json.loads(result.out)["results"][0]["logprobs"]:
+        assert [one["logprob"] for one in entries] == [0.0, None]
+
+
+def test_log_probabilities_are_shown(run: Run, config: Callable[..., str]) -> None:
+    file = config(EAGLE)
+    (found,) = json.loads(run("generate", "-c", file, *TOLD, "--json").out)["results"]
+    lines = run("generate", "-c", file, *TOLD).out.splitlines()
+    at = lines.index("log-probabilities (ranks) of prompt 1")
+    _, second, *_ = found["prompt_logprobs"]
+    (entry,) = second
+    told = f"{entry['token_id']} 'e' {entry['logprob']:.4f} ({entry['rank']})"
+    assert lines[at + 1] == f"  token 2: {told}"
+    at = lines.index("log-probabilities (ranks) of text 1", at)
+    for place, entries in enumerate(found["logprobs"][:10], 1):
+        line = lines[at + place]
+        assert line.startswith(f"  token {place}: {found['token_ids'][place - 1]} '")
+        for one in entries:
+            assert f" {one['logprob']:.4f} ({one['rank']})" in line
+    assert lines[at + 11] == "  and 2 further tokens"
+    assert "log-probabilities" not in run("generate", "-c", file, *TOLD[4:]).out
+
+
 @pytest.mark.parametrize("way", ["rejection", "coupled"])
 def test_the_same_drafts_without_the_executor(
     run: Run, checkpoint: Path, tmp_path: Path, way: str

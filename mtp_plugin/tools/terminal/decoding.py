@@ -8,6 +8,7 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
@@ -29,6 +30,10 @@ class Decoded:
     acceptance: AcceptanceStats
     number: int = 0
     """Of the request; decides its draws where it has no seed."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Of every token; None: not asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of every prompt token but the first, which has None; None: not asked for."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ def _decoded(request: LlmRequest, place: str) -> Decoded:
         finish_reason=reason,
         acceptance=request.py_acceptance,
         number=request.facts.number,
+        logprobs=None if request.logprobs is None else list(request.logprobs),
+        prompt_logprobs=None if request.prompt_logprobs is None else list(request.prompt_logprobs),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -13,11 +14,15 @@ from rich.table import Table
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
+from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
 from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
 from mtp_plugin.tools.terminal.version import package_version
+
+SHOWN_LOGPROBS = 10
+"""Tokens of a prompt, and of a text, whose log-probabilities are shown in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,11 @@ class Report:
 
 
 def show_report(report: Report, console: OutputConsole) -> None:
-    """The table, then how the text compares with target-only decoding."""
+    """Log-probabilities that were asked for, the table, then how the text compares with target-only
+    decoding."""
     console.write_line("")
+    for line in logprob_lines(report.run.results, report.tokenizer):
+        console.write_line(line)
     if report.label is not None:
         console.write_line(str(report.label), "bold yellow")
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
@@ -63,6 +71,25 @@ def show_report(report: Report, console: OutputConsole) -> None:
             console.write_line(line, "dim" if report.exit_code == OK else "bold red")
     for line in comparison_lines(report):
         console.write_line(line, None if report.exit_code == OK else "bold red")
+
+
+def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Log-probabilities of the first tokens, with ranks: of each and of the most likely ones beside
+    it."""
+    for number, result in enumerate(results, 1):
+        for whose, told in (("prompt", result.prompt_logprobs), ("text", result.logprobs)):
+            if told is None:
+                continue
+            yield f"log-probabilities (ranks) of {whose} {number}"
+            for place, entries in enumerate(told[:SHOWN_LOGPROBS], 1):
+                if entries is not None:
+                    spelt = (
+                        f"{spelled(token, tokenizer)} {one.logprob:.4f} ({one.rank})"
+                        for token, one in entries.items()
+                    )
+                    yield f"  token {place}: {', '.join(spelt)}"
+            if len(told) > SHOWN_LOGPROBS:
+                yield f"  and {len(told) - SHOWN_LOGPROBS} further tokens"
 
 
 def _table(report: Report, *, ascii_box: bool) -> Table:
@@ -218,7 +245,28 @@ def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[s
         "text": result.text,
         "finish_reason": result.finish_reason.value,
         "acceptance": _acceptance_document(result.acceptance) if max_draft_len else None,
+        "logprobs": _logprobs_document(result.logprobs),
+        "prompt_logprobs": _logprobs_document(result.prompt_logprobs),
     }
+
+
+def _logprobs_document(told: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    """Of every token itself, then of the most likely ones beside it; JSON has no infinity, and
+    None stands for what cannot be."""
+    if told is None:
+        return None
+    return [
+        entries
+        and [
+            {
+                "token_id": token,
+                "logprob": one.logprob if math.isfinite(one.logprob) else None,
+                "rank": one.rank,
+            }
+            for token, one in entries.items()
+        ]
+        for entries in told
+    ]
 
 
 def _run_document(run: BatchRun, max_draft_len: int) -> dict[str, Any]:
