@@ -398,6 +398,7 @@ def parity(
     In half precision a token may differ where two logits are equal but for rounding: such ties are
     counted and shown, and target-only decoding goes on from the emitted token. Where tokens are
     drawn, what counts is the gap of scores with their noise, or the distance from a cut.
+    Log-probabilities that are asked for are compared too.
 
     Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
     """

@@ -10,6 +10,7 @@ from mtp_plugin.tools.parity.compare import (
     judge_gap,
 )
 from mtp_plugin.tools.parity.draws import gap_of_draw
+from mtp_plugin.tools.parity.logprobs import LogprobComparison, Mistold, compare_logprobs
 from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
 from mtp_plugin.tools.parity.speculation import Drafting, speculate
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
@@ -19,9 +20,12 @@ __all__ = [
     "Comparison",
     "Divergence",
     "Drafting",
+    "LogprobComparison",
+    "Mistold",
     "Oracle",
     "TieRule",
     "compare_forced",
+    "compare_logprobs",
     "compare_with_continuations",
     "gap_of_draw",
     "judge_gap",

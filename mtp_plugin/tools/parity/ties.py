@@ -16,6 +16,9 @@ half of one by its own rounding, the rest by that of the states it is computed f
 DRAWN_GAP = 1e-5
 """Noisy scores so close are a tie in float32 too: logarithms of the noise differ by device."""
 
+LOGPROB_GAP = 1e-4
+"""Log-probabilities so close are the same in float32 too: sums are taken in another order."""
+
 
 def ulp(value: float, dtype: torch.dtype) -> float:
     """The distance between neighbouring numbers of a dtype at a magnitude; 0.0 at infinities."""
@@ -55,6 +58,14 @@ class TieRule:
         if self.ulps == 0:
             return 0.0
         return max(self.ulps * ulp(logit, self.dtype) / temperature, DRAWN_GAP)
+
+    def logprob_tolerance(self, logit: float, temperature: float) -> float:
+        """The largest excusable gap of log-probabilities, which are of logits over the temperature.
+
+        Args:
+            logit: the largest of the row, by magnitude.
+        """
+        return max(self.ulps * ulp(logit, self.dtype) / temperature, LOGPROB_GAP)
 
     def tolerance(self, logit: float) -> float:
         """The largest excusable gap below a logit."""

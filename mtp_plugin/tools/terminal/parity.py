@@ -24,6 +24,9 @@ from mtp_plugin.tools.parity import (
     Comparison,
     Divergence,
     Drafting,
+    LogprobComparison,
+    Mistold,
+    Oracle,
     TieRule,
     transformers_attention,
 )
@@ -34,10 +37,12 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     KnownTexts,
     PlainDecoding,
     engine_seed_of,
+    logprobs_mode_of,
     redraws,
     thinking_of,
 )
 from mtp_plugin.tools.terminal.report import (
+    json_number,
     same_as_target_only,
     spelled,
     versions,
@@ -49,6 +54,7 @@ NO_DRAFTS = "none"
 RANDOM_PROMPTS = 8
 LONGEST_RANDOM_PROMPT = 48
 SHOWN_TIES = 10
+SHOWN_MISTOLD = 10
 PROMPT_TAIL = 40
 """Characters of a prompt that a finding is shown with."""
 
@@ -82,6 +88,8 @@ class Outcome:
     plain: Outcome | None = None
     """The first prompts decoded once more with such drafts, through none of the executor; None: it
     drafts by more than the text."""
+    logprobs: list[LogprobComparison] | None = None
+    """Of each prompt, with the target's; None: nobody asked for any."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +111,11 @@ class Outcome:
         """(Number of the prompt from 1, its first difference that is no tie)."""
         verdicts = enumerate(self.verdicts, 1)
         return [(n, v.difference) for n, v in verdicts if v.difference is not None]
+
+    @property
+    def mistold(self) -> list[tuple[int, Mistold]]:
+        """(Number of the prompt from 1, a log-probability that is not the target's)."""
+        return [(n, one) for n, found in enumerate(self.logprobs or (), 1) for one in found.mistold]
 
     @property
     def ties(self) -> list[tuple[int, Divergence]]:
@@ -130,9 +143,8 @@ class ParityReport:
     @property
     def exit_code(self) -> int:
         """`DIFFERENT` where an output is not that of target-only decoding."""
-        return (
-            DIFFERENT if any(found.differences for found in (*self.outcomes, *self.plain)) else OK
-        )
+        found = (*self.outcomes, *self.plain)
+        return DIFFERENT if any(one.differences or one.mistold for one in found) else OK
 
     @property
     def plain(self) -> list[Outcome]:
@@ -212,6 +224,7 @@ def run_parity(
         tell = on_progress if model is None else None
         with LLM(config, model=model, tokenizer=tokenizer, on_progress=tell) as llm:
             model, tokenizer = llm.model, llm.tokenizer
+            _expect_comparable(config, params, Oracle(model).dtype)
             if not prompts:
                 vocab = model.facts.vocab_size
                 prompts = make_prompts(texts, tokenizer, vocab, num_prompts, seed)
@@ -221,6 +234,7 @@ def run_parity(
         del llm
     if model is None:
         raise ConfigError("parity: expected at least one variant to run")
+    asks_logprobs = not (params.logprobs is None and params.prompt_logprobs is None)
     outcomes = []
     known: dict[int, KnownTexts] = {}
     alike: dict[tuple[str, int], Outcome] = {}
@@ -246,7 +260,10 @@ def run_parity(
                 on_progress(f"{variant.drafts}: the same without the executor")
                 again = plain.with_drafts(results, drafting)
                 alike[key] = Outcome(variant, again, plain.verdicts(again, tie_ulps))
-            outcomes.append(Outcome(variant, results, verdicts, alike.get(key)))
+            logprobs = None
+            if asks_logprobs:
+                logprobs = plain.logprobs(results, logprobs_mode_of(config), tie_ulps)
+            outcomes.append(Outcome(variant, results, verdicts, alike.get(key), logprobs))
     weight = next(model.lm_head.parameters())
     return ParityReport(
         config=variants[0][1],
@@ -257,6 +274,21 @@ def run_parity(
         outcomes=outcomes,
         tokenizer=tokenizer,
     )
+
+
+def _expect_comparable(config: LLMConfig, params: SamplingParams, dtype: torch.dtype) -> None:
+    """Refuse log-probabilities behind cuts that rounding may move.
+
+    Raises:
+        ConfigError: as it says.
+    """
+    cuts = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
+    is_processed = params.logprobs is not None and logprobs_mode_of(config) == "processed"
+    if is_processed and cuts and dtype is not torch.float32:
+        raise ConfigError(
+            f"parity: logprobs={params.logprobs} of what {cuts[0]} leaves: expected float32, got "
+            f"{str(dtype).removeprefix('torch.')}, whose rounding may move the cut"
+        )
 
 
 def _num_draft_layers(variant: Variant) -> int:
@@ -304,8 +336,20 @@ def show_parity(report: ParityReport, console: OutputConsole) -> None:
         for number, found in plain.differences:
             told = _told(report, plain.variant, number, found)
             console.write_line(f"difference without the executor: {told}", "bold red")
+    mistold = [(o, n, one) for o in report.outcomes for n, one in o.mistold]
+    for outcome, number, one in mistold[:SHOWN_MISTOLD]:
+        told = _told_of(report, outcome.variant, number, one)
+        console.write_line(f"log-probability: {told}", "bold red")
+    if len(mistold) > SHOWN_MISTOLD:
+        console.write_line(
+            f"and {len(mistold) - SHOWN_MISTOLD} further log-probabilities", "bold red"
+        )
+    for outcome in report.outcomes:
+        if outcome.logprobs is not None:
+            console.write_line(logprobs_line(outcome, outcome.logprobs), "dim")
     tokens = sum(outcome.num_tokens for outcome in report.outcomes)
-    num_differences = len(differences) + sum(len(plain.differences) for plain in report.plain)
+    num_differences = len(differences) + len(mistold)
+    num_differences += sum(len(plain.differences) for plain in report.plain)
     counted = f"{tokens} tokens; ties: {len(ties)}; differences: {num_differences}"
     verdict = "NO" if num_differences else "yes"
     style = "bold red" if num_differences else None
@@ -357,6 +401,28 @@ def _told(report: ParityReport, variant: Variant, number: int, found: Divergence
     )
 
 
+def logprobs_line(outcome: Outcome, logprobs: Sequence[LogprobComparison]) -> str:
+    """How log-probabilities of a variant compare."""
+    count, gap = _compared(logprobs)
+    return f"{outcome.variant.label}, {count} log-probabilities: at most {gap:.2g} apart"
+
+
+def _compared(logprobs: Sequence[LogprobComparison]) -> tuple[int, float]:
+    """How many, and the largest gap."""
+    gaps = [found.largest_gap for found in logprobs]
+    return sum(found.num_values for found in logprobs), max(gaps, default=0.0)
+
+
+def _told_of(report: ParityReport, variant: Variant, number: int, one: Mistold) -> str:
+    whose = "prompt token" if one.in_prompt else "token"
+    told = "nothing" if one.told is None else f"{one.told.logprob:.6g} ({one.told.rank})"
+    return (
+        f"{variant.label}, prompt {number}, {whose} {one.position + 1}: {told} of "
+        f"{spelled(one.token, report.tokenizer)}, the target has {one.expected.logprob:.6g} "
+        f"({one.expected.rank}), where {one.tolerance:.4g} is no gap"
+    )
+
+
 def _prompt(report: ParityReport, ids: Iterable[int]) -> str:
     if report.tokenizer is None:
         return f"prompt ids {list(ids)[-8:]}"
@@ -390,6 +456,7 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
         "num_differences": len(outcome.differences),
         "acceptance_length": outcome.acceptance.acceptance_length if variant.k else None,
         "without_executor": _plain_document(outcome),
+        "logprobs": _logprobs_document(outcome),
         "ties": [_found_document(outcome, n, tie) for n, tie in outcome.ties],
         "differences": [_found_document(outcome, n, found) for n, found in outcome.differences],
     }
@@ -403,6 +470,32 @@ def _plain_document(outcome: Outcome) -> dict[str, Any] | None:
         **without_executor_document(outcome.results, plain.results),
         "num_ties": plain.num_ties,
         "differences": [_found_document(plain, n, found) for n, found in plain.differences],
+    }
+
+
+def _logprobs_document(outcome: Outcome) -> dict[str, Any] | None:
+    if outcome.logprobs is None:
+        return None
+    count, gap = _compared(outcome.logprobs)
+    return {
+        "num_values": count,
+        "largest_gap": json_number(gap),
+        "differences": [_mistold_document(number, one) for number, one in outcome.mistold],
+    }
+
+
+def _mistold_document(number: int, one: Mistold) -> dict[str, Any]:
+    told = one.told
+    return {
+        "prompt": number,
+        "in_prompt": one.in_prompt,
+        "position": one.position + 1,
+        "token": one.token,
+        "logprob": None if told is None else json_number(told.logprob),
+        "rank": None if told is None else told.rank,
+        "expected_logprob": json_number(one.expected.logprob),
+        "expected_rank": one.expected.rank,
+        "tolerance": one.tolerance,
     }
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.infer import Continuation, SamplingRule, Thinking
+from mtp_plugin.infer.decoding import LogprobsMode
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
@@ -19,8 +20,10 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import (
     TIE_ULPS,
     Drafting,
+    LogprobComparison,
     Oracle,
     TieRule,
+    compare_logprobs,
     compare_with_continuations,
     judge_gap,
     speculate,
@@ -114,18 +117,33 @@ class PlainDecoding:
         rule = TieRule(oracle.dtype, tie_ulps)
         verdicts = []
         for result in results:
-            sampling = SamplingRule(
-                self.params,
-                result.prompt_token_ids,
-                number=result.number,
-                end_ids=oracle.end_ids,
-                engine_seed=self.engine_seed,
-                thinking=self.thinking,
-            )
-            judge = judge_gap(oracle, rule, sampling, result.token_ids)
+            judge = judge_gap(oracle, rule, self._rule_of(result, oracle), result.token_ids)
             continue_from = partial(self._continue_from, oracle, result)
             verdicts.append(compare_with_continuations(result.token_ids, continue_from, judge))
         return verdicts
+
+    def logprobs(
+        self, results: Sequence[Decoded], mode: LogprobsMode, tie_ulps: float = TIE_ULPS
+    ) -> list[LogprobComparison]:
+        """What the target says of each result's log-probabilities.
+
+        Args:
+            mode: of the log-probabilities of texts.
+        """
+        oracle = Oracle(self.model)
+        rule = TieRule(oracle.dtype, tie_ulps)
+        return [
+            compare_logprobs(
+                oracle,
+                rule,
+                self._rule_of(result, oracle),
+                result.token_ids,
+                logprobs=result.logprobs,
+                prompt_logprobs=result.prompt_logprobs,
+                mode=mode,
+            )
+            for result in results
+        ]
 
     def with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> list[Decoded]:
         """The first of these prompts with drafts.
@@ -168,6 +186,16 @@ class PlainDecoding:
         return PlainRun(alike, None if drafting.redraws else self.compare(alike))
 
     # ---- target-only decoding ---------------------------------------------------------------
+
+    def _rule_of(self, result: Decoded, oracle: Oracle) -> SamplingRule:
+        return SamplingRule(
+            self.params,
+            result.prompt_token_ids,
+            number=result.number,
+            end_ids=oracle.end_ids,
+            engine_seed=self.engine_seed,
+            thinking=self.thinking,
+        )
 
     def _continue_from(self, oracle: Oracle, result: Decoded, emitted: list[int]) -> list[int]:
         """``emitted`` and what target-only decoding adds, up to where the text has to end."""
@@ -219,6 +247,12 @@ def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | No
     if end is None:
         return None
     return Thinking(end.begin, end.end, None if end.end_token == NO_TOKEN else end.end_token)
+
+
+def logprobs_mode_of(config: LLMConfig) -> LogprobsMode:
+    """What log-probabilities of texts are of."""
+    speculative = config.speculative_config
+    return speculative.mtp.logprobs_mode if isinstance(speculative, MTPDecodingConfig) else "raw"
 
 
 def redraws(config: LLMConfig, params: SamplingParams) -> str | None:

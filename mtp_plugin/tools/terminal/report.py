@@ -251,8 +251,7 @@ def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[s
 
 
 def _logprobs_document(told: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
-    """Of every token itself, then of the most likely ones beside it; JSON has no infinity, and
-    None stands for what cannot be."""
+    """Of every token itself, then of the most likely ones beside it."""
     if told is None:
         return None
     return [
@@ -260,13 +259,18 @@ def _logprobs_document(told: Sequence[TokenLogprobs | None] | None) -> list[Any]
         and [
             {
                 "token_id": token,
-                "logprob": one.logprob if math.isfinite(one.logprob) else None,
+                "logprob": json_number(one.logprob),
                 "rank": one.rank,
             }
             for token, one in entries.items()
         ]
         for entries in told
     ]
+
+
+def json_number(value: float) -> float | None:
+    """None: none that JSON has, as of what cannot be."""
+    return value if math.isfinite(value) else None
 
 
 def _run_document(run: BatchRun, max_draft_len: int) -> dict[str, Any]:
