@@ -116,6 +116,25 @@ def test_every_option_shows_in_the_text() -> None:
         assert name in ("greedy", "temperature seed") or told or text != bare, name
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_processed_log_probabilities_are_those_without_drafts(options: dict[str, Any]) -> None:
+    """Each behind the tokens of its own run that stand before it."""
+    options = {**options, "logprobs": 3, "presence_penalty": 0.5}
+    expected = decode(
+        TARGET,
+        PROMPT,
+        asked(options),
+        end_ids=[END],
+        thinking=THINKING,
+        logprobs_mode="processed",
+    )
+    text = continuation(options, logprobs_mode="processed")
+    ran = speculative_decode(TARGET, Script(expected.token_ids, 4), text, num_drafts=3)
+    assert ran.num_accepted > 0
+    assert ran.decoded == expected
+    assert ran.decoded.logprobs != plain(options).logprobs
+
+
 def test_drafts_are_counted_by_hand() -> None:
     text = plain({"ignore_eos": True}).token_ids
     options = {"ignore_eos": True, "max_new_tokens": 8}
