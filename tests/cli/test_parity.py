@@ -105,9 +105,10 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
         ({}, ()),
         ({}, ("--temperature", "0.9", "--top-k", "50", "--repetition-penalty", "1.2")),
         ({"draft_sampling": "greedy"}, ("--temperature", "0.3", "--repetition-penalty", "1.3")),
+        ({}, ("--temperature", "0.3", "--option", "draft_sampling=greedy")),
         ({"draft_vocab": 60}, ()),
     ],
-    ids=["greedy", "drawn", "greedy drafts", "draft vocabulary"],
+    ids=["greedy", "drawn", "greedy drafts", "greedy drafts asked for", "draft vocabulary"],
 )
 def test_as_many_drafts_stand_without_the_executor(
     run: Run, checkpoint: str, tmp_path: Path, mtp: dict[str, Any], sampling: tuple[str, ...]
@@ -264,6 +265,8 @@ def test_every_other_option_is_compared(
         assert variant["differences"] == []
         assert variant["logprobs"]["num_values"] >= 2 * variant["num_tokens"]
         assert variant["logprobs"]["differences"] == []
+        plain = variant["without_executor"]
+        assert plain["acceptance_length"] == plain["acceptance_length_of_executor"]
 
 
 @pytest.mark.parametrize(
