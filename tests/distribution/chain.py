@@ -198,10 +198,11 @@ class _Decoder:
     def run(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         requests, k = len(self.slot_ids), self.draft_len
         text = torch.full((requests, length + k + 1), -1, device=DEVICE)
+        live = torch.arange(requests, device=DEVICE)
         written = torch.zeros(requests, dtype=torch.int64, device=DEVICE)
         last = torch.full((requests,), self.language.first, device=DEVICE)
         nothing = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
-        step = self._step(last, written, None)
+        step = self._step(live, last, written, None)
         if self.bans is not None:  # what the prompt's last token leaves
             none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
             accepted = Accepted(none, nothing, nothing)
@@ -209,8 +210,8 @@ class _Decoder:
             note_emitted(accepted, step.drawn_slots(), positions, backend=self.backend)
         drafts = self._draft(step, nothing, last)
         stood = None
-        while int(written.min()) < length:
-            step = self._step(last, written, drafts)
+        while True:
+            step = self._step(live, last, written, drafts)
             rows = torch.cat([last.unsqueeze(1), drafts], dim=1)
             logits = self.language.target.to(DEVICE)[rows.long()].reshape(-1, self._vocab)
             accepted = self.verifier.verify(
@@ -221,20 +222,27 @@ class _Decoder:
             places = written.unsqueeze(1) + torch.arange(k + 1, device=DEVICE)
             is_new = accepted.tokens >= 0
             places = torch.where(is_new, places.clamp_max(text.shape[1] - 1), text.shape[1] - 1)
-            full = written >= length
-            kept = torch.where(is_new & ~full.unsqueeze(1), accepted.tokens.long(), -1)
-            text = text.scatter_reduce(1, places, kept, reduce="amax")
+            kept = torch.where(is_new, accepted.tokens.long(), -1)
+            text[live] = text[live].scatter_reduce(1, places, kept, reduce="amax")
+            written = written + counts
+            goes_on = written < length
+            if not goes_on.any():
+                return text[:, :length].cpu(), stood.cpu()
             last = accepted.last_tokens().long()
             drafts = self._draft(step, accepted.num_accepted, last)
-            written += counts
-        return text[:, :length].cpu(), stood.cpu()
+            # what is long enough leaves the batch
+            live, last, written, drafts = (x[goes_on] for x in (live, last, written, drafts))
 
     @property
     def _vocab(self) -> int:
         return self.language.target.shape[0]
 
     def _step(
-        self, last: torch.Tensor, written: torch.Tensor, drafts: torch.Tensor | None
+        self,
+        live: torch.Tensor,
+        last: torch.Tensor,
+        written: torch.Tensor,
+        drafts: torch.Tensor | None,
     ) -> HostStep:
         k, requests = self.draft_len, len(last)
         if drafts is None:
@@ -244,15 +252,16 @@ class _Decoder:
         none = torch.empty(0, dtype=torch.int32, device=DEVICE)
         draft_lens = None
         if self.lens is not None:
-            told = torch.randint(0, k + 1, (requests,), generator=self.lens, dtype=torch.int32)
-            draft_lens = told.to(DEVICE)
+            everyone = (len(self.slot_ids),)
+            told = torch.randint(0, k + 1, everyone, generator=self.lens, dtype=torch.int32)
+            draft_lens = told.to(DEVICE)[live]
         return HostStep(
             StepLayout((), requests, k, none, positions),
             drafts.reshape(-1),
             draft_lens=draft_lens,
             manager=self.manager,
-            slot_ids=self.slot_ids,
-            slots=self.table.rows_of(self.slot_ids, self.pools, self.bans),
+            slot_ids=self.slot_ids[live],
+            slots=self.table.rows_of(self.slot_ids[live], self.pools, self.bans),
             edits_logits=True,
             only_draws=self.pools is None and self.verifier.thinking is None,
         )
