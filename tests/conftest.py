@@ -48,6 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collector_leaves_the_rest_alone() -> None:
+    """Python's collector does not look again at what is there before a module's tests.
+
+    Where they or a tool ask for a collection, a pass over all that the process imported and all
+    tests that it holds takes longer than most tests. With a GPU executors freeze objects, and leave
+    that to a host that did: there nothing is.
+    """
+    if not torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, MakeText], str]:
     """Gives the text of a name: the first of a run's workers makes it, the others wait for it."""

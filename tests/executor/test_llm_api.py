@@ -154,9 +154,12 @@ class Owner:
 
 @pytest.fixture
 def nothing_frozen() -> Iterator[None]:
+    was_frozen = gc.get_freeze_count() >= CollectorFreeze.HOST_FROZE
     gc.unfreeze()
     yield
     gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
 
 
 @pytest.mark.usefixtures("nothing_frozen")
