@@ -189,15 +189,19 @@ def words_of(
 ) -> torch.Tensor:
     """Random words as `gumbel` asks for them [N, V], unsigned 32-bit in int64."""
     groups = ids.to(torch.int64) >> 2
+    of_group = None
+    if ids.device.type == "cpu":  # elsewhere nobody waits to know how many there are
+        groups, of_group = torch.unique_consecutive(groups, return_inverse=True)
     rows = torch.zeros_like(indices, dtype=torch.int64).unsqueeze(1)
     of_role = (rows.squeeze(1) + role).unsqueeze(1)
     of_step = (rows.squeeze(1) + step).unsqueeze(1) & _MASK
     counter = (groups + rows, (rows.squeeze(1) + indices).unsqueeze(1) & _MASK, of_role, of_step)
     key = (seed[:, :1].to(torch.int64) & _MASK, seed[:, 1:].to(torch.int64) & _MASK)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
-    return words.gather(
-        -1, (ids.to(torch.int64) & 3).expand(words.shape[:2]).unsqueeze(-1)
-    ).squeeze(-1)
+    place = ids.to(torch.int64) & 3
+    if of_group is not None:
+        return words[:, of_group, place]
+    return words.gather(-1, place.expand(words.shape[:2]).unsqueeze(-1)).squeeze(-1)
 
 
 def gumbel_of(word: torch.Tensor) -> torch.Tensor:
