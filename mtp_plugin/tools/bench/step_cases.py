@@ -7,12 +7,13 @@ acceptance, history, draft inputs, the argmax of every draft, and the changes of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
@@ -28,13 +29,32 @@ HIGHEST_POSITION = 131071
 PROMPT_TOKENS = 100
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What every request of a step asks for, and what the config has for it."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # keys of it, but for those of `mtp`
+    mtp: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step's tokens are drawn, and its logits may be edited."""
+        return bool(self.options)
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether no request asks for more than its draws."""
+        return self.options.keys() <= DRAWS.keys() | {"verification"}
+
+
 DRAWS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    "": {},
-    "draws": DRAWS,
-    "edits": {**DRAWS, "repetition_penalty": 1.1, "logprobs": 5},
+KINDS: Mapping[str, Kind] = {
+    "": Kind(),
+    "draws": Kind(DRAWS),
+    "edits": Kind({**DRAWS, "repetition_penalty": 1.1, "logprobs": 5}),
 }
-"""What every request of a step asks for: nothing, draws, or more; each is a graph of its own."""
+"""What is timed: nothing, draws, or more; each is a graph of its own."""
 
 
 class GenerationAttention:
@@ -113,12 +133,12 @@ def target_shift_case(shape: Shape, device: torch.device) -> Case:
     return _case("step/vanilla-target-shift", shape, device, "target_shift", False, None)
 
 
-def kind_cases(shape: Shape, device: torch.device) -> list[Case]:
+def kind_cases(shape: Shape, device: torch.device, kinds: Mapping[str, Kind] = KINDS) -> list[Case]:
     """A step of each worker for requests that draw, and for some that ask for more."""
     return [
-        _case(f"step/{worker}-{kind}", shape, device, chain, False, None, kind)
-        for kind in KINDS
-        if kind
+        _case(f"step/{worker}-{name}", shape, device, chain, False, None, kind)
+        for name, kind in kinds.items()
+        if name
         for worker, chain in (("vanilla", "output"), ("eagle", None))
     ]
 
@@ -130,9 +150,9 @@ def _case(
     chain: str | None,
     write_limits: bool,
     target: Target | None,
-    kind: str = "",
+    kind: Kind = KINDS[""],
 ) -> Case:
-    """``chain``: of the vanilla worker; None: the Eagle worker. ``kind``: of `KINDS`."""
+    """``chain``: of the vanilla worker; None: the Eagle worker."""
     states = shape.batch * shape.state_bytes
     if chain is None:
         # only the state of the last accepted row is gathered
@@ -150,14 +170,14 @@ def _case(
     )
 
 
-def _trial(
-    shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind: str = ""
-) -> Trial:
+def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind: Kind) -> Trial:
     batch, k, device = shape.batch, shape.k, dice.device
     width = k + 1
-    config = SimpleNamespace(
+    config = MTPDecodingConfig(
         max_draft_len=k,
-        mtp=SimpleNamespace(draft_window="exact", kernels="reference", chain=chain or "output"),
+        use_mtp_vanilla=chain is not None,
+        mtp={"kernels": "reference", "chain": chain, **kind.mtp},
+        **kind.config,
     )
     manager = MTPHiddenStatesManager(
         config,
@@ -166,10 +186,10 @@ def _trial(
         batch,
         device=device,
         num_seq_slots=batch,
-        vocab_size=shape.vocab if kind else None,
+        vocab_size=shape.vocab if kind.draws else None,
     )
     requests = dice.permutation(batch).tolist()
-    asked = [_Request(request, KINDS[kind], dice, shape) for request in sorted(requests)]
+    asked = [_Request(request, kind.options, dice, shape) for request in sorted(requests)]
     manager.prepare_resources(SimpleNamespace(context_requests=asked, generation_requests=[]))
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
     tokens.copy_(dice.integers(0, shape.vocab, *tokens.shape))
@@ -191,7 +211,7 @@ def _trial(
     spec.request_ids = requests
     spec.draft_tokens = dice.drafts(logits, shape)
     spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
-    spec.edits_logits, spec.only_draws = bool(kind), kind == "draws"
+    spec.edits_logits, spec.only_draws = kind.draws, kind.draws and kind.only_draws
     spec.prepare()
     ready = [dice.logits(batch, shape) for _ in range(k)]
     layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]
@@ -215,7 +235,7 @@ def _trial(
         return {name: value for name, value in outputs.items() if name not in unlike}
 
     state = attention.device_tensors() | {"past_tokens": tokens, "past_states": states}
-    if kind == "edits" and manager.edit_rows is not None:
+    if not kind.only_draws and manager.edit_rows is not None:
         pools = manager.edit_rows.pools
         state |= {"table": manager.table.rows, "counts": pools.counts, "seen": pools.seen}
     return Trial(run, state, approximate=frozenset({"log_probs"}))

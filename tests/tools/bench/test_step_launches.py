@@ -13,10 +13,21 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.verification.contract import VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS
 from mtp_plugin.tools.bench.shapes import REFERENCE, TINY, Shape
-from mtp_plugin.tools.bench.step_cases import KINDS, kind_cases, step_cases
+from mtp_plugin.tools.bench.step_cases import DRAWS, KINDS, Kind, kind_cases, step_cases
 from mtp_plugin.tools.bench.timing import count_launches
 
 CPU = torch.device("cpu")
+THINKING = {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}
+OTHERS = {
+    "rejection": Kind({**DRAWS, "verification": "rejection"}, mtp={"verification": "rejection"}),
+    "block": Kind({**DRAWS, "verification": "block"}, mtp={"verification": "block"}),
+    "beside-rejection": Kind(DRAWS, mtp={"verification": ["coupled", "rejection"]}),
+    "processed": Kind({**DRAWS, "logprobs": 2}, mtp={"logprobs_mode": "processed"}),
+    "budget": Kind({**DRAWS, "thinking_token_budget": 4}, config=THINKING),
+}
+"""Kinds that are not timed, and what they take more than a step that draws or edits."""
+JUDGED = {"piece": 1, "finish": 1}
+"""Of a step: the odds of all drafts at once, and who stands."""
 GREEDY = {
     ("vanilla", 1): {"top1": 2, "emit": 1, "generation": 1, "place": 1},
     ("eagle", 1): {"top1": 2, "emit": 1, "accepted_rows": 1, "index": 1, "place": 1},
@@ -47,8 +58,20 @@ def expected(worker: str, k: int, kind: str) -> Counter[str]:
     return launches
 
 
+def expected_of_others(worker: str, k: int, kind: str) -> Counter[str]:
+    """Of the kinds that are not timed."""
+    if kind in ("rejection", "block", "beside-rejection"):
+        # whatever a request asks for, who reads what drafts are drawn from keeps it of every pass
+        return expected(worker, k, "draws") + Counter(JUDGED) + Counter({"keep": k})
+    if kind == "processed":
+        # scores are made once, and looked at like raw rows
+        return expected(worker, k, "edits") + Counter({"processed": 1})
+    return expected(worker, k, "edits") + Counter({"force": 1, "note": 1})
+
+
 def case_of(worker: str, kind: str, shape: Shape, device: torch.device):
-    cases = kind_cases(shape, device) if kind else step_cases(shape, device)
+    kinds = {**KINDS, **OTHERS}
+    cases = kind_cases(shape, device, kinds) if kind else step_cases(shape, device)
     (case,) = [each for each in cases if each.name == f"step/{worker}" + f"-{kind}" * bool(kind)]
     return case
 
@@ -91,6 +114,17 @@ def test_launches_of_a_step(k: int, worker: str, kind: str, monkeypatch) -> None
     with Launches(monkeypatch) as launches:
         trial.run(Backend.TRITON)
     assert launches.counts == expected(worker, k, kind)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("worker", WORKERS)
+def test_launches_of_a_step_of_other_kinds(worker: str, kind: str, monkeypatch) -> None:
+    k = 3
+    trial = case_of(worker, kind, dataclasses.replace(TINY, batch=2, k=k), CPU).prepare(0)
+    with Launches(monkeypatch) as launches:
+        trial.run(Backend.TRITON)
+    assert launches.counts == expected_of_others(worker, k, kind)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
