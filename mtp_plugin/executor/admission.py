@@ -29,6 +29,8 @@ from mtp_plugin.speculative.plugin import SpeculativePieces
 
 LONG_PROMPT = 2**16
 """Characters up to which a prompt is tokenised, however long it may be: that takes no time."""
+LONG_BAD_WORD = 1024
+"""Characters up to which a bad word is: 64 for each of the tokens that it may have."""
 
 
 class Admission:
@@ -280,6 +282,12 @@ class Admission:
                 continue
             if self._tokenizer is None:
                 problems.append(f"bad_words={told(word)} (the checkpoint has no tokenizer.json)")
+                continue
+            if len(word) > LONG_BAD_WORD:  # before it is tokenised, which takes time
+                problems.append(
+                    f"bad_words: at most {LONG_BAD_WORD} characters of a word are served, got "
+                    f"{len(word)}"
+                )
                 continue
             try:
                 word.encode()

@@ -163,6 +163,11 @@ AT_ONCE = [
     ([1], {"stop": ("\ud800",)}, "not supported: stop=.* is no valid Unicode text"),
     ([1], {"stop": ("x" * 10**6,)}, "not supported: stop: at most [0-9]+ characters of a string"),
     ([1], {"bad_words": ("\ud800",)}, "not supported: bad_words=.* is no valid Unicode text"),
+    (
+        [1],
+        {"bad_words": ("x" * 1025,)},
+        "not supported: bad_words: at most 1024 characters of a word",
+    ),
     ("abc", {"allowed_token_ids": (VOCAB,)}, "not supported: allowed_token_ids: 128 is outside"),
 ]
 
