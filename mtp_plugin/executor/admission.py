@@ -339,9 +339,10 @@ class Admission:
             ("bad_words", [token for word in bad_words for token in word]),
             ("bad_token_ids", params.bad_token_ids),
         ):
-            for token in dict.fromkeys(ids):
-                if token >= vocab:
-                    yield f"{name}: {told(token)} is outside the vocabulary of {vocab}"
+            wrong = [token for token in dict.fromkeys(ids) if token >= vocab]
+            if wrong:
+                verb = "is" if len(wrong) == 1 else "are"
+                yield f"{name}: {_first_of(wrong)} {verb} outside the vocabulary of {vocab}"
 
     def _nothing_left(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
@@ -391,6 +392,12 @@ class Admission:
 def _banned(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> set[int]:
     """Ids that are never written, whatever stands in front of them."""
     return {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
+
+
+def _first_of(ids: Sequence[int]) -> str:
+    """Ids for a message: of many the first three, and how many more there are."""
+    shown = ", ".join(map(told, ids[:3]))
+    return shown if len(ids) <= 3 else f"{shown} and {len(ids) - 3} more"
 
 
 def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:

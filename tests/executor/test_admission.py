@@ -164,8 +164,7 @@ REQUESTS = [
         "request 0: not supported: n=2, best_of=3, length_penalty=2.0, no_repeat_ngram_size=2, "
         "guided_decoding='json', "
         "stop=('END',) (the checkpoint has no tokenizer.json), "
-        "stop_token_ids: 128 is outside the vocabulary of 128, "
-        "stop_token_ids: 999 is outside the vocabulary of 128",
+        "stop_token_ids: 128, 999 are outside the vocabulary of 128",
         params=SamplingParams(
             temperature=0.7,
             min_p=0.1,

@@ -125,6 +125,15 @@ WRONG = [
     ),
     Wrong({"bad_words": ["big"]}, f"bad_words: 99 {OUTSIDE}"),
     Wrong({"bad_words": [[3, 90]]}, f"bad_words: 90 {OUTSIDE}"),
+    Wrong(
+        {"allowed_token_ids": [*range(10**5)]},
+        "allowed_token_ids: 90, 91, 92 and 99907 more are outside the vocabulary of 90",
+    ),
+    Wrong(
+        {"stop_token_ids": [93, 4, 92, 91], "bad_token_ids": [94, 90, 91, 92]},
+        "stop_token_ids: 93, 92, 91 are outside the vocabulary of 90, "
+        "bad_token_ids: 94, 90, 91 and 1 more are outside the vocabulary of 90",
+    ),
     Wrong({"bad_token_ids": [90]}, f"bad_token_ids: 90 {OUTSIDE}"),
     Wrong({"logit_bias": {89: 1.0, 91: 2.0}}, f"logit_bias: 91 {OUTSIDE}"),
     Wrong({"allowed_token_ids": [3, 90]}, f"allowed_token_ids: 90 {OUTSIDE}"),
