@@ -124,7 +124,8 @@ class Admission:
             self._check_text(prompt, request_id)
         else:
             self._check_ids(prompt, request_id)
-        self._admitted(params, request_id, tokenise=False)
+        ids = () if isinstance(prompt, str) else prompt
+        self._admitted(params, request_id, ids, tokenise=False)
         self._turn.expect_outside(request_id)
         return PendingRequest(request_id, make, partial(self._turn.expect_outside, request_id))
 
@@ -143,7 +144,7 @@ class Admission:
 
     def _tokenised(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         ids = self._prompt_ids(prompt, request_id)
-        params = self._admitted(params, request_id)
+        params = self._admitted(params, request_id, ids)
         text = None
         if self._detokenizer is not None:
             text = RequestText(
@@ -218,11 +219,17 @@ class Admission:
             )
 
     def _admitted(
-        self, params: SamplingParams, request_id: int, *, tokenise: bool = True
+        self,
+        params: SamplingParams,
+        request_id: int,
+        prompt: Sequence[int],
+        *,
+        tokenise: bool = True,
     ) -> SamplingParams:
         """The options, with bad words as ids.
 
         Args:
+            prompt: its ids; none: they are not known yet.
             tokenise: False: leave out what asks the tokenizer.
 
         Raises:
@@ -234,7 +241,7 @@ class Admission:
         words, problems = self._bad_words(params, tokenise)
         unsupported += problems
         unsupported += self._outside_vocabulary(params, words)
-        unsupported += self._nothing_left(params, words)
+        unsupported += self._nothing_left(params, words, prompt)
         try:
             # whatever the prompt is, the ids that end the request are these
             StopRule.of(
@@ -345,16 +352,19 @@ class Admission:
                 yield f"{name}: {_first_of(wrong)} {verb} outside the vocabulary of {vocab}"
 
     def _nothing_left(
-        self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
+        self, params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
     ) -> Iterator[str]:
-        banned = _banned(params, bad_words)
+        if params.thinking_token_budget is not None:
+            prompt = ()  # what a spent budget forces comes before what is banned here
+        always, banned = (_banned(params, bad_words, behind) for behind in ((), prompt))
+        where = "" if banned == always else " behind this prompt"
         allowed = params.allowed_token_ids
         if allowed is not None and banned.issuperset(allowed):
-            yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+            yield f"allowed_token_ids: none is left{where} beside bad_words and bad_token_ids"
         elif allowed is None and banned and banned.issuperset(self._all_ids):
             yield (
                 f"bad_words and bad_token_ids: no id of the vocabulary of "
-                f"{self._facts.vocab_size} is left"
+                f"{self._facts.vocab_size} is left{where}"
             )
 
     def _no_text(self, word: str, tokenise: bool) -> str | None:
@@ -389,9 +399,15 @@ class Admission:
         return text
 
 
-def _banned(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> set[int]:
-    """Ids that are never written, whatever stands in front of them."""
-    return {*params.bad_token_ids, *(word[0] for word in bad_words if len(word) == 1)}
+def _banned(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
+) -> set[int]:
+    """Ids that do not follow a prompt; without one: that are never written."""
+    banned = {*params.bad_token_ids}
+    for *beginning, last in bad_words:
+        if list(prompt[max(0, len(prompt) - len(beginning)) :]) == beginning:
+            banned.add(last)
+    return banned
 
 
 def _first_of(ids: Sequence[int]) -> str:

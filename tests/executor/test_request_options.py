@@ -193,6 +193,27 @@ def test_min_tokens_yields_where_only_ends_are_left(bed, prompts, k) -> None:
     assert_drained(llm)
 
 
+def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
+    """What it ends with decides; but a budget of thinking may force a token there."""
+    options = {"allowed_token_ids": [7, 8], "bad_words": [[4, 7], [3, 4, 8]]}
+    told = (
+        "^request [0-9]+: not supported: allowed_token_ids: none is left behind this prompt beside "
+        "bad_words and bad_token_ids$"
+    )
+    door = admission(tokenizer=Words())
+    for ask in (door.make_request, door.ask):
+        for more in ({}, {"stop": ["bc"]}):
+            with pytest.raises(RequestError, match=told):
+                ask([3, 4], SamplingParams(**options, **more))
+    for prompt in ([4], [5, 4], [3, 4, 5]):
+        assert door.make_request(prompt, SamplingParams(**options))
+    assert door.make_request([3, 4], SamplingParams(**options, thinking_token_budget=0))
+    with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left behind this p"):
+        admission(vocab_size=5).make_request(
+            [4], SamplingParams(bad_token_ids=[0, 1, 2, 3], bad_words=[[4, 4]])
+        )
+
+
 def test_a_vocabulary_that_is_banned() -> None:
     door = admission(tokenizer=Words(), vocab_size=5)
     with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left$"):
