@@ -62,6 +62,8 @@ _READ = (
     "logprob_entries",
 )
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
+NARROWING_OPTIONS = ("allowed_token_ids", "bad_words", "bad_token_ids")
+"""Options of a request that may leave no id, where all logits are finite."""
 NO_LOGPROBS = "logprobs: the step told no log-probabilities"
 
 _logger = logging.getLogger("mtp_plugin")
@@ -362,7 +364,7 @@ class MTPSampler:
         before = request.get_tokens(BEAM) if stop.words else ()
         ending = stop.judge(run, length, num_drafts=num_matches, tokens=before)
         if status != STATUS_OK and ending.reason is None:
-            ending = Ending(ending.length, FinishReason.ERROR, NO_FINITE_LOGITS)
+            ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))
         emitted = run[: ending.length]
         for token in emitted:
             request.add_new_token(token, BEAM)
@@ -551,6 +553,12 @@ def _cut(result: StepResult, ending: Ending) -> StepResult:
         logprobs = logprobs.first(ending.length)
     emitted = result.token_ids[: ending.length]
     return result._replace(token_ids=emitted, finish_reason=ending.reason, logprobs=logprobs)
+
+
+def _no_token(facts: RequestFacts) -> str:
+    """Why a row had none for a request."""
+    asked = [name for name in NARROWING_OPTIONS if name in facts.options]
+    return f"{NO_FINITE_LOGITS}, or {' and '.join(asked)} left none" if asked else NO_FINITE_LOGITS
 
 
 def _logprobs_told(

@@ -214,6 +214,24 @@ def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
         )
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_options_that_leave_nothing_later_are_named(bed, k) -> None:
+    """The target's logits are finite."""
+    params = [
+        greedy(allowed_token_ids=[7], bad_words=[[7, 7]]),
+        greedy(allowed_token_ids=[7, 8], bad_words=[[7, 7], [8, 7]], bad_token_ids=[8]),
+    ]
+    llm = bed.llm(k=k)
+    first, second = llm.generate([[3, 4]] * 2, params)
+    why = "the target gave a row of logits without any finite value, or allowed_token_ids and "
+    assert (first.token_ids, first.error) == ([7], f"{why}bad_words left none")
+    assert (second.token_ids, second.error) == (
+        [7],
+        f"{why}bad_words and bad_token_ids left none",
+    )
+    assert_drained(llm)
+
+
 def test_a_vocabulary_that_is_banned() -> None:
     door = admission(tokenizer=Words(), vocab_size=5)
     with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left$"):
