@@ -147,6 +147,23 @@ def test_prompts_are_scored_once_and_a_tile_at_a_time(bed, target, prompts, monk
     assert sum(rows) == sum(len(prompt) - 1 for prompt in prompts)
 
 
+def test_logits_of_256_rows_exist_at_a_time(bed):
+    """Of a prompt that a step reads whole."""
+    rows: list[int] = []
+    llm = bed.llm(max_seq_len=512, max_num_tokens=512)
+    watch = bed.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    try:
+        (output,) = llm.generate(
+            [[token % VOCAB for token in range(400)]],
+            SamplingParams(max_new_tokens=1, prompt_logprobs=0),
+        )
+    finally:
+        watch.remove()
+    assert len(output.prompt_logprobs) == 400
+    assert max(rows) == 256
+    assert 143 in rows
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_prompt_that_gives_way_half_read(bed, target, prompts, overlap):
     """Its told tokens stay, the others are scored when it starts over."""
