@@ -93,6 +93,17 @@ def test_each_request_has_its_own_whoever_has_ended() -> None:
     assert [list(result.logprobs[0]) for result in results] == [[8], [9]]
 
 
+def test_what_a_request_keeps_is_its_own_memory() -> None:
+    """Whatever else the step told: texts of thousands of tokens are kept."""
+    runs = [[9, 7], [8], [7, 7, 7]]
+    piece = make()
+    requests = [asking(slot, 0) for slot in range(3)]
+    results = piece.update_requests(piece.sample_async(batch([], requests), told(*runs)))
+    for result, run in zip(results, runs, strict=True):
+        (part,) = result.logprobs._parts
+        assert part._entries.untyped_storage().nbytes() == len(run) * ENTRY_WIDTH * 4
+
+
 def test_a_host_that_made_the_state_itself() -> None:
     request = asking(0, 0)
     piece = make()
