@@ -32,6 +32,7 @@ from tests.speculative.ops.sampling.margins import CLOSE, RARE
 from tests.speculative.ops.sampling.residual import story
 from tests.speculative.ops.sampling.residual.cases import COLUMNS, NONE, Batch
 from tests.speculative.ops.slots import column, on_copy, slot_rows
+from tests.tools.bench.test_step_launches import Launches
 
 VOCAB, K = 3, 2
 
@@ -386,6 +387,20 @@ def arguments() -> dict[str, Any]:
 
 
 COLUMNS_OF_BATCH = Batch.of(40, 20, generations=5, contexts=2).slots.columns
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("mode", [JudgedBy.REJECTION, JudgedBy.BLOCK])
+def test_judging_takes_two_launches(mode: JudgedBy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is filled or copied beside them."""
+    given = arguments()
+    slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
+    column(slots, "verification").fill_(int(mode))
+    given["rows"] = DrawnRows(2, 4, given.pop("positions"))
+    given["by_block"] = mode is JudgedBy.BLOCK
+    with Launches(monkeypatch) as launches:
+        judge(slots=slots, **given, backend=Backend.TRITON)
+    assert launches.counts == {"piece": 1, "finish": 1}
 
 
 @pytest.mark.parametrize("backend", Backend)
