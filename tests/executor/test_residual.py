@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.infer import SamplingRule
+from tests.distribution.shares import tail
 from tests.executor.conftest import VOCAB, assert_drained
 from tests.executor.test_sampling import WORKERS, generate, params_of
 
@@ -30,6 +34,44 @@ def test_more_drafts_stand_than_coupled_ones_do(bed, prompts, vanilla):
     assert lengths["rejection"] > lengths["coupled"] - 0.15
     assert lengths["block"] > lengths["rejection"] - 0.15
     assert min(lengths.values()) > 1.5
+
+
+@torch.inference_mode()
+def shares_of_texts(target, prompt: list[int], asked: SamplingParams, length: int) -> dict:
+    """How likely every text of so many tokens is, by the target alone."""
+    rule, shares = SamplingRule(asked, prompt), {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, share in shares.items():
+            row = target.model.lm_head(target.states((*prompt, *text))[-1:])[0].float()
+            for token, more in enumerate(rule.probabilities(row, text).tolist()):
+                if more:
+                    longer[(*text, token)] = share * more
+        shares = longer
+    return shares
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_are_as_frequent_as_the_target_says_r28(bed, target, mode):
+    """The first three tokens together, of as many seeds; drafts make the second and the third."""
+    prompt, number = [5, 9], 2000
+    params = [
+        SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=0.2, top_k=5, seed=seed)
+        for seed in range(number)
+    ]
+    llm = bed.llm(
+        k=2,
+        mtp={"verification": mode},
+        max_batch_size=128,
+        max_num_tokens=512,
+        kv_cache_config={"max_tokens": 2048},
+    )
+    seen = Counter(tuple(text[:3]) for text in generate(llm, [prompt] * number, params))
+    assert 1.3 < llm.executor.acceptance.acceptance_length < 2.3
+    expected = shares_of_texts(target, prompt, params[0], 3)
+    assert seen.keys() <= expected.keys()
+    counts = [seen[text] for text in expected]
+    assert tail(counts, [number * share for share in expected.values()]) > 1e-3
 
 
 @pytest.mark.parametrize("no_overlap", [False, True])
