@@ -383,9 +383,9 @@ def _beside_flashinfer() -> str:
     beside = _text(
         f"Of {told['source']}. Theirs",
         "gets rows that are divided by the temperature, ours divides them and judges drafts. On",
-        "flat rows top-p alone has thousands of ids to cut between: there FlashInfer is faster,",
-        "which tries random ids until one is inside the cut, where ours finds the cut, so that a",
-        "seed gives the same token wherever it is drawn.",
+        "flat rows with top-p alone both try ids until one is inside the cut: theirs random ones,",
+        "ours by their noise from the highest score on, so that a seed gives the same token",
+        "wherever it is drawn.",
     )
     return f"{_table(head, rows)}\n\n{beside}"
 
