@@ -238,7 +238,8 @@ def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
         request = llm.make_request([1, 2, 3], params)
         manager.prepare_resources(SimpleNamespace(context_requests=[request]))
         slot = pieces.slot_of(request.request_id)
-        assert manager.table.column("stop_ids")[slot, :2].tolist() == [9, -1]
+        # the end that is ignored stands there too
+        assert manager.table.column("stop_ids")[slot, :3].tolist() == [9, 1, -1]
         assert pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == manager.sentinel_slot
         assert pieces.device_store().new_tokens.shape[1] == 8
         captured = pieces.make_graph_metadata(metadata, 2)
