@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mtp_plugin.executor.models import fuse, load_model, write_random_checkpoint
 from tests.executor.oracles import Oracle
 
 VOCAB = 128
+TRAINED = str(Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint")
 CHECKPOINTS = {
     "echo": {"family": "glm4_moe", "seed": 3, "residual_scale": 0.4},
     "looping": {"family": "glm4_moe", "seed": 6, "residual_scale": 0.0},
@@ -93,6 +95,7 @@ def beds(tmp_path_factory) -> Callable[[str, dict], Bed]:
     made: dict[str, Bed] = {}
 
     def make(name: str, host: dict) -> Bed:
+        # an absolute path stays
         path, key = folder / name, f"{name} {host}"
         if not path.exists():
             options = {"num_mtp_layers": 3, "echo_draft": True, "vocab_size": VOCAB}
@@ -108,6 +111,12 @@ def beds(tmp_path_factory) -> Callable[[str, dict], Bed]:
 def bed(beds, host) -> Bed:
     """Three MTP layers whose drafts are often, not always, right."""
     return beds("echo", host)
+
+
+@pytest.fixture
+def trained_bed(beds, host) -> Callable[[], Bed]:
+    """The tiny model, whose drafts are as good as a model's are; loaded when it is asked for."""
+    return lambda: beds(TRAINED, host)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import Thinking, decode
 from tests.executor.conftest import assert_drained
-from tests.executor.test_random_requests import BEGIN, END, EOS, requests, same_logprobs
+from tests.executor.test_random_requests import BEGIN, END, language, requests, same_logprobs
 
 NUM_REQUESTS, NUM_THINKING = 30, 8
 ROUNDING = 5e-6
@@ -25,9 +25,9 @@ def asked_of() -> list[tuple[list[int], SamplingParams]]:
     """Requests of any options but strings and modes, each with a seed of its own; most are told
     something."""
     dice = random.Random(5)
-    thinks = [one for one in requests() if one[1].thinking_token_budget is not None]
+    thinks = [one for one in requests("random") if one[1].thinking_token_budget is not None]
     some = dice.sample([one for one in thinks if BEGIN in one[0]], NUM_THINKING)
-    some += dice.sample(requests(), NUM_REQUESTS - NUM_THINKING)
+    some += dice.sample(requests("random"), NUM_REQUESTS - NUM_THINKING)
     told = [
         (
             prompt,
@@ -56,7 +56,7 @@ def plain_of():
                     bed.oracle_model.target,
                     prompt,
                     params,
-                    end_ids=EOS,
+                    end_ids=(language("random").eos,),
                     thinking=Thinking(BEGIN, (END,), END),
                     logprobs_mode="processed",
                 )

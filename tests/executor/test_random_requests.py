@@ -1,18 +1,22 @@
 """Random requests with any options: every way to run gives each the target's own text.
 
-Each of 300 requests runs in two of sixteen ways (K = 0 to 3, worker, loop). Half of the ways have a
-cache so small that requests are paused, the others let sequences be short. Tokens, text, finish
-reason and log-probabilities are those of plain decoding, request by request, seed by seed.
+Each of 300 requests runs in two of sixteen ways (K = 0 to 3, worker, loop), on random weights and
+on the trained tiny model. Half of the ways have a cache so small that requests are paused, the
+others let sequences be short. Tokens, text, finish reason and log-probabilities are those of plain
+decoding, request by request, seed by seed.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import Continuation, Decoded, Thinking, decode
@@ -22,11 +26,11 @@ from tests import near_ties
 from tests.executor.conftest import VOCAB, assert_drained
 
 NUM_REQUESTS = 300
-EOS = (1,)
 BEGIN, END = 5, 6
 MARGIN = 1e-5
 """Of noisy scores: a nearer choice may fall either way."""
 MOST_TIES = 2
+TRAINED = Path(__file__).parents[2] / "integration" / "tiny_model"
 WAYS = [(k, vanilla, overlap) for k in range(4) for vanilla in (0, 1) for overlap in (0, 1)]
 MODES = ("coupled", "rejection", "block")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -35,18 +39,54 @@ SHORT = 30
 TEMPERATURES = (None, None, 0, 1e-3, 0.6, 0.7, 1.0, 1.3)
 
 
-def prompt_of(dice: random.Random) -> list[int]:
-    prompt = [dice.randrange(2, VOCAB) for _ in range(dice.choice((1, 2, 4, 7, 12, 25)))]
+@dataclass(frozen=True)
+class Language:
+    """What requests to a checkpoint are made of."""
+
+    eos: int
+    ids: tuple[int, ...]
+    """Most of them more than once: those of texts."""
+
+    def prompt(self, dice: random.Random) -> list[int]:
+        """Ids that stand together, with the begin of thinking here and there."""
+        length = dice.choice((1, 2, 4, 7, 12, 25))
+        first = dice.randrange(len(self.ids) - length)
+        return list(self.ids[first : first + length])
+
+    def some(self, dice: random.Random, most: int) -> list[int]:
+        """Different ids."""
+        return list(dict.fromkeys(dice.choices(self.ids, k=dice.randint(1, most))))
+
+
+def random_language() -> Language:
+    """Of random weights any ids are as good as others."""
+    dice = random.Random(19)
+    return Language(1, tuple(dice.randrange(2, VOCAB) for _ in range(4000)))
+
+
+def trained_language() -> Language:
+    """Python's own library, but for the ids of the two tags here."""
+    prompts = [item["prompt"] for item in json.loads((TRAINED / "prompts.json").read_text())]
+    text = AutoTokenizer.from_pretrained(TRAINED / "checkpoint").encode("\n".join(prompts))
+    return Language(0, tuple(token for token in text if token not in (BEGIN, END)))
+
+
+LANGUAGES = {"random": random_language, "trained": trained_language}
+
+
+@cache
+def language(name: str) -> Language:
+    return LANGUAGES[name]()
+
+
+def prompt_of(dice: random.Random, spoken: Language) -> list[int]:
+    prompt = spoken.prompt(dice)
     if dice.random() < 0.3:
         prompt.insert(dice.randrange(len(prompt) + 1), BEGIN)
     return prompt
 
 
-def ids_of(dice: random.Random, most: int) -> list[int]:
-    return dice.sample(range(2, VOCAB), dice.randint(1, most))
-
-
-def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
+def params_of(dice: random.Random, prompt: list[int], spoken: Language) -> SamplingParams:
     """Each option of most kinds for a fifth of the requests."""
 
     def some(share: float = 0.2) -> bool:
@@ -73,19 +113,19 @@ def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
         asked["frequency_penalty"] = dice.choice((-0.1, 0.3, 0.9))
         asked["prompt_ignore_length"] = dice.choice((0, 2, 100))
     if some():
-        asked["logit_bias"] = {token: dice.uniform(-3, 3) for token in ids_of(dice, 20)}
+        asked["logit_bias"] = {token: dice.uniform(-3, 3) for token in spoken.some(dice, 20)}
     if some(0.15):
-        asked["allowed_token_ids"] = [*ids_of(dice, 60), 1, BEGIN, END]
+        asked["allowed_token_ids"] = [*spoken.some(dice, 60), spoken.eos, BEGIN, END]
     if some():
         asked["bad_words"] = [
-            dice.choices(prompt + ids_of(dice, 3), k=dice.choice((1, 2, 3))) for _ in range(8)
+            dice.choices(prompt + spoken.some(dice, 3), k=dice.choice((1, 2, 3))) for _ in range(8)
         ]
     if some():
-        asked["bad_token_ids"] = ids_of(dice, 9)
+        asked["bad_token_ids"] = spoken.some(dice, 9)
     if some():
         asked["min_tokens"] = dice.randint(1, asked["max_new_tokens"])
     if some(0.4):
-        asked["stop_token_ids"] = ids_of(dice, 25)
+        asked["stop_token_ids"] = spoken.some(dice, 25)
     if some():
         asked["stop"] = ["".join(dice.choices(LETTERS, k=dice.randint(1, 2))) for _ in range(3)]
         asked["include_stop_str_in_output"] = some(0.5)
@@ -108,13 +148,13 @@ def params_of(dice: random.Random, prompt: list[int]) -> SamplingParams:
     return SamplingParams(**asked)
 
 
-@lru_cache(maxsize=1)
-def requests() -> list[tuple[list[int], SamplingParams]]:
-    dice = random.Random(20)
+@cache
+def requests(name: str) -> list[tuple[list[int], SamplingParams]]:
+    dice, spoken = random.Random(20), language(name)
     made = []
     for _ in range(NUM_REQUESTS):
-        prompt = prompt_of(dice)
-        made.append((prompt, params_of(dice, prompt)))
+        prompt = prompt_of(dice, spoken)
+        made.append((prompt, params_of(dice, prompt, spoken)))
     return made
 
 
@@ -139,19 +179,20 @@ THINKING = Thinking(BEGIN, (END,), END)
 class Plain:
     """What plain decoding says of each request; those without a seed by their number."""
 
-    def __init__(self, bed) -> None:
-        self.model = bed.oracle_model.target
+    def __init__(self, bed, name: str) -> None:
+        self.model, self.name = bed.oracle_model.target, name
+        self.ends = (language(name).eos,)
         self.ties: list[str] = []
         self.told = lru_cache(maxsize=None)(self._told)
 
     def _told(self, number: int, place: int, max_seq_len: int) -> Decoded:
-        prompt, params = requests()[number]
+        prompt, params = requests(self.name)[number]
         return decode(
             self.model,
             prompt,
             params,
             number=place,
-            end_ids=EOS,
+            end_ids=self.ends,
             thinking=THINKING,
             max_seq_len=max_seq_len,
             tokenizer=TAGS,
@@ -159,14 +200,20 @@ class Plain:
 
     def of(self, number: int, place: int, max_seq_len: int) -> Decoded:
         """Of a request that its engine got as the ``place``-th."""
-        has_seed = requests()[number][1].seed is not None
+        has_seed = requests(self.name)[number][1].seed is not None
         return self.told(number, 0 if has_seed else place, max_seq_len)
 
 
 @pytest.fixture(scope="module")
 def plain_of():
     made: dict[str, Plain] = {}
-    return lambda bed: made.setdefault(bed.path, Plain(bed))
+
+    def give(bed, name: str) -> Plain:
+        if name not in made:
+            made[name] = Plain(bed, name)
+        return made[name]
+
+    return give
 
 
 @pytest.fixture
@@ -175,14 +222,16 @@ def one_of() -> int:
     return 1
 
 
+@pytest.mark.parametrize("name", LANGUAGES)
 @pytest.mark.parametrize(
     "way", range(len(WAYS)), ids=[f"k{k}-vanilla{v}-overlap{o}" for k, v, o in WAYS]
 )
-def test_random_requests(bed, plain_of, way, one_of):
+def test_random_requests(bed, trained_bed, plain_of, way, name, one_of):
     k, vanilla, overlap = WAYS[way]
-    numbers, plain = ways()[way][::one_of], plain_of(bed)
-    prompts = [requests()[number][0] for number in numbers]
-    params = [requests()[number][1] for number in numbers]
+    bed = trained_bed() if name == "trained" else bed
+    numbers, plain = ways()[way][::one_of], plain_of(bed, name)
+    prompts = [requests(name)[number][0] for number in numbers]
+    params = [requests(name)[number][1] for number in numbers]
     if not k:  # where nobody judges drafts
         params = [replace(one, verification=None, draft_sampling=None) for one in params]
     max_seq_len = 128 if is_tight(way) else SHORT
@@ -211,11 +260,11 @@ def test_random_requests(bed, plain_of, way, one_of):
     for place, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
         told = plain.of(number, place, max_seq_len)
         if output.token_ids != told.token_ids:
-            plain.ties.append(tie_of(bed, number, place, told, output.token_ids))
+            plain.ties.append(tie_of(plain, number, place, told, output.token_ids))
             continue
         assert output.finish_reason is told.finish_reason, number
         assert output.text == told.text, number
-        ending = ending_of(prompts[place], params[place], output.token_ids, max_seq_len)
+        ending = ending_of(*requests(name)[number], plain.ends, output.token_ids, max_seq_len)
         assert ending == (len(output.token_ids), output.finish_reason, output.text), number
         same_logprobs(told.token_ids, output.logprobs, told.logprobs)
         same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
@@ -224,21 +273,24 @@ def test_random_requests(bed, plain_of, way, one_of):
 
 
 def ending_of(
-    prompt: list[int], params: SamplingParams, tokens: list[int], max_seq_len: int
+    prompt: list[int],
+    params: SamplingParams,
+    ends: tuple[int, ...],
+    tokens: list[int],
+    max_seq_len: int,
 ) -> tuple[int, FinishReason, str] | None:
     """Where a text ends, by what, and what it reads: looked up in the whole of it, a letter a
     token; None: it does not."""
     letters = "".join(LETTERS[token % len(LETTERS)] for token in tokens)
-    end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
     for count, token in enumerate(tokens, 1):
         may_end = count > params.min_tokens
         text = letters[:count]
-        if may_end and token in end_ids:
-            return count, FinishReason.END_ID, text
         found = max((len(one) for one in params.stop if text.endswith(one)), default=0)
-        if may_end and found:
-            shown = text if params.include_stop_str_in_output else text[:-found]
-            return count, FinishReason.STOP_WORDS, shown
+        if may_end and (found or token in end_ids):
+            reason = FinishReason.END_ID if token in end_ids else FinishReason.STOP_WORDS
+            is_shown = params.include_stop_str_in_output
+            return count, reason, text if is_shown else text[: count - found]
         if count == params.max_new_tokens or len(prompt) + count == max_seq_len:
             return count, FinishReason.LENGTH, text
     return None
@@ -257,17 +309,17 @@ class Tags:
 TAGS = Tags()
 
 
-def tie_of(bed, number: int, place: int, told: Decoded, token_ids: list[int]) -> str:
+def tie_of(plain: Plain, number: int, place: int, told: Decoded, token_ids: list[int]) -> str:
     """The first difference, which must be one of rounding."""
-    prompt, params = requests()[number]
+    prompt, params = requests(plain.name)[number]
     pairs = zip(told.token_ids, token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     assert first is not None, (number, told, token_ids)
-    text = Continuation(prompt, params, number=place, end_ids=EOS, thinking=THINKING)
+    text = Continuation(prompt, params, number=place, end_ids=plain.ends, thinking=THINKING)
     before = told.token_ids[:first]
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *before]])
-        logits = bed.oracle_model.target(input_ids=ids).logits[0, -1]
+        logits = plain.model(input_ids=ids).logits[0, -1]
     scores = text.rule.scores(logits, before)
     if not text.rule.is_greedy:
         index = len(prompt) + first
