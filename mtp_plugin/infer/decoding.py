@@ -83,6 +83,11 @@ class Continuation:
             raise RequestError("prompt_ids: expected at least one token, got none")
         if params.stop and tokenizer is None:
             raise RequestError(f"stop={params.stop!r}: expected a tokenizer, got none")
+        if params.logprobs is not None and params.logprobs_mode not in (None, logprobs_mode):
+            raise RequestError(
+                f"logprobs_mode={params.logprobs_mode!r}: expected {logprobs_mode!r}, of which "
+                f"log-probabilities are told here"
+            )
         self.params = params
         self.rule = SamplingRule(
             params,

@@ -144,3 +144,12 @@ def test_bad_requests_are_named() -> None:
         decode(MODEL, [1], SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="the text has not ended behind 0 tokens"):
         Continuation([1], SamplingParams()).decoded()
+
+
+def test_log_probabilities_are_of_what_was_asked() -> None:
+    """A request may name the mode of who decodes, and no other."""
+    for asked, given in (("raw", "processed"), ("processed", "raw")):
+        params = SamplingParams(logprobs=0, logprobs_mode=asked)
+        Continuation([1], params, logprobs_mode=asked)
+        with pytest.raises(RequestError, match=f"^logprobs_mode='{asked}': expected '{given}', of"):
+            Continuation([1], params, logprobs_mode=given)
