@@ -2,7 +2,7 @@
 
 Of an id counts its depth, (the row's maximum - x) / T: -z of the door. Chunks of ids that lie too
 deep are left out, the few ids of the others are ordered by counting. Where they are many, the cuts
-are searched for by passes over them.
+are searched for by passes over them; a flat nucleus from which only a token is drawn has none.
 """
 
 import triton
