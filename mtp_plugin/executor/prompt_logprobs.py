@@ -81,12 +81,12 @@ class ScoredPrompts:
         entries = [
             _entries(lm_head(hidden_states[rows]), tokens, most, backend) for rows, tokens in tiles
         ]
-        copy = host_copy(torch.cat(entries))
+        parts = torch.cat(entries).split([share.num_rows for share in self.shares])
+        # each request's own, which it keeps for as long as it likes
+        copies = [host_copy(part) for part in parts]
         ready = recorded_event(self.rows.device)
-        for share, part in zip(
-            self.shares, copy.split([share.num_rows for share in self.shares]), strict=True
-        ):
-            share.told.append(LogprobEntries(part, share.num_top, ready))
+        for share, copy in zip(self.shares, copies, strict=True):
+            share.told.append(LogprobEntries(copy, share.num_top, ready))
 
 
 def _entries(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor import SamplingParams, prompt_logprobs
-from mtp_plugin.requests.logprobs import Logprob
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
 from mtp_plugin.speculative.drafting import worker as worker_module
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches
 from tests.executor.replays import WatchedGraphs
@@ -162,6 +162,15 @@ def test_logits_of_256_rows_exist_at_a_time(bed):
     assert len(output.prompt_logprobs) == 400
     assert max(rows) == 256
     assert 143 in rows
+
+
+def test_a_prompt_keeps_nothing_of_its_batch_mates(bed, prompts):
+    llm = bed.llm()
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    outputs = llm.generate(prompts[4:7], params)
+    for prompt, output in zip(prompts[4:7], outputs, strict=True):
+        (part,) = output.prompt_logprobs._scored._parts
+        assert part._entries.untyped_storage().nbytes() == (len(prompt) - 1) * ENTRY_WIDTH * 4
 
 
 @pytest.mark.parametrize("overlap", [True, False])
