@@ -407,7 +407,7 @@ class MTPSampler:
         """How the run of a request ends that a callback was asked about."""
         request, request_id = row.request, result.request_id
         number = len(result.token_ids)
-        ends_itself = ending.reason not in (None, FinishReason.ERROR)
+        ends_itself = ending.reason is not None and not _has_no_token(ending)
         why = wishes.wrong.get(request_id)
         if why is not None and ends_itself:
             _logger.error("request %s, which has ended by itself: %s", request_id, why)
@@ -541,9 +541,13 @@ def _may_end_earlier(result: StepResult, ending: Ending) -> bool:
     """Whether a rule of the host's has a say in a run: where a step a token would have asked it."""
     if ending.reason is None:
         return True
-    # what could not be decoded is not asked about, nor what was refused
-    is_failed = ending.reason is FinishReason.ERROR
-    return ending.cause is None and len(result.token_ids) > (not is_failed)
+    # that its last token ends
+    return len(result.token_ids) > (not _has_no_token(ending))
+
+
+def _has_no_token(ending: Ending) -> bool:
+    """Whether a run ends where no token follows, and not by its last one."""
+    return ending.reason is FinishReason.ERROR and ending.cause is None
 
 
 def _cut(result: StepResult, ending: Ending) -> StepResult:

@@ -211,6 +211,34 @@ def test_pieces_that_ask_no_rule(bed, monkeypatch: pytest.MonkeyPatch) -> None:
         bed.llm(stop_callback=list)
 
 
+def test_a_rule_in_front_of_a_token_without_text(bed, target, prompts) -> None:
+    """What the tokenizer cannot decode ends the request, unless the rule ends it before."""
+    free = target.greedy(prompts[0], COUNT)
+    at = next(i for i in range(6, COUNT) if free[i] not in free[:i])
+
+    class Failing(Pieces):
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            if free[at] in token_ids:
+                raise ValueError("no such")
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    for kept in (at, at + 1):
+        for k in (0, 1, 3):
+            llm: LLM | None = None
+
+            def rule(ids: Sequence[int], kept: int = kept) -> dict[int, int]:
+                outputs = {i: llm.find_request(i).output_token_ids for i in ids}  # noqa: B023
+                return {i: kept for i, output in outputs.items() if len(output) >= kept}
+
+            llm = bed.llm(k=k, tokenizer=Failing(), stop_callback=rule)
+            (output,) = llm.generate(prompts[:1], greedy())
+            assert len(output.token_ids) == kept
+            failed = kept > at
+            reason = FinishReason.ERROR if failed else FinishReason.STOP_WORDS
+            assert (output.finish_reason, output.error is not None) == (reason, failed)
+            assert_drained(llm)
+
+
 class UnspeakableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError
