@@ -83,6 +83,8 @@ def test_an_ignored_end_stands_only_as_first_choice(bed, target):
         ({"speculate": False}, False),
         ({"max_draft_len": 0}, False),
         ({"max_draft_len": 1}, True),
+        ({"ignore_eos": True}, True),
+        ({"ignore_eos": True, "min_tokens": 1}, False),
     ],
     ids=str,
 )

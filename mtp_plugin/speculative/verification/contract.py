@@ -83,6 +83,7 @@ class VerificationMode(ABC):
         if options.mtp.draft_sampling == "greedy":
             self.draft_rule = GREEDY_DRAFTS
         self.num_draft_probs = self.count_draft_probs(options)
+        self.is_labelled = self.label(options) is not None
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: B027 - as above
         """Replace the mode's own tensors, as ``nn.Module.to`` does those of a module."""
@@ -113,8 +114,8 @@ class VerificationMode(ABC):
 
     def changes_text(self, asked: Mapping[str, Any]) -> bool:  # noqa: ARG002
         """Whether drafts may change the text of a request that asks for these options, by name;
-        :meth:`label` says how."""
-        return False
+        asked of modes whose :meth:`label` says how."""
+        return True
 
     def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
         """Why a request that asks for these options, by name, cannot be served here."""

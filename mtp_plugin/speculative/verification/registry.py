@@ -61,7 +61,7 @@ def label_of(options: DecodingOptions) -> Label | None:
 def changes_text(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> bool:
     """Whether drafts may change the text of a request that asks for these options, by name."""
     drafts = asked.get("speculate", True) and asked.get("max_draft_len") != 0
-    return drafts and any(mode.changes_text(asked) for mode in modes)
+    return drafts and any(mode.is_labelled and mode.changes_text(asked) for mode in modes)
 
 
 def refusals(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> Iterator[str]:

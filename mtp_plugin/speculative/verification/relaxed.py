@@ -57,7 +57,7 @@ class RelaxedVerification(VerificationMode):
         ]
         if self.run_limit is not None:
             self.columns.append(SlotColumn(RUN_COLUMN, int))
-        self._told_of_stop_ids = False
+        self._told = False
 
     @classmethod
     @override
@@ -92,10 +92,10 @@ class RelaxedVerification(VerificationMode):
 
     @override
     def changes_text(self, asked: Mapping[str, Any]) -> bool:
-        is_asked = (
-            asked.get("relaxed_acceptance", True) and asked.get("relaxed_topk", self.topk) > 1
-        )
-        return bool(is_asked and is_greedy(asked))
+        if not asked.get("relaxed_acceptance", True) or asked.get("relaxed_topk", self.topk) == 1:
+            return False
+        is_strict = asked.get("ignore_eos", False) and asked.get("min_tokens", 0) > 0
+        return is_greedy(asked) and not is_strict
 
     @override
     def verify(
@@ -141,9 +141,18 @@ class RelaxedVerification(VerificationMode):
         is_relaxed = facts.options.get("relaxed_acceptance", True)
         if facts.stop.slot_ids is None:
             is_relaxed = False
-            self._tell_of_stop_ids(facts)
+            number = len({*facts.stop.device_ids, *facts.stop.ignored_ids})
+            self._tell_once(
+                f"request {facts.request_id} has {number} stop ids, and relaxed acceptance knows "
+                f"{MAX_STOP_IDS} of a request: those with more are accepted strictly"
+            )
         elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
-            is_relaxed = False  # the slot has no place for ids that are not held back
+            # the slot has no place for ids that are not held back
+            is_relaxed = False
+            self._tell_once(
+                f"request {facts.request_id} has ignore_eos beside min_tokens: such requests are "
+                f"accepted strictly"
+            )
         topk, limit = 1, 0.0
         if is_relaxed:
             topk = facts.options.get("relaxed_topk", self.topk)
@@ -157,14 +166,8 @@ class RelaxedVerification(VerificationMode):
             "relaxed_limit": limit,
         }
 
-    def _tell_of_stop_ids(self, facts: RequestFacts) -> None:
-        if self._told_of_stop_ids:
-            return
-        self._told_of_stop_ids = True
-        _logger.warning(
-            "request %s has %d stop ids, and relaxed acceptance knows %d of a request: those with "
-            "more are accepted strictly",
-            facts.request_id,
-            len(facts.stop.device_ids),
-            MAX_STOP_IDS,
-        )
+    def _tell_once(self, why: str) -> None:
+        """Log why a request is never relaxed, of the first one."""
+        if not self._told:
+            self._told = True
+            _logger.warning(why)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -59,10 +58,6 @@ class SyntheticVerification(VerificationMode):
             note="for benchmarks: drafts are accepted by draw, the text is not the model's",
             is_drawn=True,
         )
-
-    @override
-    def changes_text(self, asked: Mapping[str, Any]) -> bool:
-        return True
 
     @override
     def verify(

@@ -102,6 +102,23 @@ def test_more_stop_ids_than_a_slot_has_room_for(caplog: pytest.LogCaptureFixture
     assert record.getMessage().startswith("request 7 has 33 stop ids, and relaxed acceptance knows")
 
 
+def test_ignored_ends_beside_least_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """A slot has no place for ends that are not held back: such a request is strict, and told."""
+    mode = RelaxedVerification(OPTIONS, DEVICE)
+    ignored = StopRule(max_length=100, ignored_ids=(2,))
+    with caplog.at_level(logging.WARNING, "mtp_plugin"):
+        assert values(mode, replace(facts(), stop=ignored), [1, BEGIN])[1:] == (1, TOPK, DELTA)
+        assert not caplog.records
+        held = replace(facts(), stop=replace(ignored, min_tokens=1))
+        assert values(mode, held, [1, BEGIN]) == (0.0, 1, 1, 0.0)
+        # with those the slot has one id too many
+        full = StopRule(max_length=100, end_ids=tuple(range(MAX_STOP_IDS)), ignored_ids=(99,))
+        assert values(mode, replace(facts(), stop=full), [1, BEGIN]) == (0.0, 1, 1, 0.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("request 5 has ignore_eos beside min_tokens: such")
+    assert full.slot_ids is None
+
+
 def test_an_empty_slot_is_that_of_a_request_that_does_not_think() -> None:
     mode = RelaxedVerification(OPTIONS, DEVICE)
     manager = SlotStateManager((mode,), 2, device=DEVICE)
