@@ -521,6 +521,23 @@ def test_numbers_and_sequences_of_other_kinds(
     assert repr(params) == repr(SamplingParams(**wanted))
 
 
+class Odd:
+    """A member of nothing."""
+
+    @property
+    def value(self) -> str:
+        raise ValueError
+
+    def __repr__(self) -> str:
+        return "an Odd"
+
+
+def test_one_bias_under_two_names() -> None:
+    bias = np.array([0, 1.0])
+    params = SamplingParams(logit_bias=bias, embedding_bias=bias.copy())
+    assert params.logit_bias == {1: 1.0}
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -531,6 +548,15 @@ def test_numbers_and_sequences_of_other_kinds(
         (
             {"allowed_token_ids": range(10**30)},
             f"allowed_token_ids must be a sequence of token ids >= 0, got range(0, {10**30})",
+        ),
+        (
+            {"bad_words": [range(2**24)] * 2},
+            "bad_words must be a sequence of strings, or of sequences of token ids, none empty, "
+            "got (range(0, 16777216), range(0, 16777216))",
+        ),
+        (
+            {"logprobs_mode": Odd()},
+            "logprobs_mode must be one of raw, processed, got an Odd",
         ),
     ],
     ids=str,
@@ -866,8 +892,8 @@ def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, 
             f"beside it",
         ),
         (
-            {"logit_bias": np.ones(2), "embedding_bias": np.ones(2)},
-            "embedding_bias=array([1., 1.]) is logit_bias under another name, and "
+            {"logit_bias": np.ones(2), "embedding_bias": 2 * np.ones(2)},
+            "embedding_bias=array([2., 2.]) is logit_bias under another name, and "
             "logit_bias=array([1., 1.]) stands beside it",
         ),
         (

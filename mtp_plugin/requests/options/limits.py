@@ -10,5 +10,5 @@ MAX_BAD_WORD_LEN = 16
 """Bad words of a request, and tokens of each."""
 MAX_LOGPROBS = 20
 """Most likely tokens that may be told beside each."""
-MAX_RANGE = 2**24
+MAX_RANGE = 2**20
 """Ids of a ``range``: more than any vocabulary has."""

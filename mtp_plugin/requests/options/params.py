@@ -50,6 +50,7 @@ from mtp_plugin.requests.options.values import (
     one_of,
     plain,
     unset_or,
+    unwrapped,
 )
 from mtp_plugin.verifications import WAYS, codes
 
@@ -406,7 +407,7 @@ class SamplingParams:
             is_unset = value is None and name in UNSET_ELSEWHERE
             if is_unset or (is_neutral is not None and is_neutral(value)):
                 self._set(name, default)
-        self._set(LOGPROBS_MODE, getattr(self.logprobs_mode, "value", self.logprobs_mode))
+        self._set(LOGPROBS_MODE, unwrapped(self.logprobs_mode))
         for name in ("logprobs", "prompt_logprobs"):
             if vars(self)[name] is True:
                 self._set(name, 1)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mtp_plugin.errors import SHOWN, told
-from mtp_plugin.requests.options.limits import MAX_RANGE
+from mtp_plugin.requests.options.limits import MAX_BAD_WORD_LEN, MAX_RANGE
 from mtp_plugin.requests.options.option import Option
-from mtp_plugin.requests.options.values import is_int, is_number, plain
+from mtp_plugin.requests.options.values import is_int, is_number, plain, unwrapped
 
 NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
@@ -142,27 +142,30 @@ def in_order(value: Any) -> Any:
     the value."""
     if isinstance(value, str):
         return (value,)
-    if _is_listed(value):
-        return tuple(tuple(map(plain, one)) if _is_listed(one) else plain(one) for one in value)
+    if isinstance(value, range):
+        return value if value[MAX_RANGE:] else tuple(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_word, value))
     return value
 
 
-def _is_listed(value: Any) -> bool:
+def _word(value: Any) -> Any:
+    """One of a list, which may be a list or a short range itself."""
     if isinstance(value, range):
-        return not value[MAX_RANGE:]
-    return isinstance(value, (list, tuple))
+        return value if value[MAX_BAD_WORD_LEN:] else tuple(value)
+    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else plain(value)
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
     try:
-        return ours is theirs or bool(in_order(ours) == in_order(theirs))
+        return ours is theirs or bool(in_order(by_id(ours)) == in_order(by_id(theirs)))
     except Exception:  # as of arrays: what cannot be compared is something else
         return False
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     try:
-        return getattr(value, "value", value) in neutral
+        return unwrapped(value) in neutral
     except Exception:  # as of arrays: what cannot be compared is something else
         return False
 

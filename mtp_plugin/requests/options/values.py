@@ -34,6 +34,14 @@ def plain(value: Any) -> Any:
         return value
 
 
+def unwrapped(value: Any) -> Any:
+    """What a member of an enum stands for; all else as it is."""
+    try:
+        return getattr(value, "value", value)
+    except Exception:  # whatever the classes of others do
+        return value
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
