@@ -434,6 +434,12 @@ def test_json_of_what_cannot_be(run: Run, config: Callable[..., str]) -> None:
     assert "Infinity" not in result.out
     for entries in json.loads(result.out)["results"][0]["logprobs"]:
         assert [one["logprob"] for one in entries] == [0.0, None]
+    # and named by the request, where decoding without MTP and without the executor stand beside it
+    named = (*options, "--option", "logprobs_mode=processed", "--ignore-eos", "--json")
+    for compared in ((), ("--compare-drafts",)):
+        again = run("generate", "-c", file, "-p", "x", *named, *compared)
+        assert again.code == 0
+        assert json.loads(again.out)["results"] == json.loads(result.out)["results"]
 
 
 def test_log_probabilities_are_shown(run: Run, config: Callable[..., str]) -> None:

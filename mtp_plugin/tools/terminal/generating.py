@@ -119,7 +119,9 @@ def _run_without_mtp(
     # no spinner, whose thread would take its share of the time that is measured
     log.write_line("decoding without MTP, for the speed")
     with LLM(without_mtp, model=plain.model, tokenizer=plain.tokenizer) as llm:
-        return _run_told(llm, replace(asked, params=asked.params.without_drafts()))
+        # whose log-probabilities are raw, and nobody reads them
+        params = replace(asked.params.without_drafts(), logprobs_mode=None)
+        return _run_told(llm, replace(asked, params=params))
 
 
 def _drafting(

@@ -156,7 +156,7 @@ class PlainDecoding:
         for result in results[:PLAINLY_SPECULATED]:
             text = Continuation(
                 result.prompt_token_ids,
-                self.params,
+                self._text_params,
                 number=result.number,
                 end_ids=end_ids,
                 thinking=self.thinking,
@@ -187,6 +187,11 @@ class PlainDecoding:
 
     # ---- target-only decoding ---------------------------------------------------------------
 
+    @property
+    def _text_params(self) -> SamplingParams:
+        """What decides the text."""
+        return replace(self.params, logprobs=None, prompt_logprobs=None, logprobs_mode=None)
+
     def _rule_of(self, result: Decoded, oracle: Oracle) -> SamplingRule:
         return SamplingRule(
             self.params,
@@ -206,7 +211,7 @@ class PlainDecoding:
         go_on = partial(
             oracle.continuation,
             prompt,
-            params=self.params,
+            params=self._text_params,
             number=result.number,
             engine_seed=self.engine_seed,
             tokenizer=self.tokenizer,
