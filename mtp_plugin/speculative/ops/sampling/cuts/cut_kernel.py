@@ -247,8 +247,8 @@ def drawn_of_cut(
     is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
     found = tl.where(is_many, LISTED + 1, found)
     if not HAS_CUTS:
-        # the cut is not asked for: what is crowded needs no list
-        crowd = tl.sum(tl.where(here, details, 0.0), axis=0)
+        # the cut is not asked for: what is crowded needs no list; of other rows nothing is there
+        crowd = tl.sum(tl.where(here & is_tried, details, 0.0), axis=0)
         found = tl.where(is_helped & is_tried & (crowd > CROWD), LISTED + 1, found)
     while (first < picked.number) & (found <= LISTED):
         x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_EDITS)[0]
