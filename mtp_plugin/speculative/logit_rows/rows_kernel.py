@@ -6,6 +6,8 @@ import triton.language as tl
 from mtp_plugin.requests.options import limits
 
 GREEDY_BELOW = tl.constexpr(limits.GREEDY_BELOW)
+NO_COLUMN = tl.constexpr(2147483647)
+"""Behind every column of a row."""
 CACHED = tl.constexpr("")
 """A load by way of all caches; ``.cg`` is past the L1 cache."""
 

@@ -32,6 +32,7 @@ from mtp_plugin.speculative.logit_rows.chunks_kernel import (
     thread_tops,
 )
 from mtp_plugin.speculative.logit_rows.order_kernel import order_of, value_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)
@@ -42,7 +43,6 @@ TOP_IDS = tl.constexpr(TOP_IDS_PLACE)
 TOP_VALUES = tl.constexpr(TOP_VALUES_PLACE)
 TOP = tl.constexpr(MAX_LOGPROBS)
 LISTED = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
-NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**63))
 """Below the key of every value, as are the next ones, one for each of a list."""
 LOWEST_KEY = tl.constexpr(-(2**63) + triton.next_power_of_2(MAX_LOGPROBS))

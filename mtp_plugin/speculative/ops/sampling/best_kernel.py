@@ -7,6 +7,7 @@ import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E, spread_of, starts_of
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
     gumbel,
@@ -15,7 +16,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
 )
 
-NO_COLUMN = tl.constexpr(2147483647)
 NO_KEY = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(3.4028234663852886e38)
 

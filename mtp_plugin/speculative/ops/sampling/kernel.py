@@ -34,8 +34,8 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     unknown_shared_edits,
 )
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
-from mtp_plugin.speculative.ops.sampling.best_kernel import NO_COLUMN, best_noisy, everywhere
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN, place_of
+from mtp_plugin.speculative.ops.sampling.best_kernel import best_noisy, everywhere
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts.cut_kernel import drawn_of_cut
 from mtp_plugin.speculative.ops.sampling.cuts.shares_kernel import TOLD, Split

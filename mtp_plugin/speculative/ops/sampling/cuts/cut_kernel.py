@@ -11,6 +11,7 @@ import triton.language as tl
 from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked, picked_of
 from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
 from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     Candidates,
@@ -33,7 +34,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-NO_COLUMN = tl.constexpr(2147483647)
 DEEPEST = tl.constexpr(58.0)
 """In log2: what lies deeper is never drawn, as noise spans 38, and no sum of weights shows it."""
 DEEPEST_TOLD = tl.constexpr(1073741824.0)

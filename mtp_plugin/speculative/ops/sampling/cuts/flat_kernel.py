@@ -14,9 +14,10 @@ import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import number_of, piece_of
 from mtp_plugin.speculative.logit_rows.edits_kernel import edited
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.best_kernel import Place, best_noisy, everywhere, is_ahead
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import depths_of
-from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import LEAST_NEED, NO_COLUMN, reach_of
+from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import LEAST_NEED, reach_of
 from mtp_plugin.speculative.ops.sampling.cuts.shares_kernel import is_last_of
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     gumbel_bound,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E, columns_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     depths_of,
@@ -26,7 +27,6 @@ from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     words_of,
 )
 
-NO_COLUMN = tl.constexpr(2147483647)
 LEAST_NEED = tl.constexpr(1e-30)
 NO_DEPTH = tl.constexpr(2139095040)
 """The key of an infinite depth."""

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     PLACES,
@@ -22,7 +23,6 @@ from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
 from mtp_plugin.speculative.ops.sampling.cuts.guess_kernel import Bounds, guessed
 from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import (
     LEAST_NEED,
-    NO_COLUMN,
     NO_DEPTH,
     Drawn,
     between,

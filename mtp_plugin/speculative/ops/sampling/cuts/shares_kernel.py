@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import LISTED, PLACES
 from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import (
-    NO_COLUMN,
     Drawn,
     Passed,
     better,

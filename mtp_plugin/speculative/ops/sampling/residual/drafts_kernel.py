@@ -6,9 +6,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import stream_of, unit, words_of
-from mtp_plugin.speculative.ops.sampling.residual.row_kernel import NO_COLUMN
 
 ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
 FOUND = tl.constexpr(5)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.edits_kernel import Pools
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, place_of
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN, place_of
 from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,
@@ -34,7 +34,6 @@ from mtp_plugin.speculative.ops.sampling.residual.rejection_kernel import (
     stands_alone,
 )
 from mtp_plugin.speculative.ops.sampling.residual.row_kernel import (
-    NO_COLUMN,
     Batch,
     kept_of,
     only_of,

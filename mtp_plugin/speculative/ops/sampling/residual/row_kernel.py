@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edits_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW
+from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.noise_kernel import Row, options_of, values_of
 
-NO_COLUMN = tl.constexpr(2147483647)
 NUM_CUTS = tl.constexpr(4)
 
 
