@@ -283,23 +283,24 @@ class Admission:
         """
         words: dict[tuple[int, ...], None] = {}
         problems: list[str] = []
+        name = params.spelled("bad_words")
         for word in params.bad_words:
             if isinstance(word, tuple):
                 words[word] = None
                 continue
             if self._tokenizer is None:
-                problems.append(f"bad_words={told(word)} (the checkpoint has no tokenizer.json)")
+                problems.append(f"{name}={told(word)} (the checkpoint has no tokenizer.json)")
                 continue
             if len(word) > LONG_BAD_WORD:  # before it is tokenised, which takes time
                 problems.append(
-                    f"bad_words: at most {LONG_BAD_WORD} characters of a word are served, got "
+                    f"{name}: at most {LONG_BAD_WORD} characters of a word are served, got "
                     f"{len(word)}"
                 )
                 continue
             try:
                 word.encode()
             except UnicodeEncodeError:
-                problems.append(f"bad_words={told(word)} (it is no valid Unicode text)")
+                problems.append(f"{name}={told(word)} (it is no valid Unicode text)")
                 continue
             if not tokenise:
                 continue
@@ -308,14 +309,14 @@ class Admission:
                 plain = self._ids_of(bare or word)
                 spaced = self._ids_of(f" {bare}") if bare else plain
             except MTPPluginError as error:
-                problems.append(f"bad_words={told(word)} ({error})")
+                problems.append(f"{name}={told(word)} ({error})")
                 continue
             if not plain:
-                problems.append(f"bad_words={told(word)} (it has no tokens)")
+                problems.append(f"{name}={told(word)} (it has no tokens)")
                 continue
             if len(plain) > MAX_BAD_WORD_LEN:
                 problems.append(
-                    f"bad_words={told(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
+                    f"{name}={told(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
                     f"served, got {len(plain)})"
                 )
                 continue
@@ -327,8 +328,7 @@ class Admission:
             asked = len(params.bad_words) + len(params.bad_token_ids)
             twice = ", as a text counts behind a space too" if count > asked else ""
             problems.append(
-                f"bad_words and bad_token_ids: at most {MAX_BAD_WORDS} are served, got "
-                f"{count}{twice}"
+                f"{name} and bad_token_ids: at most {MAX_BAD_WORDS} are served, got {count}{twice}"
             )
         return tuple(words), problems
 
@@ -349,7 +349,10 @@ class Admission:
             wrong = [token for token in dict.fromkeys(ids) if token >= vocab]
             if wrong:
                 verb = "is" if len(wrong) == 1 else "are"
-                yield f"{name}: {_first_of(wrong)} {verb} outside the vocabulary of {vocab}"
+                yield (
+                    f"{params.spelled(name)}: {_first_of(wrong)} {verb} outside the vocabulary of "
+                    f"{vocab}"
+                )
 
     def _nothing_left(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
@@ -358,14 +361,11 @@ class Admission:
             prompt = ()  # what a spent budget forces comes before what is banned here
         always, banned = (_banned(params, bad_words, behind) for behind in ((), prompt))
         where = "" if banned == always else " behind this prompt"
-        allowed = params.allowed_token_ids
+        allowed, bad = params.allowed_token_ids, f"{params.spelled('bad_words')} and bad_token_ids"
         if allowed is not None and banned.issuperset(allowed):
-            yield f"allowed_token_ids: none is left{where} beside bad_words and bad_token_ids"
+            yield f"allowed_token_ids: none is left{where} beside {bad}"
         elif allowed is None and banned and banned.issuperset(self._all_ids):
-            yield (
-                f"bad_words and bad_token_ids: no id of the vocabulary of "
-                f"{self._facts.vocab_size} is left{where}"
-            )
+            yield f"{bad}: no id of the vocabulary of {self._facts.vocab_size} is left{where}"
 
     def _no_text(self, word: str, tokenise: bool) -> str | None:
         """Why a model cannot write the word in tokens that are all decoded; None: it can."""

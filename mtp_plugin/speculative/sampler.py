@@ -13,7 +13,7 @@ from mtp_plugin.errors import ConfigError, ExecutorError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.logprobs import Logprob, LogprobEntries, Logprobs
-from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.options import OPTIONS, unserved
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
 from mtp_plugin.requests.stopping import SERVED_OPTIONS, Ending
@@ -322,11 +322,10 @@ class MTPSampler:
             facts = facts_of(request, self.max_seq_len, reads_prompt=False)
             why = facts.refused or refusal_of(request)
         else:
-            unsupported = [
-                f"{name}={value!r}"
-                for name, value in own.options.items()
-                if name not in served and not (OPTIONS[name].draws and self.always_greedy)
-            ]
+            asked = own.options
+            if self.always_greedy:
+                asked = {n: value for n, value in asked.items() if not OPTIONS[n].draws}
+            unsupported = unserved(asked, served)
         return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else why
 
     def _with_refusal(self, row: PendingRow) -> PendingRow:

@@ -175,6 +175,25 @@ def test_an_id_without_a_short_spelling(options: dict[str, Any]) -> None:
     assert str(refused.value) == f"request 0: not supported: {why}"
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"embedding_bias": {900: 1.0}}, f"embedding_bias: 900 {OUTSIDE}"),
+        ({"bad": [[3], [900]]}, f"bad: 900 {OUTSIDE}"),
+        (
+            {"bad": [[4]], "bad_token_ids": [5], "allowed_token_ids": [4, 5]},
+            "sampling parameters: allowed_token_ids: none is left beside bad and bad_token_ids",
+        ),
+    ],
+    ids=str,
+)
+def test_an_option_is_called_as_the_user_did(options: dict[str, Any], why: str) -> None:
+    if not why.startswith("sampling parameters"):
+        why = f"request 0: not supported: {why}"
+    with pytest.raises(RequestError, match=f"^{re.escape(why)}$"):
+        admitted(**options)
+
+
 def test_ids_that_end_the_text_may_be_all_that_is_allowed() -> None:
     assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7])
     assert admitted(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1)

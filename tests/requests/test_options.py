@@ -217,7 +217,12 @@ REFUSED = [
     out_of_range("logit_bias", (0.5,), BIAS),
     out_of_range("logit_bias", torch.ones(1, 2), BIAS, "tensor([[1., 1.]])"),
     Refused({"embedding_bias": [0, -INF]}, f"embedding_bias must be {BIAS}, got {{1: -inf}}"),
-    Refused({"embedding_bias": torch.ones(1025)}, "logit_bias: at most 1024 are served, got 1025"),
+    Refused(
+        {"embedding_bias": torch.ones(1025)}, "embedding_bias: at most 1024 are served, got 1025"
+    ),
+    Refused({"bad": [[1] * 17]}, "bad: at most 16 tokens of a word are served, got 17"),
+    Refused({"bad": [[1]] * 65}, "bad and bad_token_ids: at most 64 are served, got 65"),
+    Refused({"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is above max_tokens 3"),
     Refused(
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         "logit_bias: at most 1024 are served, got 1025",
@@ -297,7 +302,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
             (
                 "temperature must be a number >= 0, got 'hot'",
                 "logit_bias: at most 1024 are served, got 1025",
-                "min_tokens 50 is above max_new_tokens 40",
+                "min_tokens 50 is above max_tokens 40",
                 "relaxed_topk=3 asks for what relaxed_acceptance=False declines",
             ),
         ),
@@ -680,6 +685,15 @@ class Mode(Enum):
 
     RAW = "raw"
     PROCESSED = "processed"
+
+
+def test_unserved_options_are_called_as_the_user_did() -> None:
+    params = SamplingParams(logits_processors=[3], bad=[[4]], structured_outputs="a", max_tokens=5)
+    told = ["bad=((4,),)", "logits_processors=[3]", "structured_outputs='a'"]
+    assert params.unsupported({"max_new_tokens"}) == told
+    # of a copy only what it is here is known
+    copied = ["bad_words=((4,),)", "logits_processor=[3]", "guided_decoding='a'"]
+    assert dataclasses.replace(params, seed=3).unsupported({"max_new_tokens"}) == copied
 
 
 @pytest.mark.parametrize("mode", [None, "raw", "processed", *Mode])

@@ -155,3 +155,14 @@ def test_r31_who_is_not_given_them_is_told_so() -> None:
     told = str(refused.value)
     assert all(f"{name}=" in told for name in ("logprobs", *drawn))
     assert "prompt_logprobs" not in told
+
+
+@pytest.mark.parametrize(("mode", "served"), [("raw", {"logprobs_mode"}), ("processed", set())])
+def test_r31_who_names_the_mode_that_the_config_does_not_have_is_told_so(mode, served) -> None:
+    """Also without an admission in front, as in a loop of one's own."""
+    given = make(served_options={"logprobs"} | ({"logprobs_mode"} - served))
+    given.validate_request(asking(0, 2, logprobs_mode=mode))
+    other = make(served_options={"logprobs"} | served)
+    other.validate_request(asking(0, 2))
+    with pytest.raises(ConfigError, match=f"not supported with MTP: logprobs_mode='{mode}'"):
+        other.validate_request(asking(0, 2, logprobs_mode=mode))

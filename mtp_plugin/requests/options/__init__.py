@@ -23,6 +23,7 @@ from mtp_plugin.requests.options.params import (
     OPTIONS,
     SamplingParams,
     is_greedy,
+    unserved,
 )
 from mtp_plugin.requests.options.spellings import NEUTRAL_ELSEWHERE, READ_BY_NOBODY, WRITTEN_HERE
 
@@ -42,4 +43,5 @@ __all__ = [
     "Option",
     "SamplingParams",
     "is_greedy",
+    "unserved",
 ]

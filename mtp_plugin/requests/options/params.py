@@ -63,6 +63,8 @@ DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
 
 LOGPROBS_MODE = "logprobs_mode"
 """Served where the config's is ``processed``, and then no other is."""
+_SPELLED = "_spelled"
+"""Beside the fields: names that options were given under, by ours."""
 
 _WHERE = "sampling parameters: "
 _Made = TypeVar("_Made")
@@ -423,6 +425,7 @@ class SamplingParams:
         problems = self._problems(spelled)
         if problems:
             raise RequestError(_WHERE + "; ".join(problems))
+        self._set(_SPELLED, spelled)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -451,17 +454,23 @@ class SamplingParams:
         """Whether the options describe greedy decoding."""
         return is_greedy(vars(self))
 
+    def spelled(self, name: str) -> str:
+        """The name under which an option was given: ours, or another engine's."""
+        given: str = vars(self).get(_SPELLED, {}).get(name, name)
+        return given
+
     def asked(self) -> dict[str, Any]:
-        """The options that change something, by name."""
+        """The options that change something, by name; a mode of log-probabilities that are told
+        among them, whichever it is."""
         values, ignores_draws = vars(self), self.is_greedy
-        asked = {
-            name: values[name]
-            for name, option in OPTIONS.items()
-            if not (option.is_neutral(values[name]) or (option.draws and ignores_draws))
-        }
-        if self.logprobs is None:
-            asked.pop(LOGPROBS_MODE, None)
-        return asked
+
+        def changes(option: Option) -> bool:
+            if option.name == LOGPROBS_MODE:
+                return self.logprobs is not None and self.logprobs_mode is not None
+            is_neutral = option.is_neutral(values[option.name])
+            return not (is_neutral or (option.draws and ignores_draws))
+
+        return {name: values[name] for name, option in OPTIONS.items() if changes(option)}
 
     def without_drafts(self) -> SamplingParams:
         """The same, asked of who makes no drafts."""
@@ -469,13 +478,8 @@ class SamplingParams:
         return replace(self, **unset)
 
     def unsupported(self, served: Collection[str]) -> list[str]:
-        """Every option that changes something and is not ``served``, as ``name=value``."""
-        unsupported = [
-            f"{name}={told(value)}" for name, value in self.asked().items() if name not in served
-        ]
-        if self.logprobs is not None and self.logprobs_mode == "raw" and LOGPROBS_MODE in served:
-            unsupported.append("logprobs_mode='raw' (mtp.logprobs_mode is processed)")
-        return unsupported
+        """As :func:`unserved`, of what this asks for, in the user's spelling."""
+        return unserved(self.asked(), served, self.spelled)
 
     def _problems(self, spelled: Mapping[str, str]) -> list[str]:
         values = vars(self)
@@ -487,33 +491,46 @@ class SamplingParams:
                 f"{told(values[name])}"
                 for name in wrong
             ),
-            *_too_many(sound),
-            *_not_together(sound),
+            *_too_many(sound, spelled),
+            *_not_together(sound, spelled),
         ]
 
 
-def _too_many(values: Mapping[str, Any]) -> Iterator[str]:
+def unserved(
+    asked: Mapping[str, Any], served: Collection[str], spelled: Callable[[str], str] = str
+) -> list[str]:
+    """Every option, of those asked for by name, that is not ``served``, as ``name=value``."""
+    told_of = []
+    for name, value in asked.items():
+        if name == LOGPROBS_MODE and value == "raw":
+            if name in served:
+                told_of.append(f"{name}={value!r} (mtp.logprobs_mode is processed)")
+        elif name not in served:
+            told_of.append(f"{spelled(name)}={told(value)}")
+    return told_of
+
+
+def _too_many(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
     """Lists, of options by name, that are longer than there is room for."""
     words = len(values["bad_words"]) + len(values["bad_token_ids"])
+    bias, bad = (spelled.get(name, name) for name in ("logit_bias", "bad_words"))
     for name, count, most in (
-        ("logit_bias", len(values["logit_bias"] or ()), MAX_BIAS_IDS),
-        ("bad_words and bad_token_ids", words, MAX_BAD_WORDS),
+        (bias, len(values["logit_bias"] or ()), MAX_BIAS_IDS),
+        (f"{bad} and bad_token_ids", words, MAX_BAD_WORDS),
     ):
         if count > most:
             yield f"{name}: at most {most} are served, got {count}"
     for word in values["bad_words"]:
         if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
-            yield (
-                f"bad_words: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got "
-                f"{len(word)}"
-            )
+            yield f"{bad}: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got {len(word)}"
 
 
-def _not_together(values: Mapping[str, Any]) -> Iterator[str]:
+def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
     """Values, of options by name, that cannot stand beside each other."""
     least, most = values["min_tokens"], values["max_new_tokens"]
     if most is not None and least > most:
-        yield f"min_tokens {told(least)} is above max_new_tokens {told(most)}"
+        name = spelled.get("max_new_tokens", "max_new_tokens")
+        yield f"min_tokens {told(least)} is above {name} {told(most)}"
     for name in ("relaxed_topk", "relaxed_delta"):
         value = values[name]
         if value is not None and not is_greedy(values):
@@ -537,7 +554,8 @@ def _not_together(values: Mapping[str, Any]) -> Iterator[str]:
             word[0] for word in values["bad_words"] if isinstance(word, tuple) and len(word) == 1
         )
         if banned.issuperset(allowed):
-            yield "allowed_token_ids: none is left beside bad_words and bad_token_ids"
+            bad = spelled.get("bad_words", "bad_words")
+            yield f"allowed_token_ids: none is left beside {bad} and bad_token_ids"
 
 
 def is_greedy(values: Mapping[str, Any]) -> bool:
