@@ -445,6 +445,7 @@ def parity(
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity as room
+    from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
 
     with _errors_of(config):
         variants = room.variants_of(
@@ -470,9 +471,9 @@ def parity(
         raise typer.Exit(INTERRUPTED) from None
     out = output()
     if as_json:
-        out.write_line(json.dumps(room.parity_document(report), indent=2))
+        out.write_line(json.dumps(parity_document(report), indent=2))
     else:
-        room.show_parity(report, out)
+        show_parity(report, out)
     raise typer.Exit(report.exit_code)
 
 

@@ -24,7 +24,7 @@ from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
-from mtp_plugin.tools.terminal import parity
+from mtp_plugin.tools.terminal import parity, parity_report
 from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.tools.terminal.plain_decoding import PIECE, PlainDecoding
 from tests.checkpoints import write_echo_checkpoint
@@ -325,7 +325,7 @@ def test_another_log_probability_is_a_difference(
 
     honest = parity.run_batch
     monkeypatch.setattr(parity, "run_batch", run_batch)
-    monkeypatch.setattr(parity, "SHOWN_MISTOLD", 2)
+    monkeypatch.setattr(parity_report, "SHOWN_MISTOLD", 2)
     asked = ("-m", checkpoint, "--num-prompts", "2", *TOLD)
     result = run(*asked, "--json")
     assert result.code == 1
@@ -595,6 +595,7 @@ def test_a_config_without_mtp_is_compared_as_it_is(
 RELAXED = {
     "decoding_type": "MTP",
     "use_relaxed_acceptance_for_thinking": True,
+    "relaxed_topk": 2,
     "begin_thinking_phase_token": 3,
     "end_thinking_phase_token": 4,
 }
@@ -613,6 +614,22 @@ def test_a_text_that_may_differ_by_design_is_refused(
     result = run("-c", str(file))
     assert result.code == 2
     assert "changes the text by design" in result.err
+
+
+@pytest.mark.parametrize(
+    "option", ["relaxed_acceptance=false", "relaxed_topk=1", "speculate=false"]
+)
+def test_a_request_that_is_strict_under_such_a_config_is_compared(
+    run: Run, checkpoint: str, tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / "relaxed.yaml"
+    relaxed = {**RELAXED, "max_draft_len": 2, "relaxed_topk": 8, "relaxed_delta": 0.9}
+    file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": relaxed}))
+    result = run("-c", str(file), "--num-prompts", "2", "-n", "6", "--option", option, "--json")
+    assert result.code == 0, result.err
+    (variant,) = json.loads(result.out)["variants"]
+    assert variant["num_tokens"] == 12
+    assert variant["without_executor"]["differences"] == []
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])

@@ -123,7 +123,7 @@ class MTPPlugin:
             lengths,
             alarms,
             label,
-            changes_text=partial(changes_text, worker.verifier.modes),
+            changes_text=partial(changes_text, options),
             refusals=partial(refusals, worker.verifier.modes),
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,

@@ -83,7 +83,6 @@ class VerificationMode(ABC):
         if options.mtp.draft_sampling == "greedy":
             self.draft_rule = GREEDY_DRAFTS
         self.num_draft_probs = self.count_draft_probs(options)
-        self.is_labelled = self.label(options) is not None
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: B027 - as above
         """Replace the mode's own tensors, as ``nn.Module.to`` does those of a module."""
@@ -112,7 +111,8 @@ class VerificationMode(ABC):
         """What reports say of texts and figures; None: the text is the target's own."""
         return None
 
-    def changes_text(self, asked: Mapping[str, Any]) -> bool:  # noqa: ARG002
+    @classmethod
+    def changes_text(cls, options: DecodingOptions, asked: Mapping[str, Any]) -> bool:  # noqa: ARG003
         """Whether drafts may change the text of a request that asks for these options, by name;
         asked of modes whose :meth:`label` says how."""
         return True

@@ -52,22 +52,34 @@ def most_draft_probs(options: DecodingOptions) -> int:
     return max((mode.count_draft_probs(options) for mode in _enabled(options)), default=0)
 
 
-def label_of(options: DecodingOptions) -> Label | None:
-    """What reports must say of the modes that a config enables; None: nothing."""
-    labels = (mode.label(options) for mode in _enabled(options))
-    return next((label for label in labels if label is not None), None)
+def label_of(options: DecodingOptions, asked: Mapping[str, Any] | None = None) -> Label | None:
+    """What reports must say of texts under a config; None: nothing.
+
+    Args:
+        asked: options that a request asks for, by name: what is said of its text. None: of any.
+    """
+    if asked is not None and not _drafts(asked):
+        return None
+    for mode in _enabled(options):
+        label = mode.label(options)
+        if label is not None and (asked is None or mode.changes_text(options, asked)):
+            return label
+    return None
 
 
-def changes_text(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> bool:
+def changes_text(options: DecodingOptions, asked: Mapping[str, Any]) -> bool:
     """Whether drafts may change the text of a request that asks for these options, by name."""
-    drafts = asked.get("speculate", True) and asked.get("max_draft_len") != 0
-    return drafts and any(mode.is_labelled and mode.changes_text(asked) for mode in modes)
+    return label_of(options, asked) is not None
 
 
 def refusals(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> Iterator[str]:
     """Why a request that asks for these options, by name, cannot be served by these modes."""
     for mode in modes:
         yield from mode.refusals(asked)
+
+
+def _drafts(asked: Mapping[str, Any]) -> bool:
+    return asked.get("speculate", True) and asked.get("max_draft_len") != 0
 
 
 def _enabled(options: DecodingOptions) -> list[type[VerificationMode]]:

@@ -57,7 +57,7 @@ class RelaxedVerification(VerificationMode):
         ]
         if self.run_limit is not None:
             self.columns.append(SlotColumn(RUN_COLUMN, int))
-        self._told = False
+        self._told: set[str] = set()
 
     @classmethod
     @override
@@ -90,9 +90,11 @@ class RelaxedVerification(VerificationMode):
             f"would stay relaxed"
         )
 
+    @classmethod
     @override
-    def changes_text(self, asked: Mapping[str, Any]) -> bool:
-        if not asked.get("relaxed_acceptance", True) or asked.get("relaxed_topk", self.topk) == 1:
+    def changes_text(cls, options: DecodingOptions, asked: Mapping[str, Any]) -> bool:
+        topk = asked.get("relaxed_topk", options.relaxed_topk)
+        if not asked.get("relaxed_acceptance", True) or topk == 1:
             return False
         is_strict = asked.get("ignore_eos", False) and asked.get("min_tokens", 0) > 0
         return is_greedy(asked) and not is_strict
@@ -143,15 +145,17 @@ class RelaxedVerification(VerificationMode):
             is_relaxed = False
             number = len({*facts.stop.device_ids, *facts.stop.ignored_ids})
             self._tell_once(
+                "stop ids",
                 f"request {facts.request_id} has {number} stop ids, and relaxed acceptance knows "
-                f"{MAX_STOP_IDS} of a request: those with more are accepted strictly"
+                f"{MAX_STOP_IDS} of a request: those with more are accepted strictly",
             )
         elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
             # the slot has no place for ids that are not held back
             is_relaxed = False
             self._tell_once(
+                "ignored ends",
                 f"request {facts.request_id} has ignore_eos beside min_tokens: such requests are "
-                f"accepted strictly"
+                f"accepted strictly",
             )
         topk, limit = 1, 0.0
         if is_relaxed:
@@ -166,8 +170,8 @@ class RelaxedVerification(VerificationMode):
             "relaxed_limit": limit,
         }
 
-    def _tell_once(self, why: str) -> None:
-        """Log why a request is never relaxed, of the first one."""
-        if not self._told:
-            self._told = True
+    def _tell_once(self, reason: str, why: str) -> None:
+        """Log why a request is never relaxed, of the first one that has this reason."""
+        if reason not in self._told:
+            self._told.add(reason)
             _logger.warning(why)

@@ -13,6 +13,7 @@ from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.verification import (
     BUILT,
     MODES,
+    changes_text,
     check_modes,
     label_of,
     make_modes,
@@ -81,3 +82,29 @@ def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None
 def test_names_tell_modes_apart() -> None:
     assert len({mode.name for mode in MODES}) == len(MODES)
     assert len(set(BUILT)) == len(BUILT)
+
+
+STRICT_ASKS = [
+    {"speculate": False},
+    {"max_draft_len": 0},
+    {"relaxed_acceptance": False},
+    {"relaxed_topk": 1},
+    {"temperature": 0.7},
+    {"ignore_eos": True, "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("asked", [{}, {"max_draft_len": 1}, {"ignore_eos": True}], ids=str)
+def test_a_text_that_drafts_may_change(asked: dict[str, Any]) -> None:
+    for more in (RELAXED, SYNTHETIC):
+        options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **more))
+        assert label_of(options, asked) == label_of(options)
+        assert changes_text(options, asked)
+    assert not changes_text(DecodingOptions(2), asked)
+
+
+@pytest.mark.parametrize("asked", STRICT_ASKS, ids=str)
+def test_a_text_that_drafts_cannot_change_beside_relaxed_ones(asked: dict[str, Any]) -> None:
+    options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **RELAXED))
+    assert label_of(options, asked) is None
+    assert not changes_text(options, asked)

@@ -114,8 +114,10 @@ def test_ignored_ends_beside_least_tokens(caplog: pytest.LogCaptureFixture) -> N
         # with those the slot has one id too many
         full = StopRule(max_length=100, end_ids=tuple(range(MAX_STOP_IDS)), ignored_ids=(99,))
         assert values(mode, replace(facts(), stop=full), [1, BEGIN]) == (0.0, 1, 1, 0.0)
-    (record,) = caplog.records
-    assert record.getMessage().startswith("request 5 has ignore_eos beside min_tokens: such")
+        assert values(mode, replace(held, request_id=6), [1, BEGIN]) == (0.0, 1, 1, 0.0)
+    told, of_full = (record.getMessage() for record in caplog.records)  # each reason once
+    assert told.startswith("request 5 has ignore_eos beside min_tokens: such")
+    assert of_full.startswith("request 5 has 33 stop ids")
     assert full.slot_ids is None
 
 

@@ -1,0 +1,220 @@
+"""What ``parity`` found out, as it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from mtp_plugin.tools.parity import Divergence, LogprobComparison, Mistold
+from mtp_plugin.tools.terminal.console import OK, OutputConsole, can_show
+from mtp_plugin.tools.terminal.parity import Outcome, ParityReport, Variant
+from mtp_plugin.tools.terminal.report import (
+    json_number,
+    same_as_target_only,
+    spelled,
+    versions,
+    without_executor_document,
+    without_executor_line,
+)
+
+SHOWN_TIES = 10
+SHOWN_MISTOLD = 10
+PROMPT_TAIL = 40
+"""Characters of a prompt that a finding is shown with."""
+
+
+def show_parity(report: ParityReport, console: OutputConsole) -> None:
+    """The table, ties and differences, then the verdict."""
+    console.write_line("")
+    console.print(_table(report, ascii_box=not can_show("─━", console.file)))
+    ties = [(o.variant, n, tie) for o in report.outcomes for n, tie in o.ties]
+    for variant, number, tie in ties[:SHOWN_TIES]:
+        console.write_line(f"tie: {_told(report, variant, number, tie)}", "dim")
+    if len(ties) > SHOWN_TIES:
+        console.write_line(f"and {len(ties) - SHOWN_TIES} further ties", "dim")
+    differences = [(o, n, found) for o in report.outcomes for n, found in o.differences]
+    for outcome, number, found in differences:
+        told = _told(report, outcome.variant, number, found)
+        prompt = _prompt(report, outcome.results[number - 1].prompt_token_ids)
+        console.write_line(f"difference: {told}, behind {prompt}", "bold red")
+    for plain in report.plain:
+        console.write_line(plain_line(report, plain), "bold red" if plain.differences else "dim")
+        for number, found in plain.differences:
+            told = _told(report, plain.variant, number, found)
+            console.write_line(f"difference without the executor: {told}", "bold red")
+    mistold = [(o, n, one) for o in report.outcomes for n, one in o.mistold]
+    for outcome, number, one in mistold[:SHOWN_MISTOLD]:
+        told = _told_of(report, outcome.variant, number, one)
+        console.write_line(f"log-probability: {told}", "bold red")
+    if len(mistold) > SHOWN_MISTOLD:
+        console.write_line(
+            f"and {len(mistold) - SHOWN_MISTOLD} further log-probabilities", "bold red"
+        )
+    for outcome in report.outcomes:
+        if outcome.logprobs is not None:
+            console.write_line(logprobs_line(outcome, outcome.logprobs), "dim")
+    tokens = sum(outcome.num_tokens for outcome in report.outcomes)
+    num_differences = len(differences) + len(mistold)
+    num_differences += sum(len(plain.differences) for plain in report.plain)
+    counted = f"{tokens} tokens; ties: {len(ties)}; differences: {num_differences}"
+    verdict = "NO" if num_differences else "yes"
+    style = "bold red" if num_differences else None
+    console.write_line(f"identical to decoding without MTP: {verdict} ({counted})", style)
+
+
+def _table(report: ParityReport, *, ascii_box: bool) -> Table:
+    title = f"{report.dtype} on {report.device}"
+    if report.dtype != "float32":
+        title += f", ties up to {report.tie_ulps:g} ulps"
+    table = Table(box=box.ASCII if ascii_box else box.SIMPLE_HEAD, title=title)
+    table.add_column("worker")
+    for name in ("K", "batch", "prompts", "tokens", "equal", "ties", "differ", "accepted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in report.outcomes:
+        variant = outcome.variant
+        accepted = outcome.acceptance.acceptance_length
+        table.add_row(
+            variant.worker,
+            str(variant.k),
+            str(variant.batch_size),
+            str(len(outcome.results)),
+            str(outcome.num_tokens),
+            str(outcome.num_equal - outcome.num_ties),
+            str(outcome.num_ties),
+            str(len(outcome.differences)),
+            f"{accepted:.2f}" if variant.k else "",
+        )
+    return table
+
+
+def plain_line(report: ParityReport, plain: Outcome) -> str:
+    """What speculative decoding without the executor makes of the first prompts."""
+    runs = [outcome.results for outcome in report.outcomes if outcome.plain is plain]
+    same = same_as_target_only(len(plain.differences), plain.num_ties)
+    return f"{plain.variant.drafts}, {without_executor_line(plain.results, same, runs)}"
+
+
+def _told(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
+    ours = spelled(found.token, report.tokenizer)
+    theirs = spelled(found.expected, report.tokenizer)
+    what = "logits" if report.params.is_greedy else "scores"
+    gap = "" if found.gap is None else f", {what} {abs(found.gap):.4g} apart"
+    if found.gap is not None and found.tolerance:
+        gap += f" where {found.tolerance:.4g} is a tie"
+    return (
+        f"{variant.label}, prompt {number}, token {found.position + 1}: {ours}, "
+        f"target-only decoding has {theirs}{gap}"
+    )
+
+
+def logprobs_line(outcome: Outcome, logprobs: Sequence[LogprobComparison]) -> str:
+    """How log-probabilities of a variant compare."""
+    count, gap = _compared(logprobs)
+    return f"{outcome.variant.label}, {count} log-probabilities: at most {gap:.2g} apart"
+
+
+def _compared(logprobs: Sequence[LogprobComparison]) -> tuple[int, float]:
+    """How many, and the largest gap."""
+    gaps = [found.largest_gap for found in logprobs]
+    return sum(found.num_values for found in logprobs), max(gaps, default=0.0)
+
+
+def _told_of(report: ParityReport, variant: Variant, number: int, one: Mistold) -> str:
+    whose = "prompt token" if one.in_prompt else "token"
+    told = "nothing" if one.told is None else f"{one.told.logprob:.6g} ({one.told.rank})"
+    return (
+        f"{variant.label}, prompt {number}, {whose} {one.position + 1}: {told} of "
+        f"{spelled(one.token, report.tokenizer)}, the target has {one.expected.logprob:.6g} "
+        f"({one.expected.rank}), where {one.tolerance:.4g} is no gap"
+    )
+
+
+def _prompt(report: ParityReport, ids: Iterable[int]) -> str:
+    if report.tokenizer is None:
+        return f"prompt ids {list(ids)[-8:]}"
+    return repr(report.tokenizer.decode(list(ids), skip_special_tokens=False)[-PROMPT_TAIL:])
+
+
+def parity_document(report: ParityReport) -> dict[str, Any]:
+    """The whole report, ready for JSON."""
+    return {
+        "versions": versions(),
+        "config": report.config.model_dump(mode="json"),
+        "device": report.device,
+        "dtype": report.dtype,
+        "sampling_params": report.params.asked(),
+        "tie_tolerance_ulps": report.tie_ulps,
+        "identical": report.exit_code == OK,
+        "variants": [_outcome_document(outcome) for outcome in report.outcomes],
+    }
+
+
+def _outcome_document(outcome: Outcome) -> dict[str, Any]:
+    variant = outcome.variant
+    return {
+        "worker": variant.worker,
+        "max_draft_len": variant.k,
+        "batch_size": variant.batch_size,
+        "num_prompts": len(outcome.results),
+        "num_tokens": outcome.num_tokens,
+        "num_equal": outcome.num_equal - outcome.num_ties,
+        "num_ties": outcome.num_ties,
+        "num_differences": len(outcome.differences),
+        "acceptance_length": outcome.acceptance.acceptance_length if variant.k else None,
+        "without_executor": _plain_document(outcome),
+        "logprobs": _logprobs_document(outcome),
+        "ties": [_found_document(outcome, n, tie) for n, tie in outcome.ties],
+        "differences": [_found_document(outcome, n, found) for n, found in outcome.differences],
+    }
+
+
+def _plain_document(outcome: Outcome) -> dict[str, Any] | None:
+    plain = outcome.plain
+    if plain is None:
+        return None
+    return {
+        **without_executor_document(outcome.results, plain.results),
+        "num_ties": plain.num_ties,
+        "differences": [_found_document(plain, n, found) for n, found in plain.differences],
+    }
+
+
+def _logprobs_document(outcome: Outcome) -> dict[str, Any] | None:
+    if outcome.logprobs is None:
+        return None
+    count, gap = _compared(outcome.logprobs)
+    return {
+        "num_values": count,
+        "largest_gap": json_number(gap),
+        "differences": [_mistold_document(number, one) for number, one in outcome.mistold],
+    }
+
+
+def _mistold_document(number: int, one: Mistold) -> dict[str, Any]:
+    told = one.told
+    return {
+        "prompt": number,
+        "in_prompt": one.in_prompt,
+        "position": one.position + 1,
+        "token": one.token,
+        "logprob": None if told is None else json_number(told.logprob),
+        "rank": None if told is None else told.rank,
+        "expected_logprob": json_number(one.expected.logprob),
+        "expected_rank": one.expected.rank,
+        "tolerance": one.tolerance,
+    }
+
+
+def _found_document(outcome: Outcome, number: int, found: Divergence) -> dict[str, Any]:
+    return {
+        "prompt": number,
+        "prompt_token_ids": outcome.results[number - 1].prompt_token_ids,
+        "position": found.position + 1,
+        "token": found.token,
+        "expected": found.expected,
+        "gap": found.gap,
+        "tie_tolerance": found.tolerance,
+    }
