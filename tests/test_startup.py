@@ -80,9 +80,10 @@ def test_the_collector_leaves_imports_alone() -> None:
 import gc
 runs = []
 gc.callbacks.append(lambda phase, info: runs.append(phase))
-from mtp_plugin import cli
+from mtp_plugin.cli.opening import import_engine
+from mtp_plugin.tools.terminal.console import messages
 del runs[:]
-cli._import_engine(cli.messages())
+import_engine(messages())
 print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

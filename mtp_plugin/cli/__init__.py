@@ -1,0 +1,57 @@
+"""The command line: ``mtp-plugin generate``, ``parity``, ``config``, ``doctor`` and ``bench``.
+
+A command is a file, whose function's docstring is its help. torch and transformers take seconds to
+import, pydantic and yaml half the time of ``--help``: each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli import config, doctor, generate, parity
+from mtp_plugin.tools.bench.cli import app as bench
+from mtp_plugin.tools.command_group import CommandGroup
+from mtp_plugin.tools.terminal.console import output, run_to_the_end
+
+app = typer.Typer(
+    name="mtp-plugin",
+    help="Multi-token-prediction speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    cls=CommandGroup,
+)
+app.add_typer(bench)
+app.command("generate")(generate.command)
+app.command("parity")(parity.command)
+app.command("config")(config.command)
+app.command("doctor")(doctor.command)
+
+
+def main() -> None:
+    """Run the command line; named errors become one line each and exit code 2, as a full disk
+    does with exit code 1."""
+    run_to_the_end(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from mtp_plugin.tools.terminal.version import package_version
+
+        output().write_line(f"mtp-plugin {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,42 @@
+"""``mtp-plugin config``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli.opening import errors_of, load
+from mtp_plugin.errors import CheckpointError
+from mtp_plugin.tools.terminal.console import messages, output
+
+
+def command(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="YAML file.")] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file instead.")
+    ] = False,
+) -> None:
+    """Check a YAML file and print it with every default filled in, or print the schema."""
+    if schema == (file is not None):
+        raise typer.BadParameter("expected either FILE or --schema")
+    import yaml
+
+    from mtp_plugin.config import json_schema
+
+    if file is None:
+        output().write_line(json.dumps(json_schema(), indent=2))
+        return
+    log = messages()
+    settings = load(file, log)
+    if settings.speculative_config is not None:
+        from mtp_plugin.executor.models import read_facts
+
+        try:
+            with errors_of(file):
+                settings = settings.resolve(read_facts(settings.model).num_mtp_layers)
+        except CheckpointError as error:
+            log.write_line(f"warning: draft length not looked up in the checkpoint: {error}")
+    output().write(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))

@@ -1,0 +1,165 @@
+"""``mtp-plugin generate``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli.flags import (
+    ConfigFile,
+    FrequencyPenalty,
+    MinP,
+    ModelFolder,
+    OtherOptions,
+    PluginOptions,
+    PresencePenalty,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
+from mtp_plugin.cli.opening import errors_of, import_engine, load
+from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output
+
+
+def command(
+    config: ConfigFile = None,
+    model: ModelFolder = None,
+    plugin_options: PluginOptions = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompt-file",
+            metavar="FILE",
+            help=".txt: one prompt; .json: a list of prompts; -: standard input.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Tokens per prompt at most. Default: 128.",
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", metavar="N", help="No end or stop before so many tokens.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+    ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="N", help="Of the draws. Default: of each prompt by its number."
+        ),
+    ] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    option: OtherOptions = None,
+    thinking_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--thinking-token-budget",
+            "--thinking-budget",
+            metavar="N",
+            help="Tokens of thinking behind which its end is forced.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare/--no-compare",
+            help="Also decode without MTP: for the speed, and token by token for the text.",
+        ),
+    ] = True,
+    compare_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--compare-drafts/--no-compare-drafts",
+            help="Also draft for the first prompts without the executor: for the tokens per step.",
+        ),
+    ] = False,
+    marks: Annotated[
+        bool,
+        typer.Option(
+            "--marks/--no-marks", help="Mark accepted drafts where the output has no colours."
+        ),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Decode prompts and show what speculation did.
+
+    All prompts run as one batch. The first unfinished text streams live, with accepted drafts
+    marked; the others wait for their turn. Without a prompt, piped input is taken, else those of
+    prompts.json in the folder around the checkpoint.
+
+    Exit code 1: the text is not that of decoding without MTP, or the output cannot be written.
+    2: a named error.
+    """
+    from mtp_plugin.tools.terminal.prompts import read_prompts
+    from mtp_plugin.tools.terminal.read_ahead import read_ahead
+    from mtp_plugin.tools.terminal.request_options import sampling_params
+
+    log = messages()
+    if model is not None:
+        read_ahead(model)
+    settings = load(config, log, model, plugin_options)
+    if model is None:
+        read_ahead(settings.model)
+    prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
+    flags = {
+        "max_new_tokens": max_new_tokens,
+        "min_tokens": min_tokens,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "thinking_token_budget": thinking_budget,
+    }
+    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 128})
+    out = output()
+    try:
+        with errors_of(config):
+            import_engine(log)
+            from mtp_plugin.tools.terminal.generating import Asked, run_generate
+
+            asked = Asked(
+                prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
+            )
+            report = run_generate(settings, asked, None if as_json else out, log)
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    from mtp_plugin.tools.terminal.report import report_document, show_report
+
+    if as_json:
+        out.write_line(json.dumps(report_document(report), indent=2))
+    else:
+        show_report(report, out)
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,209 @@
+"""``mtp-plugin parity``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli.flags import (
+    FrequencyPenalty,
+    MinP,
+    OtherOptions,
+    PresencePenalty,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+    names,
+    numbers,
+)
+from mtp_plugin.cli.opening import errors_of, import_engine, load
+from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
+
+
+def command(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", "-m", metavar="DIR", help="A checkpoint, instead of a YAML file."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", metavar="FILE", help=".txt: one prompt; .json: a list."),
+    ] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="The first N prompts; where there are fewer, also random pieces of them.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Tokens per prompt at most. Default: 64.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+    ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Of random prompts, and of the draws. Default: 0, and of each prompt by its "
+            "number.",
+        ),
+    ] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    option: OtherOptions = None,
+    worker: Annotated[
+        str | None,
+        typer.Option(
+            "--worker", metavar="NAME,NAME", help="eagle, vanilla or both. Default: the config's."
+        ),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option("--k", metavar="N,N", help="Drafts per step. Default: the config's."),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size", metavar="N,N", help="Requests per step. Default: the config's."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or auto.")
+    ] = None,
+    graphs: Annotated[
+        bool | None,
+        typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: as the config says."),
+    ] = None,
+    tie_tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tie-tolerance",
+            metavar="ULPS",
+            help="bfloat16 and float16: logits this many units in the last place apart, at the "
+            "higher one's magnitude, are a tie. Default: 4. In float32 only draws are, as close as "
+            "their noise is rounded; 0: nothing is.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Compare what the executor emits with MTP, token for token, with target-only decoding.
+
+    Target-only decoding is one request at a time, without MTP and through none of the executor.
+    Several workers, draft lengths and batch sizes run one after the other, each over all prompts.
+    Without a prompt those of prompts.json in the folder around the checkpoint are taken, else
+    random ids.
+
+    In half precision a token may differ where two logits are equal but for rounding: such ties are
+    counted and shown, and target-only decoding goes on from the emitted token. Where tokens are
+    drawn, what counts is the gap of scores with their noise, or the distance from a cut.
+    Log-probabilities that are asked for are compared too.
+
+    Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
+    """
+    from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+    from mtp_plugin.tools.terminal import parity_options
+    from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
+    from mtp_plugin.tools.terminal.read_ahead import read_ahead
+    from mtp_plugin.tools.terminal.request_options import sampling_params
+
+    if (config is None) == (model is None):
+        raise typer.BadParameter("expected either --config or --model")
+    # what is wrong with these is told before anything is imported that takes seconds
+    workers = names(worker, (parity_options.EAGLE, parity_options.VANILLA), "--worker")
+    ks, batch_sizes = numbers(k, "--k"), numbers(batch_size, "--batch-size")
+    if tie_tolerance is not None and not tie_tolerance >= 0:
+        raise typer.BadParameter(
+            f"expected at least 0 ulps, got {tie_tolerance:g}", param_hint="--tie-tolerance"
+        )
+    flags = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }
+    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 64})
+
+    log = messages()
+    if config is not None:
+        settings = load(config, log)
+    else:
+        settings = LLMConfig(model=str(model), speculative_config=MTPDecodingConfig())
+    settings = parity_options.on(settings, dtype=dtype, device=device, graphs=graphs)
+    parity_options.check_combinations(settings, workers=workers, ks=ks, batch_sizes=batch_sizes)
+    texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
+
+    read_ahead(settings.model)
+    import_engine(log)
+    from mtp_plugin.executor.models import read_facts
+    from mtp_plugin.tools.parity import TIE_ULPS
+    from mtp_plugin.tools.terminal import parity as room
+    from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
+
+    with errors_of(config):
+        variants = room.variants_of(
+            settings,
+            read_facts(settings.model).num_mtp_layers,
+            workers=workers,
+            ks=ks,
+            batch_sizes=batch_sizes,
+        )
+    try:
+        with progress(log) as tell:
+            report = room.run_parity(
+                variants,
+                texts,
+                params,
+                num_prompts=num_prompts,
+                seed=0 if seed is None else seed,
+                tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
+                on_progress=tell,
+            )
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    out = output()
+    if as_json:
+        out.write_line(json.dumps(parity_document(report), indent=2))
+    else:
+        show_parity(report, out)
+    raise typer.Exit(report.exit_code)
