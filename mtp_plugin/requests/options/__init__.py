@@ -4,8 +4,8 @@
 for where it changes nothing, its name in TensorRT-LLM's requests and, where kernels read it, its
 column in the slot table (`option`). Admission, error texts, documentation and the slot table follow
 from it. An option is served where a sampler, a verification mode or an op lists its name: see
-``served_options``. `spellings` knows how other engines write the same, `host` what TensorRT-LLM's
-requests have beside it, `limits` how long lists may be.
+``served_options``. `together` has what may stand beside each other, `spellings` how other engines
+write the same, `host` what TensorRT-LLM's requests have beside it, `limits` how long lists may be.
 """
 
 from mtp_plugin.requests.options.host import HOST_OPTIONS
@@ -18,14 +18,13 @@ from mtp_plugin.requests.options.limits import (
 )
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.params import (
-    DRAFTS_OF_VERIFICATION,
     LOGPROBS_MODE,
     OPTIONS,
     SamplingParams,
-    is_greedy,
     unserved,
 )
 from mtp_plugin.requests.options.spellings import NEUTRAL_ELSEWHERE, READ_BY_NOBODY, WRITTEN_HERE
+from mtp_plugin.requests.options.together import DRAFTS_OF_VERIFICATION, is_greedy
 
 __all__ = [
     "DRAFTS_OF_VERIFICATION",

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import RequestError, told
-from mtp_plugin.requests.options.limits import (
-    GREEDY_BELOW,
-    MAX_BAD_WORD_LEN,
-    MAX_BAD_WORDS,
-    MAX_BIAS_IDS,
-)
 from mtp_plugin.requests.options.option import (
     Float,
     Ids,
@@ -32,6 +26,12 @@ from mtp_plugin.requests.options.spellings import (
     in_order,
     named_here,
     says_nothing,
+)
+from mtp_plugin.requests.options.together import (
+    DRAFTS_OF_VERIFICATION,
+    is_greedy,
+    not_together,
+    too_many,
 )
 from mtp_plugin.requests.options.values import (
     ANYTHING,
@@ -52,14 +52,8 @@ from mtp_plugin.requests.options.values import (
     unset_or,
     unwrapped,
 )
-from mtp_plugin.verifications import WAYS, codes
 
 # ruff: noqa: RUF009 (a function of ours gives a field, as ``dataclasses.field`` does)
-
-DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
-    name: WAYS[name].drafts for name in codes()
-}
-"""How drafts may be drawn for what judges them; the first is presumed."""
 
 LOGPROBS_MODE = "logprobs_mode"
 """Served where the config's is ``processed``, and then no other is."""
@@ -491,8 +485,8 @@ class SamplingParams:
                 f"{told(values[name])}"
                 for name in wrong
             ),
-            *_too_many(sound, spelled),
-            *_not_together(sound, spelled),
+            *too_many(sound, spelled),
+            *not_together(sound, spelled),
         ]
 
 
@@ -508,64 +502,6 @@ def unserved(
         elif name not in served:
             told_of.append(f"{spelled(name)}={told(value)}")
     return told_of
-
-
-def _too_many(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Lists, of options by name, that are longer than there is room for."""
-    words = len(values["bad_words"]) + len(values["bad_token_ids"])
-    bias, bad = (spelled.get(name, name) for name in ("logit_bias", "bad_words"))
-    for name, count, most in (
-        (bias, len(values["logit_bias"] or ()), MAX_BIAS_IDS),
-        (f"{bad} and bad_token_ids", words, MAX_BAD_WORDS),
-    ):
-        if count > most:
-            yield f"{name}: at most {most} are served, got {count}"
-    for word in values["bad_words"]:
-        if isinstance(word, tuple) and len(word) > MAX_BAD_WORD_LEN:
-            yield f"{bad}: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got {len(word)}"
-
-
-def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Values, of options by name, that cannot stand beside each other."""
-    least, most = values["min_tokens"], values["max_new_tokens"]
-    if most is not None and least > most:
-        name = spelled.get("max_new_tokens", "max_new_tokens")
-        yield f"min_tokens {told(least)} is above {name} {told(most)}"
-    for name in ("relaxed_topk", "relaxed_delta"):
-        value = values[name]
-        if value is not None and not is_greedy(values):
-            yield f"{name}={told(value)} needs greedy decoding, and this draws"
-        if value is not None and not values["relaxed_acceptance"]:
-            yield f"{name}={told(value)} asks for what relaxed_acceptance=False declines"
-    verification, drafts = values["verification"], values["draft_sampling"]
-    if verification is not None and drafts is not None:
-        expected = DRAFTS_OF_VERIFICATION[verification]
-        if drafts not in expected:
-            yield (
-                f"draft_sampling={drafts!r} cannot be verified by {verification!r}, expected one "
-                f"of {', '.join(expected)}"
-            )
-    allowed = values["allowed_token_ids"]
-    if allowed == ():
-        yield "allowed_token_ids: names no id"
-    elif allowed is not None:
-        banned = {*values["bad_token_ids"]}
-        banned.update(
-            word[0] for word in values["bad_words"] if isinstance(word, tuple) and len(word) == 1
-        )
-        if banned.issuperset(allowed):
-            bad = spelled.get("bad_words", "bad_words")
-            yield f"allowed_token_ids: none is left beside {bad} and bad_token_ids"
-
-
-def is_greedy(values: Mapping[str, Any]) -> bool:
-    """Whether options, by name, describe greedy decoding; None or left out: not given."""
-    given = {name: values.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    temperature = given["temperature"]
-    is_cold = temperature is not None and temperature < GREEDY_BELOW
-    if is_cold or given["top_k"] == 1 or given["top_p"] == 0:
-        return True
-    return all(value is None for value in given.values())
 
 
 OPTIONS: Mapping[str, Option] = {
