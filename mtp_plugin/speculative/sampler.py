@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,30 +14,25 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.logprobs import Logprob, LogprobEntries, Logprobs
 from mtp_plugin.requests.options import OPTIONS, unserved
-from mtp_plugin.requests.states import FinishReason, RequestState
-from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.stopping import SERVED_OPTIONS, Ending
 from mtp_plugin.speculative.host import (
     RequestFacts,
     SamplerSizes,
     ScheduledBatch,
     SpecRequest,
-    ends_prompt,
-    epoch_of,
     facts_of,
-    num_drafted_of,
     num_listed_chunks,
     own_facts,
-    phase_of,
     read_reasons,
     refusal_of,
     refuse_unserved,
-    slot_of,
-    take_back_tokens,
     tell_logprobs,
     tell_verified,
 )
 from mtp_plugin.speculative.ops.sampler_store import store_results
+from mtp_plugin.speculative.pending_row import BEAM, PendingRow, slots_of
 from mtp_plugin.speculative.result_store import (
     ResultStore,
     SampleStateTensorsMTP,
@@ -45,8 +40,8 @@ from mtp_plugin.speculative.result_store import (
     recorded_event,
 )
 from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
+from mtp_plugin.speculative.stop_wishes import ask_callback
 
-BEAM = 0
 OWN_OPTIONS = SERVED_OPTIONS | {
     "speculate",
     "max_draft_len",
@@ -67,19 +62,6 @@ NARROWING_OPTIONS = ("allowed_token_ids", "bad_words", "bad_token_ids")
 NO_LOGPROBS = "logprobs: the step told no log-probabilities"
 
 _logger = logging.getLogger("mtp_plugin")
-
-
-class PendingRow(NamedTuple):
-    """What a request was when its step was launched; later changes make the result late."""
-
-    request: SpecRequest
-    facts: RequestFacts
-    epoch: int
-    seq_slot: int | None  # None: it has none any more, and its result is late
-    is_context: bool
-    num_drafted: int
-    emits: bool | None  # False: a chunk that does not end the prompt; None: ask at update time
-    refused: str | None = None  # why the request gets none of the step's tokens
 
 
 @dataclass
@@ -250,8 +232,8 @@ class MTPSampler:
         contexts = list(scheduled_requests.context_requests)[num_skipped:]
         generations = list(scheduled_requests.generation_requests)
         requests = contexts + generations
-        rows = [self._with_refusal(self._pending(request, True)) for request in contexts]
-        rows += [self._pending(request, False) for request in generations]
+        rows = [self._with_refusal(self._pending(request, is_context=True)) for request in contexts]
+        rows += [self._pending(request, is_context=False) for request in generations]
         model_outputs = _behind(given, num_skipped)
         self._write_store(rows, model_outputs)
         copy = self.store.to_host()
@@ -282,12 +264,12 @@ class MTPSampler:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
         # who ended or started over since may have no slot any more
         all_rows = enumerate(state.rows or self._rows_of(state))
-        kept = [(place, row) for place, row in all_rows if not self._is_late(row)]
+        kept = [(place, row) for place, row in all_rows if not row.is_late]
         store = state.results
         if store is None or not store.is_shown_by(host):
             store = ResultStore.gathered(host)  # of a host's own making
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        given = store.at(_slots_of([row for _, row in kept]), draft_len)
+        given = store.at(slots_of([row for _, row in kept]), draft_len)
         told = host.log_probs
         rows = [row for _, row in kept]
         results: list[StepResult] = []
@@ -299,7 +281,7 @@ class MTPSampler:
                 results.append(result)
                 endings.append(ending)
             if self.stop_callback is not None:
-                self._ask(self.stop_callback, rows, results, endings)
+                ask_callback(self.stop_callback, rows, results, endings)
         finally:  # who has ended does not go on, whatever was raised here
             for row, ending in zip(rows, endings, strict=False):
                 self._end(row.request, ending)
@@ -377,56 +359,6 @@ class MTPSampler:
         )
         return result, ending
 
-    def _ask(
-        self,
-        callback: StopCallback,
-        rows: list[PendingRow],
-        results: list[StepResult],
-        endings: list[Ending],
-    ) -> None:
-        """Change a step's results and endings as a host's own rule of stopping wishes."""
-        asked: dict[int, tuple[int, int]] = {}
-        for row, result, ending in zip(rows, results, endings, strict=True):
-            if not row.facts.is_dummy and _may_end_earlier(result, ending):
-                now = row.request.get_num_tokens(BEAM) - row.facts.stop.prompt_len
-                asked[result.request_id] = (now - len(result.token_ids), now)
-        if not asked:
-            return
-        wishes = ask(callback, asked)
-        for why in wishes.unknown:
-            _logger.error(why)
-        for place, (row, result) in enumerate(zip(rows, results, strict=True)):
-            if result.request_id in asked:
-                endings[place] = self._wished(row, result, endings[place], wishes)
-                results[place] = _cut(result, endings[place])
-
-    def _wished(
-        self, row: PendingRow, result: StepResult, ending: Ending, wishes: StopWishes
-    ) -> Ending:
-        """How the run of a request ends that a callback was asked about."""
-        request, request_id = row.request, result.request_id
-        number = len(result.token_ids)
-        ends_itself = ending.reason is not None and not _has_no_token(ending)
-        why = wishes.wrong.get(request_id)
-        if why is not None and ends_itself:
-            _logger.error("request %s, which has ended by itself: %s", request_id, why)
-            return ending
-        if why is not None:
-            return Ending(number, FinishReason.ERROR, why)
-        kept = wishes.keep.get(request_id)
-        if kept is None:
-            return ending
-        surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
-        if surplus == 0 and ends_itself:
-            return ending
-        if surplus > 0 and not take_back_tokens(request, surplus):
-            why = (
-                f"stop_callback: {surplus} tokens are to be taken back, and the host's requests "
-                f"have no take_back_tokens"
-            )
-            return Ending(number, FinishReason.ERROR, why)
-        return Ending(number - surplus, FinishReason.STOP_WORDS)
-
     def _count(self, row: PendingRow, result: StepResult) -> None:
         facts = row.facts
         if row.is_context or facts.is_dummy or row.refused is not None:
@@ -448,16 +380,8 @@ class MTPSampler:
 
     # ---- rows -------------------------------------------------------------------------------
 
-    def _pending(self, request: SpecRequest, is_context: bool) -> PendingRow:
-        return PendingRow(
-            request,
-            facts_of(request, self.max_seq_len, reads_prompt=is_context),
-            epoch_of(request),
-            slot_of(request),
-            is_context,
-            num_drafted=0 if is_context else num_drafted_of(request),
-            emits=ends_prompt(request) if is_context else True,
-        )
+    def _pending(self, request: SpecRequest, *, is_context: bool) -> PendingRow:
+        return PendingRow.of(request, is_context=is_context, max_seq_len=self.max_seq_len)
 
     def _rows_of(self, state: SampleStateMTP) -> list[PendingRow]:
         """The rows of a state that a host built itself."""
@@ -469,31 +393,15 @@ class MTPSampler:
             contexts = list(batch.context_requests)[num_listed_chunks(batch) :]
             listed = [(request, True) for request in contexts]
             listed += [(request, False) for request in batch.generation_requests]
-        rows = [self._pending(request, is_context) for request, is_context in listed]
+        rows = [self._pending(request, is_context=is_context) for request, is_context in listed]
         return [self._with_refusal(row) if row.is_context else row for row in rows]
-
-    @staticmethod
-    def _is_late(row: PendingRow) -> bool:
-        """The request has finished, was cancelled or preempted, or the row ended no prompt."""
-        request = row.request
-        if epoch_of(request) != row.epoch:
-            return True
-        if not row.is_context and request.state is RequestState.GENERATION_IN_PROGRESS:
-            return False  # as nearly always; names take longer
-        phase = phase_of(request)
-        if phase == RequestState.GENERATION_COMPLETE.name:
-            return True
-        if row.is_context:
-            # paused since, the prompt is to be read again
-            return row.emits is False or request.context_remaining_length != 0
-        return phase == RequestState.CONTEXT_INIT.name
 
     # ---- tensors ----------------------------------------------------------------------------
 
     def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
         if not rows:
             return
-        slots = self._slots_on_device(_slots_of(rows))
+        slots = self._slots_on_device(slots_of(rows))
         store_results(
             self.store.rows,
             slots,
@@ -536,28 +444,6 @@ def _behind(outputs: dict[str, Any], num_skipped: int) -> dict[str, Any]:
     return {name: None if value is None else value[num_skipped:] for name, value in told.items()}
 
 
-def _may_end_earlier(result: StepResult, ending: Ending) -> bool:
-    """Whether a rule of the host's has a say in a run: where a step a token would have asked it."""
-    if ending.reason is None:
-        return True
-    # that its last token ends
-    return len(result.token_ids) > (not _has_no_token(ending))
-
-
-def _has_no_token(ending: Ending) -> bool:
-    """Whether a run ends where no token follows, and not by its last one."""
-    return ending.reason is FinishReason.ERROR and ending.cause is None
-
-
-def _cut(result: StepResult, ending: Ending) -> StepResult:
-    """What is left of a result whose run ends so."""
-    logprobs = result.logprobs
-    if logprobs is not None and ending.length < len(result.token_ids):
-        logprobs = logprobs.first(ending.length)
-    emitted = result.token_ids[: ending.length]
-    return result._replace(token_ids=emitted, finish_reason=ending.reason, logprobs=logprobs)
-
-
 def _no_token(facts: RequestFacts) -> str:
     """Why a row had none for a request."""
     asked = [name for name in NARROWING_OPTIONS if name in facts.options]
@@ -572,12 +458,3 @@ def _logprobs_told(
         return None
     # the request keeps them, not the whole step's
     return Logprobs([LogprobEntries(entries[:num_emitted].clone(), facts.num_logprobs)])
-
-
-def _slots_of(rows: Sequence[PendingRow]) -> list[int]:
-    """Where the results of these rows lie in the store."""
-    slots = [row.seq_slot for row in rows if row.seq_slot is not None]
-    if len(slots) < len(rows):
-        missing = [row.request.request_id for row in rows if row.seq_slot is None]
-        raise ExecutorError(f"no sequence slot: requests {', '.join(map(str, missing))}")
-    return slots
