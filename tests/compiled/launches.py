@@ -36,6 +36,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify import (
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd
+from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
@@ -66,14 +67,7 @@ from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
 from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import (
-    Accepted,
-    DraftBans,
-    DraftColumn,
-    EditPools,
-    SlotRows,
-    StepLayout,
-)
+from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64

@@ -16,13 +16,14 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import ThinkingEnd
+from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.edit_rows import EditRows
-from mtp_plugin.speculative.step import Accepted, DraftBans, DraftColumn, EditPools, StepLayout
+from mtp_plugin.speculative.step import Accepted, DraftColumn, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.speculative import step
+from mtp_plugin.speculative import edit_pools
 from mtp_plugin.speculative.state import edit_rows
 
 
@@ -14,6 +14,6 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Kernels are made for the real size; their languages ask for no pools.
     """
-    for module in (step, edit_rows):
+    for module in (edit_pools, edit_rows):
         monkeypatch.setattr(module, "MAX_BAD_WORDS", 8)
         monkeypatch.setattr(module, "MAX_BAD_WORD_LEN", 4)

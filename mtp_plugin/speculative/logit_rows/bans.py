@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.speculative.edit_pools import WORD_BITS, bit_of
 from mtp_plugin.speculative.logit_rows.contract import DrawnRows
-from mtp_plugin.speculative.step import WORD_BITS, SlotRows, bit_of
+from mtp_plugin.speculative.step import SlotRows
 
 
 def banned(rows: DrawnRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:

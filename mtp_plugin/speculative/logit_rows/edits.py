@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, EditPools, bit_of
 from mtp_plugin.speculative.logit_rows.contract import DrawnRows
-from mtp_plugin.speculative.step import MOST_COUNTED, WORD_BITS, EditPools, SlotRows, bit_of
+from mtp_plugin.speculative.step import SlotRows
 
 EDITED_OPTIONS = frozenset(
     {

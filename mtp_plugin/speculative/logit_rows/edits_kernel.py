@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative import step
+from mtp_plugin.speculative import edit_pools
 
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
@@ -14,9 +14,9 @@ COUNT_ROW = tl.constexpr(request_column("count_row"))
 REPETITION = tl.constexpr(request_column("repetition_penalty"))
 PRESENCE = tl.constexpr(request_column("presence_penalty"))
 FREQUENCY = tl.constexpr(request_column("frequency_penalty"))
-MOST_COUNTED = tl.constexpr(step.MOST_COUNTED)
-WORD_BITS = tl.constexpr(step.WORD_BITS)
-WORD_SHIFT = tl.constexpr(step.WORD_BITS.bit_length() - 1)
+MOST_COUNTED = tl.constexpr(edit_pools.MOST_COUNTED)
+WORD_BITS = tl.constexpr(edit_pools.WORD_BITS)
+WORD_SHIFT = tl.constexpr(edit_pools.WORD_BITS.bit_length() - 1)
 """An id so far to the right is the number of its word."""
 NO_ID = tl.constexpr(2147483647)
 DRAFTS = tl.constexpr(16)

@@ -12,15 +12,15 @@ from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.step import (
+from mtp_plugin.speculative.edit_pools import (
     MOST_COUNTED,
     DraftBans,
     EditPools,
     num_words,
     packed_bits,
-    to_device,
 )
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.step import to_device
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 POOLED_OPTIONS = frozenset(

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
-from mtp_plugin.speculative.step import DraftBans, EditPools, SlotRows, to_device
+from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
+from mtp_plugin.speculative.step import SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
 """Of one slot, by column; what is left out is empty."""

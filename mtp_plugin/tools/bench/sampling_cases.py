@@ -10,11 +10,12 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
+from mtp_plugin.speculative.edit_pools import EditPools, num_words, packed_bits
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.ops.sampling import draw
 from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import EditPools, SlotRows, StepLayout, num_words, packed_bits
+from mtp_plugin.speculative.step import SlotRows, StepLayout
 from mtp_plugin.tools.bench.case import Case, Trial
 from mtp_plugin.tools.bench.dice import Dice
 from mtp_plugin.tools.bench.shapes import Shape, has_reference_sizes

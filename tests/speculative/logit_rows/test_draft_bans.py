@@ -14,10 +14,11 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.edit_pools import DraftBans
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
 from mtp_plugin.speculative.ops.emitted import note_emitted
-from mtp_plugin.speculative.step import Accepted, DraftBans, DraftColumn, SlotRows
+from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.logits import story
 from tests.speculative.ops.logits.pools import bits_of, ids_in, pools_of

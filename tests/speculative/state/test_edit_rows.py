@@ -18,10 +18,10 @@ from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
-from mtp_plugin.speculative.step import EditPools
 from mtp_plugin.speculative.verification import make_modes
 from tests.speculative.ops.logits.pools import ids_in
 from tests.speculative.ops.on_device import read_back_forbidden

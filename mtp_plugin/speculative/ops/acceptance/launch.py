@@ -12,13 +12,14 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.ops.acceptance.contract import (
     RUN_COLUMN,
     AcceptanceRules,
     RelaxedRule,
 )
 from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel, relaxed_kernel
-from mtp_plugin.speculative.step import Accepted, EditPools, StepLayout
+from mtp_plugin.speculative.step import Accepted, StepLayout
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import is_integral
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
-from mtp_plugin.speculative.step import (
-    DraftColumn,
-    SlotRows,
-    check_slots,
-    expect_vocab,
-)
+from mtp_plugin.speculative.step import DraftColumn, SlotRows, check_slots, expect_vocab
 
 
 def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, bit_of
 from mtp_plugin.speculative.logit_rows import DrawnRows, ban_next
-from mtp_plugin.speculative.step import MOST_COUNTED, WORD_BITS, Accepted, SlotRows, bit_of
+from mtp_plugin.speculative.step import Accepted, SlotRows
 
 
 def note_emitted(accepted: Accepted, slots: SlotRows, rows: DrawnRows | None) -> None:

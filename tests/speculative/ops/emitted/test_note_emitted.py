@@ -15,8 +15,9 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
+from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.ops.emitted import launch, note_emitted
-from mtp_plugin.speculative.step import Accepted, EditPools, SlotRows
+from mtp_plugin.speculative.step import Accepted, SlotRows
 from tests.doors import check_strided_arguments, storage
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.bits import same_bits

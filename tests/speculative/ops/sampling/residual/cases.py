@@ -10,6 +10,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
     CHOICE_COLUMNS,
@@ -20,7 +21,7 @@ from mtp_plugin.speculative.ops.sampling import (
     draw,
 )
 from mtp_plugin.speculative.ops.sampling.residual import Judgement, judge, keep_draft_probs
-from mtp_plugin.speculative.step import EditPools, SlotRows
+from mtp_plugin.speculative.step import SlotRows
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import strided
 from tests.speculative.ops.on_device import DEVICE, vector
