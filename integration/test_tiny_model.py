@@ -15,7 +15,7 @@ from integration.tiny_model.relaxed import RESULT, SETTINGS, STRICT, measure
 from mtp_plugin.config import load_config
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import LoadedModel, load_model, preflight
-from mtp_plugin.infer import greedy_decode
+from tests.greedy import greedy_decode
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "integration" / "tiny_model"

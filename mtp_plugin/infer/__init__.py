@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_plugin.infer.decoding import Continuation, Decoded, decode, greedy_decode
+from mtp_plugin.infer.decoding import Continuation, Decoded, decode
 from mtp_plugin.infer.inferencer import (
     BasicInferencer,
     DecodeOutput,
@@ -54,7 +54,6 @@ __all__ = [
     "TransformersLanguageModel",
     "coupled",
     "decode",
-    "greedy_decode",
     "rejection",
     "speculative_decode",
 ]

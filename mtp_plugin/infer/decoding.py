@@ -220,41 +220,6 @@ def decode(
     return text.decoded()
 
 
-def greedy_decode(
-    model: LanguageModel | PreTrainedModel,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    eos_token_ids: Collection[int] = (),
-    min_tokens: int = 0,
-) -> list[int]:
-    """The tokens that greedy decoding continues a prompt with.
-
-    Args:
-        model: a language model, or a transformers causal language model as it is.
-        prompt_ids: at least one token.
-        max_new_tokens: how many tokens to emit at most.
-        eos_token_ids: ids that end the run; the one that does is the last token returned.
-        min_tokens: how many tokens to emit before one of those ids may be chosen.
-
-    Raises:
-        RequestError: an empty prompt or a negative count.
-    """
-    problems = [] if prompt_ids else ["prompt_ids: expected at least one token, got none"]
-    problems += [
-        f"{name}: expected at least 0, got {value}"
-        for name, value in (("max_new_tokens", max_new_tokens), ("min_tokens", min_tokens))
-        if value < 0
-    ]
-    if problems:
-        raise RequestError("; ".join(problems))
-    if max_new_tokens == 0:
-        return []
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, min_tokens=min(min_tokens, max_new_tokens)
-    )
-    return decode(model, prompt_ids, params, end_ids=eos_token_ids).token_ids
-
-
 def as_language_model(model: LanguageModel | PreTrainedModel) -> LanguageModel:
     """The model, wrapped where it is of transformers."""
     return TransformersLanguageModel(model) if _is_of_transformers(model) else model

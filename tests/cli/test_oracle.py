@@ -12,7 +12,6 @@ import torch
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import load_model
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Drafting
@@ -20,6 +19,7 @@ from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
 from mtp_plugin.tools.terminal.report import same_as_target_only
 from tests.cli.calls import EAGLE, VOCAB, byte_tokenizer
+from tests.greedy import greedy_decode
 
 
 @pytest.mark.parametrize(

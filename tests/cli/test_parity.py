@@ -20,7 +20,6 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.models import load_model
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
@@ -29,6 +28,7 @@ from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.tools.terminal.plain_decoding import PIECE, PlainDecoding
 from tests.checkpoints import write_echo_checkpoint
 from tests.cli.calls import Run
+from tests.greedy import greedy_decode
 
 VOCAB = 96
 TINY = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"

@@ -12,10 +12,10 @@ from torch import nn
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import fuse, load_model
-from mtp_plugin.infer import greedy_decode
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle
 from tests.executor.test_scenarios import RecordingWorker
+from tests.greedy import greedy_decode
 from tests.speculative.ops.on_device import DEVICE
 
 NUM_TOKENS, K = 24, 3

@@ -16,7 +16,6 @@ import torch
 from mtp_plugin.errors import ConfigError, MetadataError, RequestError
 from mtp_plugin.executor import SamplingParams, model_engine, row_table
 from mtp_plugin.executor.row_table import Row, RowTable
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
@@ -24,6 +23,7 @@ from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from mtp_plugin.speculative.state import SlotStateManager
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches
 from tests.executor.replays import WatchedGraphs
+from tests.greedy import greedy_decode
 
 K = 3
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]

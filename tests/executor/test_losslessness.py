@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtp_plugin.executor import SamplingParams
-from mtp_plugin.infer import greedy_decode
 from tests.executor.conftest import assert_drained
+from tests.greedy import greedy_decode
 
 NUM_TOKENS = 24
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]

@@ -21,8 +21,8 @@ from mtp_plugin.executor.attention import (
     select_backend,
 )
 from mtp_plugin.executor.models import load_model
-from mtp_plugin.infer import greedy_decode
 from tests.executor.conftest import Bed, assert_drained
+from tests.greedy import greedy_decode
 
 HEADS = HeadShape(8, 2, 64, 64)
 LATENT = HeadShape(8, 1, 512, 64, latent=True)

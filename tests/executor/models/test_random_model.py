@@ -8,7 +8,7 @@ import torch
 from mtp_plugin.errors import ConfigError, UnsupportedModelError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import FAMILIES, LoadedModel, random_model
-from mtp_plugin.infer import greedy_decode
+from tests.greedy import greedy_decode
 
 
 def tensors(model: LoadedModel) -> dict[str, torch.Tensor]:

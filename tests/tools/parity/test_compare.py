@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
-from mtp_plugin.infer import SamplingRule, greedy_decode
+from mtp_plugin.infer import SamplingRule
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.tools.parity import (
     Comparison,
@@ -18,6 +18,7 @@ from mtp_plugin.tools.parity import (
     judge_gap,
     transformers_attention,
 )
+from tests.greedy import greedy_decode
 
 TEXT = [10, 11, 12, 13, 14, 15]
 PROMPT = [5, 6, 7]

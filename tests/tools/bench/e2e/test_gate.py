@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.tools.bench.e2e.batch import Run, TimedStep
 from mtp_plugin.tools.bench.e2e.gate import Gate
 from mtp_plugin.tools.bench.e2e.subject import Subject, make_shape
 from mtp_plugin.tools.parity import TIE_ULPS
+from tests.greedy import greedy_decode
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]

@@ -16,7 +16,6 @@ import triton  # noqa: F401 - imported first, so that the commands leave the env
 from typer.testing import CliRunner
 
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.infer import greedy_decode
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.bench.case import BenchmarkError
@@ -30,6 +29,7 @@ from mtp_plugin.tools.bench.soak.run import SoakOptions, soak
 from mtp_plugin.tools.bench.soak.traffic import Traffic, Wish, random_chunks
 from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
 from tests.checkpoints import write_echo_checkpoint
+from tests.greedy import greedy_decode
 
 SMALL = SoakOptions(
     steps=60, batch_size=3, k=2, num_prompts=4, longest_prompt=16, longest_output=10
