@@ -21,6 +21,10 @@ from tests.near_ties import pytest_terminal_summary as pytest_terminal_summary
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton") is not None:
+        import triton
+
+        # also for kernels that a test imports which takes the variable away
+        triton.knobs.runtime.interpret = True
         speed_up()
 
 # passes over all that torch and transformers hold took a seventh of the interpreter's time
