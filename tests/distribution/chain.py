@@ -64,6 +64,7 @@ class Ways:
     verification: str
     draft_sampling: str
     options: Mapping[str, float] = field(default_factory=lambda: {"temperature": 1.0})
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_ids: tuple[int, ...] = ()
     """None of them is emitted before ``min_tokens``; behind, the text goes on."""
@@ -79,6 +80,7 @@ class Ways:
             end_ids=self.stop_ids,
         )
         others = {
+            "logit_bias": self.logit_bias,
             "bad_words": self.bad_words,
             "min_tokens": self.min_tokens,
             "thinking_token_budget": self.thinking_token_budget,

@@ -17,12 +17,13 @@ from mtp_plugin.speculative.step import Accepted, SlotRows
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
 from tests.distribution.chain import Language, Ways, texts
 from tests.distribution.test_emitted import (
+    EDITED,
     LEAST_TAIL,
     VOCAB,
     ban_tails,
     budget_tails,
+    edited_tail,
     least_tail,
-    penalised_tail,
 )
 from tests.speculative.ops.on_device import DEVICE
 
@@ -147,7 +148,8 @@ def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
     monkeypatch.setattr(Verifier, "verify", verify)
     monkeypatch.setattr(verifier, "note_emitted", note)
     for pair in (("rejection", "plain"), ("block", "plain")):
-        assert penalised_tail(pair, number=3000) < LEAST_TAIL / 50
+        least, _ = edited_tail(pair, number=3000)
+        assert least < LEAST_TAIL / 50
 
 
 RESIDUAL = [("rejection", "plain"), ("block", "plain")]
@@ -198,6 +200,47 @@ def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.Monk
     monkeypatch.setattr(draft_rules, "keep_draft_probs", wrong)
     tails, _ = ban_tails(RESIDUAL, draft_len=3, number=2500)
     assert max(tails) < LEAST_TAIL / 50
+
+
+@pytest.mark.parametrize("pools", [("bias",), ("counts", "seen")], ids=" and ".join)
+@pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)
+def test_odds_of_drafts_without_their_edits_are_seen_r28(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], pools: tuple[str, ...]
+) -> None:
+    """What is kept of a draft is what it would have been drawn from without a bias, or as if
+    nothing had been emitted."""
+    right = draft_rules.keep_draft_probs
+
+    def wrong(logits: torch.Tensor, rows: Any, slots: SlotRows, *others: Any, **more: Any) -> None:
+        right(logits, rows, without(slots, pools), *others, **more)
+
+    monkeypatch.setattr(draft_rules, "keep_draft_probs", wrong)
+    least, _ = edited_tail(pair, number=40_000)
+    assert least < LEAST_TAIL / 50
+
+
+@pytest.mark.parametrize("pair", EDITED, ids="-".join)
+def test_drafts_without_their_bias_are_seen_r28(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
+) -> None:
+    """In what they are drawn from and what is kept of it: fewer of them stand."""
+    for name in ("draw", "keep_draft_probs"):
+        right = getattr(draft_rules, name)
+
+        def wrong(logits: Any, rows: Any, slots: Any, *o: Any, right: Any = right, **m: Any) -> Any:
+            return right(logits, rows, without(slots, ("bias",)), *o, **m)
+
+        monkeypatch.setattr(draft_rules, name, wrong)
+    least, share = edited_tail(pair, number=5_000)
+    assert least > LEAST_TAIL
+    assert share < EDITED[pair] - 0.1
+
+
+def without(slots: SlotRows, pools: tuple[str, ...]) -> SlotRows:
+    """The same with nothing in some pools."""
+    assert slots.pools is not None
+    empty = {name: torch.zeros_like(getattr(slots.pools, name)) for name in pools}
+    return replace(slots, pools=replace(slots.pools, **empty))
 
 
 def test_odds_of_drafts_that_were_forced_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.infer import decode
 from mtp_plugin.speculative.drafting import worker as draft_worker
 from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.verification import draft_rules
 from tests.executor.conftest import assert_drained
 
 NUM_TOKENS = 32
@@ -43,9 +46,37 @@ def run(llm, prompts, params) -> tuple[float, list[list[int]]]:
     return llm.executor.acceptance.acceptance_length, [output.token_ids for output in outputs]
 
 
+EDITS = {
+    "logit_bias": lambda texts: {"logit_bias": dict.fromkeys(often(texts), -6.0)},
+    "penalties": lambda _: {"frequency_penalty": -2.0, "repetition_penalty": 0.6},
+}
+
+
 def blind(monkeypatch) -> None:
     """Let drafts be made without what is kept for them."""
     monkeypatch.setattr(SlotRows, "as_drafts_read", lambda slots: slots)
+
+
+def blind_to_edits(monkeypatch) -> None:
+    """Let drafts be made of what their layer says, whatever is added to it or taken off."""
+
+    def free(slots: SlotRows) -> SlotRows:
+        pools = slots.pools
+        if pools is None:
+            return slots
+        none = {name: torch.zeros_like(getattr(pools, name)) for name in ("bias", "counts", "seen")}
+        return replace(slots, pools=replace(pools, **none))
+
+    right_draw, right_propose = draft_rules.draw, draft_rules.propose_edited
+
+    def draw(logits, rows, slots, **more):
+        return right_draw(logits, rows, free(slots), **more)
+
+    def propose(logits, place, rows, slots, *others, **more):
+        return right_propose(logits, place, rows, free(slots), *others, **more)
+
+    monkeypatch.setattr(draft_rules, "draw", draw)
+    monkeypatch.setattr(draft_rules, "propose_edited", propose)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +110,39 @@ def test_the_acceptance_length_is_that_without(
     target = bed.oracle_model.target
     for prompt, asks, text in list(zip(prompts, params, texts, strict=True))[:2]:
         assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "vanilla", "temperature", "mtp"),
+    [
+        ("logit_bias", False, 0, {}),
+        ("logit_bias", True, 0.7, {}),
+        ("logit_bias", True, 0, GREEDY_DRAFTS),
+        ("logit_bias", False, 0.7, {"verification": "rejection"}),
+        ("logit_bias", True, 0.7, {"verification": "block"}),
+        ("penalties", True, 0, {}),
+        ("penalties", False, 0.7, {}),
+        ("penalties", False, 0.7, GREEDY_DRAFTS),
+        ("penalties", True, 0.7, {"verification": "rejection"}),
+        ("penalties", False, 0.7, {"verification": "block"}),
+    ],
+)
+def test_drafts_see_what_is_added_to_logits(
+    bed, prompts, monkeypatch, name, vanilla, temperature, mtp
+):
+    """As many stand as without it; of coupled ones the text is the same without."""
+    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
+    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
+    asked = {**always, **EDITS[name](free_texts)}
+    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
+    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    blind_to_edits(monkeypatch)
+    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    if "verification" not in mtp:
+        assert texts == same
+    assert seen > unseen + 0.1
+    assert seen > without - 0.4
 
 
 @pytest.mark.parametrize("way", ["rejection", "block"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -120,6 +122,26 @@ def test_what_a_request_emitted_is_never_its_prompt(bed, prompts, vanilla):
     params = [SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **asked)] * len(prompts)
     llm = bed.llm(vanilla=vanilla, max_num_tokens=36, kv_cache_config={"max_tokens": 96})
     assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    assert llm.executor.num_preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_bad_words_that_begin_in_front_of_a_preemption(bed, prompts, temperature):
+    """Their first ids stand among the last tokens of a text that was prefilled again."""
+    asked = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    params = [SamplingParams(**asked, seed=place) for place in range(len(prompts))]
+    for _ in range(3):  # words of the text, and of what is written in place of them
+        words = [
+            [tuple(text[i : i + 2]) for i in range(NUM_TOKENS - 1)]
+            for text in expected(bed, prompts, params)
+        ]
+        params = [
+            replace(one, bad_words=tuple(dict.fromkeys((*one.bad_words, *more)))[:60])
+            for one, more in zip(params, words, strict=True)
+        ]
+    llm = bed.llm(max_num_tokens=36, kv_cache_config={"max_tokens": 96})
+    texts = generate(llm, prompts, params)
+    assert texts == expected(bed, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 

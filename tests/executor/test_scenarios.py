@@ -11,11 +11,12 @@ import torch
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.scheduler import ScheduledRequests
-from mtp_plugin.infer import greedy_decode
+from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 from tests.executor.test_llm_api import Pieces
+from tests.greedy import greedy_decode
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
@@ -328,6 +329,26 @@ def test_r23_end_token_inside_an_accepted_run(
     histogram[k + 1] = (position - 1) // (k + 1)
     histogram[3] += 1
     assert output.acceptance.histogram == histogram
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r23_penalties_count_nothing_behind_an_end(bed, prompts, no_overlap):
+    """R23: nor does who gets its row next. All drafts are right; the end is inside a run."""
+    model, k, length = bed.oracle_model.target, 3, 20
+    asked = {"frequency_penalty": 0.9, "repetition_penalty": 1.2, "max_new_tokens": length}
+    free = greedy(**asked)
+    truths = [decode(model, prompt, free).token_ids for prompt in prompts[:4]]
+    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap, max_batch_size=1)
+    script(llm, dict(enumerate(map(list.__add__, prompts[:4], truths))), lambda *_: k)
+    params, wanted = [], []
+    for truth in truths:
+        end = next(i for i in range(3, 16) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
+        params.append(greedy(**asked, stop_token_ids=(truth[end],)))
+        wanted.append(truth[: end + 1])
+    outputs = llm.generate(prompts[:4], params)
+    assert [output.token_ids for output in outputs] == wanted
+    assert all(output.finish_reason is FinishReason.END_ID for output in outputs)
     assert_drained(llm)
 
 
