@@ -20,8 +20,8 @@ StopAnswer = Collection[int] | Mapping[int, int] | None
 None: nothing ends."""
 
 StopCallback = Callable[[Sequence[int]], StopAnswer]
-"""Called with the ids of a step's requests that go on, or that the last of several tokens ends by
-itself, in the batch's order."""
+"""Called with the ids of a step's requests that go on, or that a token of the step ends by itself,
+in the batch's order."""
 
 
 @dataclass(frozen=True)

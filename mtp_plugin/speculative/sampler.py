@@ -102,10 +102,10 @@ class MTPSampler:
         on_step: called with request, emitted tokens and verified drafts of every generation's step
             whose result counts, after the step's tokens were appended, in the batch's order.
         stop_callback: a rule of stopping of the host's own, called once a step, after its tokens
-            were appended, with the ids of those of its requests that go on, or that the last of
-            several tokens ends by itself. It answers with ids to end, by STOP_WORDS, behind the
-            last token there is; which that is depends on how many drafts were accepted, and so does
-            the text. Or with a mapping of ids to the tokens of the output to keep: those of the
+            were appended, with the ids of those of its requests that go on, or that a token of
+            theirs ends by itself. It answers with ids to end, by STOP_WORDS, behind the last token
+            there is; which that is depends on how many drafts were accepted, and so does the text.
+            Or with a mapping of ids to the tokens of the output to keep: those of the
             step behind them are taken back, which the host's requests must be able to
             (``take_back_tokens``), and the text depends on the rule alone. ``min_tokens`` does not
             hold it back. A wrong answer for a request that goes on ends it with an error; what else

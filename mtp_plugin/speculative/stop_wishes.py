@@ -23,7 +23,7 @@ def ask_callback(
     """Change a step's results and endings as a host's own rule of stopping wishes."""
     asked: dict[int, tuple[int, int]] = {}
     for row, result, ending in zip(rows, results, endings, strict=True):
-        if not row.facts.is_dummy and _may_end_earlier(result, ending):
+        if not row.facts.is_dummy and (result.token_ids or ending.reason is None):
             now = row.request.get_num_tokens(BEAM) - row.facts.stop.prompt_len
             asked[result.request_id] = (now - len(result.token_ids), now)
     if not asked:
@@ -61,14 +61,6 @@ def _wished(row: PendingRow, result: StepResult, ending: Ending, wishes: StopWis
         )
         return Ending(number, FinishReason.ERROR, why)
     return Ending(number - surplus, FinishReason.STOP_WORDS)
-
-
-def _may_end_earlier(result: StepResult, ending: Ending) -> bool:
-    """Whether a rule of the host's has a say in a run: where a step a token would have asked it."""
-    if ending.reason is None:
-        return True
-    # that its last token ends
-    return len(result.token_ids) > (not _has_no_token(ending))
 
 
 def _has_no_token(ending: Ending) -> bool:

@@ -114,7 +114,7 @@ def test_a_rule_that_ends_behind_the_run(bed, target, prompts, no_overlap) -> No
 
 
 def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
-    """Who ends by itself with a run of one token is not asked about."""
+    """Who ends by itself is asked about too, and keeps its own reason where nothing is cut."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts[:2]]
     rule = Ids(cuts=True, ends={0: free[0][0]})
     llm = make(bed, rule)
@@ -122,7 +122,44 @@ def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
     outputs = llm.generate(prompts[:2], params)
     assert [output.token_ids for output in outputs] == [free[0][:1], free[1][:1]]
     assert [o.finish_reason for o in outputs] == [FinishReason.END_ID, FinishReason.LENGTH]
-    assert rule.asked == []
+    assert rule.asked == [0, 1]
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("own", ["length", "stop id", "stop string"])
+def test_a_rule_that_drops_its_own_mark(bed, target, prompts, own, no_overlap) -> None:
+    """Also one that ends the text by itself, be it alone in its run or the last of several."""
+    free = target.greedy(prompts[0], COUNT)
+    places = [i for i in range(1, 14) if free[i] not in free[:i]]
+
+    class InFront:
+        """Cuts the text in front of an id."""
+
+        llm: LLM
+        end: int
+
+        def __call__(self, ids: Sequence[int]) -> dict[int, int]:
+            outputs = {i: self.llm.find_request(i).output_token_ids for i in ids}
+            return {i: text.index(self.end) for i, text in outputs.items() if self.end in text}
+
+    rule = InFront()
+    runs = set()
+    for k in (0, 1, 3):
+        llm = make(bed, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+        for at in places:
+            rule.end = free[at]
+            text = Pieces().decode([free[at]], skip_special_tokens=True)
+            options: dict[str, Any] = {
+                "length": {"max_new_tokens": at + 1},
+                "stop id": {"stop_token_ids": [free[at]]},
+                "stop string": {"stop": text, "include_stop_str_in_output": True},
+            }[own]
+            events = [e for step in llm.stream(prompts[:1], greedy(**options)) for e in step]
+            assert [token for event in events for token in event.token_ids] == free[:at]
+            assert events[-1].finish_reason is FinishReason.STOP_WORDS
+            runs.add((k, len(events[-1].token_ids)))
+        assert_drained(llm)
+    assert {(0, 0), (3, 0), (3, 1)} <= runs
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)

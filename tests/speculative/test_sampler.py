@@ -1044,7 +1044,7 @@ def asking(*requests: Request, **options: Any) -> tuple[MTPSampler, Rule]:
 def test_a_rule_is_asked_behind_the_tokens_of_those_that_go_on() -> None:
     ended, goes_on, prompt = Request(0, py_end_id=6), Request(1), Request(2)
     sampler, rule = asking(ended, goes_on, prompt)
-    rule.answers = [None, {}, [101]]
+    rule.answers = [None, {}, [101], [103]]
     runs = [[9], [5, 6, 7], [4, 5]]
     state = sampler.sample_async(batch([prompt], [ended, goes_on]), outputs(*runs))
     first = sampler.update_requests(state)
@@ -1056,9 +1056,10 @@ def test_a_rule_is_asked_behind_the_tokens_of_those_that_go_on() -> None:
     assert (last.token_ids, last.finish_reason) == ([8, 9], FinishReason.STOP_WORDS)
     assert goes_on.finish_reason is FinishReason.STOP_WORDS
     assert prompt.finish_reason is None
-    # nobody goes on: nobody is asked
-    assert step(sampler, Request(0, py_end_id=6), [6])[0].finish_reason is FinishReason.END_ID
-    assert len(rule.asked) == 3
+    # who ends by itself with its only token might be cut in front of it
+    alone = rule.requests[103] = Request(3, py_end_id=6)
+    assert step(sampler, alone, [6])[0].finish_reason is FinishReason.END_ID
+    assert rule.asked[3:] == [{103: [6]}]
 
 
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
