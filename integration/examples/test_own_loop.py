@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def test_drawn_texts_are_the_targets_too(
     requests = OwnLoop(model, 2, vanilla=vanilla, max_batch_size=8).generate(prompts, DRAWN)
     texts = plain_texts(model, prompts, DRAWN)
     assert [request.output_token_ids for request in requests] == texts
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"verification": "rejection"}, "verification='rejection': expected one of mtp.verif"),
+        ({"draft_sampling": "plain"}, "draft_sampling='plain' cannot be verified by 'coupled'"),
+        ({"logprobs": 1, "logprobs_mode": "processed"}, "logprobs_mode='processed'"),
+    ],
+)
+def test_what_the_config_does_not_list_is_refused(
+    model: LoadedModel, prompts: list[list[int]], asked: dict[str, Any], why: str
+) -> None:
+    loop = OwnLoop(model, 2, vanilla=False, max_batch_size=2)
+    params = SamplingParams(max_tokens=3, temperature=1.0, **asked)
+    for request in loop.generate(prompts[:2], params):
+        assert request.finish_reason is FinishReason.ERROR
+        assert request.output_token_ids == []
+        assert request.py_error.startswith(f"not supported with MTP: {why}")
 
 
 def test_it_runs_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:

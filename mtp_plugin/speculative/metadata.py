@@ -35,6 +35,8 @@ class MTPSpecMetadata:
     draft_lens: torch.Tensor | None = None  # [G] int32; None: K everywhere
     next_prompt_tokens: torch.Tensor | None = None  # [C] int32, -1 where the chunk ends the prompt
     request_ids: Sequence[int] | None = None
+    prepared_ids: list[int] | None = field(default=None, init=False)
+    """Those that `prepare` was last called for."""
     seq_lens: Sequence[int] | None = None
     gather_ids: torch.Tensor | None = None
     num_accepted_draft_tokens: torch.Tensor | None = None  # carried for hosts, not read
@@ -109,13 +111,12 @@ class MTPSpecMetadata:
             MetadataError: a request without a slot, more requests than the buffers hold, or one
                 that asks for more than the captured step gives.
         """
-        request_ids = self.request_ids
-        expect(
-            request_ids is not None,
-            MetadataError,
-            "prepare(): request_ids must be assigned before it is called",
-        )
-        num_seqs = len(request_ids or ())
+        request_ids: Any = self.request_ids
+        if request_ids is None or isinstance(request_ids, torch.Tensor):
+            raise MetadataError(
+                "prepare(): request_ids must be assigned before it is called, as a list"
+            )
+        num_seqs = len(request_ids)
         expect(
             num_seqs <= self.max_num_requests,
             MetadataError,
@@ -126,9 +127,10 @@ class MTPSpecMetadata:
             self._num_indices = num_seqs
         self.num_tokens = self.dp_num_tokens()
         if self.mtp_hidden_states_manager is not None:
-            slots = [self.slot_of(request_id) for request_id in request_ids or ()]
+            slots = [self.slot_of(request_id) for request_id in request_ids]
             self._upload(self.slot_ids, slots, torch.int64)
             self._expect_what_is_captured()
+        self.prepared_ids = list(request_ids)
 
     def dp_num_tokens(self) -> int:
         """Rows of the first draft pass, of the rows that the target has in ``num_tokens``.

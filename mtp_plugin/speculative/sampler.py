@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -94,6 +94,7 @@ class MTPSampler:
         served_options: names of options of a request that the worker gives; the sampler knows its
             own, and those of prompts and drafts, which change nothing for it. What a request asks
             for reaches its steps by the manager, which host metadata must name.
+        refusals: options that a request asks for, by name -> why they cannot be served as they are.
         finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
             ERROR among them a request that fails ends as CANCELLED. Why stands in its
             ``py_error``, and in the log.
@@ -128,6 +129,7 @@ class MTPSampler:
         kernels: str = "auto",
         always_greedy: bool = False,
         served_options: Collection[str] = (),
+        refusals: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
         finish_reasons: Any = FinishReason,
         logprob_class: Callable[..., Any] = Logprob,
         on_step: Callable[[Any, int, int], None] | None = None,
@@ -144,6 +146,7 @@ class MTPSampler:
         self.draft_len = nextn
         self.always_greedy = always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
+        self.refusals = refusals or (lambda _: ())
         self.logprob_class = logprob_class
         self.on_step = on_step
         self.stop_callback = stop_callback
@@ -307,7 +310,7 @@ class MTPSampler:
             asked = own.options
             if self.always_greedy:
                 asked = {n: value for n, value in asked.items() if not OPTIONS[n].draws}
-            unsupported = unserved(asked, served)
+            unsupported = [*unserved(asked, served), *self.refusals(asked)]
         return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else why
 
     def _with_refusal(self, row: PendingRow) -> PendingRow:

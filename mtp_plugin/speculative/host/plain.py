@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.errors import ExecutorError, MetadataError, RequestError, told
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import TextWatch
@@ -30,8 +30,8 @@ class PlainRequest:
         end_ids: of the model. watch: finds stop strings. stats: takes the counts of its steps.
 
     Raises:
-        RequestError: an empty prompt, ``stop`` without a watch, or an option of a loop that the
-            class does not list.
+        RequestError: a prompt that is empty or fills ``max_seq_len``, ``stop`` without a watch, bad
+            words that are no ids, or an option of a loop that the class does not list.
     """
 
     loop_options: ClassVar[frozenset[str]] = frozenset()
@@ -50,7 +50,7 @@ class PlainRequest:
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt_token_ids)
-        self._refuse(params, watch)
+        self._refuse(params, watch, max_seq_len)
         self.facts = RequestFacts.of(
             request_id,
             params,
@@ -74,17 +74,28 @@ class PlainRequest:
         self.context_chunk_size = len(self.tokens)
         """Prompt tokens of the step at hand: a host that cuts prompts sets it."""
 
-    def _refuse(self, params: SamplingParams, watch: TextWatch | None) -> None:
+    def _refuse(self, params: SamplingParams, watch: TextWatch | None, max_seq_len: int) -> None:
         if not self.tokens:
             raise RequestError(
                 f"request {self.request_id}: expected at least one prompt token, got none"
             )
+        if len(self.tokens) >= max_seq_len:
+            raise RequestError(
+                f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, and "
+                f"max_seq_len ({max_seq_len}) has room for one behind it at most"
+            )
         asked, lacking = params.asked(), LOOP_OPTIONS - self.loop_options
-        told = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]
-        if told:
+        named = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]
+        if named:
             raise RequestError(
                 f"request {self.request_id}: the loop of {type(self).__name__} does not give "
-                f"{', '.join(told)}"
+                f"{', '.join(named)}"
+            )
+        words = [word for word in params.bad_words if isinstance(word, str)]
+        if words:
+            raise RequestError(
+                f"request {self.request_id}: {params.spelled('bad_words')}={told(words[0])}: "
+                f"expected its token ids"
             )
         if "stop" in asked and watch is None:
             raise RequestError(
@@ -175,11 +186,31 @@ class PlainRequest:
 
 @dataclass(frozen=True)
 class PlainBatch:
-    """The requests of one step, and the rows that they feed: contexts first, then generations."""
+    """The requests of one step, and the rows that they feed: contexts first, then generations.
+
+    Raises:
+        MetadataError: a context whose chunk is not of what is left of its prompt, or a generation
+            with some of it left.
+    """
 
     context_requests: Sequence[PlainRequest]
     """Whose prompts are read."""
     generation_requests: Sequence[PlainRequest]
+
+    def __post_init__(self) -> None:
+        for request in self.context_requests:
+            left, chunk = request.context_remaining_length, request.context_chunk_size
+            if not 1 <= chunk <= left:
+                raise MetadataError(
+                    f"request {request.request_id}: expected a context_chunk_size from 1 to the "
+                    f"{left} tokens that are left of its prompt, got {chunk}"
+                )
+        for request in self.generation_requests:
+            if request.context_remaining_length:
+                raise MetadataError(
+                    f"request {request.request_id}: {request.context_remaining_length} tokens of "
+                    f"its prompt are left, so it is none of the generations"
+                )
 
     def all_requests(self) -> list[PlainRequest]:
         """In the order of every row of the step."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import MetadataError, told
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
 from mtp_plugin.speculative.step import SlotRows, StepLayout, to_device
@@ -75,6 +75,8 @@ class HostStep:
         if drafts is None:
             device = attn_metadata.seq_lens_cuda.device
             drafts = torch.empty(0, dtype=torch.int32, device=device)
+        if not isinstance(drafts, torch.Tensor):
+            raise MetadataError(f"draft_tokens: expected a tensor, got a {type(drafts).__name__}")
         lens = getattr(spec_metadata, "draft_lens", None)
         prompts = getattr(spec_metadata, "next_prompt_tokens", None)
         prompts = None if prompts is None else prompts[: layout.num_contexts]
@@ -83,7 +85,9 @@ class HostStep:
         slot_ids = getattr(spec_metadata, "slot_ids", None)
         slot_ids = None if slot_ids is None else slot_ids[: layout.num_requests]
         rows_of = getattr(manager, "slot_rows", None)
-        request_ids = () if manager is None else getattr(spec_metadata, "request_ids", None) or ()
+        request_ids: Sequence[int] = ()
+        if manager is not None:
+            request_ids = read_request_ids(spec_metadata, layout.num_requests)
         edits_logits, only_draws = read_asks(spec_metadata, manager, request_ids)
         if prompts is None and layout.num_contexts:
             known = known_successors(manager, request_ids[: layout.num_contexts])
@@ -184,6 +188,26 @@ def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
         return False, False
     told: tuple[bool, bool] = asks_of(request_ids)
     return told
+
+
+def read_request_ids(spec_metadata: Any, num_requests: int) -> list[int]:
+    """The ids of a step's requests, in the batch's order; none where the host tells none.
+
+    Raises:
+        MetadataError: they are not those of this step, or the rows of slots are another step's.
+    """
+    ids: Any = getattr(spec_metadata, "request_ids", None)
+    if ids is None:
+        return []
+    if isinstance(ids, torch.Tensor) or len(ids) != num_requests:
+        given = "a Tensor" if isinstance(ids, torch.Tensor) else told(list(ids))
+        raise MetadataError(f"request_ids: expected a list of {num_requests}, got {given}")
+    prepared = getattr(spec_metadata, "prepared_ids", None)
+    if prepared is not None and prepared != list(ids):
+        raise MetadataError(
+            f"request_ids: {told(list(ids))}, and prepare() was called for {told(prepared)}"
+        )
+    return list(ids)
 
 
 def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | None:

@@ -109,6 +109,7 @@ class MTPPlugin:
             device=host.device,
             kernels=config.mtp.kernels,
             served_options=worker.served_options,
+            refusals=partial(refusals, worker.verifier.modes),
             on_step=on_step,
         )
 
@@ -124,7 +125,7 @@ class MTPPlugin:
             alarms,
             label,
             changes_text=partial(changes_text, options),
-            refusals=partial(refusals, worker.verifier.modes),
+            refusals=sampler.refusals,
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,
             backend=worker.backend,

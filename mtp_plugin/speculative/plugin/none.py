@@ -72,6 +72,7 @@ class NoSpeculationPlugin:
             nextn=0,
             device=host.device,
             served_options=worker.served_options,
+            refusals=partial(refusals, worker.verifier.modes),
         )
         return SpeculativePieces(
             manager,
@@ -81,7 +82,7 @@ class NoSpeculationPlugin:
             plan,
             manager.slot_of,
             sampler.served_options,
-            refusals=partial(refusals, worker.verifier.modes),
+            refusals=sampler.refusals,
             backend=worker.backend,
             device_store=sampler.device_tensors,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,

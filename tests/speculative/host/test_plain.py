@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.errors import ExecutorError, MetadataError, RequestError
 from mtp_plugin.plugin import (
     FinishReason,
     PlainAttentionMetadata,
@@ -106,3 +106,29 @@ def test_a_watch_finds_stop_strings() -> None:
 
     request = PlainRequest(0, [3], SamplingParams(stop="a"), max_seq_len=9, watch=ends)
     assert request.facts.stop.judge([3, 4, 5], 1) == Ending(2, FinishReason.STOP_WORDS)
+
+
+@pytest.mark.parametrize("length", [100, 101])
+def test_a_prompt_that_fills_the_sequence_is_refused(length: int) -> None:
+    make([5] * 99)
+    with pytest.raises(RequestError, match=f"request 0: the prompt has {length} tokens, and max_"):
+        make([5] * length)
+
+
+def test_bad_words_must_be_ids_here() -> None:
+    for name in ("bad_words", "bad"):
+        with pytest.raises(RequestError, match=f"^request 0: {name}='b': expected its token ids$"):
+            make([5], **{name: [[3], "b"]})
+
+
+@pytest.mark.parametrize("chunk", [-1, 0, 4])
+def test_a_chunk_that_is_none_of_its_prompt_is_refused(chunk: int) -> None:
+    request = make([5, 6, 7, 8, 9], 3)
+    request.context_chunk_size = 2
+    request.move_to_next_context_chunk()
+    request.context_chunk_size = chunk
+    told = f"request 3: expected a context_chunk_size from 1 to the 3 tokens .*, got {chunk}"
+    with pytest.raises(MetadataError, match=told):
+        PlainBatch([request], [])
+    with pytest.raises(MetadataError, match="request 3: 3 tokens of its prompt are left, so it is"):
+        PlainBatch([], [request])

@@ -45,6 +45,7 @@ FIELDS = {
     "slot_ids",
     "edits_logits",
     "request_ids",
+    "prepared_ids",
     "is_cuda_graph",
     "is_all_greedy_sample",
     "max_position",
@@ -102,8 +103,32 @@ def test_decoding_without_drafts_reads_every_field_once() -> None:
     counted = Counted(step.spec)
     worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu")
     worker(**step.inputs() | {"spec_metadata": counted})
-    of_a_manager = {"request_ids", "is_cuda_graph", "is_all_greedy_sample"}
+    of_a_manager = {"request_ids", "prepared_ids", "is_cuda_graph", "is_all_greedy_sample"}
     assert counted._asked == dict.fromkeys(FIELDS - of_a_manager, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda ids: ids[:-1], r"request_ids: expected a list of 4, got \[\d+, \d+, \d+\]"),
+        (lambda ids: ids * 2, "request_ids: expected a list of 4, got "),
+        (torch.tensor, "request_ids: expected a list of 4, got a Tensor"),
+        (lambda ids: ids[::-1], r"request_ids: \[.*\], and prepare\(\) was called for \[.*\]"),
+    ],
+)
+def test_ids_of_another_step_are_refused(changed: Any, message: str) -> None:
+    """Their slots would be other requests'."""
+    step = mixed(slots=[5, 0, 7, 2])
+    step.spec.request_ids = changed(list(step.spec.request_ids))
+    with pytest.raises(MetadataError, match=f"^{message}"):
+        HostStep.read(step.attn, step.spec, K, step.position_ids[0])
+
+
+def test_drafts_that_are_no_tensor_are_refused() -> None:
+    step = mixed()
+    step.spec.draft_tokens = [1, 2]
+    with pytest.raises(MetadataError, match=r"^draft_tokens: expected a tensor, got a list$"):
+        HostStep.read(step.attn, step.spec, K, step.position_ids[0])
 
 
 def test_what_is_read() -> None:
