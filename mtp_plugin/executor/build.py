@@ -14,8 +14,8 @@ import torch
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.attention import (
-    SDPA_BACKEND,
     AttentionBackend,
+    AttentionLease,
     HeadShape,
     PagedAttentionMetadata,
     select_backend,
@@ -116,7 +116,6 @@ def build_executor(
     attn_backend = select_backend(
         config.attn_backend, HeadShape.of(model.target.config), resolved.device
     )
-    model.set_attn_implementation(attn_backend.attention_function)
     _limit_threads(resolved)
     if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
         report("loading the tokenizer")
@@ -127,21 +126,26 @@ def build_executor(
     _check_memory(resolved, model)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
         pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
-    engine = _engine(resolved, model, pieces, attn_backend, on_progress, kv_fill)
-    seq_slots = SeqSlotManager(host.max_num_sequences)
-    return BuiltExecutor(
-        executor=_executor(resolved, engine, seq_slots, chunk_policy),
-        config=resolved.config,
-        device=resolved.device,
-        max_seq_len=resolved.max_seq_len,
-        model=model,
-        tokenizer=tokenizer,
-        attn_backend=attn_backend,
-        pieces=pieces,
-        blocks=engine.blocks,
-        pools=engine.pools,
-        seq_slots=seq_slots,
-    )
+    lease = AttentionLease(model, attn_backend.attention_function)
+    try:
+        engine = _engine(resolved, model, pieces, attn_backend, lease, on_progress, kv_fill)
+        seq_slots = SeqSlotManager(host.max_num_sequences)
+        return BuiltExecutor(
+            executor=_executor(resolved, engine, seq_slots, chunk_policy),
+            config=resolved.config,
+            device=resolved.device,
+            max_seq_len=resolved.max_seq_len,
+            model=model,
+            tokenizer=tokenizer,
+            attn_backend=attn_backend,
+            pieces=pieces,
+            blocks=engine.blocks,
+            pools=engine.pools,
+            seq_slots=seq_slots,
+        )
+    except BaseException:
+        lease.release()
+        raise
 
 
 def _check_arguments(tokenizer: Any, chunk_policy: Any, kv_fill: Any) -> None:
@@ -167,7 +171,6 @@ def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:
         config.model,
         dtype=resolve_dtype(config.dtype, resolved.facts.dtype, device),
         device=device,
-        attn_implementation=SDPA_BACKEND,
         num_mtp_layers=resolved.plan.num_draft_layers,
     )
     if resolve_fusing(config, device):
@@ -215,6 +218,7 @@ def _engine(
     model: LoadedModel,
     pieces: SpeculativePieces,
     attn_backend: AttentionBackend,
+    lease: AttentionLease,
     on_progress: Progress | None,
     kv_fill: float,
 ) -> ModelEngine:
@@ -251,6 +255,7 @@ def _engine(
         padded_sizes=padded_sizes(config),
         attn_backend=attn_backend,
         draft_head=draft_head,
+        lease=lease,
     )
     if config.cuda_graph_config is not None and device.type == "cuda":
         model.keep_experts_on_device()

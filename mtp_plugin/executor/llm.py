@@ -39,7 +39,8 @@ class LLM:
     Args:
         config: a checkpoint's folder, the path of a YAML file, a mapping with the keys of
             ``LLMConfig``, or one.
-        model: a checkpoint's folder, before that of a config; or an already loaded model to share.
+        model: a checkpoint's folder, before that of a config; or an already loaded model to share
+            with other executors. Its attention is theirs until the last :meth:`shutdown`.
         tokenizer: with ``encode`` and ``decode``, or the folder of one; default: the checkpoint's,
             where it has one. One thread at a time calls ``encode``, and the one that steps
             ``decode``; within them, as within a signal's handler, prompts may be token ids.
@@ -91,7 +92,11 @@ class LLM:
                 raise ConfigError(f"{asked.file}: {error}") from error
             raise
         if stop_callback is not None:
-            _set_stop_callback(built.pieces, stop_callback)
+            try:
+                _set_stop_callback(built.pieces, stop_callback)
+            except ConfigError:
+                built.executor.shutdown()
+                raise
         self.executor = built.executor
         self.config = built.config
         self.device = built.device

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.attention import AttentionBackend, PagedAttentionMetadata
+from mtp_plugin.executor.attention import (
+    AttentionBackend,
+    AttentionLease,
+    PagedAttentionMetadata,
+)
 from mtp_plugin.executor.cuda_graphs import CapturedSteps
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
@@ -63,6 +67,7 @@ class ModelEngine:
         padded_sizes: Sequence[int] = (),
         attn_backend: AttentionBackend | None = None,
         draft_head: nn.Module | None = None,
+        lease: AttentionLease | None = None,
     ) -> None:
         self.model = model
         self.pieces = pieces
@@ -77,6 +82,7 @@ class ModelEngine:
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._padded_sizes = sorted(padded_sizes)
         self._attn_backend = attn_backend
+        self._lease = lease
         self._table = self.make_table()
 
     def make_table(self) -> RowTable:
@@ -130,12 +136,15 @@ class ModelEngine:
         self.captured = captured
 
     def release(self) -> None:
-        """Give the memory of graphs and KV rows back; no step can run any more."""
+        """Give back the memory of graphs and KV rows, and the model's attention; no step can run
+        any more."""
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that failed has nothing left to wait for
                 torch.cuda.synchronize(self.device)
         self.captured = None
         self.pools.release()
+        if self._lease is not None:
+            self._lease.release()
 
     @torch.inference_mode()
     def forward(

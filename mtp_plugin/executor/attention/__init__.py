@@ -11,12 +11,14 @@ from mtp_plugin.executor.attention.contract import (
     AttentionBackend,
     HeadShape,
 )
+from mtp_plugin.executor.attention.lease import AttentionLease
 from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
 
 __all__ = [
     "SDPA_BACKEND",
     "TRITON_BACKEND",
     "AttentionBackend",
+    "AttentionLease",
     "HeadShape",
     "PagedAttentionMetadata",
     "find_backend",

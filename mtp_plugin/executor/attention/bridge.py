@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor.attention.contract import (
     SDPA_BACKEND,
     TRITON_BACKEND,
@@ -67,7 +68,7 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
     *,
-    attn_metadata: BackedMetadata,
+    attn_metadata: BackedMetadata | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,  # noqa: ARG001
     **_: Any,
@@ -77,7 +78,15 @@ def _paged_attention(
     query [1, Hq, T, D]; key, value [1, Hk, R*S', D] where pages are gathered: sequences in order,
     S' positions each. The metadata's backend attends, under whichever name modules came here: a
     model may be shared.
+
+    Raises:
+        ExecutorError: without metadata: somebody else runs a model that is an executor's.
     """
+    if attn_metadata is None:
+        raise ExecutorError(
+            "this model attends by pages, for an LLM: shut it down first, or choose the attention "
+            "with set_attn_implementation('sdpa')"
+        )
     rows = query[0].transpose(0, 1)
     backend = attn_metadata.backend
     if backend.gathers_pages:

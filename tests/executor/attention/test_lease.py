@@ -1,0 +1,77 @@
+"""Whose attention a shared model has."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor.attention import SDPA_BACKEND, TRITON_BACKEND
+from mtp_plugin.executor.models import LoadedModel, load_model
+from tests.executor.conftest import Bed
+from tests.greedy import greedy_decode
+
+PROMPT = [5, 9, 14]
+
+
+def attention_of(model: LoadedModel) -> str:
+    return model.target.config._attn_implementation
+
+
+@pytest.fixture
+def model(bed: Bed) -> LoadedModel:
+    """As users load one."""
+    return load_model(bed.path)
+
+
+def make(bed: Bed, model: LoadedModel, **options) -> LLM:
+    return LLM({"model": bed.path, **options}, model=model)
+
+
+def test_a_model_is_what_it_was_behind_its_executor(bed: Bed, model: LoadedModel) -> None:
+    want = greedy_decode(model.target, PROMPT, 6)
+    with make(bed, model) as llm:
+        assert attention_of(model) == SDPA_BACKEND
+        output = llm.generate([PROMPT], SamplingParams(max_tokens=6, ignore_eos=True))[0]
+        assert output.token_ids == want
+        with pytest.raises(ExecutorError, match="attends by pages, for an LLM: shut it down"):
+            greedy_decode(model.target, PROMPT, 6)
+    assert attention_of(model) == "sdpa"
+    assert {layer.config._attn_implementation for layer in layers_of(model)} == {"sdpa"}
+    assert greedy_decode(model.target, PROMPT, 6) == want
+    llm.shutdown()
+    assert attention_of(model) == "sdpa"
+
+
+def layers_of(model: LoadedModel) -> list:
+    return [module for module in model.mtp_layers.modules() if hasattr(module, "config")]
+
+
+def test_the_last_executor_gives_it_back(bed: Bed, model: LoadedModel) -> None:
+    model.set_attn_implementation("eager")
+    first = make(bed, model)
+    second = make(bed, model, attn_backend="triton")
+    first.shutdown()
+    first.shutdown()
+    assert attention_of(model) == TRITON_BACKEND
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    text = second.generate([PROMPT], params)[0].token_ids
+    second.shutdown()
+    assert attention_of(model) == "eager"
+    assert greedy_decode(model.target, PROMPT, 4) == text
+
+
+def test_an_executor_of_its_own_gives_it_back_too(bed: Bed) -> None:
+    llm = LLM({"model": bed.path})
+    assert attention_of(llm.model) == SDPA_BACKEND
+    llm.shutdown()
+    assert attention_of(llm.model) == "sdpa"
+
+
+def test_one_that_could_not_be_built_keeps_nothing(bed: Bed, model: LoadedModel) -> None:
+    with pytest.raises(ConfigError):
+        make(bed, model, kv_cache_config={"max_tokens": 1})
+    assert attention_of(model) == "sdpa"
+    with pytest.raises(ConfigError, match="stop_callback"):
+        LLM({"model": bed.path}, model=model, stop_callback=3)
+    assert attention_of(model) == "sdpa"
