@@ -282,12 +282,7 @@ class PyExecutor:
             RequestError: with the two numbers that do not go together.
         """
         plan, blocks = self.scheduler.plan, self.engine.blocks
-        length, limit = request.py_orig_prompt_len, self.engine.max_seq_len
-        if length >= limit:
-            raise RequestError(
-                f"request {request.request_id}: the prompt has {length} tokens, max_seq_len is "
-                f"{limit} and one token must fit behind it"
-            )
+        length = request.py_orig_prompt_len
         needed = blocks.blocks_for(request.max_length)
         if needed > blocks.num_blocks:
             raise RequestError(

@@ -31,6 +31,7 @@ from mtp_plugin.speculative.host import (
     tell_logprobs,
     tell_verified,
 )
+from mtp_plugin.speculative.metrics.acceptance import num_told
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow, slots_of
 from mtp_plugin.speculative.result_store import (
@@ -355,8 +356,8 @@ class MTPSampler:
         logprobs = _logprobs_told(facts, entries, len(emitted))
         num_drafted = 0
         if not (is_context or facts.is_dummy):
-            # drafts behind the request's full length were absent
-            num_drafted = min(row.num_drafted, max(facts.full_length - length, 0))
+            # no token follows the one that fills the request, be it a draft or what follows one
+            num_drafted = min(row.num_drafted, max(facts.full_length - length - 1, 0))
         result = StepResult(
             request.request_id, emitted, num_drafted, len(run), ending.reason, logprobs
         )
@@ -368,7 +369,8 @@ class MTPSampler:
             return
         num_emitted, num_drafted = len(result.token_ids), result.num_drafted
         if facts.stats is not None:
-            facts.stats.record(num_emitted, num_drafted)
+            ends = result.finish_reason is not None
+            facts.stats.record(num_emitted, num_told(num_emitted, num_drafted, ends=ends))
         if self.on_step is not None:
             self.on_step(row.request, num_emitted, num_drafted)
 

@@ -324,7 +324,7 @@ class StepResult(NamedTuple):
 
     request_id: int
     token_ids: list[int]  # that count: a run that a stop cuts is shorter
-    num_drafted: int  # drafts that were verified
+    num_drafted: int  # drafts that were verified, where a token fits behind them
     num_accepted: int  # tokens that the target emitted, those behind a stop too
     finish_reason: FinishReason | None  # None: it goes on
     logprobs: Logprobs | None = None  # of the tokens, where they were asked for

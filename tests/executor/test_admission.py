@@ -395,11 +395,9 @@ def test_enqueue_takes_requests_alone(bed) -> None:
 
 
 def test_enqueue_checks_the_size_too(bed) -> None:
-    llm = bed.llm(max_seq_len=8)
-    request = llm.make_request([1] * 8, SamplingParams())
-    with pytest.raises(
-        RequestError, match=r"^request 0: the prompt has 8 tokens, max_seq_len is 8"
-    ):
+    llm = bed.llm(kv_cache_config={"max_tokens": 64})
+    request = llm.make_request([1] * 8, SamplingParams(max_new_tokens=100))
+    with pytest.raises(RequestError, match=r"^request 0: 108 tokens .* need \d+ KV blocks"):
         llm.executor.enqueue(request)
     assert not llm.executor.has_work
 

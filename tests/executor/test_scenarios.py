@@ -352,6 +352,28 @@ def test_r23_penalties_count_nothing_behind_an_end(bed, prompts, no_overlap):
     assert_drained(llm)
 
 
+@pytest.mark.parametrize("right", [True, False], ids=["all-stand", "none-stands"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("ends", ["limit", "stop"])
+def test_figures_of_short_answers(bed, target, prompts, right, length, ends):
+    """Drafts behind an end tell nothing, be they good or bad."""
+    prompt, k = prompts[4], 3
+    truth = target.greedy(prompt, 24)
+    llm = bed.llm(k=k)
+    script(llm, {0: prompt + truth}, lambda *_: k if right else 0)
+    stop = {"stop_token_ids": truth[length - 1 : length]}
+    asked = {"max_new_tokens": length} if ends == "limit" else {"max_new_tokens": 24, **stop}
+    output = llm.generate([prompt], greedy(**asked))[0]
+    assert output.token_ids == truth[: len(output.token_ids)]
+    drafted, told = output.acceptance.num_drafted, llm.pieces.alarms.acceptance_length
+    assert output.acceptance.acceptance_rate == (1.0 if right and drafted else 0.0)
+    if drafted:
+        assert told >= 2 if right else told == 1
+    else:
+        assert told == 0.0
+    assert_drained(llm)
+
+
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
     """R24: the earlier one names the finish reason, and on one token the stop does."""

@@ -392,6 +392,7 @@ def test_graphs_are_chosen_by_what_requests_ask_for() -> None:
     draws = LlmRequest(9, PROMPT, sampling=DRAWS)
     host.manager.prepare_resources(make_batch("1.3b", [draws], []))
     view.request_ids = [9]
+    view.prepare()
     read = HostStep.read(attention, view, K)
     assert (read.edits_logits, read.only_draws) == (True, False)
     view.is_cuda_graph = False

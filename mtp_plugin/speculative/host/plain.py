@@ -81,8 +81,8 @@ class PlainRequest:
             )
         if len(self.tokens) >= max_seq_len:
             raise RequestError(
-                f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, and "
-                f"max_seq_len ({max_seq_len}) has room for one behind it at most"
+                f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, max_seq_len "
+                f"is {max_seq_len} and one token must fit behind it"
             )
         asked, lacking = params.asked(), LOOP_OPTIONS - self.loop_options
         named = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]

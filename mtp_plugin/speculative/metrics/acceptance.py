@@ -19,11 +19,21 @@ class Label:
         return f"{self.name} acceptance ({self.settings}): {self.note}"
 
 
+def num_told(num_emitted: int, num_drafted: int, *, ends: bool) -> int:
+    """Of a step's drafts those that its emitted tokens tell of.
+
+    Of a run that ends its request the drafts in front of the last token, which stood: whether a
+    draft was that token or what follows a rejected one, none behind it could have counted.
+    """
+    return min(num_drafted, max(num_emitted - 1, 0)) if ends else num_drafted
+
+
 @dataclass
 class AcceptanceStats:
     """A histogram of emitted tokens per target step; every figure derives from it.
 
-    A run that a stop or a limit cuts counts its cut. Context steps (one token each) do not count.
+    A run that a stop or a limit cuts counts its cut, and of its drafts those that are told of
+    (:func:`num_told`). Context steps (one token each) do not count.
     """
 
     max_draft_len: int
@@ -73,6 +83,7 @@ class AcceptanceStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over drafts verified; 0.0 before the first draft."""
+        """Accepted drafts over drafts verified, without those that an end left no room for; 0.0
+        before the first draft."""
         accepted = sum(count * max(emitted - 1, 0) for emitted, count in enumerate(self.histogram))
         return accepted / self.num_drafted if self.num_drafted else 0.0

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mtp_plugin.speculative.host import has_finished
+from mtp_plugin.speculative.metrics.acceptance import num_told
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -106,7 +107,8 @@ class AcceptanceAlarms:
         """
         if num_drafted == 0:
             return
-        self._watch_for_collapse(num_emitted)
+        if num_told(num_emitted, num_drafted, ends=has_finished(request)):
+            self._watch_for_collapse(num_emitted)
         self._watch_for_loops(request, num_emitted, num_drafted)
 
     def _watch_for_collapse(self, num_emitted: int) -> None:

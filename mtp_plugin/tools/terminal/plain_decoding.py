@@ -16,7 +16,7 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, num_told
 from mtp_plugin.tools.parity import (
     TIE_ULPS,
     Drafting,
@@ -167,8 +167,10 @@ class PlainDecoding:
             ran = speculate(self.model, text, drafting)
             stats = AcceptanceStats(drafting.num_drafts)
             steps = list(zip(ran.emitted, ran.drafted, strict=True))
-            for emitted, drafted in steps[1:]:  # behind the step that read the prompt
-                stats.record(emitted, drafted)
+            for place, (emitted, drafted) in enumerate(steps):
+                if place:  # behind the step that read the prompt
+                    ends = place == len(steps) - 1
+                    stats.record(emitted, num_told(emitted, drafted, ends=ends))
             found.append(
                 replace(
                     result,

@@ -111,7 +111,9 @@ def test_a_watch_finds_stop_strings() -> None:
 @pytest.mark.parametrize("length", [100, 101])
 def test_a_prompt_that_fills_the_sequence_is_refused(length: int) -> None:
     make([5] * 99)
-    with pytest.raises(RequestError, match=f"request 0: the prompt has {length} tokens, and max_"):
+    with pytest.raises(
+        RequestError, match=f"the prompt has {length} tokens, max_seq_len is 100 and"
+    ):
         make([5] * length)
 
 
