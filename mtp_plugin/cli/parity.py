@@ -87,7 +87,11 @@ def command(
     ] = None,
     k: Annotated[
         str | None,
-        typer.Option("--k", metavar="N,N", help="Drafts per step. Default: the config's."),
+        typer.Option(
+            "--k",
+            metavar="N,N",
+            help="Drafts per step. Default: the config's; of a checkpoint alone its MTP layers, at most 3.",
+        ),
     ] = None,
     batch_size: Annotated[
         str | None,
@@ -174,15 +178,20 @@ def command(
 
     read_ahead(settings.model)
     import_engine(log)
+    from mtp_plugin.executor.asked_config import config_of_checkpoint
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity as room
     from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
 
     with errors_of(config):
+        num_layers = read_facts(settings.model).num_mtp_layers
+        if config is None and not ks and num_layers:
+            drafting = config_of_checkpoint(settings.model, {}, log.write_line).speculative_config
+            settings = settings.model_copy(update={"speculative_config": drafting})
         variants = room.variants_of(
             settings,
-            read_facts(settings.model).num_mtp_layers,
+            num_layers,
             workers=workers,
             ks=ks,
             batch_sizes=batch_sizes,

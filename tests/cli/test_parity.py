@@ -165,7 +165,7 @@ def test_another_text_without_the_executor_is_a_difference(run: Run, checkpoint:
     assert result.code == 1
     other_text = "another text of 1 than target-only decoding, accepted "
     assert f"prompts 1-2 without the executor: {other_text}" in result.out
-    assert "difference without the executor: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    assert "difference without the executor: eagle K=3 batch 8, prompt 1, token 4: " in result.out
     last = "identical to decoding without MTP: NO (8 tokens; ties: 0; differences: 1)"
     assert result.out.splitlines()[-1] == last
     told = json.loads(run(*arguments, "--json").out)
@@ -344,7 +344,7 @@ def test_another_log_probability_is_a_difference(
     result = run(*asked)
     assert result.code == 1
     lines = [line for line in result.out.splitlines() if line.startswith("log-probability: ")]
-    assert lines[0].startswith("log-probability: eagle K=1 batch 8, prompt 2, prompt token 3: noth")
+    assert lines[0].startswith("log-probability: eagle K=3 batch 8, prompt 2, prompt token 3: noth")
     assert f"\nand {len(lost) + 1 - 2} further log-probabilities\n" in result.out
     assert result.out.splitlines()[-1].startswith(
         "identical to decoding without MTP: NO (16 tokens"
@@ -413,7 +413,7 @@ def test_ties_of_draws_are_excused_and_told(
     arguments = ("-m", checkpoint, "--num-prompts", "1", "-n", "4", "--temperature", "1")
     result = run(*arguments, "--ignore-eos", "--dtype", "bfloat16", "--tie-tolerance", "1e6")
     assert result.code == 0
-    assert "tie: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    assert "tie: eagle K=3 batch 8, prompt 1, token 4: " in result.out
     assert result.out.endswith("yes (4 tokens; ties: 1; differences: 0)\n")
 
 
@@ -456,7 +456,7 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     assert result.code == 1
     line = next(line for line in result.out.splitlines() if line.startswith("difference: "))
     assert line.startswith(
-        f"difference: eagle K=1 batch 8, prompt 2, token 5: {found['token']}, "
+        f"difference: eagle K=3 batch 8, prompt 2, token 5: {found['token']}, "
         f"target-only decoding has {found['expected']}, logits "
     )
     assert f"behind prompt ids {prefix[-8:]}" in line
@@ -524,7 +524,7 @@ def test_ties_are_told(run: Run, checkpoint: str, tampered: Callable[..., None])
         *("--tie-tolerance", "1e6", "--ignore-eos"),
     )
     assert result.code == 0
-    assert "tie: eagle K=1 batch 8, prompt 1, token 4: " in result.out
+    assert "tie: eagle K=3 batch 8, prompt 1, token 4: " in result.out
     assert " is a tie" in result.out
     assert result.out.endswith("yes (4 tokens; ties: 1; differences: 0)\n")
 
