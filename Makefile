@@ -64,6 +64,7 @@ results: $(STAMP)
 		--dtype float32 --no-phases --no-transformers --ask greedy,$(call ways,0.6),$(call ways,1.0) \
 		--output integration/results/e2e-tiny_model-sampled.json
 	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
+	$(BIN)/python -m integration.tiny_model.relaxed
 	$(BIN)/python -m integration.figures
 
 clean:

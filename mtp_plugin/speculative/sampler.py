@@ -193,7 +193,7 @@ class MTPSampler:
         return 1
 
     def should_provide_draft_probs(self, _: Any) -> bool:
-        """Drafts are greedy: no probabilities."""
+        """What drafts are drawn from stays with the manager: hosts get no probabilities."""
         return False
 
     def validate_request(self, request: SpecRequest) -> None:
