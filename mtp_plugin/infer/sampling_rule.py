@@ -183,7 +183,7 @@ class SamplingRule:
             penalised = values - _single(params.presence_penalty)
             penalised = penalised - _single(params.frequency_penalty) * counts
             values = torch.where(counts > 0, penalised, values)
-        return values
+        return usable(values)  # of a masked id to which infinity was added
 
     def _cut(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [V], -inf where top-k, then top-p of the rest, then min-p leave an id out; of

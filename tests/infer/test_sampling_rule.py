@@ -163,6 +163,16 @@ def test_infinity_is_certain() -> None:
     assert rule.probabilities(row, []).tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": -3e38}, {"repetition_penalty": 1e-300}], ids=str
+)
+def test_infinity_is_added_to_no_masked_id(penalty: dict[str, float]) -> None:
+    rule = SamplingRule(SamplingParams(bad_token_ids=[1], **penalty), [1, 1, 3, 3])
+    row = torch.tensor([0.0, 5.0, 1.0, 2.0])
+    assert rule.edited(row, [])[1] == -torch.inf
+    assert rule.choose(row, []) == 3
+
+
 def test_numbers_beyond_float32_are_the_largest_it_has() -> None:
     """As in a slot table."""
     row = torch.tensor([0.0, 1.0, 2.0, -1.0])
