@@ -113,10 +113,7 @@ def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
         assert least_tail(torch.cat(mine), language, way.options) > LEAST_TAIL, way
 
 
-@pytest.mark.parametrize(
-    ("draft_len", "column"), [(k, column) for k in (1, 2, 3, 4) for column in range(k)]
-)
-def test_rejection_at_every_place_r28(draft_len: int, column: int) -> None:
+def check_rejection(draft_len: int, column: int, **options: Any) -> None:
     """The drafter is the target itself, but for one place whose draft the target never says."""
     language = Language.of(7, VOCAB, likeness=1.0)
     target = language.target.clone()
@@ -125,19 +122,32 @@ def test_rejection_at_every_place_r28(draft_len: int, column: int) -> None:
     never[VOCAB - 1] = 0.0
     language = Language(target, target, drafts_at={column: never})
     ways = [Ways(*pair) for pair in PAIRS]
-    stood = check(language, ways, draft_len=draft_len, number=1500)
+    stood = check(language, ways, draft_len=draft_len, **options)
     assert stood.max() == column
     assert (stood[DRAWN] == column).all()
 
 
-@pytest.mark.parametrize("draft_len", [1, 3])
-def test_absent_drafts_r28(draft_len: int) -> None:
+PLACES = [(k, column) for k in (1, 2, 3, 4) for column in range(k)]
+"""Draft lengths, and a place of each."""
+
+
+@pytest.mark.parametrize(("draft_len", "column"), PLACES)
+def test_rejection_at_every_place_r28(draft_len: int, column: int) -> None:
+    check_rejection(draft_len, column, number=1500)
+
+
+def check_absent(draft_len: int, **options: Any) -> None:
     """Behind the last draft that is there nothing was tested: what follows is the target's own."""
     ways = [Ways(*pair) for pair in PAIRS]
     language = Language.of(11, VOCAB, likeness=0.3)
-    stood = check(language, ways, draft_len=draft_len, absent=True)
+    stood = check(language, ways, draft_len=draft_len, absent=True, **options)
     for number in range(draft_len + 1):
         assert (stood[DRAWN] == number).any(dim=1).all()
+
+
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_absent_drafts_r28(draft_len: int) -> None:
+    check_absent(draft_len)
 
 
 def test_drafts_of_a_cut_vocabulary_r28() -> None:
@@ -147,14 +157,17 @@ def test_drafts_of_a_cut_vocabulary_r28() -> None:
     assert (stood[0] > 0).double().mean() > 0.3
 
 
-def edited_tail(pair: tuple[str, str], *, number: int) -> tuple[float, float]:
+def edited_tail(
+    pair: tuple[str, str], *, number: int, backend: Backend = Backend.TORCH
+) -> tuple[float, float]:
     """Of the first three tokens together, of requests that penalise what they emitted and add a
     bias; and the share of drafts that stood in the first step."""
     options = {"temperature": 0.8, "frequency_penalty": 1.5, "presence_penalty": 0.7}
     bias = {1: 1.8, 3: -2.5}
     language = Language.of(3, 5, spread=1.0)
     ways = [Ways(*pair, options, logit_bias=bias)]
-    text, stood = texts(language, ways, number=number, draft_len=3, length=3)
+    run = {"number": number, "draft_len": 3, "length": 3}
+    text, stood = texts(language, ways, backend=backend, **run)
     expected = []
     for three in itertools.product(range(5), repeat=3):
         chance = 1.0
@@ -236,12 +249,17 @@ BANS: dict[str, Any] = {
 
 
 def ban_tails(
-    pairs: Sequence[tuple[str, str]], *, draft_len: int, number: int = 1500
+    pairs: Sequence[tuple[str, str]],
+    *,
+    draft_len: int,
+    number: int = 1500,
+    backend: Backend = Backend.TORCH,
 ) -> tuple[list[float], torch.Tensor]:
     """How likely is what requests with bans emit, and what stood in the first step."""
     language = Language.of(21, 5)
     ways = [Ways(*pair, {"temperature": 1.1}, **BANS) for pair in pairs]
-    text, stood = texts(language, ways, number=number, draft_len=draft_len, length=4)
+    run = {"number": number, "draft_len": draft_len, "length": 4}
+    text, stood = texts(language, ways, backend=backend, **run)
     parts = zip(text.split(number), ways, strict=True)
     return [told_tail(mine, language, way) for mine, way in parts], stood.view(len(ways), -1)
 
@@ -327,6 +345,42 @@ def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
         Ways(*pair, OPTIONS[(place + draft_len) % len(OPTIONS)]) for place, pair in enumerate(PAIRS)
     ]
     check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len, backend=Backend.TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
+def test_many_draws_of_the_kernels_r28(draft_len: int) -> None:
+    """Of each 200 thousand, greedy drafts too."""
+    language, ways = Language.of(12, VOCAB, likeness=0.5), [Ways(*pair) for pair in PAIRS]
+    check(language, ways, draft_len=draft_len, number=200_000 // LENGTH, backend=Backend.TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("draft_len", "column"), PLACES)
+def test_rejection_at_every_place_of_the_kernels_r28(draft_len: int, column: int) -> None:
+    check_rejection(draft_len, column, number=5000, backend=Backend.TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_absent_drafts_of_the_kernels_r28(draft_len: int) -> None:
+    check_absent(draft_len, backend=Backend.TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", EDITED, ids="-".join)
+def test_bias_and_what_was_emitted_count_in_kernels_r28(pair: tuple[str, str]) -> None:
+    least, share = edited_tail(pair, number=40_000, backend=Backend.TRITON)
+    assert least > LEAST_TAIL
+    assert share > EDITED[pair]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_len", [1, 3])
+def test_bans_that_drafts_of_the_kernels_see_r28(draft_len: int) -> None:
+    tails, stood = ban_tails(PAIRS, draft_len=draft_len, number=5000, backend=Backend.TRITON)
+    assert min(tails) > LEAST_TAIL, tails
+    assert (stood[DRAWN] > 0).double().mean() > 0.5
 
 
 @pytest.mark.gpu
