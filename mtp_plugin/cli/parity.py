@@ -90,8 +90,8 @@ def command(
         typer.Option(
             "--k",
             metavar="N,N",
-            help="Drafts per step. Default: the config's; of a checkpoint alone one for each of its "
-            "MTP layers, at most 3.",
+            help="Drafts per step. Default: the config's; of a checkpoint alone one for each of "
+            "its MTP layers, at most 3.",
         ),
     ] = None,
     batch_size: Annotated[
