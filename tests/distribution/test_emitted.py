@@ -100,17 +100,22 @@ def test_every_mode_r28(draft_len: int) -> None:
         assert 0.3 < (stood[place] > 0).double().mean() < 0.97
 
 
-@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
-def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
-    """Of each 200 thousand."""
-    ways = [Ways(*PAIRS[place]) for place in DRAWN]
-    language = Language.of(12, VOCAB, likeness=0.5)
-    number = 2_000  # what a batch computes with stays in the processor's caches
-    run = {"number": number, "draft_len": draft_len, "length": LENGTH}
+def check_many(
+    pairs: Sequence[tuple[str, str]], *, draft_len: int, number: int, **options: Any
+) -> None:
+    """Of each 200 thousand draws, of so many requests at a time."""
+    ways, language = [Ways(*pair) for pair in pairs], Language.of(12, VOCAB, likeness=0.5)
+    run = {"number": number, "draft_len": draft_len, "length": LENGTH, **options}
     batches = range(200_000 // (number * LENGTH))
     parts = [texts(language, ways, seed=seed, **run)[0].split(number) for seed in batches]
     for way, mine in zip(ways, zip(*parts, strict=True), strict=True):
         assert least_tail(torch.cat(mine), language, way.options) > LEAST_TAIL, way
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
+def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
+    # what a batch computes with stays in the processor's caches
+    check_many([PAIRS[place] for place in DRAWN], draft_len=draft_len, number=2_000)
 
 
 def check_rejection(draft_len: int, column: int, **options: Any) -> None:
@@ -350,15 +355,14 @@ def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_many_draws_of_the_kernels_r28(draft_len: int) -> None:
-    """Of each 200 thousand, greedy drafts too."""
-    language, ways = Language.of(12, VOCAB, likeness=0.5), [Ways(*pair) for pair in PAIRS]
-    check(language, ways, draft_len=draft_len, number=200_000 // LENGTH, backend=Backend.TRITON)
+    """Greedy drafts too."""
+    check_many(PAIRS, draft_len=draft_len, number=4_000, backend=Backend.TRITON)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("draft_len", "column"), PLACES)
 def test_rejection_at_every_place_of_the_kernels_r28(draft_len: int, column: int) -> None:
-    check_rejection(draft_len, column, number=5000, backend=Backend.TRITON)
+    check_rejection(draft_len, column, number=4000, backend=Backend.TRITON)
 
 
 @pytest.mark.gpu

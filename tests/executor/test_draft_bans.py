@@ -67,16 +67,13 @@ def blind_to_edits(monkeypatch) -> None:
         none = {name: torch.zeros_like(getattr(pools, name)) for name in ("bias", "counts", "seen")}
         return replace(slots, pools=replace(pools, **none))
 
-    right_draw, right_propose = draft_rules.draw, draft_rules.propose_edited
+    for name in ("draw", "keep_draft_probs", "propose_edited"):
+        right = getattr(draft_rules, name)
 
-    def draw(logits, rows, slots, **more):
-        return right_draw(logits, rows, free(slots), **more)
+        def blinded(*inputs, right=right, **more):
+            return right(*(free(x) if isinstance(x, SlotRows) else x for x in inputs), **more)
 
-    def propose(logits, place, rows, slots, *others, **more):
-        return right_propose(logits, place, rows, free(slots), *others, **more)
-
-    monkeypatch.setattr(draft_rules, "draw", draw)
-    monkeypatch.setattr(draft_rules, "propose_edited", propose)
+        monkeypatch.setattr(draft_rules, name, blinded)
 
 
 @pytest.mark.parametrize(

@@ -295,9 +295,14 @@ def test_drafts_are_counted_as_they_were_asked_for(bed, prompts) -> None:
         greedy(max_new_tokens=60, max_draft_len=most, stop_token_ids=[stop])
         for most, stop in enumerate(stops)
     ]
-    for most, output in enumerate(llm.generate(prompts[2:6], params)):
-        assert output.finish_reason is FinishReason.END_ID
-        assert output.acceptance.num_drafted == most * output.acceptance.steps
+    requests = llm.make_requests(prompts[2:6], params)
+    last = {event.request_id: event for step in llm._run(requests) for event in step}
+    for most, request in enumerate(requests):
+        event, stats = last[request.request_id], request.py_acceptance
+        assert event.finish_reason is FinishReason.END_ID
+        # behind the last token none counts
+        told = most * (stats.steps - 1) + min(most, len(event.token_ids) - 1)
+        assert stats.num_drafted == told
 
 
 def test_drafts_of_sampled_requests_change_nothing(bed, prompts) -> None:
