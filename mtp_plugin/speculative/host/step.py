@@ -196,18 +196,20 @@ def read_request_ids(spec_metadata: Any, num_requests: int) -> list[int]:
     Raises:
         MetadataError: they are not those of this step, or the rows of slots are another step's.
     """
-    ids: Any = getattr(spec_metadata, "request_ids", None)
+    ids = getattr(spec_metadata, "request_ids", None)
     if ids is None:
         return []
-    if isinstance(ids, torch.Tensor) or len(ids) != num_requests:
-        given = "a Tensor" if isinstance(ids, torch.Tensor) else told(list(ids))
-        raise MetadataError(f"request_ids: expected a list of {num_requests}, got {given}")
+    if isinstance(ids, torch.Tensor):
+        raise MetadataError(f"request_ids: expected a list of {num_requests}, got a Tensor")
+    ids = list(ids)
+    if len(ids) != num_requests:
+        raise MetadataError(f"request_ids: expected a list of {num_requests}, got {told(ids)}")
     prepared = getattr(spec_metadata, "prepared_ids", None)
-    if prepared is not None and prepared != list(ids):
+    if prepared is not None and prepared != ids:
         raise MetadataError(
-            f"request_ids: {told(list(ids))}, and prepare() was called for {told(prepared)}"
+            f"request_ids: {told(ids)}, and prepare() was called for {told(prepared)}"
         )
-    return list(ids)
+    return ids
 
 
 def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | None:
