@@ -330,7 +330,6 @@ class SamplingParams:
         one_of("raw", "processed"),
         "what log-probabilities of emitted tokens are of; unset: as mtp.logprobs_mode says",
         "py_logprobs_mode",
-        neutral="raw",
         host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     )
     # ---- what stays refused
@@ -457,14 +456,14 @@ class SamplingParams:
         """The options that change something, by name; a mode of log-probabilities that are told
         among them, whichever it is."""
         values, ignores_draws = vars(self), self.is_greedy
-
-        def changes(option: Option) -> bool:
-            if option.name == LOGPROBS_MODE:
-                return self.logprobs is not None and self.logprobs_mode is not None
-            is_neutral = option.is_neutral(values[option.name])
-            return not (is_neutral or (option.draws and ignores_draws))
-
-        return {name: values[name] for name, option in OPTIONS.items() if changes(option)}
+        asked = {
+            name: values[name]
+            for name, option in OPTIONS.items()
+            if not (option.is_neutral(values[name]) or (option.draws and ignores_draws))
+        }
+        if self.logprobs is None:
+            asked.pop(LOGPROBS_MODE, None)
+        return asked
 
     def without_drafts(self) -> SamplingParams:
         """The same, asked of who makes no drafts."""
