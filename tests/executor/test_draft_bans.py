@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -76,6 +76,32 @@ def blind_to_edits(monkeypatch) -> None:
         monkeypatch.setattr(draft_rules, name, blinded)
 
 
+@dataclass
+class Runs:
+    """One batch of requests, decoded with drafts that see what is asked for and with blind ones."""
+
+    params: list[SamplingParams]
+    without: float
+    """Acceptance length of requests that ask for nothing; ``seen``, ``unseen``: of these."""
+    seen: float
+    texts: list[list[int]]
+    unseen: float
+    blind_texts: list[list[int]]
+
+
+def runs(bed, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, mtp) -> Runs:
+    """``edits``: what is asked for, of the texts that ask for nothing."""
+    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
+    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
+    asked = {**always, **edits(free_texts)}
+    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
+    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    make_blind(monkeypatch)
+    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    return Runs(params, without, seen, texts, unseen, same)
+
+
 @pytest.mark.parametrize(
     ("name", "vanilla", "temperature", "mtp"),
     [
@@ -92,20 +118,14 @@ def test_the_acceptance_length_is_that_without(
     bed, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
     """And the text is the target's own, whatever drafts see."""
-    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
-    free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
-    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
-    asked = {**always, **OPTIONS[name](free_texts)}
-    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
-    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
-    blind(monkeypatch)
-    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
-    assert texts == same
-    assert seen > unseen + 0.05
+    asked = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
+    of = runs(bed, prompts, monkeypatch, blind, OPTIONS[name], **asked)
+    assert of.texts == of.blind_texts
+    assert of.seen > of.unseen + 0.05
     # the texts are others, of ids that are less sure
-    assert seen > without - 0.3
+    assert of.seen > of.without - 0.3
     target = bed.oracle_model.target
-    for prompt, asks, text in list(zip(prompts, params, texts, strict=True))[:2]:
+    for prompt, asks, text in list(zip(prompts, of.params, of.texts, strict=True))[:2]:
         assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
 
 
@@ -128,18 +148,12 @@ def test_drafts_see_what_is_added_to_logits(
     bed, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
     """As many stand as without it; of coupled ones the text is the same without."""
-    always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
-    free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
-    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
-    asked = {**always, **EDITS[name](free_texts)}
-    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
-    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
-    blind_to_edits(monkeypatch)
-    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    asked = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
+    of = runs(bed, prompts, monkeypatch, blind_to_edits, EDITS[name], **asked)
     if "verification" not in mtp:
-        assert texts == same
-    assert seen > unseen + 0.1
-    assert seen > without - 0.4
+        assert of.texts == of.blind_texts
+    assert of.seen > of.unseen + 0.1
+    assert of.seen > of.without - 0.4
 
 
 @pytest.mark.parametrize("way", ["rejection", "block"])
