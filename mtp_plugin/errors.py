@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
+from typing import SupportsIndex
 
 
 class MTPPluginError(Exception):
@@ -61,6 +63,38 @@ def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
     """Raise ``error(message)`` unless ``condition`` holds."""
     if not condition:
         raise error(message)
+
+
+def expect_int(
+    name: str,
+    value: object,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    error: type[MTPPluginError] = TensorContractError,
+) -> int:
+    """Return ``value`` as an ``int`` if it is an integer in ``minimum .. maximum``.
+
+    Integers of other libraries (NumPy) are accepted, ``bool`` is not.
+
+    Raises:
+        error: anything else.
+    """
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        try:
+            number = operator.index(value)
+        except Exception:  # tensors that are no integer scalar have __index__ too
+            pass
+        else:
+            too_small = minimum is not None and number < minimum
+            if not too_small and not (maximum is not None and number > maximum):
+                return number
+    if minimum is not None and maximum is not None:
+        limits = f" in {minimum}..{maximum}"
+    elif minimum is not None:
+        limits = f" >= {minimum}"
+    else:
+        limits = "" if maximum is None else f" <= {maximum}"
+    raise error(f"{name}: expected an integer{limits}, got {told(value)}")
 
 
 def error_told(error: BaseException) -> str:

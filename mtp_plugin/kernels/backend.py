@@ -1,23 +1,45 @@
-"""The one choice between torch and Triton, made when pieces are built."""
+"""The choice between the torch reference and the Triton kernels of an op."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from enum import Enum
+from functools import cache
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from mtp_plugin.errors import ConfigError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Backend(Enum):
-    """The side of an op that runs; every op takes it at its door."""
+    """Which implementation of an op runs; every op takes it as an argument."""
 
     TORCH = "torch"
-    """Any device; the oracle of the kernels."""
+    """The torch reference: any device, and what the kernels are compared with."""
     TRITON = "triton"
-    """CUDA, and the CPU in Triton's interpreter."""
+    """The Triton kernels: CUDA, and the CPU in Triton's interpreter."""
+
+    def dispatch(self, reference: Callable[P, R]) -> Callable[P, R]:
+        """Return this backend's implementation of an op.
+
+        The Triton implementation has the name and the signature of the reference with ``_triton``
+        in place of ``_reference``, in a module named the same way: ``sample_reference`` of
+        ``sample.py`` or ``sample_reference.py`` pairs with ``sample_triton`` of
+        ``sample_triton.py``. That module is imported at its first use, since Triton is optional.
+
+        Args:
+            reference: a function whose name ends in ``_reference``.
+        """
+        if self is Backend.TORCH:
+            return reference
+        return cast(Callable[P, R], _triton_implementation(reference))
 
     @classmethod
     def of(cls, kernels: str, device: torch.device | str | None = None) -> Backend:
@@ -52,3 +74,12 @@ class Backend(Enum):
                 f"TRITON_INTERPRET=1), got {device}"
             )
         return cls.TRITON
+
+
+@cache
+def _triton_implementation(reference: Callable[..., Any]) -> Callable[..., Any]:
+    module = importlib.import_module(reference.__module__.removesuffix("_reference") + "_triton")
+    implementation: Callable[..., Any] = getattr(
+        module, reference.__name__.removesuffix("_reference") + "_triton"
+    )
+    return implementation

@@ -2,11 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import Literal, NamedTuple
+
 import torch
 
-from mtp_plugin.errors import TensorContractError
+from mtp_plugin.errors import TensorContractError, told
 
 INTEGERS = frozenset({torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8})
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
+class AtLeast(NamedTuple):
+    """A size of a shape that may be larger."""
+
+    size: int
+
+
+def expect_tensor(
+    name: str,
+    value: object,
+    *,
+    dtype: torch.dtype | Set[torch.dtype] | None = None,
+    shape: tuple[int | str | AtLeast, ...] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool | Literal["rows"] = False,
+) -> torch.Tensor:
+    """Return ``value`` if it is a tensor as described.
+
+    Args:
+        name: of the argument, for the message.
+        dtype: the only one, or those allowed (:data:`INTEGERS`, :data:`FLOATS`); None: any.
+        shape: a size is a number, :class:`AtLeast` a number, or a letter for any size; None: any.
+        device: None: any.
+        contiguous: True: in memory without gaps; "rows": the last dimension without gaps.
+
+    Raises:
+        TensorContractError: anything else; the message shows what was expected and what was given.
+    """
+    if (
+        isinstance(value, torch.Tensor)
+        and (dtype is None or value.dtype in (dtype if isinstance(dtype, Set) else (dtype,)))
+        and (shape is None or _fits(value.shape, shape))
+        and (device is None or value.device == device)
+        and (not contiguous or _has_no_gaps(value, contiguous))
+    ):
+        return value
+    kind = "" if dtype is None else f"{_listed(dtype)} "
+    sizes = "" if shape is None else f" [{', '.join(map(_spelled, shape))}]"
+    gaps = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
+    place = "" if device is None else f" on {device}"
+    given = told(value)
+    if isinstance(value, torch.Tensor):
+        strides = f" with strides {list(value.stride())}" if contiguous else ""
+        given = f"{value.dtype} {list(value.shape)}{strides} on {value.device}"
+    raise TensorContractError(f"{name}: expected {gaps}{kind}tensor{sizes}{place}, got {given}")
+
+
+def _fits(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
+    if len(given) != len(expected):
+        return False
+    for size, limit in zip(given, expected, strict=True):
+        if isinstance(limit, AtLeast):
+            if size < limit.size:
+                return False
+        elif not isinstance(limit, str) and size != limit:
+            return False
+    return True
+
+
+def _has_no_gaps(tensor: torch.Tensor, contiguous: bool | Literal["rows"]) -> bool:
+    if contiguous is True:
+        return tensor.is_contiguous()
+    return tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+
+
+def _listed(dtype: torch.dtype | Set[torch.dtype]) -> str:
+    if not isinstance(dtype, Set):
+        return str(dtype)
+    if dtype == INTEGERS:
+        return "integer"
+    return "floating-point" if dtype == FLOATS else " or ".join(sorted(map(str, dtype)))
+
+
+def _spelled(size: int | str | AtLeast) -> str:
+    return f">= {size.size}" if isinstance(size, AtLeast) else str(size)
 
 
 def is_integral(tensor: torch.Tensor) -> bool:

@@ -56,7 +56,6 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_history,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
@@ -66,6 +65,7 @@ from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows, StepLayout
 
@@ -147,9 +147,9 @@ def compile_sampling() -> None:
             with banned_masked(logits, rows, some, backend=Backend.TRITON):
                 pass
         accepted = Accepted.unwritten(layout.num_requests, 3, "cpu")
-        note_emitted(accepted, slots, backend=Backend.TRITON)
+        update_token_history(accepted, slots, backend=Backend.TRITON)
         drafted = rows.positions
-        note_emitted(accepted, slots, drafted, backend=Backend.TRITON)
+        update_token_history(accepted, slots, drafted, backend=Backend.TRITON)
 
 
 def compile_draws() -> None:

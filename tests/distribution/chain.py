@@ -19,8 +19,8 @@ from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
+from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.edit_rows import EditRows
 from mtp_plugin.speculative.step import Accepted, DraftColumn, StepLayout
@@ -210,7 +210,7 @@ class _Decoder:
             none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
             accepted = Accepted(none, nothing, nothing)
             positions = step.layout.drawn_positions("prompts")
-            note_emitted(accepted, step.drawn_slots(), positions, backend=self.backend)
+            update_token_history(accepted, step.drawn_slots(), positions, backend=self.backend)
         drafts = self._draft(step, nothing, last)
         stood = None
         while True:

@@ -127,7 +127,7 @@ def test_defects_are_seen_r28(
 def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right_verify, right_note = Verifier.verify, verifier.note_emitted
+    right_verify, right_note = Verifier.verify, verifier.update_token_history
     steps: list[HostStep] = []
 
     def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
@@ -146,7 +146,7 @@ def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
             pools.counts[rows, drafts[:, column]] += rejected
 
     monkeypatch.setattr(Verifier, "verify", verify)
-    monkeypatch.setattr(verifier, "note_emitted", note)
+    monkeypatch.setattr(verifier, "update_token_history", note)
     for pair in (("rejection", "plain"), ("block", "plain")):
         least, _ = edited_tail(pair, number=3000)
         assert least < LEAST_TAIL / 50
@@ -157,7 +157,7 @@ RESIDUAL = [("rejection", "plain"), ("block", "plain")]
 
 def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
     """It, not what was drawn in its place, is the last token that is known of a text."""
-    right_verify, right_note = Verifier.verify, verifier.note_emitted
+    right_verify, right_note = Verifier.verify, verifier.update_token_history
     drafts: list[torch.Tensor] = []
 
     def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
@@ -173,7 +173,7 @@ def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.Mon
         right_note(replace(accepted, tokens=tokens), slots, **others)
 
     monkeypatch.setattr(Verifier, "verify", verify)
-    monkeypatch.setattr(verifier, "note_emitted", note)
+    monkeypatch.setattr(verifier, "update_token_history", note)
     for pair in (("coupled", "coupled"), *RESIDUAL):
         tails, _ = ban_tails([pair], draft_len=2)
         assert max(tails) < LEAST_TAIL / 50

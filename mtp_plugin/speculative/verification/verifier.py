@@ -11,11 +11,11 @@ from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
-from mtp_plugin.speculative.ops.emitted import note_emitted
 from mtp_plugin.speculative.ops.logits import banned_masked
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
@@ -96,7 +96,7 @@ class Verifier:
         with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
         drafted = rows.positions if step.layout.draft_len else None
-        note_emitted(accepted, slots, positions=drafted, backend=backend)
+        update_token_history(accepted, slots, positions=drafted, backend=backend)
         if self.thinking is not None:
             note_thought(accepted, slots, self.thinking, backend=backend)
         return accepted

@@ -17,7 +17,7 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.edit_pools import DraftBans
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
-from mtp_plugin.speculative.ops.emitted import note_emitted
+from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.logits import story
@@ -147,7 +147,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
             asks = replace(batch, asks=asks).behind(runs)
             accepted = accepted_of(runs, k + 1)
             given_positions = vector(positions, index_dtype)
-            note_emitted(accepted, batch.slots, given_positions, backend=backend)
+            update_token_history(accepted, batch.slots, given_positions, backend=backend)
             first = [at + len(run) + 1 for at, run in zip(positions, runs, strict=True)]
             drafts: list[list[int]] = [[] for _ in asks]
             banned += batch.check(asks, first, drafts)
@@ -193,16 +193,16 @@ def test_without_drafts_behind_nothing_is_banned(backend: Backend) -> None:
     batch = one_request(allowed=range(40), words=[(3,)])
     bans = batch.slots.bans
     assert bans is not None
-    note_emitted(accepted_of([[1]], 1), batch.slots, backend=backend)
+    update_token_history(accepted_of([[1]], 1), batch.slots, backend=backend)
     assert bool((bans.hidden == -1).all())
-    note_emitted(accepted_of([[1]], 1), batch.slots, vector([5]), backend=backend)
+    update_token_history(accepted_of([[1]], 1), batch.slots, vector([5]), backend=backend)
     assert bans.hidden[bans.hidden >= 0].tolist() == [3]
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
     given_batch = Batch.of(3, 4, 40)
-    refused = {"slots.table": "rows without gaps", "accepted.tokens": "rows without gaps"}
+    refused = {"slots.table": "rows without gaps", "accepted.tokens": "row-contiguous"}
     for name in ("bias", "allowed", "counts", "seen", "words"):
         refused[f"slots.pools.{name}"] = f"pool {name} of logit edits"
     for name in ("allowed", "hidden"):
@@ -216,7 +216,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "slots": slots,
         "positions": vector(given_batch.positions),
     }
-    check_strided_arguments(note_emitted, arguments, refused=refused, backend=backend)
+    check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 
     def placed(drafts: torch.Tensor, held: torch.Tensor, behind: DrawnRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)

@@ -16,16 +16,17 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.speculative.edit_pools import EditPools
-from mtp_plugin.speculative.ops.emitted import launch, note_emitted
+from mtp_plugin.speculative.ops import token_history_triton
+from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, SlotRows
 from tests.doors import check_strided_arguments, storage
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.emitted.story import Kept
 from tests.speculative.ops.logits.pools import bits_of, pools_of
 from tests.speculative.ops.logits.story import Asks
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.speculative.ops.slots import on_copy, slot_rows
+from tests.speculative.ops.token_history.example import Kept
 
 BEHIND = SlotColumn("of_a_mode", int, 0, 3)
 HIGH = (0, 1, 32767, 32768, 65530, 65534, 65535)
@@ -99,7 +100,7 @@ class Batch:
         assert self.slots.pools is not None
         pools = EditPools(*(pool.clone() for pool in vars(self.slots.pools).values()))
         slots = replace(on_copy(self.slots), pools=pools)
-        note_emitted(self.accepted, slots, backend=backend)
+        update_token_history(self.accepted, slots, backend=backend)
         return replace(self, slots=slots)
 
 
@@ -228,21 +229,29 @@ def test_rows_of_padding_share_a_slot(backend: Backend) -> None:
 def test_without_pools_or_requests_nothing_is_launched(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, token_history_triton)
     Batch.of(1, 0, 2, 9).noted(backend)
     batch = Batch.of(1, 2, 2, 9)
     before = storage(batch.slots.table)
-    note_emitted(batch.accepted, replace(batch.slots, pools=None), backend=backend)
+    update_token_history(batch.accepted, replace(batch.slots, pools=None), backend=backend)
     assert torch.equal(storage(batch.slots.table), before)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("tokens", torch.zeros(2, 3).long(), r"accepted tokens: expected torch.int32 \[R, K\+1\]"),
+        (
+            "tokens",
+            torch.zeros(2, 3).long(),
+            r"accepted tokens: expected row-contiguous torch.int32 tensor \[R, K\+1\]",
+        ),
         ("tokens", torch.zeros(6).int(), r"accepted tokens: .*got torch.int32 \[6\]"),
-        ("num_accepted", torch.zeros(3).int(), r"num_accepted: expected integers \[2\].*\[3\]"),
-        ("num_accepted", torch.zeros(2), r"num_accepted: expected integers \[2\].*float32"),
+        (
+            "num_accepted",
+            torch.zeros(3).int(),
+            r"expected integer tensor \[2\].*\[3\]",
+        ),
+        ("num_accepted", torch.zeros(2), r"num_accepted: expected integer tensor \[2\].*float32"),
         ("num_accepted", torch.zeros(2).int().to("meta"), "num_accepted: .*meta"),
     ],
 )
@@ -251,7 +260,9 @@ def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, messa
     batch = Batch.of(1, 2, 2, 9)
     change = change if change.is_meta else change.to(DEVICE)
     with pytest.raises(TensorContractError, match=message):
-        note_emitted(replace(batch.accepted, **{name: change}), batch.slots, backend=backend)
+        update_token_history(
+            replace(batch.accepted, **{name: change}), batch.slots, backend=backend
+        )
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -261,9 +272,9 @@ def test_strided_arguments(backend: Backend) -> None:
     assert pools is not None
     finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
     arguments = {"accepted": batch.accepted, "slots": replace(batch.slots, pools=finite)}
-    refused = {"accepted.tokens": "rows without gaps", "slots.table": "rows without gaps"}
+    refused = {"accepted.tokens": "row-contiguous", "slots.table": "rows without gaps"}
     refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
-    check_strided_arguments(note_emitted, arguments, refused=refused, backend=backend)
+    check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -272,7 +283,9 @@ def test_real_shapes_in_a_cuda_graph(requests: int, k: int) -> None:
     """Captured once, replayed over other runs; the host is never asked."""
     vocab = 151936
     mine = Batch.of(1, requests, k, vocab)
-    graph, _ = captured(lambda: note_emitted(mine.accepted, mine.slots, backend=Backend.TRITON))
+    graph, _ = captured(
+        lambda: update_token_history(mine.accepted, mine.slots, backend=Backend.TRITON)
+    )
     for seed in (2, 3):
         other = Batch.of(seed, requests, k, vocab)
         told = other.noted(Backend.TORCH).slots

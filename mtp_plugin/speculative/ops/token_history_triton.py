@@ -1,10 +1,20 @@
-"""Triton kernel of what follows from emitted tokens."""
+"""Triton implementation of `token_history`."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.requests.options import MAX_BAD_WORDS
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.logit_rows.bans_kernel import RECENT, ban_next
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
     MOST_COUNTED,
@@ -12,19 +22,20 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     WORD_SHIFT,
     num_words,
 )
+from mtp_plugin.speculative.step import Accepted, SlotRows
 
 COUNT_ROW = tl.constexpr(request_column("count_row"))
 
 
 @triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["position_ptr"])
-def note_kernel(
+def token_history_kernel(
     # inputs
     token_ptr,
     count_ptr,
     slot_ptr,
     position_ptr,
     words_ptr,
-    # read, and moved on
+    # updated in place
     table_ptr,
     pool_ptr,
     seen_ptr,
@@ -45,8 +56,7 @@ def note_kernel(
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: its last tokens, the counts of what it emitted, and what its first draft must
-    not be."""
+    """One program per request: its recent tokens, token counts, and the mask of its first draft."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
@@ -54,16 +64,16 @@ def note_kernel(
     row_ptr = token_ptr + request * token_stride
     slot_row = table_ptr + slot * table_stride
 
-    places = tl.arange(0, LENGTH)
-    source = places + num
+    offsets = tl.arange(0, LENGTH)
+    source = offsets + num
     kept = tl.load(slot_row + RECENT + source, mask=source < LENGTH, other=0)
     new = tl.load(row_ptr + source - LENGTH, mask=source >= LENGTH, other=0)
-    # all are read before one is written
+    # every load precedes every store
     tl.debug_barrier()
-    tl.store(slot_row + RECENT + places, tl.where(source < LENGTH, kept, new))
+    tl.store(slot_row + RECENT + offsets, tl.where(source < LENGTH, kept, new))
 
     if HAS_BANS:
-        # the last tokens are read by other threads than wrote them
+        # other threads than those that stored the recent tokens load them
         tl.debug_barrier()
         index = tl.load(position_ptr + request * position_stride).to(tl.int64) + num + 1
         ban_next(
@@ -94,5 +104,46 @@ def note_kernel(
         old = tl.load(entry, mask=first, other=0).to(tl.int32) & MOST_COUNTED
         tl.store(entry, tl.minimum(old + times, MOST_COUNTED).to(tl.int16), mask=first)
         word_ptr = seen_ptr + count_row * num_words(pool_vocab) + (tokens >> WORD_SHIFT)
-        # several of them may stand in one word
+        # several tokens may share a word
         tl.atomic_or(word_ptr, 1 << (tokens & (WORD_BITS - 1)), mask=first)
+
+
+def update_token_history_triton(
+    accepted: Accepted, slots: SlotRows, rows: DrawnRows | None
+) -> None:
+    """One launch, one program per request."""
+    tokens, pools, bans = accepted.tokens, slots.pools, slots.bans
+    positions = None if rows is None or bans is None else rows.positions
+    if pools is None:
+        raise TensorContractError("update_token_history: expected slots with pools, got None")
+    expect_reachable(token_history_kernel, "tokens", tokens)
+    requests, width = tokens.shape
+    token_history_kernel[(requests,)](
+        # inputs
+        tokens,
+        accepted.num_accepted,
+        slots.slot_ids,
+        tokens if positions is None else positions,  # never read if it is not there
+        pools.words,
+        # updated in place
+        slots.table,
+        pools.counts,
+        pools.seen,
+        tokens if bans is None else bans.allowed,
+        tokens if bans is None else bans.hidden,
+        # sizes
+        tokens.stride(0),
+        accepted.num_accepted.stride(0),
+        slots.slot_ids.stride(0),
+        slots.table.stride(0),
+        0 if positions is None else positions.stride(0),
+        pools.vocab_size,
+        # constants
+        COLUMNS=triton.next_power_of_2(width),
+        STOPS=MAX_STOP_IDS,
+        WORDS=MAX_BAD_WORDS,
+        HAS_BANS=positions is not None,
+        LENGTH=slots.columns["recent"].width,
+        num_warps=1,
+        **pdl_options(tokens.device),
+    )

@@ -1,0 +1,32 @@
+"""Every op has a torch reference and a Triton implementation with one signature."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from mtp_plugin.kernels.backend import Backend
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+REFERENCES = [
+    (".".join(path.relative_to(ROOT).with_suffix("").parts), node.name)
+    for path in sorted((ROOT / "mtp_plugin").rglob("*.py"))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef)
+    and node.name.endswith("_reference")
+    and not node.name.startswith("_")
+]
+
+
+@pytest.mark.parametrize(("module", "name"), REFERENCES)
+def test_reference_and_triton_have_the_same_signature(module: str, name: str) -> None:
+    reference = getattr(importlib.import_module(module), name)
+    triton = Backend.TRITON.dispatch(reference)
+    assert Backend.TORCH.dispatch(reference) is reference
+    assert inspect.signature(triton) == inspect.signature(reference)
