@@ -395,8 +395,6 @@ def relaxed() -> str:
     told = result("relaxed-tiny_model")
     head = [
         "`relaxed_topk`, `relaxed_delta`",
-        "run limit",
-        "entropy scale",
         "acceptance length",
         "tokens that are the target's first choice",
         "tokens before the text is another",
@@ -404,10 +402,6 @@ def relaxed() -> str:
     rows = [
         [
             f"{each['topk']}, {each['delta']:g}",
-            *(
-                "" if each[key] is None else f"{each[key]:g}"
-                for key in ("run_limit", "entropy_scale")
-            ),
             f"{each['acceptance_length']:.2f}",
             f"{each['first_choice_share']:.1%}",
             f"{each['tokens_before_another']:.0f} of {told['tokens']}",

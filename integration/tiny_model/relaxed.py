@@ -33,8 +33,6 @@ class Setting(NamedTuple):
 
     topk: int
     delta: float
-    run_limit: int | None = None
-    entropy_scale: float | None = None
 
 
 STRICT = Setting(1, 0.0)
@@ -44,9 +42,6 @@ SETTINGS = (
     Setting(3, 0.4),
     Setting(10, 0.6),
     Setting(10, 0.9),
-    Setting(10, 0.9, run_limit=1),
-    Setting(10, 0.9, entropy_scale=2.0),
-    Setting(10, 0.9, run_limit=1, entropy_scale=2.0),
 )
 
 
@@ -75,10 +70,6 @@ def measure(
                 "relaxed_delta": setting.delta,
                 "begin_thinking_phase_token": BEGIN,
                 "end_thinking_phase_token": END,
-                "mtp": {
-                    "relaxed_run_limit": setting.run_limit,
-                    "relaxed_entropy_scale": setting.entropy_scale,
-                },
             },
         }
         with LLM(config, model=model) as llm:

@@ -46,11 +46,18 @@ def _told_of_drafts(names: Iterable[str]) -> str:
     return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in told)
 
 
+_RELAXED_REMOVED = (
+    "it was removed; leave it out, and limit relaxed acceptance with relaxed_topk and relaxed_delta"
+)
+
+
 class MTPPluginOptions(ConfigModel):
     """``speculative_config.mtp``: options that TensorRT-LLM does not have."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "mtp": "write the options themselves, without mtp around them",
+        "relaxed_run_limit": _RELAXED_REMOVED,
+        "relaxed_entropy_scale": _RELAXED_REMOVED,
     }
 
     verification: Verification = Field(
@@ -131,17 +138,6 @@ class MTPPluginOptions(ConfigModel):
         default=None,
         description="ids that end the thinking of a request whose budget is spent; null: those of "
         "end_thinking_phase",
-    )
-    relaxed_run_limit: int | None = Field(
-        default=None,
-        ge=1,
-        description="relaxed: so many near-best drafts in a row at most; null: any number",
-    )
-    relaxed_entropy_scale: float | None = Field(
-        default=None,
-        gt=0,
-        description="relaxed: rows of less entropy (nats) allow a smaller share of relaxed_delta; "
-        "null: all of it",
     )
 
     @override

@@ -319,17 +319,11 @@ class MTPDecodingConfig(ConfigModel):
                 yield f"{name}_token", f"expected either {name}_token or mtp.{name}, got both"
         if self.use_relaxed_acceptance_for_thinking:
             return
-        relaxed: list[tuple[ConfigModel, str, str]] = [
-            (self, "", "relaxed_topk"),
-            (self, "", "relaxed_delta"),
-            (self.mtp, "mtp.", "relaxed_run_limit"),
-            (self.mtp, "mtp.", "relaxed_entropy_scale"),
-        ]
-        for model, path, name in relaxed:
-            value = getattr(model, name)
-            if value != type(model).model_fields[name].default:
+        for name in ("relaxed_topk", "relaxed_delta"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
                 yield (
-                    path + name,
+                    name,
                     f"{got(value)} would be ignored; expected "
                     "use_relaxed_acceptance_for_thinking: true beside it",
                 )

@@ -631,28 +631,14 @@ COMBINATION_CASES = [
         "speculative_config.relaxed_topk: 10 would be ignored; expected "
         "use_relaxed_acceptance_for_thinking: true beside it",
     ),
-    Case(
-        "run limit while strict",
-        mtp("mtp: {relaxed_run_limit: 2}"),
-        "speculative_config.mtp.relaxed_run_limit: 2 would be ignored; expected "
-        "use_relaxed_acceptance_for_thinking: true beside it",
-    ),
-    Case(
-        "entropy scale while strict",
-        mtp("mtp: {relaxed_entropy_scale: 0.5}"),
-        "speculative_config.mtp.relaxed_entropy_scale: 0.5 would be ignored; expected "
-        "use_relaxed_acceptance_for_thinking: true beside it",
-    ),
-    Case(
-        "entropy scale of nothing",
-        mtp("mtp: {relaxed_entropy_scale: 0}"),
-        "speculative_config.mtp.relaxed_entropy_scale: expected a number above 0 or null, got 0",
-    ),
-    Case(
-        "run limit of nothing",
-        mtp("mtp: {relaxed_run_limit: 0}"),
-        "speculative_config.mtp.relaxed_run_limit: expected an integer of at least 1 or null, "
-        "got 0",
+    *(
+        Case(
+            f"removed key {name}",
+            mtp(f"mtp: {{{name}: null}}"),
+            f"speculative_config.mtp.{name}: unknown key; it was removed; leave it out, and limit "
+            "relaxed acceptance with relaxed_topk and relaxed_delta",
+        )
+        for name in ("relaxed_run_limit", "relaxed_entropy_scale")
     ),
     Case(
         "end of thinking without an id",

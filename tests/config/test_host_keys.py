@@ -277,12 +277,12 @@ class TestFilesBeside:
         assert spec.mtp.draft_vocab == str(options.parent / "ids.json")
 
     def test_options_are_checked_beside_the_files(self, file: Path, options: Path) -> None:
-        options.write_text("relaxed_run_limit: 2\n")
+        options.write_text("gate_margin: 0.2\n")
         with pytest.raises(ConfigError) as caught:
             load_config(file, model="m", plugin_options=options)
         assert str(caught.value) == (
-            f"{file}: speculative_config.mtp.relaxed_run_limit: 2 would be ignored; expected "
-            "use_relaxed_acceptance_for_thinking: true beside it"
+            f"{file}: speculative_config.mtp.gate_margin: 0.2 would be ignored; expected "
+            "acceptance_window and acceptance_length_threshold beside it"
         )
 
     def test_options_twice(self, file: Path, options: Path) -> None:

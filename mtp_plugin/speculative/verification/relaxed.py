@@ -18,7 +18,7 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import NO_TOKEN, expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import RUN_COLUMN, AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 _logger = logging.getLogger("mtp_plugin")
@@ -32,7 +32,7 @@ class RelaxedVerification(VerificationMode):
     It claims the rows of thinking requests that are greedy; what is drawn or forced is never
     relaxed. Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking
     phase; a host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
-    ``relaxed_limit`` (the request's own, or the config's) and, with a run limit, ``relaxed_run``.
+    ``relaxed_limit`` (the request's own, or the config's).
     Ids that end a request, or are ignored, are accepted only as first choice; a request with more
     of them than a slot has room for is never relaxed, which is logged, nor is one that ignores
     some beside ``min_tokens``.
@@ -44,8 +44,6 @@ class RelaxedVerification(VerificationMode):
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self.topk, self.delta = options.relaxed_topk, options.relaxed_delta
-        self.run_limit = options.mtp.relaxed_run_limit
-        self.entropy_scale = options.mtp.relaxed_entropy_scale
         expect_thinking_tokens(*options.thinking_tokens)
         self.thinking_tokens = options.thinking_tokens
         """(begin, end) ids."""
@@ -55,8 +53,6 @@ class RelaxedVerification(VerificationMode):
             SlotColumn("relaxed_topk", int, self.topk),
             SlotColumn("relaxed_limit", float, self.delta),
         ]
-        if self.run_limit is not None:
-            self.columns.append(SlotColumn(RUN_COLUMN, int))
         self._told: set[str] = set()
 
     @classmethod
@@ -68,10 +64,6 @@ class RelaxedVerification(VerificationMode):
     @override
     def label(cls, options: DecodingOptions) -> Label | None:
         settings = f"top {options.relaxed_topk}, delta {options.relaxed_delta:g}"
-        if options.mtp.relaxed_entropy_scale is not None:
-            settings += f" up to an entropy of {options.mtp.relaxed_entropy_scale:g}"
-        if options.mtp.relaxed_run_limit is not None:
-            settings += f", {options.mtp.relaxed_run_limit} in a row"
         return Label(
             name=cls.name,
             settings=settings,
@@ -110,8 +102,6 @@ class RelaxedVerification(VerificationMode):
             delta_in_force=inputs.step.manager.mtp_relaxed_delta_pool,
             begin_token=begin,
             end_token=end,
-            run_limit=self.run_limit,
-            entropy_scale=self.entropy_scale,
         )
         tells_nothing = inputs.step.next_prompt_tokens is None
         if tells_nothing and inputs.input_ids is not None and inputs.layout.num_contexts:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
@@ -76,18 +75,8 @@ def test_a_request_has_a_threshold_of_its_own() -> None:
     assert values(mode, facts(relaxed_topk=1), [1]) == (0.0, 0, 1, DELTA)
 
 
-def test_a_run_limit_and_a_scale_of_entropies() -> None:
-    """They go to the rule, and only a limit needs a column."""
-    mtp = MTPPluginOptions(relaxed_run_limit=2, relaxed_entropy_scale=1.5)
-    extras = replace(OPTIONS, mtp=mtp)
-    mode = RelaxedVerification(extras, DEVICE)
-    assert mode.label(extras).settings == "top 3, delta 0.25 up to an entropy of 1.5, 2 in a row"
-    assert [column.name for column in mode.columns][-1] == "relaxed_run"
-    assert "relaxed_run" not in {c.name for c in RelaxedVerification(OPTIONS, DEVICE).columns}
-    prompts = Prompts([], mode=mode)
-    rule = mode.verify(prompts.step(), STRICT, backend=Backend.TORCH).relaxed
-    assert (rule.run_limit, rule.entropy_scale) == (2, 1.5)
-    assert prompts.manager.table.column("relaxed_run").eq(0).all()
+def test_label_shows_the_thresholds() -> None:
+    assert RelaxedVerification.label(OPTIONS).settings == "top 3, delta 0.25"
 
 
 def test_more_stop_ids_than_a_slot_has_room_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,9 +136,8 @@ class Prompts:
         pieces: list[list[int]],
         thinks: bool = True,
         own_pool: bool = False,
-        mode: RelaxedVerification | None = None,
     ):
-        self.mode, self.pieces = mode or RelaxedVerification(OPTIONS, DEVICE), pieces
+        self.mode, self.pieces = RelaxedVerification(OPTIONS, DEVICE), pieces
         self.manager = SlotStateManager((self.mode,), len(pieces) + 2, device=DEVICE)
         self.slots = random.Random(len(pieces)).sample(range(len(pieces) + 2), len(pieces))
         if own_pool:
