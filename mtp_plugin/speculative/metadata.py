@@ -12,7 +12,13 @@ import torch
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.requests.slots import slot_or_sentinel
-from mtp_plugin.speculative.host import asked_of, asks_beyond_choice, is_eagle, is_vanilla
+from mtp_plugin.speculative.host import (
+    asked_of,
+    asks_beyond_choice,
+    expect_distinct_ids,
+    is_eagle,
+    is_vanilla,
+)
 
 
 @dataclass(kw_only=True)
@@ -36,7 +42,7 @@ class MTPSpecMetadata:
     next_prompt_tokens: torch.Tensor | None = None  # [C] int32, -1 where the chunk ends the prompt
     request_ids: Sequence[int] | None = None
     prepared_ids: list[int] | None = field(default=None, init=False)
-    """Those that `prepare` was last called for."""
+    """Ids that `prepare` was last called for; None before the first call."""
     seq_lens: Sequence[int] | None = None
     gather_ids: torch.Tensor | None = None
     num_accepted_draft_tokens: torch.Tensor | None = None  # carried for hosts, not read
@@ -84,6 +90,7 @@ class MTPSpecMetadata:
             self.max_num_requests, dtype=torch.int32, device=self.device
         )
         self._num_indices = 0
+        self.prepared_ids = None
         self.draft_token_indices_cuda = torch.arange(
             self.mtp_num_modules, dtype=torch.int64, device=self.device
         )
@@ -108,8 +115,8 @@ class MTPSpecMetadata:
         """Fill the device buffers of this step; call once, on the object that the forward uses.
 
         Raises:
-            MetadataError: a request without a slot, more requests than the buffers hold, or one
-                that asks for more than the captured step gives.
+            MetadataError: a request without a slot or listed twice, more requests than the buffers
+                hold, or a request with options that the captured step does not serve.
         """
         request_ids: Any = self.request_ids
         if request_ids is None or isinstance(request_ids, torch.Tensor):
@@ -127,6 +134,7 @@ class MTPSpecMetadata:
             self._num_indices = num_seqs
         self.num_tokens = self.dp_num_tokens()
         if self.mtp_hidden_states_manager is not None:
+            expect_distinct_ids(request_ids, self.mtp_hidden_states_manager)
             slots = [self.slot_of(request_id) for request_id in request_ids]
             self._upload(self.slot_ids, slots, torch.int64)
             self._expect_what_is_captured()

@@ -247,6 +247,7 @@ def test_the_view_of_a_graph() -> None:
     assert view.slot_ids.shape == view.batch_indices_cuda.shape == (2,)
     assert view.mtp_hidden_states_manager is manager
     assert view.create_cuda_graph_metadata(1) is view
+    assert (spec.prepared_ids, view.prepared_ids) == ([5, 6], None)  # its slots are zeros
     view.request_ids = [6, 5]
     view.prepare()
     assert view.slot_ids.tolist() == [1, 0]

@@ -172,6 +172,7 @@ class Host:
         attention = KVAttention(lens, num_contexts, kv_lens)
         spec = self.spec
         spec.request_ids = [request.py_request_id for request in requests]
+        attention.request_ids = list(spec.request_ids)
         spec.num_generations, spec.num_tokens = len(requests) - num_contexts, len(ids)
         spec.draft_tokens, spec.runtime_draft_len = int32(drafts), K
         if self.line != "1.2":

@@ -52,6 +52,11 @@ class MetadataBody:
         # 1.3 tells the token behind a prompt chunk, by a name of its own
         self.next_prompt_tokens = getattr(self, "context_prompt_lookahead_tokens", None)
 
+    @property
+    def prepared_ids(self) -> list[int] | None:
+        """Ids that :meth:`prepare` was last called for; None before the first call."""
+        return self.mtp_plugin.prepared_ids
+
     def dp_num_tokens(self) -> int:
         """Rows of this rank's first draft pass, which ranks tell each other before they prepare."""
         own = self.mtp_plugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,9 +13,13 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import MetadataError, told
+from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
 from mtp_plugin.speculative.step import SlotRows, StepLayout, to_device
+
+_NOT_RECORDED: Any = object()
+"""Metadata of a host engine that does not record what `prepare` was called for."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,17 @@ class HostStep:
         slot_ids = getattr(spec_metadata, "slot_ids", None)
         slot_ids = None if slot_ids is None else slot_ids[: layout.num_requests]
         rows_of = getattr(manager, "slot_rows", None)
-        request_ids: Sequence[int] = ()
+        request_ids: Sequence[int] | None = None
         if manager is not None:
-            request_ids = read_request_ids(spec_metadata, layout.num_requests)
+            prepared = getattr(spec_metadata, "prepared_ids", _NOT_RECORDED)
+            if prepared is None:
+                slot_ids = None  # the buffer holds zeros, which is another request's slot
+            request_ids = read_request_ids(
+                spec_metadata, attn_metadata, manager, layout.num_requests, prepared
+            )
         edits_logits, only_draws = read_asks(spec_metadata, manager, request_ids)
         if prompts is None and layout.num_contexts:
-            known = known_successors(manager, request_ids[: layout.num_contexts])
+            known = known_successors(manager, (request_ids or ())[: layout.num_contexts])
             if known is not None:
                 device = attn_metadata.seq_lens_cuda.device
                 successors = to_device(known, torch.int32, device)
@@ -158,22 +168,32 @@ class HostStep:
         return self.manager, self.slot_ids
 
 
-def read_asks(spec_metadata: Any, manager: Any, request_ids: Sequence[int]) -> tuple[bool, bool]:
-    """Whether a request of the step asks for more than the first choice of its logits, and whether
-    all who do ask for draws and log-probabilities alone.
+def read_asks(
+    spec_metadata: Any, manager: Any, request_ids: Sequence[int] | None
+) -> tuple[bool, bool]:
+    """Return whether a request of the step sets options beyond greedy decoding, and whether all
+    that do only sample or request log-probabilities.
 
-    ``edits_logits`` and ``only_draws`` of the host's metadata; where the first is None or missing,
-    what the manager knows of the requests. A host whose graphs go by
+    ``edits_logits`` and ``only_draws`` of the metadata decide; where the first is None or missing,
+    the manager's options of ``request_ids`` do. A host engine that chooses graphs by
     ``is_all_greedy_sample`` captures with requests that the manager does not know: where it is
-    False the step gives everything. A captured step gives everything or first choices: others may
-    replay it.
+    False the step serves every option. A captured step serves either every option or only greedy
+    requests, because other requests may replay it.
+
+    Raises:
+        MetadataError: the options are unknown, because there are no request ids.
     """
     told = getattr(spec_metadata, "edits_logits", None)
     if told is not None:
         return bool(told), bool(getattr(spec_metadata, "only_draws", False))
     if manager is None:
         return False, False
-    edits_logits, only_draws = asked_of(manager, request_ids)
+    if request_ids is None and getattr(manager, "any_request_options", False):
+        raise MetadataError(
+            "request_ids: expected the ids of the step's requests, got None, and the manager holds "
+            "requests with sampling options; assign request_ids and call prepare()"
+        )
+    edits_logits, only_draws = asked_of(manager, request_ids or ())
     is_graph = bool(getattr(spec_metadata, "is_cuda_graph", False))
     if not edits_logits and not getattr(spec_metadata, "is_all_greedy_sample", True):
         edits_logits = True
@@ -190,26 +210,62 @@ def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
     return told
 
 
-def read_request_ids(spec_metadata: Any, num_requests: int) -> list[int]:
-    """The ids of a step's requests, in the batch's order; none where the host tells none.
+def read_request_ids(
+    spec_metadata: Any,
+    attn_metadata: Any,
+    manager: Any,
+    num_requests: int,
+    prepared: Any = _NOT_RECORDED,
+) -> list[int] | None:
+    """Return the ids of a step's requests in batch order; None if the metadata has none.
+
+    Args:
+        prepared: ids that ``prepare()`` was last called for, None before the first call.
 
     Raises:
-        MetadataError: they are not those of this step, or the rows of slots are another step's.
+        MetadataError: the ids are not those of this step, in its order and distinct, or the slots
+            belong to another step.
     """
     ids = getattr(spec_metadata, "request_ids", None)
-    if ids is None:
-        return []
-    if isinstance(ids, torch.Tensor):
-        raise MetadataError(f"request_ids: expected a list of {num_requests}, got a Tensor")
+    is_prepared = prepared is not _NOT_RECORDED and prepared is not None
+    if ids is None and not is_prepared:
+        return None
+    if ids is None or isinstance(ids, torch.Tensor):
+        got = "None" if ids is None else "a Tensor"
+        raise MetadataError(f"request_ids: expected a list of {num_requests}, got {got}")
     ids = list(ids)
     if len(ids) != num_requests:
         raise MetadataError(f"request_ids: expected a list of {num_requests}, got {told(ids)}")
-    prepared = getattr(spec_metadata, "prepared_ids", None)
-    if prepared is not None and prepared != ids:
+    if is_prepared and prepared != ids:
         raise MetadataError(
             f"request_ids: {told(ids)}, and prepare() was called for {told(prepared)}"
         )
+    attn_ids = getattr(attn_metadata, "request_ids", None)
+    if isinstance(attn_ids, Sequence) and len(attn_ids) and list(attn_ids) != ids:
+        raise MetadataError(
+            f"request_ids: {told(ids)} in the speculative metadata and {told(list(attn_ids))} in "
+            "the attention metadata; expected the batch's requests in the same order"
+        )
+    if not is_prepared:  # else prepare() has checked them
+        expect_distinct_ids(ids, manager)
     return ids
+
+
+def expect_distinct_ids(request_ids: Sequence[int], manager: Any) -> None:
+    """Check that no id is listed twice, except those of graph padding and of dummy requests.
+
+    Raises:
+        MetadataError: two rows of the step would share a slot.
+    """
+    if len({*request_ids}) == len(request_ids):
+        return
+    is_dummy = getattr(manager, "is_dummy", is_graph_dummy_id)
+    twice = [n for n, count in Counter(request_ids).items() if count > 1 and not is_dummy(n)]
+    if twice:
+        raise MetadataError(
+            f"request_ids: expected every request once, got {told(twice[0])} "
+            f"{list(request_ids).count(twice[0])} times in {told(list(request_ids))}"
+        )
 
 
 def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | None:

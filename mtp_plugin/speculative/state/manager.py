@@ -114,6 +114,7 @@ class SlotStateManager:
         self._asking: dict[int, bool] = {}
         self._row_owners: dict[int, SpecRequest] = {}
         self._contexts: Sequence[Any] = ()
+        self._dummies: set[int] = set()
 
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
@@ -189,6 +190,15 @@ class SlotStateManager:
         told = [asking[number] for number in request_ids if number in asking]
         return bool(told), bool(told) and all(told)
 
+    @property
+    def any_request_options(self) -> bool:
+        """Whether a request that holds a slot sets options beyond greedy decoding."""
+        return bool(self._asking)
+
+    def is_dummy(self, request_id: int) -> bool:
+        """Return whether the id is one of graph padding or of :meth:`add_dummy_requests`."""
+        return request_id in self._dummies or is_graph_dummy_id(request_id)
+
     def successors_of(self, request_ids: Sequence[int]) -> list[int] | None:
         """The prompt token behind the chunk of each of these contexts of the step at hand, -1 where
         it ends the prompt or nobody knows it; None: of all."""
@@ -211,6 +221,7 @@ class SlotStateManager:
         """Give the request's slot back; a request that never had one changes nothing."""
         self.slot_manager.remove_slot(request.request_id)
         self._asking.pop(request.request_id, None)
+        self._dummies.discard(request.request_id)
         self._row_owners.pop(request.request_id, None)
         if self.edit_rows is not None:
             self.edit_rows.give_back(request.request_id)
@@ -223,12 +234,14 @@ class SlotStateManager:
                 self.slot_manager.remove_slot(request_id)
             else:
                 fresh[self.slot_manager.add_slot(request_id)] = {}
+                self._dummies.add(request_id)
         self._reset(fresh)
 
     def shutdown(self) -> None:
         """Give every slot back."""
         self.slot_manager.shutdown()
         self._asking.clear()
+        self._dummies.clear()
         self._row_owners.clear()
         self._contexts = ()
         if self.edit_rows is not None:

@@ -94,7 +94,7 @@ class KVAttention(Attention):
         super().__init__(seq_lens, num_contexts, num_cached=cached)
         self.kv_lens_cuda = int32(kv_lens)
         self.host_request_types = int32([0] * num_contexts + [1] * self.num_generations)
-        self.request_ids = list(range(len(seq_lens)))
+        self.request_ids: list[int] | None = None
 
     def on_update_kv_lens(self) -> None:
         self.refreshed["kv_lens"] += 1
@@ -301,6 +301,7 @@ class Step:
             )
         ids = list(range(len(self.requests)))
         spec.request_ids = ids + [CUDA_GRAPH_DUMMY_REQUEST_ID] * self.padding
+        self.attn.request_ids = list(spec.request_ids)
         spec.prepare()
         return spec
 

@@ -174,7 +174,7 @@ def end_or_not(kernels: str, **request: Any) -> list[list[int]]:
     manager.prepare_resources(SimpleNamespace(context_requests=[other, prompt]))
     step = Step(2, turns=[Turn([1, 2], [2, 4], [3, 4, 5])], mode=SpeculativeDecodingMode.MTP)
     step.spec.mtp_hidden_states_manager = manager
-    step.spec.request_ids = [7]
+    step.spec.request_ids = step.attn.request_ids = [7]
     step.spec.prepare()
     step.logits.fill_(-9.0)
     for row, token in enumerate((3, 4, 5)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, TensorContractError
 from mtp_plugin.requests.columns import TableColumns
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows, cached_tokens
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
@@ -29,6 +31,7 @@ from tests.speculative.drafting.host import (
     Turn,
     int32,
 )
+from tests.speculative.state.cases import Request, batch
 
 K = 2
 WORKERS = [
@@ -122,6 +125,75 @@ def test_ids_of_another_step_are_refused(changed: Any, message: str) -> None:
     step.spec.request_ids = changed(list(step.spec.request_ids))
     with pytest.raises(MetadataError, match=f"^{message}"):
         HostStep.read(step.attn, step.spec, K, step.position_ids[0])
+
+
+@pytest.mark.parametrize("kind", [MTPWorker, MTPEagleWorker])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_step_without_request_ids_refuses_to_read_slots(kind: Any, is_prepared: bool) -> None:
+    """Without ids every row would read the options of the request in slot 0."""
+    step = mixed(slots=[5, 0, 7, 2])
+    if is_prepared:
+        step.spec.request_ids = None
+        message = "request_ids: expected a list of 4, got None"
+    else:
+        step.spec = dataclasses.replace(step.spec)
+        step.spec.edits_logits = True
+        message = r"this step needs spec_metadata.slot_ids: call prepare\(\) first"
+    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    layers = [ScriptedLayer(depth) for depth in range(K)]
+    with pytest.raises(MetadataError, match=message):
+        worker(**step.inputs(), mtp_layers=layers)
+
+
+def test_step_without_request_ids_refuses_when_the_manager_holds_options() -> None:
+    """Also for metadata of a host engine that records no prepare()."""
+    step = Step(K, turns=[Turn([1, 2], [5, 6], [5, 9, 7])])
+    step.manager.prepare_resources(batch(Request(40, py_return_log_probs=True)))
+    for spec in (
+        MTPSpecMetadata(max_num_requests=1, max_draft_len=K),
+        SimpleNamespace(slot_ids=torch.zeros(1, dtype=torch.int64)),
+    ):
+        spec.mtp_hidden_states_manager = step.manager
+        with pytest.raises(MetadataError, match=r"request_ids: .* got None, and the manager holds"):
+            HostStep.read(step.attn, spec, K)
+
+
+def test_ids_in_another_order_than_the_attention_metadata_are_refused() -> None:
+    step = mixed()
+    for same in (None, [], torch.arange(4), range(4), (0, 1, 2, 3)):
+        step.attn.request_ids = same
+        HostStep.read(step.attn, step.spec, K)
+    step.attn.request_ids = [0, 1, 3, 2]
+    message = r"request_ids: \[0, 1, 2, 3\] in the speculative .* \[0, 1, 3, 2\] in the attention"
+    with pytest.raises(MetadataError, match=message):
+        HostStep.read(step.attn, step.spec, K)
+
+
+def test_ids_listed_twice_are_refused_except_padding_and_dummies() -> None:
+    step = mixed()
+    manager = step.manager
+    manager.add_dummy_requests([50])
+    own = MTPSpecMetadata(
+        max_num_requests=9,
+        max_draft_len=K,
+        mtp_hidden_states_manager=manager,
+        device=manager.device,
+    )
+    padding = CUDA_GRAPH_DUMMY_REQUEST_ID
+    for allowed in ([0, 50, 50, 1], [0, 1, padding, padding]):
+        step.attn.request_ids = own.request_ids = allowed
+        own.prepare()
+        HostStep.read(step.attn, own, K)
+    twice, message = [0, 1, 2, 1], r"expected every request once, got 1 2 times in \[0, 1, 2, 1\]"
+    own.request_ids = twice
+    with pytest.raises(MetadataError, match=message):
+        own.prepare()
+    theirs = SimpleNamespace(
+        request_ids=twice, slot_ids=torch.arange(4), mtp_hidden_states_manager=manager
+    )
+    step.attn.request_ids = None
+    with pytest.raises(MetadataError, match=message):
+        HostStep.read(step.attn, theirs, K)
 
 
 def test_drafts_that_are_no_tensor_are_refused() -> None:
