@@ -115,6 +115,7 @@ class SlotStateManager:
         self._row_owners: dict[int, SpecRequest] = {}
         self._contexts: Sequence[Any] = ()
         self._dummies: set[int] = set()
+        self._owners: dict[int, SpecRequest] = {}
 
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
@@ -139,8 +140,10 @@ class SlotStateManager:
         """Give every request on its first prompt chunk a slot with a row of its own values.
 
         Raises:
-            NoFreeSlotsError: more sequences than slots, or more with facts that edit logits than
-                pools have rows. MetadataError: what facts ask for cannot be. Who fails has no slot.
+            NoFreeSlotsError: more sequences than slots, or more requests with logits processing
+                than the pools have rows.
+            MetadataError: another live request has the same id, or an option cannot be served. The
+                request that fails has no slot.
         """
         fresh: dict[int, dict[str, Any]] = {}
         admitted: dict[int, RequestFacts] = {}
@@ -162,6 +165,7 @@ class SlotStateManager:
         if self.always_greedy:
             facts = facts.without(DRAWN)
         values = self._values_of(request, facts)
+        self._expect_unique_id(request, facts)
         slot = self.slot_manager.add_slot(request.request_id)
         try:
             values |= self._rows_of(request, facts)
@@ -177,7 +181,28 @@ class SlotStateManager:
             raise
         if facts.edits_logits:
             self._asking[facts.request_id] = facts.only_draws
+        if not facts.is_dummy:
+            self._owners[facts.request_id] = request
         return slot, values, facts
+
+    def _expect_unique_id(self, request: SpecRequest, facts: RequestFacts) -> None:
+        """Refuse a request whose id is that of another live one, because both would share a slot.
+
+        A request that starts over after preemption keeps its slot.
+
+        Raises:
+            MetadataError: naming the id.
+        """
+        owner = self._owners.get(request.request_id)
+        if owner is None or owner is request or facts.is_dummy:
+            return
+        has_state = getattr(owner, "state", None) is not None
+        if has_state and phase_of(owner) == RequestState.GENERATION_COMPLETE.name:
+            return
+        raise MetadataError(
+            f"request {request.request_id}: another live request has this id and holds its slot; "
+            "expected a different id, or free_resources() for the other one first"
+        )
 
     def asks_of(self, request_ids: Iterable[int]) -> tuple[bool, bool]:
         """What a step of these requests gives: whether one asks for more than the first choice of
@@ -222,6 +247,7 @@ class SlotStateManager:
         self.slot_manager.remove_slot(request.request_id)
         self._asking.pop(request.request_id, None)
         self._dummies.discard(request.request_id)
+        self._owners.pop(request.request_id, None)
         self._row_owners.pop(request.request_id, None)
         if self.edit_rows is not None:
             self.edit_rows.give_back(request.request_id)
@@ -242,6 +268,7 @@ class SlotStateManager:
         self.slot_manager.shutdown()
         self._asking.clear()
         self._dummies.clear()
+        self._owners.clear()
         self._row_owners.clear()
         self._contexts = ()
         if self.edit_rows is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, NoFreeSlotsError
+from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import DecodingOptions, ResourceManager
@@ -163,6 +163,31 @@ def test_a_reused_slot_is_zero() -> None:
     # and only that one
     assert manager.mtp_past_hidden_states_pool[1:].isnan().all()
     assert (manager.mtp_past_tokens_pool[1:] == -777).all()
+
+
+def test_two_live_requests_with_one_id_are_refused() -> None:
+    """They would share a slot and its options."""
+    manager = make(max_num_requests=4)
+    first, second = Request(7, state=SimpleNamespace(name="GENERATION_IN_PROGRESS")), Request(7)
+    manager.prepare_resources(batch(first))
+    with pytest.raises(MetadataError, match=r"^request 7: another live request has this id"):
+        manager.prepare_resources(batch(Request(8), second))
+    assert manager.slot_manager.slot_mapping == {7: 0, 8: 1}
+    with pytest.raises(MetadataError, match=r"^request 9: another live request has this id"):
+        manager.prepare_resources(batch(Request(9), Request(9)))
+    first.state.name = "CONTEXT_INIT"
+    manager.prepare_resources(batch(first))  # starts over after preemption
+    first.state.name = "GENERATION_COMPLETE"
+    manager.prepare_resources(batch(second))
+    manager.free_resources(second)
+    manager.prepare_resources(batch(Request(7)))
+
+
+def test_dummies_may_repeat_an_id() -> None:
+    manager = make()
+    for _ in range(2):
+        manager.add_dummy_requests([0])
+        manager.prepare_resources(batch(Request(0, is_dummy=True)))
 
 
 def test_free_is_idempotent_and_knows_no_strangers() -> None:
