@@ -169,7 +169,9 @@ class PyExecutor:
         outputs = self.engine.forward(batch, None, set())
         state = self.sampler.sample_async(batch, outputs)
         self._update_request_states(batch)
-        events = self._responses(self.sampler.update_requests(state))
+        results = self.sampler.update_requests(state)
+        self._fail_without_token(batch, results)
+        events = self._responses(results)
         self.resources.update_resources(batch)
         return cancelled + events
 
@@ -186,6 +188,7 @@ class PyExecutor:
         results: Sequence[StepResult] = ()
         if previous is not None:
             results = self.sampler.update_requests(previous.state)
+            self._fail_without_token(previous.batch, results, previous.epochs)
         self._launched = None
         if outputs is not None:
             state = self.sampler.sample_async(batch, outputs)
@@ -228,6 +231,23 @@ class PyExecutor:
             request.move_to_next_context_chunk()
 
     # ---- results ----------------------------------------------------------------------------
+
+    @staticmethod
+    def _fail_without_token(
+        batch: ScheduledRequests,
+        results: Sequence[StepResult],
+        epochs: dict[int, int] | None = None,
+    ) -> None:
+        """End generations that their step gave no token, because they would be scheduled forever.
+
+        Args:
+            epochs: of the requests when the step was launched; None: no request started over since.
+        """
+        advanced = {result.request_id for result in results if result.token_ids}
+        for request in batch.generation_requests:
+            is_late = epochs is not None and epochs[request.request_id] != request.py_epoch
+            if request.request_id not in advanced and not request.is_finished and not is_late:
+                request.fail("the step gave the request no token: a defect of the plugin in use")
 
     def _responses(self, results: Sequence[StepResult]) -> list[StepEvent]:
         """Events of what a step gave; finished requests give everything back."""

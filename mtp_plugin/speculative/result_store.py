@@ -113,7 +113,7 @@ class ResultStore:
         first, last = 2 * width, 2 * width + min(draft_len, width - 1)
         index = torch.tensor(slots, dtype=torch.int64)
         rows: list[list[int]] = self.rows.index_select(0, index).tolist()
-        return [(row[: min(row[-2], width)], row[first:last], row[-1]) for row in rows]
+        return [(row[: max(min(row[-2], width), 0)], row[first:last], row[-1]) for row in rows]
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

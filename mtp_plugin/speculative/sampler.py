@@ -58,6 +58,7 @@ _READ = (
     "logprob_entries",
 )
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
+NO_TOKEN_IN_STEP = "the worker returned no token for the request: new_tokens_lens is 0"
 NARROWING_OPTIONS = ("allowed_token_ids", "bad_words", "bad_token_ids")
 """Options of a request that may leave no id, where all logits are finite."""
 NO_LOGPROBS = "logprobs: the step told no log-probabilities"
@@ -77,6 +78,7 @@ class SampleStateMTP:
     rows: list[PendingRow] = field(default_factory=list)
     runtime_draft_len: int | None = None
     results: ResultStore | None = None  # what ``host`` has, in one piece
+    is_applied: bool = False  # update_requests has read it
 
 
 class MTPSampler:
@@ -260,12 +262,22 @@ class MTPSampler:
 
         Returns:
             What each of the others got, in the batch's order.
+
+        Raises:
+            ExecutorError: the state was passed before, so its tokens would be appended twice, or it
+                holds no host tensors.
         """
+        if state.is_applied:
+            raise ExecutorError(
+                "update_requests: this step's results were applied before; call it once for each "
+                "state of sample_async"
+            )
         if state.sampler_event is not None:
             state.sampler_event.synchronize()
         host = state.host
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
+        state.is_applied = True
         # who ended or started over since may have no slot any more
         all_rows = enumerate(state.rows or self._rows_of(state))
         kept = [(place, row) for place, row in all_rows if not row.is_late]
@@ -348,8 +360,11 @@ class MTPSampler:
         length, stop = request.get_num_tokens(BEAM), facts.stop
         before = request.get_tokens(BEAM) if stop.words else ()
         ending = stop.judge(run, length, num_drafts=num_matches, tokens=before)
-        if status != STATUS_OK and ending.reason is None:
-            ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))
+        if ending.reason is None:
+            if status != STATUS_OK:
+                ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))
+            elif not run and not facts.is_dummy:
+                ending = Ending(0, FinishReason.ERROR, NO_TOKEN_IN_STEP)
         emitted = run[: ending.length]
         for token in emitted:
             request.add_new_token(token, BEAM)

@@ -48,6 +48,31 @@ def record(llm, look) -> None:
     wrap_worker(llm, lambda worker: RecordingWorker(worker, look))
 
 
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("what", ["worker", "sampler"])
+def test_step_without_tokens_ends_its_requests(bed, prompts, no_overlap, what):
+    """Whichever component of a plugin returns nothing, generate() does not loop forever."""
+    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    if what == "worker":
+
+        class SilentWorker(RecordingWorker):
+            def forward(self, **kwargs):
+                outputs = self.worker(**kwargs)
+                contexts = kwargs["attn_metadata"].num_contexts
+                outputs["new_tokens_lens"][contexts:] = 0
+                return outputs
+
+        wrap_worker(llm, lambda worker: SilentWorker(worker, None))
+        expected = "the worker returned no token"
+    else:
+        llm.executor.sampler.update_requests = lambda _: []
+        expected = "the step gave the request no token"
+    for output in llm.generate(prompts[:2], greedy(max_new_tokens=8)):
+        assert output.finish_reason == "error"
+        assert output.error.startswith(expected)
+    assert_drained(llm)
+
+
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, no_overlap):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,13 @@ def test_rows_of_a_plan() -> None:
     assert vanilla.rows_to_reserve(10, in_flight=True) == 18
     assert vanilla.prompt_rows_to_reserve(10) == 10
     assert [vanilla.chunk_tokens(start, 5) for start in (0, 2, 3, 8)] == [5, 7, 8, 8]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DraftPlan)])
+@pytest.mark.parametrize("value", [-1, 1.5, None, True])
+def test_plan_refuses_what_is_no_count(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"DraftPlan: {field}: expected an integer >= 0, got"):
+        DraftPlan(**{"max_draft_len": 2, field: value})
 
 
 def test_target_only_decoding_costs_one_row() -> None:

@@ -484,6 +484,31 @@ def test_a_refused_request_is_told_without_tokens() -> None:
     ]
 
 
+def test_results_of_a_step_are_applied_once() -> None:
+    """A second call would append the tokens twice."""
+    sampler, request = make(), Request(0)
+    state = sampler.sample_async(batch([], [request]), outputs([7, 8]))
+    sampler.update_requests(state)
+    with pytest.raises(ExecutorError, match="this step's results were applied before"):
+        sampler.update_requests(state)
+    assert request.output == [7, 8]
+
+
+@pytest.mark.parametrize("lens", [0, -1])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_request_without_a_token_ends_with_an_error(is_context: bool, lens: int) -> None:
+    """It would be scheduled forever; the other requests of the step go on."""
+    sampler, other = make(), Request(1)
+    request = Request(0)
+    given = outputs([3, 4], [7, 8])
+    given["new_tokens_lens"][0] = lens
+    lists = ([request], [other]) if is_context else ([], [request, other])
+    first, second = sampler.update_requests(sampler.sample_async(batch(*lists), given))
+    assert (first.token_ids, first.finish_reason) == ([], FinishReason.ERROR)
+    assert request.py_error == "the worker returned no token for the request: new_tokens_lens is 0"
+    assert (second.token_ids, second.finish_reason) == ([7, 8], None)
+
+
 @pytest.mark.parametrize("run", [[], [10, 11]])
 def test_a_dead_row_is_told(run: list[int]) -> None:
     request = Request(0, py_draft_tokens=[10, 11, 12])

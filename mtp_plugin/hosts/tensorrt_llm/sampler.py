@@ -86,7 +86,9 @@ class SamplerBody:
     def update_requests(self, state: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
         """Append a step's tokens to its requests."""
         own = getattr(state, "mtp_plugin", None)
-        self.mtp_plugin_sampler.update_requests(own if own is not None else self._received(state))
+        if own is None:
+            own = state.mtp_plugin = self._received(state)
+        self.mtp_plugin_sampler.update_requests(own)
 
     def _tensors(self, own: SampleStateTensorsMTP | None) -> Any:
         if own is None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError, expect, expect_int
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.thinking import (
@@ -74,7 +74,11 @@ def thinking_end_of(config: Any, host: HostFacts) -> ThinkingEnd | None:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What speculation costs a host per step; the one rule for KV rows and token budgets."""
+    """What speculation costs a host engine per step, in KV rows and tokens of its budget.
+
+    Raises:
+        ConfigError: a field that is not an integer of at least 0.
+    """
 
     max_draft_len: int  # K
     num_draft_layers: int = 0  # MTP layers to load, each with a KV pool of its own
@@ -82,6 +86,10 @@ class DraftPlan:
     history_rows: int = 0  # rows that a continued prompt chunk feeds to the draft layers again
     past_pairs: int = 0  # states and tokens that a slot keeps
     num_draft_probs: int = 0  # drafts of which a slot keeps what they were drawn from
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            expect_int(f"DraftPlan: {name}", value, minimum=0, error=ConfigError)
 
     @property
     def step_rows(self) -> int:
