@@ -30,3 +30,24 @@ def test_reference_and_triton_have_the_same_signature(module: str, name: str) ->
     triton = Backend.TRITON.dispatch(reference)
     assert Backend.TORCH.dispatch(reference) is reference
     assert inspect.signature(triton) == inspect.signature(reference)
+
+
+def public_ops() -> list[tuple[Path, ast.FunctionDef]]:
+    """Public functions that choose between the implementations."""
+    return [
+        (path, node)
+        for path in sorted((ROOT / "mtp_plugin").rglob("*.py"))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if "backend.dispatch(" in (text := ast.unparse(node)) or "_side(backend)" in text
+    ]
+
+
+def test_public_ops_take_a_backend_and_are_tested_with_strided_arguments() -> None:
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    strided = "\n".join(text for text in tests if "check_strided_arguments(" in text)
+    ops = public_ops()
+    assert len(ops) > 30
+    for path, op in ops:
+        assert [argument.arg for argument in op.args.kwonlyargs][-1:] == ["backend"], path
+        assert op.name in strided, f"{path}: {op.name}"
