@@ -11,7 +11,7 @@ OLD_TRITON := $(CURDIR)/.triton-3.5
 # how drafts of a temperature are judged
 ways = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
-.PHONY: setup demo test test-triton-3.5 lint results clean
+.PHONY: setup demo test test-fast test-full test-triton-3.5 lint results clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST)
+
+# a first answer within 90 seconds: one test file or folder per part of the package
+test-fast: $(STAMP)
+	$(PYTEST) $(FAST)
+
+# every combination of worker, loop and draft length too
+test-full: $(STAMP)
+	$(PYTEST) -m "full or not full"
 
 # not part of `test`: every kernel compiles under the oldest Triton too
 test-triton-3.5: $(STAMP) $(OLD_TRITON)/.installed

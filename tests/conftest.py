@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +46,41 @@ MakeText = Callable[[Path], str]
 """What makes a text; it may leave files in the folder."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need a CUDA device; elsewhere the summary names them as skipped."""
-    if torch.cuda.is_available():
-        return
+MATRIX = frozenset({"no_overlap", "vanilla", "k"})
+"""Parameters whose combinations multiply engines: loop, worker and draft length."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` without a CUDA device; leave ``full`` ones to ``-m full``.
+
+    Every scenario of the executor runs with one combination of :data:`MATRIX`, another one from
+    scenario to scenario; the other combinations get the marker ``full``. Those of losslessness
+    keep all.
+    """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    scenarios: dict[tuple[Any, ...], list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        is_scenario = "executor" in item.path.parts and "losslessness" not in item.path.name
+        if is_scenario and isinstance(item, pytest.Function):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if MATRIX & params.keys():
+                others = [repr(value) for name, value in params.items() if name not in MATRIX]
+                scenarios.setdefault((item.path, item.originalname, *others), []).append(item)
+    numbers: Counter[str] = Counter()
+    for (path, name, *_), cases in scenarios.items():
+        scenario = f"{path.name}::{name}"
+        chosen = (zlib.crc32(scenario.encode()) + numbers[scenario]) % len(cases)
+        numbers[scenario] += 1
+        for case in {*cases} - {cases[chosen]}:
+            case.add_marker("full")
+    if "full" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="module", autouse=True)
