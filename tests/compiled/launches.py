@@ -85,7 +85,6 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
 def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
     """Of a table that has the columns of all modes too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
-    kinds["relaxed_run"] = int
     of_modes = [*CHOICE_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
     columns = TableColumns([*REQUEST_COLUMNS, *of_modes])
     words = -(-vocab // 32)
@@ -119,13 +118,12 @@ def compile_acceptance() -> None:
         pool = slots.table[:, -5].view(F32) if contexts else floats(64, dtype=F32)
         rule = RelaxedRule(slots, pool, begin_token=128798, end_token=128799)
         forced = ints(generations)
-        extras = dataclasses.replace(rule, run_limit=2, entropy_scale=1.5)
         ids = ints(layout.num_logit_rows)
         chosen = [
             AcceptanceRules(
                 some, choices=ids, forced_ids=ids, edited_by=slots, forced_matches=forced
             )
-            for some in (None, rule, extras)
+            for some in (None, rule)
         ]
         for rules in (
             AcceptanceRules(forced_matches=forced),

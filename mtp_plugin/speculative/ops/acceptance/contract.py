@@ -8,9 +8,6 @@ import torch
 
 from mtp_plugin.speculative.step import SlotRows
 
-RUN_COLUMN = "relaxed_run"
-"""Read and written with a run limit."""
-
 
 @dataclass(frozen=True)
 class RelaxedRule:
@@ -22,17 +19,11 @@ class RelaxedRule:
 
     slots: SlotRows
     """With ``thinking``, ``relaxed_topk`` (>= 1), ``relaxed_limit`` (>= 0, the distance to the
-    highest probability that the request allows), ``stop_ids`` (accepted only as top-1) and, for a
-    run limit, ``relaxed_run``."""
+    highest probability that the request allows) and ``stop_ids`` (accepted only as top-1)."""
     delta_in_force: torch.Tensor
     """[S] float32, any stride: the delta that counts, whoever wrote it; 0 where nobody thinks."""
     begin_token: int  # -1 where the vocabulary has none
     end_token: int
-    run_limit: int | None = None
-    """So many accepted tokens that were not top-1 follow each other at most: the column
-    ``relaxed_run`` counts them. None: any number."""
-    entropy_scale: float | None = None
-    """h > 0: a row of entropy H nats allows the delta times min(1, H / h). None: all of it."""
 
     def phase(self, requests: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of some requests think [N] bool, and the delta that each has or would have [N]

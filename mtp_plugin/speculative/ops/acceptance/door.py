@@ -15,7 +15,6 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.speculative.ops.acceptance import reference
 from mtp_plugin.speculative.ops.acceptance.contract import (
-    RUN_COLUMN,
     STRICT,
     AcceptanceRules,
     RelaxedRule,
@@ -47,9 +46,7 @@ def accept(
     does). Stop ids and the two thinking tokens are accepted only as top-1. The phase follows every
     emitted token, so later rows of the same run already obey the new one; without it the request is
     strict. The phase behind the run goes to the request's slot: ``thinking``, and the delta in
-    force, 0 where it thinks no more. With an entropy scale h a row of H nats has the delta times
-    min(1, H / h); with a run limit the request is strict behind so many accepted tokens that were
-    not top-1, until one is, as every bonus.
+    force, 0 where it thinks no more.
 
     **Forced**: so many leading drafts stand, whatever the argmax is, up to the first that is
     absent, outside the vocabulary or masked (-inf or NaN) in its row. A generation with a negative
@@ -156,8 +153,7 @@ def _check_rows(layout: StepLayout, logits: torch.Tensor, draft_tokens: torch.Te
 
 
 def _check_relaxed(rule: RelaxedRule, requests: int, device: torch.device) -> None:
-    needed = RELAXED_COLUMNS if rule.run_limit is None else (*RELAXED_COLUMNS, RUN_COLUMN)
-    check_slots(rule.slots, requests, device, needed)
+    check_slots(rule.slots, requests, device, RELAXED_COLUMNS)
     pool = rule.delta_in_force
     if pool.dim() != 1 or pool.dtype != torch.float32 or pool.device != device:
         raise TensorContractError(

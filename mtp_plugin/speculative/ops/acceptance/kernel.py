@@ -60,7 +60,6 @@ def relaxed_kernel(
     id_ptr,
     weight_ptr,
     ahead_ptr,
-    surprise_ptr,
     near_ptr,
     # sizes
     row_stride,
@@ -79,7 +78,6 @@ def relaxed_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
     HAS_EDITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -88,9 +86,8 @@ def relaxed_kernel(
 
     ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
     the row's draft in order of falling value, then rising id; of a masked draft anything.
-    ``surprise``: sum of exp(value - piece maximum) * (value - piece maximum). Where the target's
-    tokens are chosen, rows that need none of these are not read, and have -inf. With edits all
-    of this is of edited values, and ``near`` the draft's.
+    Where the target's tokens are chosen, rows that need none of these are not read, and have -inf.
+    With edits all of this is of edited values, and ``near`` the draft's.
     """
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +137,6 @@ def relaxed_kernel(
         before_draft = tl.minimum(draft, end)
         weight = tl.zeros([BLOCK], tl.float32)
         ahead = tl.zeros([BLOCK], tl.int32)
-        surprise = tl.zeros([BLOCK], tl.float32)
         for start in range(first, end, BLOCK):
             ids, mine = start + lanes, value.to(tl.float32)
             following = ids + BLOCK
@@ -153,10 +149,6 @@ def relaxed_kernel(
             # one exponential per value; equal values differ by zero also where both are infinite
             apart = tl.where(mine == best, 1.0, tl.exp(-tl.abs(mine - best)))
             apart = tl.where(mine > float("-inf"), apart, 0.0)
-            if HAS_ENTROPY:
-                gap = tl.where((apart > 0) & (mine != best), -tl.abs(mine - best), 0.0)
-                moved = surprise * apart + weight * (apart * gap)
-                surprise = tl.where(better, moved, surprise + apart * gap)
             weight = tl.where(better, weight * apart + 1.0, weight + apart)
             best = tl.where(better, mine, best)
             best_id = tl.where(better, ids, best_id)
@@ -166,9 +158,6 @@ def relaxed_kernel(
         scale = tl.where(best == top, 1.0, tl.exp(best - top))
         tl.store(weight_ptr + out, tl.sum(weight * scale, axis=0))
         tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
-        if HAS_ENTROPY:
-            gap = tl.where((scale > 0) & (best != top), best - top, 0.0)
-            tl.store(surprise_ptr + out, tl.sum(scale * (surprise + weight * gap), axis=0))
     else:
         if not HAS_CHOICES:
             for start in range(first, end, BLOCK):
@@ -181,8 +170,6 @@ def relaxed_kernel(
         top = tl.max(best, axis=0)
         tl.store(weight_ptr + out, 1.0)
         tl.store(ahead_ptr + out, 0)
-        if HAS_ENTROPY:
-            tl.store(surprise_ptr + out, 0.0)
     tl.store(value_ptr + out, top)
     tl.store(id_ptr + out, tl.min(tl.where(best == top, best_id, 2147483647), axis=0))
 
@@ -200,7 +187,6 @@ def emit_kernel(
     id_ptr,
     weight_ptr,
     ahead_ptr,
-    surprise_ptr,
     logits_ptr,
     draft_ptr,
     draft_len_ptr,
@@ -232,11 +218,8 @@ def emit_kernel(
     thinking_column,
     topk_column,
     limit_column,
-    run_column,
     begin_token,
     end_token,
-    run_limit,
-    entropy_scale,
     # constants
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -250,8 +233,6 @@ def emit_kernel(
     HAS_CHOICES: tl.constexpr,
     HAS_FORCED_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
-    HAS_RUN_LIMIT: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One request: its run of accepted drafts, its bonus token, count, status and phase."""
@@ -275,8 +256,6 @@ def emit_kernel(
     if RELAXED:
         weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
         ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
-        if HAS_ENTROPY:
-            surprise = tl.load(surprise_ptr + offset, mask=inside, other=0.0)
     if HAS_CHOICES:
         choices = tl.load(choice_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     if HAS_FORCED_IDS:
@@ -304,7 +283,6 @@ def emit_kernel(
         if HAS_CHOICES:
             # among none
             topk = tl.where(_draws(slot_row), 0, topk)
-        run = tl.load(slot_row + run_column) if HAS_RUN_LIMIT else 0
     if RELAXED or HAS_FORCED:
         known = present & (drafts >= 0)
         entry = (first_row + columns) * row_stride + drafts
@@ -347,14 +325,7 @@ def emit_kernel(
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
             rank = tl.sum(ahead, axis=1)
             relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
-            allowed = tl.zeros_like(total) + delta
-            if HAS_ENTROPY:
-                gap = tl.where((scale > 0) & (values != top[:, None]), values - top[:, None], 0.0)
-                surprise = tl.where(weights > 0, scale * (surprise + weights * gap), 0.0)
-                entropy = tl.log(total) - tl.sum(surprise, axis=1) / total
-                share = tl.minimum(tl.maximum(entropy / entropy_scale, 0.0), 1.0)
-                allowed = delta * share
-            distance = relative / total - (1.0 / total - allowed)
+            distance = relative / total - (1.0 / total - delta)
             eligible = (rank < topk) & ~barred
             if HAS_EDITS:
                 eligible = eligible & (draft_value > float("-inf"))
@@ -362,7 +333,6 @@ def emit_kernel(
             if HAS_FORCED:
                 eligible = eligible & (forced < 0)
             strict = matches.to(tl.int32)
-            first_choices = is_top1.to(tl.int32)
             by_distance = (eligible & ~matches).to(tl.int32)
             near = (distance >= 0).to(tl.int32)
             # the phase before a column depends on the drafts accepted before it
@@ -371,26 +341,17 @@ def emit_kernel(
             accepted = 0
             for column in tl.static_range(K):
                 decided = running & phase & _at(by_distance, columns, column)
-                if HAS_RUN_LIMIT:
-                    decided = decided & (run < run_limit).to(tl.int32)
                 accepts = _at(strict, columns, column) | (decided & _at(near, columns, column))
                 running = running & accepts
                 accepted += running
                 draft = _at(drafts, columns, column)
                 phase = tl.where((running == 1) & (draft == begin_token), 1, phase)
                 phase = tl.where((running == 1) & (draft == end_token), 0, phase)
-                if HAS_RUN_LIMIT:
-                    behind = tl.where(_at(first_choices, columns, column) == 1, 0, run + 1)
-                    run = tl.where(running == 1, behind, run)
             num_matches = accepted
             thinking_after = phase
         else:
             num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
             thinking_after = tl.where(thinking, 1, 0)
-            if HAS_RUN_LIMIT:
-                stands = columns < num_matches
-                last = tl.max(tl.where(stands & is_top1, columns, -1), axis=0)
-                run = num_matches - 1 - last + tl.where(last < 0, run, 0)
     else:
         num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
         thinking_after = 0
@@ -417,6 +378,4 @@ def emit_kernel(
         after = tl.where(emitted_bonus & (bonus == begin_token), 1, thinking_after)
         after = tl.where(emitted_bonus & (bonus == end_token), 0, after)
         tl.store(slot_row + thinking_column, after)
-        if HAS_RUN_LIMIT:
-            tl.store(slot_row + run_column, tl.where(emitted_bonus, 0, run))
         tl.store(in_force_ptr, tl.where(after == 1, delta, 0.0))

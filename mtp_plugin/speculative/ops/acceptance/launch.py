@@ -13,41 +13,29 @@ from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.edit_pools import EditPools
-from mtp_plugin.speculative.ops.acceptance.contract import (
-    RUN_COLUMN,
-    AcceptanceRules,
-    RelaxedRule,
-)
+from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.ops.acceptance.kernel import emit_kernel, relaxed_kernel
 from mtp_plugin.speculative.step import Accepted, StepLayout
 
 
 @dataclass(frozen=True)
 class RelaxedPartials(Top1Partials):
-    """And, for drafted rows of requests that may be relaxed, the draft's rank and what softmax and
-    entropy need."""
+    """And, for drafted rows of requests that may be relaxed, the draft's rank and what softmax
+    needs."""
 
     weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
     ahead: torch.Tensor  # [rows, pieces] int32: tokens in front of a draft that is not masked
-    surprise: torch.Tensor | None = None
-    """[rows, pieces] float32: the weights times (value - piece maximum), summed; None: nobody asks
-    for entropies."""
     near: torch.Tensor | None = None  # [rows] float32: the draft's edited value; None: no edits
 
     @classmethod
     @override
-    def unwritten(
-        cls, rows: int, vocab: int, device: torch.device | str, *, entropy: bool = False
-    ) -> RelaxedPartials:
+    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
         _, pieces, _ = split(rows, vocab, heavy=True)
         return cls(
             values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
             ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
             weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
             ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
-            surprise=torch.empty(rows, pieces, dtype=torch.float32, device=device)
-            if entropy
-            else None,
         )
 
 
@@ -107,8 +95,7 @@ def relaxed_partials(
     """
     rows, vocab = logits.shape
     piece, pieces, block = split(rows, vocab, heavy=True)
-    has_entropy = rule.entropy_scale is not None
-    partials = RelaxedPartials.unwritten(rows, vocab, logits.device, entropy=has_entropy)
+    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
     if pools is not None:
         near = torch.empty(rows, dtype=torch.float32, device=logits.device)
         partials = replace(partials, near=near)
@@ -132,7 +119,6 @@ def relaxed_partials(
         partials.ids,
         partials.weights,
         partials.ahead,
-        partials.weights if partials.surprise is None else partials.surprise,
         partials.weights if partials.near is None else partials.near,
         # sizes
         logits.stride(0),
@@ -151,7 +137,6 @@ def relaxed_partials(
         WIDTH=layout.step_rows,
         COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
         BLOCK=block,
-        HAS_ENTROPY=has_entropy,
         HAS_CHOICES=has_choices,
         HAS_EDITS=pools is not None,
         num_warps=4,
@@ -179,8 +164,6 @@ def _emit(
     """Fill ``accepted``, and move the phases on."""
     k, rule, forced = layout.draft_len, rules.relaxed, rules.forced_matches
     columns = None if rule is None else rule.slots.columns
-    run_limit = None if rule is None else rule.run_limit
-    entropy_scale = None if rule is None else rule.entropy_scale
     relaxed = partials if isinstance(partials, RelaxedPartials) else None
     pools = _pools(rules)
     slots = rules.edited_by if rule is None else rule.slots
@@ -191,7 +174,6 @@ def _emit(
         partials.ids,
         unused if relaxed is None else relaxed.weights,
         unused if relaxed is None else relaxed.ahead,
-        unused if relaxed is None or relaxed.surprise is None else relaxed.surprise,
         logits,
         drafts if drafts.numel() else unused,
         draft_lens.contiguous() if draft_lens is not None else unused,
@@ -223,11 +205,8 @@ def _emit(
         columns.offset("thinking") if columns is not None else 0,
         columns.offset("relaxed_topk") if columns is not None else 0,
         columns.offset("relaxed_limit") if columns is not None else 0,
-        0 if columns is None or run_limit is None else columns.offset(RUN_COLUMN),
         rule.begin_token if rule is not None else -1,
         rule.end_token if rule is not None else -1,
-        0 if run_limit is None else run_limit,
-        0.0 if entropy_scale is None else entropy_scale,
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
@@ -241,8 +220,6 @@ def _emit(
         HAS_CHOICES=rules.choices is not None,
         HAS_FORCED_IDS=rules.forced_ids is not None,
         HAS_EDITS=pools is not None and (rule is not None or forced is not None),
-        HAS_RUN_LIMIT=run_limit is not None,
-        HAS_ENTROPY=entropy_scale is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),
     )

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
-from mtp_plugin.speculative.ops.acceptance.contract import (
-    RUN_COLUMN,
-    AcceptanceRules,
-    RelaxedRule,
-)
+from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,
@@ -60,10 +56,7 @@ def accept(
             near &= ~_draws(rule, layout).unsqueeze(1)
         if only is not None:
             near &= only < 0
-        runs = _Runs.of(rule, layout)
-        matches, thinking = _follow_phase(
-            matches, near, is_top1, drafts, thinking, runs, rule, layout
-        )
+        matches, thinking = _follow_phase(matches, near, drafts, thinking, rule, layout)
     accepted = _emit(top1, alive, drafts, matches, layout.num_contexts, final_context)
     if last_tokens is not None:
         last_tokens.copy_(accepted.last_tokens())
@@ -71,7 +64,6 @@ def accept(
         emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
         thinking = _next_phase(thinking, accepted.last_tokens(), emitted_bonus, rule)
         rule.set_phase(slice(0, layout.num_requests), thinking, delta)
-        runs.keep(emitted_bonus, rule, layout)
     return accepted
 
 
@@ -156,49 +148,11 @@ def _emit(
     return Accepted(tokens.to(torch.int32), counts.to(torch.int32), status.to(torch.int32))
 
 
-class _Runs:
-    """Accepted tokens of every request that were not top-1 since its last one that was [R]."""
-
-    def __init__(self, counts: torch.Tensor, limit: int | None) -> None:
-        self.counts = counts
-        self.limit = limit
-
-    @classmethod
-    def of(cls, rule: RelaxedRule, layout: StepLayout) -> _Runs:
-        """As the slots have them; without a limit nobody counts."""
-        requests = slice(0, layout.num_requests)
-        if rule.run_limit is None:
-            return cls(torch.zeros_like(rule.slots.of(requests)), None)
-        return cls(rule.slots.read(RUN_COLUMN, requests), rule.run_limit)
-
-    def allow(self, generations: slice) -> torch.Tensor:
-        """Whether one more may follow [N] bool."""
-        if self.limit is None:
-            return torch.ones_like(self.counts[generations], dtype=torch.bool)
-        return self.counts[generations] < self.limit
-
-    def count(self, generations: slice, accepted: torch.Tensor, is_top1: torch.Tensor) -> None:
-        """Go on by a draft of each where it was ``accepted`` [N] bool."""
-        before = self.counts[generations]
-        behind = torch.where(is_top1, 0, before + 1)
-        self.counts[generations] = torch.where(accepted, behind, before)
-
-    def keep(self, emitted_bonus: torch.Tensor, rule: RelaxedRule, layout: StepLayout) -> None:
-        """Write the counts behind the step to the slots; a bonus ends a run [R] bool."""
-        if self.limit is None:
-            return
-        slots = rule.slots.of(slice(0, layout.num_requests))
-        counts = torch.where(emitted_bonus, 0, self.counts)
-        rule.slots.table[slots, rule.slots.columns.offset(RUN_COLUMN)] = counts
-
-
 def _follow_phase(
     matches: torch.Tensor,
     near: torch.Tensor,
-    is_top1: torch.Tensor,
     drafts: torch.Tensor,
     before: torch.Tensor,
-    runs: _Runs,
     rule: RelaxedRule,
     layout: StepLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,14 +161,11 @@ def _follow_phase(
     thinking = before[layout.num_contexts :]
     running = torch.ones_like(thinking)
     stands = torch.zeros_like(matches)
-    generations = slice(layout.num_contexts, layout.num_requests)
-    # the phase before row i, and the length of its run, depend on the drafts accepted before it
+    # the phase before row i depends on the drafts accepted before it
     for i in range(layout.draft_len):
-        may_be_near = thinking & runs.allow(generations)
-        running = running & (matches[:, i] | (may_be_near & near[:, i]))
+        running = running & (matches[:, i] | (thinking & near[:, i]))
         stands[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
-        runs.count(generations, running, is_top1[:, i])
     return stands, torch.cat([before[: layout.num_contexts], thinking])
 
 
@@ -235,16 +186,12 @@ def _near(
     ``delta`` [R]."""
     generations = slice(layout.num_contexts, layout.num_requests)
     topk = rule.slots.read("relaxed_topk", generations)
-    eligible, distance = _distances(rows, drafts, topk, delta[generations], rule.entropy_scale)
+    eligible, distance = _distances(rows, drafts, topk, delta[generations])
     return eligible & ~_protected(drafts, rule, generations) & (distance >= 0)
 
 
 def _distances(
-    rows: torch.Tensor,
-    drafts: torch.Tensor,
-    topk: torch.Tensor,
-    delta: torch.Tensor,
-    entropy_scale: float | None,
+    rows: torch.Tensor, drafts: torch.Tensor, topk: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether each draft has a value among its row's top-k, and p(draft) - (p_max - delta of row).
 
@@ -263,15 +210,9 @@ def _distances(
     # the maximum itself may be +inf: its distance to itself is zero, not NaN
     below = torch.where(values == highest, torch.zeros_like(values), values - highest)
     weights = below.exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    probabilities = weights / total
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
     p_draft = probabilities.gather(-1, ids).squeeze(-1)
-    allowed = delta.to(torch.float32).unsqueeze(1)
-    if entropy_scale is not None:
-        surprise = torch.where(weights > 0, weights * below, 0.0).sum(dim=-1)
-        entropy = total.squeeze(-1).log() - surprise / total.squeeze(-1)
-        allowed = allowed * (entropy / entropy_scale).clamp(0, 1)
-    threshold = probabilities.amax(dim=-1) - allowed
+    threshold = probabilities.amax(dim=-1) - delta.to(torch.float32).unsqueeze(1)
     masked = value.squeeze(-1) == -torch.inf
     return in_vocab & in_topk & ~masked, p_draft - threshold
 

@@ -48,7 +48,6 @@ PHASE_COLUMNS = (
     SlotColumn("thinking", int),
     SlotColumn("relaxed_topk", int),
     SlotColumn("relaxed_limit", float),
-    SlotColumn("relaxed_run", int),
 )
 POOLS = ("column", "own", "own, smaller")
 """Where the delta in force stands: in the table, or in a tensor that a host put in its place, of
@@ -64,7 +63,6 @@ class Thinker(NamedTuple):
     stop_ids: Sequence[int] = ()
     written: float | None = None
     """The delta in force, where a host wrote it; None: as a step leaves it."""
-    run: int = 0
     temperature: float = 0.0
 
     @property
@@ -82,8 +80,6 @@ def relaxed_rule(
     seed: int = 0,
     order: int | None = None,
     pool: str = "column",
-    run_limit: int | None = None,
-    entropy_scale: float | None = None,
     **layout: Any,
 ) -> RelaxedRule:
     """A rule whose requests have random slots, in a table whose columns are in a random order.
@@ -97,7 +93,6 @@ def relaxed_rule(
             "relaxed_topk": thinker.topk,
             "relaxed_limit": thinker.limit,
             "stop_ids": thinker.stop_ids,
-            "relaxed_run": thinker.run,
             "temperature": thinker.temperature,
         }
         for thinker in thinkers
@@ -114,14 +109,7 @@ def relaxed_rule(
         size = highest + 1 if pool == "own, smaller" else slots.table.shape[0] + 5
         delta = torch.full((size, 3), float(SLOT_POISON), device=DEVICE)[:, 1]
     delta[mine] = torch.tensor([thinker.in_force for thinker in thinkers], device=DEVICE)
-    return RelaxedRule(
-        slots=slots,
-        delta_in_force=delta,
-        begin_token=begin,
-        end_token=end,
-        run_limit=run_limit,
-        entropy_scale=entropy_scale,
-    )
+    return RelaxedRule(slots, delta, begin, end)
 
 
 def copied(rule: RelaxedRule) -> RelaxedRule:
@@ -154,9 +142,6 @@ def told_rule(
         [stop for stop in held(rule.slots, request, "stop_ids") if stop >= 0],
         rule.begin_token,
         rule.end_token,
-        held(rule.slots, request, "relaxed_run"),
-        rule.run_limit,
-        rule.entropy_scale,
         is_chosen and held(rule.slots, request, "temperature") >= 1e-5,
     )
 
@@ -166,8 +151,7 @@ def assert_nothing_else_written(
 ) -> None:
     """But for the phases of some requests, table and pool hold what they held, gaps too."""
     expected, mine = copied(before), after.slots.slot_ids[list(requests)].long()
-    for name in ("thinking",) if before.run_limit is None else ("thinking", "relaxed_run"):
-        column(expected.slots, name)[mine] = column(after.slots, name)[mine]
+    column(expected.slots, "thinking")[mine] = column(after.slots, "thinking")[mine]
     expected.delta_in_force[mine] = after.delta_in_force[mine]
     assert same_bits(storage(expected.slots.table), storage(after.slots.table))
     assert same_bits(storage(expected.delta_in_force), storage(after.delta_in_force))
@@ -183,7 +167,6 @@ class Judged(NamedTuple):
     following: torch.Tensor  # the next inputs, of which only the first column may be written
     noted: torch.Tensor | None  # [R] int32, the phase in each request's slot; without a rule None
     in_force: torch.Tensor | None  # [R] float32, and its delta
-    runs: torch.Tensor | None = None  # [R] int32, where a rule counts them
 
 
 @dataclass(frozen=True)
@@ -225,8 +208,7 @@ class Case:
         assert_nothing_else_written(before, after, range(requests))
         mine = after.slots.of(slice(0, requests))
         phase = column(after.slots, "thinking")[mine], after.delta_in_force[mine]
-        runs = None if before.run_limit is None else column(after.slots, "relaxed_run")[mine]
-        return Judged(accepted, following, *phase, runs)
+        return Judged(accepted, following, *phase)
 
     def margins(self, rules: AcceptanceRules) -> torch.Tensor:
         lens = self.options.get("draft_lens")
@@ -241,7 +223,7 @@ class Case:
         runs = []
         for c in range(contexts):
             rule = told_rule(rules.relaxed, c, is_chosen=chosen)
-            run = story.prompt(rows[c], finals is None or bool(finals[c]), rule)
+            run = story.prompt(rows[c], finals is None or bool(finals[c]))
             if rule is not None:
                 run = run._replace(thinking=story.phase_behind(run.tokens, rule))
             runs.append(run)
@@ -266,7 +248,7 @@ def assert_same(mine: Judged, theirs: Judged, rows: Any = slice(None)) -> None:
         assert torch.equal(one[rows], other[rows]), name
     assert torch.equal(mine.following[rows], theirs.following[rows])
     assert (mine.noted is None) == (theirs.noted is None)
-    for name in ("noted", "in_force", "runs"):
+    for name in ("noted", "in_force"):
         one, other = getattr(mine, name), getattr(theirs, name)
         assert one is None or same_bits(one[rows], other[rows]), name
 
@@ -307,8 +289,6 @@ def assert_told(case: Case, rules: AcceptanceRules, judged: Judged) -> None:
         assert following[request, 0] == (run.tokens[-1] if run.tokens else 0)
         if rules.relaxed is not None:
             assert_phase(rules.relaxed, judged, request, run.thinking)
-        if judged.runs is not None:
-            assert int(judged.runs[request]) == run.run
         if request >= case.layout.num_contexts:
             told = [run.margins.get(i, math.inf) for i in range(case.layout.draft_len)]
             found = margin[request - case.layout.num_contexts].tolist()
@@ -329,18 +309,9 @@ def some_thinker(r: random.Random, **what: Any) -> Thinker:
     return Thinker(
         thinking=r.random() < 0.6,
         written=written,
-        run=r.choice([0, 0, 1, 5]),
         temperature=r.choice([0.0, 0.0, 1e-6, 0.7]),
         **what,
     )
-
-
-def some_extras(r: random.Random) -> dict[str, Any]:
-    """A limit of runs, a scale of entropies, both, or none."""
-    return {
-        "run_limit": r.choice([None, None, 1, 2, 6]),
-        "entropy_scale": r.choice([None, None, 0.37, 1.7]),
-    }
 
 
 def some_choices(
@@ -422,7 +393,7 @@ def make_case(
         )
         for run in runs
     ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **some_extras(r), **slots)
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
     ends_prompt = [r.random() < 0.5 for _ in range(num_contexts)]
     options = {
         "draft_lens": int32([r.randint(0, k) for _ in drafts]) if lens else None,
@@ -503,7 +474,7 @@ def make_small_case(
         )
         for _ in range(requests)
     ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **some_extras(dice), **slots)
+    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
     options: dict[str, Any] = {}
     if lens:
         options["draft_lens"] = int32([dice.randint(0, k) for _ in drafts])
@@ -554,7 +525,6 @@ def smooth_case(
     vocab: int,
     seed: int,
     dtype: torch.dtype = torch.float32,
-    **extras: Any,
 ) -> Case:
     """Random rows, drafts among their best four, a threshold that decides about many of them."""
     dice = torch.Generator().manual_seed(seed)
@@ -567,7 +537,7 @@ def smooth_case(
         Thinker(flag, topk=3, limit=limit, temperature=0.7 * (place % 5 == 4))
         for place, flag in enumerate(thinking)
     ]
-    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0, **extras)
+    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0)
     forced = torch.randint(-k - 2, k + 2, (requests,), generator=dice, dtype=torch.int32)
     drafts = first.gather(2, rank).squeeze(2).int()
     case = Case(layout_of(0, requests, k), logits, drafts, rule, forced.to(DEVICE))

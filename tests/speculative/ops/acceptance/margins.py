@@ -39,18 +39,12 @@ def margins(
     if only is not None:
         eligible &= only[layout.num_contexts :].view(shape)[:, :-1] < 0
     running = torch.ones_like(thinking)
-    run = torch.zeros_like(thinking, dtype=torch.int32)
-    if rule.run_limit is not None:
-        run = rule.slots.read("relaxed_run", generations)
     for i in range(layout.draft_len):
         if draft_lens is not None:
             running = running & (i < draft_lens)
         decided = running & thinking & eligible[:, i] & ~is_top1[:, i]
-        if rule.run_limit is not None:
-            decided &= run < rule.run_limit
         margin[:, i] = torch.where(decided, distance[:, i].abs(), margin[:, i])
         running = running & (is_top1[:, i] | (decided & (distance[:, i] >= 0)))
-        run = torch.where(is_top1[:, i], 0, run + 1)
         thinking = thinking | (running & (drafts[:, i] == rule.begin_token))
         thinking = thinking & ~(running & (drafts[:, i] == rule.end_token))
     if forced is None:
@@ -93,9 +87,5 @@ def _distances(
     highest = rows.amax(dim=-1, keepdim=True)
     weights = torch.where(rows == highest, 0.0, rows - highest).exp()
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
-    allowed = delta.unsqueeze(1).expand(drafts.shape)
-    if rule.entropy_scale is not None:
-        entropy = torch.special.entr(probabilities).sum(dim=-1)
-        allowed = allowed * (entropy / rule.entropy_scale).clamp(0, 1)
-    threshold = probabilities.amax(dim=-1) - allowed
+    threshold = probabilities.amax(dim=-1) - delta.unsqueeze(1)
     return eligible, probabilities.gather(-1, ids).squeeze(-1) - threshold

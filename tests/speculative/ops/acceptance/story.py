@@ -18,9 +18,6 @@ class Rule(NamedTuple):
     stop_ids: list[int]
     begin: int
     end: int
-    run: int = 0  # accepted tokens that were not the first choice since one was
-    run_limit: int | None = None
-    entropy_scale: float | None = None
     draws: bool = False  # has a temperature
 
 
@@ -54,7 +51,6 @@ class Run(NamedTuple):
     tokens: list[int]
     fine: bool = True
     thinking: bool = False
-    run: int = 0
     margins: dict[int, float] = {}  # noqa: RUF012 - draft index -> distance that decided it
 
 
@@ -93,17 +89,15 @@ def rows_of(
     return rows
 
 
-def prompt(row: Row, ends_prompt: bool, rule: Rule | None) -> Run:
-    """A prompt emits the target's choice, a piece of a prompt nothing."""
-    if not ends_prompt:
-        return Run([])._replace(run=0 if rule is None else rule.run)
-    return _with_bonus([], row, 0 if rule is None else rule.run)
+def prompt(row: Row, ends_prompt: bool) -> Run:
+    """A prompt emits the target's token, a prompt chunk that does not end it nothing."""
+    return _with_bonus([], row) if ends_prompt else Run([])
 
 
-def _with_bonus(emitted: list[int], row: Row, run: int) -> Run:
-    """The target speaks once behind the drafts, and that ends a run of near-best ones."""
+def _with_bonus(emitted: list[int], row: Row) -> Run:
+    """The target adds one token after the drafts."""
     if row.choice is None:
-        return Run(emitted, fine=False, run=run)
+        return Run(emitted, fine=False)
     return Run([*emitted, row.choice])
 
 
@@ -114,10 +108,10 @@ def strict(rows: list[Row], drafts: list[int]) -> Run:
         if draft != row.choice:
             break
         emitted.append(draft)
-    return _with_bonus(emitted, rows[len(emitted)], 0)
+    return _with_bonus(emitted, rows[len(emitted)])
 
 
-def forced(rows: list[Row], drafts: list[int], count: int, run: int) -> Run:
+def forced(rows: list[Row], drafts: list[int], count: int) -> Run:
     """So many drafts stand, up to one that is no token or that its row rules out."""
     emitted: list[int] = []
     for row, draft in zip(rows, drafts[:count], strict=False):
@@ -127,32 +121,26 @@ def forced(rows: list[Row], drafts: list[int], count: int, run: int) -> Run:
         elif not 0 <= draft < len(row.values) or _value(row.values, draft) == -math.inf:
             break
         emitted.append(draft)
-        run = 0 if draft == row.choice else run + 1
-    return _with_bonus(emitted, rows[len(emitted)], run)
+    return _with_bonus(emitted, rows[len(emitted)])
 
 
 def relaxed(rows: list[Row], drafts: list[int], rule: Rule) -> Run:
     """As `strict`; a request that thinks also lets near-best drafts stand."""
     emitted: list[int] = []
     margins: dict[int, float] = {}
-    thinking, run = rule.thinking, rule.run
+    thinking = rule.thinking
     for i, (row, draft) in enumerate(zip(rows, drafts, strict=False)):
-        if draft == row.choice:
-            run = 0
-        else:
-            spent = rule.run_limit is not None and run >= rule.run_limit
-            if not thinking or spent or not _may_be_near(row, draft, rule):
+        if draft != row.choice:
+            if not thinking or not _may_be_near(row, draft, rule):
                 break
-            best = first_choice(row.values)
-            allowed = rule.delta * _share(row.values, rule)
-            distance = _probability(row.values, draft) - (_probability(row.values, best) - allowed)
+            best = _probability(row.values, first_choice(row.values))
+            distance = _probability(row.values, draft) - (best - rule.delta)
             margins[i] = abs(distance)
             if distance < 0:
                 break
-            run += 1
         emitted.append(draft)
         thinking = phase_after(thinking, draft, rule)
-    ended = _with_bonus(emitted, rows[len(emitted)], run)
+    ended = _with_bonus(emitted, rows[len(emitted)])
     if ended.fine:
         thinking = phase_after(thinking, ended.tokens[-1], rule)
     return ended._replace(thinking=thinking, margins=margins)
@@ -162,7 +150,7 @@ def judged(rows: list[Row], drafts: list[int], rule: Rule | None, count: int) ->
     """A count of 0 and more decides alone, then the rule, if there is one; the phase goes on."""
     if count < 0:
         return strict(rows, drafts) if rule is None else relaxed(rows, drafts, rule)
-    run = forced(rows, drafts, count, 0 if rule is None else rule.run)
+    run = forced(rows, drafts, count)
     return run if rule is None else run._replace(thinking=phase_behind(run.tokens, rule))
 
 
@@ -179,14 +167,6 @@ def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
     if token == rule.end:
         return False
     return thinking or token == rule.begin
-
-
-def _share(row: list[float], rule: Rule) -> float:
-    """How much of the distance a row's entropy allows."""
-    if rule.entropy_scale is None:
-        return 1.0
-    entropy = -sum(share * math.log(share) for share in _probabilities(row) if share > 0)
-    return min(1.0, entropy / rule.entropy_scale)
 
 
 def _may_be_near(judge: Row, draft: int, rule: Rule) -> bool:

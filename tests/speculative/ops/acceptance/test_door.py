@@ -207,13 +207,6 @@ def test_slots_that_do_not_fit(
         accept(**{**given, "rules": AcceptanceRules(relaxed=rule)}, backend=backend)
 
 
-def test_a_run_limit_needs_its_column() -> None:
-    rule = in_slots(without("relaxed_run"))(arguments()["rules"].relaxed)
-    given = {**arguments(), "rules": AcceptanceRules(relaxed=replace(rule, run_limit=2))}
-    with pytest.raises(TensorContractError, match="expected columns relaxed_run too"):
-        accept(**given, backend=Backend.TORCH)
-
-
 def test_columns_that_every_table_has_are_no_relaxed_ones() -> None:
     given = arguments()
     columns, slots = TableColumns(REQUEST_COLUMNS), given["rules"].relaxed.slots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -40,15 +39,9 @@ REAL = [
 ]
 
 
-EXTRAS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"run_limit": 1, "entropy_scale": 20.0}, id="extras"),
-]
-
-
-def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype, **extras: Any) -> Case:
+def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> Case:
     """Smooth rows, some odd ones among them, ragged drafts."""
-    case = smooth_case(batch, k, vocab, seed, dtype, **extras)
+    case = smooth_case(batch, k, vocab, seed, dtype)
     dice = torch.Generator().manual_seed(seed + 1)
     case.logits[1::37] = torch.nan
     case.logits[2::11, ::3] = -torch.inf
@@ -65,11 +58,8 @@ def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype, **e
 @pytest.mark.parametrize(("batch", "k", "vocab"), REAL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("extras", EXTRAS)
-def test_real_shapes(
-    extras: dict[str, Any], kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype
-) -> None:
-    case = real_case(batch, k, vocab, 8, dtype, **extras)
+def test_real_shapes(kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype) -> None:
+    case = real_case(batch, k, vocab, 8, dtype)
     close, decided = assert_sides_agree(case, kind)
     if kind == "relaxed" and batch * k > 500:
         assert decided > 10
@@ -97,11 +87,10 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize(("batch", "k", "vocab"), [(1, 3, 129280), (256, 3, 151935)])
-def test_in_a_cuda_graph(batch: int, k: int, vocab: int, extras: dict[str, Any], kind: str) -> None:
+def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
     """Captured once, replayed with other logits, drafts, lengths, phases and counts."""
-    mine = real_case(batch, k, vocab, 1, torch.bfloat16, **extras)
+    mine = real_case(batch, k, vocab, 1, torch.bfloat16)
     last = poisoned(batch, 2, dtype=torch.int32)
     rules = mine.rules(kind)
     if rules.relaxed is not None:
@@ -120,7 +109,7 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, extras: dict[str, Any],
 
     graph, outputs = captured(step)
     for seed in (20, 30):
-        other = real_case(batch, k, vocab, seed, torch.bfloat16, **extras)
+        other = real_case(batch, k, vocab, seed, torch.bfloat16)
         mine.logits.copy_(other.logits)
         mine.drafts.copy_(other.drafts)
         mine.options["draft_lens"].copy_(other.options["draft_lens"])
