@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
@@ -40,7 +40,10 @@ class KVCacheConfig(ConfigModel):
     )
 
     @override
-    def _problems(self) -> Iterator[Problem]:
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        yield self._reuse_problems()
+
+    def _reuse_problems(self) -> Iterator[Problem]:
         if self.enable_block_reuse:
             yield "enable_block_reuse", "KV block reuse is not built yet; expected false, got true"
 
@@ -75,7 +78,10 @@ class CudaGraphConfig(ConfigModel):
         return self.batch_sizes[-1] if self.batch_sizes else self.max_batch_size
 
     @override
-    def _problems(self) -> Iterator[Problem]:
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        yield self._size_problems()
+
+    def _size_problems(self) -> Iterator[Problem]:
         sizes = self.batch_sizes
         if sizes is None:
             return
@@ -152,23 +158,21 @@ class LLMConfig(ConfigModel):
         default=None, description="the drafter, chosen by decoding_type; null: target-only decoding"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _set_host_keys_aside(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        ours, names = set_aside(cls, data)
+    @override
+    def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
+        names = set_aside(cls, data)
         for section, model in _SECTIONS.items():
-            inner = ours.get(section)
+            inner = data.get(section)
             if isinstance(inner, Mapping) and (model is not MTPDecodingConfig or is_mtp(inner)):
-                ours[section], found = set_aside(model, inner)
-                names += [f"{section}.{name}" for name in found]
+                data[section] = dict(inner)
+                names += [f"{section}.{name}" for name in set_aside(model, data[section])]
         if names:
             source = (info.context or {}).get("source", cls.__name__)
             _logger.warning(
                 "%s: set aside, as they change nothing on one GPU: %s", source, ", ".join(names)
             )
-        return ours
+        yield from super()._prepare(data, info)
 
     def resolve(self, num_mtp_layers: int) -> Self:
         """The same config with K filled in from the checkpoint (`MTPDecodingConfig.resolve`)."""
@@ -178,13 +182,20 @@ class LLMConfig(ConfigModel):
         return self.model_validate({**dict(self), "speculative_config": resolved})
 
     @override
-    def _problems(self) -> Iterator[Problem]:
-        spec = self.speculative_config
-        draft_len = 0
-        if isinstance(spec, MTPDecodingConfig):
-            draft_len = spec.max_draft_len or 0
-            for key, message in spec.mode_problems():
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        yield self._mode_problems()
+        yield self._budget_problems()
+        yield self._graph_device_problems()
+        yield self._graph_problems()
+
+    def _mode_problems(self) -> Iterator[Problem]:
+        if isinstance(self.speculative_config, MTPDecodingConfig):
+            for key, message in self.speculative_config.mode_problems():
                 yield f"speculative_config.{key}", message
+
+    def _budget_problems(self) -> Iterator[Problem]:
+        spec = self.speculative_config
+        draft_len = (spec.max_draft_len or 0) if isinstance(spec, MTPDecodingConfig) else 0
         least = self.max_batch_size * (draft_len + 1)
         if self.max_num_tokens < least:
             with_drafts = f" times max_draft_len + 1 ({draft_len + 1})" if draft_len else ""
@@ -193,11 +204,15 @@ class LLMConfig(ConfigModel):
                 f"expected at least max_batch_size ({self.max_batch_size}){with_drafts}"
                 f"{f', which is {least}' if draft_len else ''}, got {self.max_num_tokens}",
             )
+
+    def _graph_device_problems(self) -> Iterator[Problem]:
+        if self.cuda_graph_config is not None and self.device == "cpu":
+            yield "cuda_graph_config", "expected null with device: cpu"
+
+    def _graph_problems(self) -> Iterator[Problem]:
         graphs = self.cuda_graph_config
         if graphs is None:
             return
-        if self.device == "cpu":
-            yield "cuda_graph_config", "expected null with device: cpu"
         if graphs.largest is not None and graphs.largest > self.max_batch_size:
             name = "max_batch_size" if graphs.batch_sizes is None else "batch_sizes"
             yield (

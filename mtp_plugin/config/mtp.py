@@ -141,7 +141,13 @@ class MTPPluginOptions(ConfigModel):
     )
 
     @override
-    def _problems(self) -> Iterator[Problem]:
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        yield self._verification_problems()
+        yield self._thinking_problems()
+        yield self._gate_problems()
+        yield self._synthetic_problems()
+
+    def _verification_problems(self) -> Iterator[Problem]:
         ways = self.verifications
         if not ways:
             yield "verification", "expected at least one, got a list without any"
@@ -154,6 +160,8 @@ class MTPPluginOptions(ConfigModel):
                 f"{self.draft_sampling!r} cannot be verified by {join(ways)} "
                 f"verification; expected one of {', '.join(allowed)}",
             )
+
+    def _thinking_problems(self) -> Iterator[Problem]:
         if self.begin_thinking_phase and self.begin_thinking_phase == self.end_thinking_phase:
             yield (
                 "end_thinking_phase",
@@ -164,13 +172,14 @@ class MTPPluginOptions(ConfigModel):
                 "thinking_end",
                 f"expected 1 to {MAX_THINKING_END} ids, got {len(self.thinking_end)}",
             )
+
+    def _gate_problems(self) -> Iterator[Problem]:
         if self.gate_max_probe_interval < self.gate_probe_interval:
             yield (
                 "gate_max_probe_interval",
                 f"expected at least gate_probe_interval ({self.gate_probe_interval}), got "
                 f"{self.gate_max_probe_interval}",
             )
-        yield from self._synthetic_problems()
 
     def _synthetic_problems(self) -> Iterator[Problem]:
         rates = self.synthetic_acceptance

@@ -6,10 +6,19 @@ import difflib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Tag, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from typing_extensions import Self, override
 
 from mtp_plugin.config.host_keys import HostKey
@@ -20,6 +29,9 @@ from mtp_plugin.errors import ConfigError
 Problem = tuple[str, str]
 
 _Model = TypeVar("_Model", bound="ConfigModel")
+
+REPORTED: Any = object()
+"""Replaces a value whose problem is reported already."""
 
 MAX_PROBLEMS = 100
 """Lines of an error at most."""
@@ -35,6 +47,10 @@ def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
         else:
             told = {part: ours.pop(part) for part in ("default", "description") if part in ours}
             keys[name] = {"anyOf": [ours, theirs], **told}
+
+
+class _FieldReportedError(AttributeError):
+    """A check reads a field that has no value, as its problem is reported already."""
 
 
 class ConfigModel(BaseModel):
@@ -63,6 +79,13 @@ class ConfigModel(BaseModel):
         except ValidationError as error:
             raise _config_error(type(self), error, type(self).__name__) from None
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise _FieldReportedError(name)
+            return super().__getattr__(name)
+
     # nested mappings are then validated in place, so that their mistakes keep the whole key path
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
@@ -75,27 +98,86 @@ class ConfigModel(BaseModel):
         except ValidationError as error:
             raise _config_error(cls, error, source) from None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _check_integers(cls, data: Any) -> Any:
-        """No number is so long that arithmetic with it takes long, or cannot be told."""
-        if isinstance(data, Mapping):
-            raise_problems(
-                [
-                    (spelled(key), f"expected an integer of at most 64 bits, got {got(value)}")
-                    for key, value in data.items()
-                    if isinstance(value, int) and value.bit_length() > 64
-                ]
-            )
-        return data
+    def _report_all(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        """Validate keys, values and combinations, and report the problems of all in one error.
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        raise_problems(list(self._problems()))
-        return self
+        Fields with a problem are left out of the model whose combinations are checked, so that
+        checks that read them are skipped.
+        """
+        if not isinstance(data, Mapping):
+            return handler(data)
+        data = dict(data)
+        problems = list(cls._prepare(data, info))
+        errors: list[ErrorDetails] = []
+        try:
+            model: Self | None = cls._without_reported(data, handler)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            model = cls._sound_part(data, errors, handler)
+        if model is not None:
+            for check in model._checks():
+                with suppress(_FieldReportedError):
+                    problems.extend(check)
+        if model is not None and not errors:
+            raise_problems(problems)
+            return model
+        raise ValidationError.from_exception_data(
+            cls.__name__, [*map(_raised_again, errors), *_line_errors(problems)]
+        )
 
-    def _problems(self) -> Iterator[Problem]:
-        """Mistakes that only show when several fields are read together."""
+    @classmethod
+    def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:  # noqa: ARG003
+        """Rewrite a mapping in place before its fields are validated, and yield what is wrong.
+
+        A value that is reported here is replaced by `REPORTED`.
+        """
+        for key, value in data.items():
+            # arithmetic with longer integers may take long
+            if isinstance(value, int) and value.bit_length() > 64:
+                data[key] = REPORTED
+                yield spelled(key), f"expected an integer of at most 64 bits, got {got(value)}"
+
+    @classmethod
+    def _without_reported(
+        cls, data: Mapping[Any, Any], handler: ModelWrapValidatorHandler[Self]
+    ) -> Self:
+        """The model of the keys that have no problem yet; the others are no attributes of it."""
+        reported = [key for key, value in data.items() if value is REPORTED]
+        known = {key: value for key, value in data.items() if value is not REPORTED}
+        required = {
+            name: "?"
+            for name in reported
+            if name in cls.model_fields and cls.model_fields[name].is_required()
+        }
+        model = handler({**known, **required})
+        for name in reported:
+            vars(model).pop(name, None)
+        return model
+
+    @classmethod
+    def _sound_part(
+        cls,
+        data: Mapping[Any, Any],
+        errors: Sequence[ErrorDetails],
+        handler: ModelWrapValidatorHandler[Self],
+    ) -> Self | None:
+        """The model without the fields, its own and those of nested models, that have errors."""
+        sound = dict(data)
+        for details in errors:
+            keys = details["ctx"]["problems"] if details["type"] == "problems" else [("", "")]
+            for key, _ in keys:
+                _mark(cls, sound, [*details["loc"], *(key.split(".") if key else ())])
+        try:
+            return cls._without_reported(sound, handler)
+        except ValidationError:
+            return None
+
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        """Checks of fields that are read together, each of one subject."""
         return iter(())
 
 
@@ -105,13 +187,13 @@ def whole_file(model: type[_Model]) -> type[_Model]:
     return model
 
 
-def set_aside(
-    model: type[ConfigModel], data: Mapping[Any, Any]
-) -> tuple[dict[Any, Any], list[str]]:
-    """A model's mapping without what changes nothing of TensorRT-LLM's, and the keys taken out."""
+def set_aside(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
+    """Remove TensorRT-LLM keys that change nothing here from a mapping, and return their names."""
     keys = model.host_keys
-    out = [name for name, value in data.items() if name in keys and keys[name].accepts(value)]
-    return {name: value for name, value in data.items() if name not in out}, out
+    names = [name for name, value in data.items() if name in keys and keys[name].accepts(value)]
+    for name in names:
+        del data[name]
+    return names
 
 
 def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
@@ -122,7 +204,37 @@ def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
 def raise_problems(problems: list[Problem]) -> None:
     """Fails the running validation with these mistakes, if there are any."""
     if problems:
-        raise PydanticCustomError("problems", "problems", {"problems": problems})
+        raise _custom_error(problems)
+
+
+def _custom_error(problems: Sequence[Problem]) -> PydanticCustomError:
+    return PydanticCustomError("problems", "problems", {"problems": problems})
+
+
+def _line_errors(problems: Sequence[Problem]) -> list[InitErrorDetails]:
+    return [InitErrorDetails(type=_custom_error(problems), input=None)] if problems else []
+
+
+def _raised_again(details: ErrorDetails) -> InitErrorDetails:
+    kind: str | PydanticCustomError = details["type"]
+    context = details.get("ctx", {})
+    if kind == "problems":
+        kind = _custom_error(context["problems"])
+    return InitErrorDetails(type=kind, loc=details["loc"], input=details["input"], ctx=context)
+
+
+def _mark(model: type[ConfigModel], data: dict[Any, Any], path: Sequence[Any]) -> None:
+    """Replace the value at a path by `REPORTED`, down to a field of the innermost model."""
+    tags = _tags(ConfigModel.outermost)
+    step, *rest = [step for step in path if step not in tags]
+    key = next((key for key in data if str(key) == str(step)), step)
+    field = model.model_fields.get(key) if isinstance(key, str) else None
+    inner = next(_models_in(field.annotation), None) if field is not None else None
+    if inner is not None and rest and rest != ["[key]"] and isinstance(data[key], Mapping):
+        data[key] = dict(data[key])
+        _mark(inner, data[key], rest)
+    else:
+        data[key] = REPORTED
 
 
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:

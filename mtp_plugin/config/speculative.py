@@ -26,11 +26,11 @@ from mtp_plugin.config.messages import got
 from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
 from mtp_plugin.config.schema import (
+    REPORTED,
     ConfigModel,
     Problem,
     add_host_keys,
     allowed,
-    raise_problems,
 )
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
 from mtp_plugin.errors import ConfigError
@@ -177,8 +177,9 @@ class MTPDecodingConfig(ConfigModel):
                 f"{'layer' if num_mtp_layers == 1 else 'layers'}, and vanilla needs one per draft; "
                 f"expected at most {num_mtp_layers}, or use_mtp_vanilla: false"
             )
-        for key, message in self.mode_problems():
-            raise ConfigError(f"{key}: {message}")
+        problems = [f"{key}: {message}" for key, message in self.mode_problems()]
+        if problems:
+            raise ConfigError("\n".join(problems))
         if self.use_relaxed_acceptance_for_thinking:
             _tell_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
         return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
@@ -202,32 +203,55 @@ class MTPDecodingConfig(ConfigModel):
         if self.mtp.chain in ("target_shift", "none"):
             yield "mtp.chain", f"{self.mtp.chain!r} {needs}"
 
-    @model_validator(mode="before")
     @classmethod
-    def _read_older_name(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, Mapping) or "num_nextn_predict_layers" not in data:
-            return data
-        data = dict(data)
-        older, current = data.pop("num_nextn_predict_layers"), data.get("max_draft_len")
+    @override
+    def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
+        decoding_type = data.get("decoding_type")
+        if isinstance(decoding_type, str) and decoding_type.casefold() == "mtp":
+            data["decoding_type"] = "MTP"
+        yield from cls._read_older_name(data, info)
+        total, draft_len = data.get("max_total_draft_tokens"), data.get("max_draft_len")
+        if type(total) is int and type(draft_len) is int:
+            del data["max_total_draft_tokens"]
+            if total != draft_len:
+                yield (
+                    "max_total_draft_tokens",
+                    f"expected max_draft_len ({got(draft_len)}), as drafts are linear, or no such "
+                    f"key, got {got(total)}",
+                )
+        yield from super()._prepare(data, info)
+
+    @classmethod
+    def _read_older_name(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
+        older, current = data.pop("num_nextn_predict_layers", None), data.get("max_draft_len")
         if older is None:
-            return data
+            return
+        if older is REPORTED:
+            data["max_draft_len"] = REPORTED
+            return
         if type(older) is not int or not 1 <= older <= MAX_DRAFT_LEN:
-            problem = f"expected {allowed(cls, ['max_draft_len'])}, got {got(older)}"
-            raise_problems([("num_nextn_predict_layers", problem)])
-        if current is not None and current != older:
-            problem = (
-                f"{got(current)} contradicts num_nextn_predict_layers (its older name), which is "
-                f"{older}; expected max_draft_len alone"
+            data["max_draft_len"] = REPORTED
+            yield (
+                "num_nextn_predict_layers",
+                f"expected {allowed(cls, ['max_draft_len'])}, got {got(older)}",
             )
-            raise_problems([("max_draft_len", problem)])
+            return
+        data["max_draft_len"] = older
+        if current is not None and current != older:
+            data["max_draft_len"] = REPORTED
+            yield (
+                "max_draft_len",
+                f"{got(current)} contradicts num_nextn_predict_layers (its older name), which is "
+                f"{older}; expected max_draft_len alone",
+            )
+            return
         message = "num_nextn_predict_layers is the older name of max_draft_len; write max_draft_len"
         if info.context and "source" in info.context:
             # a file's author sees it too, not only the developer
             source = f"{info.context['source']}: speculative_config."
-            warnings.warn(source + message, FutureWarning, stacklevel=5)
+            warnings.warn(source + message, FutureWarning, stacklevel=9)
         else:
-            warnings.warn(message, DeprecationWarning, stacklevel=4)
-        return {**data, "max_draft_len": older}
+            warnings.warn(message, DeprecationWarning, stacklevel=6)
 
     @field_validator("draft_len_schedule", mode="after")
     @classmethod
@@ -235,14 +259,15 @@ class MTPDecodingConfig(ConfigModel):
         return None if schedule is None else FrozenDict(sorted(schedule.items()))
 
     @override
-    def _problems(self) -> Iterator[Problem]:
-        yield from self._schedule_problems()
-        yield from self._thinking_problems()
-        yield from self._verification_problems()
-        yield from self._gate_problems()
+    def _checks(self) -> Iterator[Iterator[Problem]]:
+        yield self._schedule_problems()
+        yield self._thinking_problems()
+        yield self._relaxed_problems()
+        yield self._verification_problems()
+        yield self._gate_problems()
 
     def _schedule_problems(self) -> Iterator[Problem]:
-        key, schedule, draft_len = "draft_len_schedule", self.draft_len_schedule, self.max_draft_len
+        key, schedule = "draft_len_schedule", self.draft_len_schedule
         if schedule is None:
             return
         if self.max_concurrency is not None:
@@ -250,6 +275,7 @@ class MTPDecodingConfig(ConfigModel):
         if not schedule:
             yield key, "expected at least one batch size, got an empty mapping"
             return
+        draft_len = self.max_draft_len
         if draft_len is None:
             yield key, "expected max_draft_len beside it, got null"
             return
@@ -317,6 +343,8 @@ class MTPDecodingConfig(ConfigModel):
         for name in ("begin_thinking_phase", "end_thinking_phase"):
             if getattr(self, f"{name}_token") is not None and getattr(self.mtp, name) is not None:
                 yield f"{name}_token", f"expected either {name}_token or mtp.{name}, got both"
+
+    def _relaxed_problems(self) -> Iterator[Problem]:
         if self.use_relaxed_acceptance_for_thinking:
             return
         for name in ("relaxed_topk", "relaxed_delta"):

@@ -263,9 +263,10 @@ KEY_CASES = [
         "expected 'MTP' or the name of another plugin",
     ),
     Case(
-        "decoding type in small letters",
-        "model: m\nspeculative_config: {decoding_type: mtp}\n",
-        "speculative_config.decoding_type: expected 'MTP', got 'mtp'",
+        "total draft tokens that are not K",
+        mtp("max_draft_len: 3", "max_total_draft_tokens: 4"),
+        "speculative_config.max_total_draft_tokens: expected max_draft_len (3), as drafts are "
+        "linear, or no such key, got 4",
     ),
     Case(
         "decoding type without a name",
@@ -820,6 +821,57 @@ def test_one_line_per_mistake() -> None:
         "<mapping>: speculative_config.mtp.verification: "
         "expected one of 'coupled', 'rejection', 'block', 'synthetic', got 'exact'",
     ]
+
+
+def test_all_problems_come_in_one_error() -> None:
+    """Unknown keys, wrong values and combinations of every section, whatever the others are."""
+    mapping = {
+        "max_batch_size": 0,
+        "kv_cache_config": {"tokens_per_block": 0, "enable_block_reuse": True},
+        "device": "cpu",
+        "cuda_graph_config": {"enable_padding": 3, "batch_sizes": []},
+        "max_num_tokens": 3,
+        "speculative_config": {
+            "decoding_type": "MTP",
+            "num_nextn_predict_layers": "x",
+            "max_draft_len": 3,
+            "draft_len_schedule": {},
+            "relaxed_topk": 2,
+            "mtp": {"gate_margin": 0.2, "verification": "x", "synthetic_seed": 2, "seed": -1},
+        },
+        "nope": 1,
+    }
+    lines = message_of(lambda: parse_config(mapping)).splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "model",
+        "max_batch_size",
+        "kv_cache_config.tokens_per_block",
+        "kv_cache_config.enable_block_reuse",
+        "cuda_graph_config.enable_padding",
+        "cuda_graph_config.batch_sizes",
+        "speculative_config.mtp.verification",
+        "speculative_config.mtp.seed",
+        "speculative_config.num_nextn_predict_layers",
+        "speculative_config.draft_len_schedule",
+        "speculative_config.relaxed_topk",
+        "speculative_config.mtp.gate_margin",
+        "nope",
+        "cuda_graph_config",
+    ]
+
+
+@pytest.mark.parametrize("name", ["mtp", "Mtp", "MTP"])
+def test_decoding_type_is_read_in_any_case(name: str) -> None:
+    config = parse_config({"model": "m", "speculative_config": {"decoding_type": name}})
+    assert config.speculative_config == MTPDecodingConfig()
+    assert MTPDecodingConfig(decoding_type=name).decoding_type == "MTP"
+
+
+@pytest.mark.parametrize("name", ["max_draft_len", "num_nextn_predict_layers"])
+@pytest.mark.filterwarnings("ignore:num_nextn_predict_layers:DeprecationWarning")
+def test_total_draft_tokens_equal_to_k_are_accepted(name: str) -> None:
+    config = MTPDecodingConfig(**{name: 3, "max_total_draft_tokens": 3})
+    assert config == MTPDecodingConfig(max_draft_len=3)
 
 
 def test_one_line_per_impossible_combination() -> None:
