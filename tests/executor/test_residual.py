@@ -132,11 +132,16 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
 @pytest.mark.parametrize(
     ("mtp", "asked", "message"),
     [
-        ({}, {"verification": "block"}, "verification='block': expected one of .*, coupled"),
+        (
+            {},
+            {"verification": "block"},
+            r"verification='block' is not enabled; add it to "
+            r"speculative_config\.mtp\.verification \(enabled: coupled\)",
+        ),
         (
             {"verification": ["rejection", "coupled"]},
             {"verification": "block"},
-            "expected one of mtp.verification, rejection, coupled",
+            r"\(enabled: rejection, coupled\)",
         ),
         ({}, {"draft_sampling": "plain"}, "'plain' cannot be verified by 'coupled'"),
         (
@@ -147,7 +152,7 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
         (
             {"verification": "rejection", "draft_sampling": "greedy"},
             {"draft_sampling": "plain"},
-            "mtp.draft_sampling is greedy, for all requests",
+            r"speculative_config\.mtp\.draft_sampling is greedy for all requests",
         ),
     ],
 )
@@ -176,7 +181,7 @@ def test_a_greedy_request_may_name_what_the_config_lists(bed):
 
 def test_without_speculation_nothing_is_judged(bed):
     with pytest.raises(
-        RequestError, match=r"verification='rejection': expected one of .*, coupled"
+        RequestError, match=r"verification='rejection' is not enabled; .* \(enabled: coupled\)"
     ):
         bed.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
 

@@ -202,7 +202,7 @@ def test_every_draft_of_a_forced_end_stands(bed, prompts, draft_sampling, vanill
 def test_a_budget_without_tags_is_refused_by_name(bed):
     asked = SamplingParams(thinking_token_budget=3)
     for llm in (bed.llm(), bed.llm(k=0)):
-        with pytest.raises(RequestError, match="not supported: thinking_token_budget=3"):
+        with pytest.raises(RequestError, match="thinking_token_budget=3 is not enabled; set begin"):
             llm.generate([[1, 2]], asked)
 
 

@@ -704,8 +704,11 @@ def test_what_log_probabilities_are_of(mode: Any, told: str) -> None:
     params = SamplingParams(logprobs=0, logprobs_mode=mode)
     name = getattr(mode, "value", mode)
     refused = {
-        ("processed", "raw"): ["logprobs_mode='processed'"],
-        ("raw", "processed"): ["logprobs_mode='raw' (mtp.logprobs_mode is processed)"],
+        pair: [
+            f"logprobs_mode={pair[0]!r} is not enabled; set "
+            f"speculative_config.mtp.logprobs_mode: {pair[0]}"
+        ]
+        for pair in (("processed", "raw"), ("raw", "processed"))
     }
     assert params.unsupported(served) == refused.get((name, told), [])
     # where none are told the mode is of nothing

@@ -15,6 +15,7 @@ from mtp_plugin.requests.options.limits import (
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
+    MAX_RANGE,
 )
 from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.params import (
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_BAD_WORD_LEN",
     "MAX_BIAS_IDS",
     "MAX_LOGPROBS",
+    "MAX_RANGE",
     "NEUTRAL_ELSEWHERE",
     "OPTIONS",
     "READ_BY_NOBODY",

@@ -43,6 +43,8 @@ class Option:
     """What stands there of a request that does not ask."""
     elsewhere: tuple[str, ...] = ()
     """Names that it has in other engines; `SamplingParams` takes them too."""
+    enabled_by: str = ""
+    """What to do where the config does not enable the option; empty: nothing enables it."""
     differs: str = ""
     """For people: where another engine means or presumes something else."""
 

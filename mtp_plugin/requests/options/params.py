@@ -60,6 +60,7 @@ LOGPROBS_MODE = "logprobs_mode"
 _SPELLED = "_spelled"
 """Beside the fields: names that options were given under, by ours."""
 
+_ENABLE_RELAXED = "set speculative_config.use_relaxed_acceptance_for_thinking: true"
 _WHERE = "sampling parameters: "
 _Made = TypeVar("_Made")
 
@@ -174,12 +175,14 @@ class SamplingParams:
         unset_or(integer(1)),
         "relaxed acceptance: a draft among so many stands",
         of_drafts=True,
+        enabled_by=_ENABLE_RELAXED,
     )
     relaxed_delta: float | None = row(
         None,
         unset_or(number(0, sys.float_info.max, "a number >= 0")),
         "relaxed acceptance: so much less likely than the first choice stands",
         of_drafts=True,
+        enabled_by=_ENABLE_RELAXED,
     )
     thinking_token_budget: int | None = row(
         None,
@@ -188,6 +191,8 @@ class SamplingParams:
         edits_logits=True,
         column=int,
         empty=-1,
+        enabled_by="set begin_thinking_phase_token and end_thinking_phase_token of "
+        "speculative_config, or use a tokenizer with <think> and </think>",
     )
     # ---- how a token is drawn
     temperature: float | None = row(
@@ -330,6 +335,7 @@ class SamplingParams:
         one_of("raw", "processed"),
         "what log-probabilities of emitted tokens are of; unset: as mtp.logprobs_mode says",
         "py_logprobs_mode",
+        enabled_by="set speculative_config.mtp.logprobs_mode: processed",
         host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     )
     # ---- what stays refused
@@ -497,9 +503,13 @@ def unserved(
     for name, value in asked.items():
         if name == LOGPROBS_MODE and value == "raw":
             if name in served:
-                told_of.append(f"{name}={value!r} (mtp.logprobs_mode is processed)")
+                told_of.append(
+                    f"{name}={value!r} is not enabled; set speculative_config.mtp.{name}: raw"
+                )
         elif name not in served:
-            told_of.append(f"{spelled(name)}={told(value)}")
+            hint = OPTIONS[name].enabled_by
+            why = f" is not enabled; {hint}" if hint else ""
+            told_of.append(f"{spelled(name)}={told(value)}{why}")
     return told_of
 
 

@@ -33,8 +33,8 @@ class ServedChoices:
         listed = self.mtp.verifications
         if verification not in listed:
             yield (
-                f"verification={verification!r}: expected one of mtp.verification, "
-                f"{', '.join(listed)}"
+                f"verification={verification!r} is not enabled; add it to "
+                f"speculative_config.mtp.verification (enabled: {', '.join(listed)})"
             )
             return
         allowed = DRAFTS_OF_VERIFICATION[verification]
@@ -44,4 +44,7 @@ class ServedChoices:
                 f"of {', '.join(allowed)}"
             )
         elif self.drafts_greedily and drafts != "greedy":
-            yield f"draft_sampling={drafts!r}: mtp.draft_sampling is greedy, for all requests"
+            yield (
+                f"draft_sampling={drafts!r} is not enabled; "
+                f"speculative_config.mtp.draft_sampling is greedy for all requests, remove it"
+            )
