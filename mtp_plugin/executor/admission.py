@@ -16,14 +16,14 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.tokenizer_turn import TokenizerTurn
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
-from mtp_plugin.requests.prompts import Prompt, params_of, place_of, prompts_of
+from mtp_plugin.requests.prompts import Prompt, expect_short, params_of, place_of, prompts_of
 from mtp_plugin.requests.stopping import MAX_STOP_LEN, MAX_STOP_STRINGS, StopRule
 from mtp_plugin.requests.tokenizer import (
     LongestToken,
     detokenizer_of,
     encode,
+    named_failures,
     shortened,
-    tokenizer_error,
 )
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
@@ -385,12 +385,8 @@ class Admission:
         return "special tokens are no text, give their ids in stop_token_ids"
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        try:
+        with named_failures(self._tokenizer, lambda: f"cannot decode {ids[:3]}"):
             text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        except MTPPluginError:
-            raise
-        except Exception as error:  # whatever a user's tokenizer raises
-            raise tokenizer_error(self._tokenizer, f"cannot decode {ids[:3]}", error) from error
         if not isinstance(text, str):
             raise MTPPluginError(
                 f"the tokenizer {type(self._tokenizer).__name__} gave no text for {ids[:3]}, but "
@@ -428,4 +424,5 @@ def _listed(prompt: Any, request_id: int) -> list[int]:
             f"request {request_id}: expected text or a list of token ids, got "
             f"{type(prompt).__name__}"
         )
+    expect_short(prompt, f"request {request_id}")
     return list(prompt)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig, load_config, parse_config
 from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.models import LoadedModel, read_facts
@@ -154,10 +156,19 @@ def _check_file(path: str | Path) -> None:
 def _parsed(config: LLMConfig | Mapping[str, Any], folder: str | Path | None) -> LLMConfig:
     update = {} if folder is None else {"model": _expanded(folder)}
     if isinstance(config, LLMConfig):
-        return config.model_copy(update=update)
+        return _validated({**vars(config), **update})
     if isinstance(config, Mapping):
         return parse_config({**config, **update})
     raise ConfigError(f"config: expected {_WAYS}, got {_kind(config)}")
+
+
+def _validated(values: Mapping[str, Any]) -> LLMConfig:
+    """A config from the attributes of one, which `model_construct` makes without validation."""
+    plain = {
+        name: value.model_dump(warnings=False) if isinstance(value, BaseModel) else value
+        for name, value in values.items()
+    }
+    return parse_config(plain, "LLMConfig")
 
 
 def _name_of(config: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, RequestError, told
+from mtp_plugin.errors import ConfigError, RequestError, expect_int, told
 from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
@@ -227,9 +227,7 @@ class LLM:
         Raises:
             RequestError: what is no id.
         """
-        if not isinstance(request_id, int) or isinstance(request_id, bool):
-            raise RequestError(f"abort: expected the id of a request, got {told(request_id)}")
-        return self._dispatcher.cancel_id(request_id)
+        return self._dispatcher.cancel_id(expect_int("request_id", request_id, error=RequestError))
 
     def shutdown(self) -> None:
         """Cancel everything and give every resource back, with the memory of KV cache and graphs;
@@ -269,8 +267,12 @@ class LLM:
         return self._admission.make_request(prompt, params)
 
     def find_request(self, request_id: int) -> LlmRequest | None:
-        """The request of that id while it runs or waits; None: there is none, or it has ended."""
-        return self.executor.find(request_id)
+        """Return the request of that id while it runs or waits, else None.
+
+        Raises:
+            RequestError: what is no id.
+        """
+        return self.executor.find(expect_int("request_id", request_id, error=RequestError))
 
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]

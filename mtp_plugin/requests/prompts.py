@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mtp_plugin.errors import RequestError
-from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.errors import RequestError, told
+from mtp_plugin.requests.options import MAX_RANGE, SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -28,6 +29,7 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise RequestError(
             f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
         )
+    expect_short(prompts, "prompts")
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
@@ -38,6 +40,16 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
                 f"got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def expect_short(prompt: Sequence[Any], where: str) -> None:
+    """Refuse a ``range`` of more ids than any vocabulary has, before it is made a list.
+
+    Raises:
+        RequestError: with ``where`` in front.
+    """
+    if isinstance(prompt, range) and prompt[MAX_RANGE:]:
+        raise RequestError(f"{where}: expected at most {MAX_RANGE} token ids, got {told(prompt)}")
 
 
 def params_of(

@@ -11,6 +11,7 @@ from typing_extensions import Self
 from mtp_plugin.errors import RequestError, error_told, told
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.requests.tokenizer import is_failure
 
 SERVED_OPTIONS = frozenset(
     {"max_new_tokens", "stop_token_ids", "stop", "include_stop_str_in_output", "ignore_eos"}
@@ -35,7 +36,7 @@ class Ending(NamedTuple):
     length: int  # tokens of the run
     reason: FinishReason | None = None  # None: it goes on
     error: str | None = None  # why, where the reason is ERROR
-    cause: Exception | None = None  # what was raised there
+    cause: BaseException | None = None  # what was raised there
 
 
 class TextWatch(Protocol):
@@ -160,7 +161,9 @@ class StopRule:
                 try:
                     if self.watch(token, from_draft=count <= num_drafts) and reason is None:
                         reason = FinishReason.STOP_WORDS
-                except Exception as error:
+                except BaseException as error:
+                    if not is_failure(error):
+                        raise
                     why = f"the tokenizer cannot decode token {token}: {error_told(error)}"
                     return Ending(count, FinishReason.ERROR, why, error)
             if reason is None and length + count >= self.max_length:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError, error_told
@@ -24,12 +25,8 @@ def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
         inherited = getattr(type(tokenizer), "encode", None) is base.encode
         if inherited and "encode" not in vars(tokenizer):
             options["verbose"] = False
-    try:
+    with named_failures(tokenizer, lambda: f"cannot encode {shortened(text)}"):
         ids = list(tokenizer.encode(text, **options))
-    except MTPPluginError:
-        raise
-    except Exception as error:  # whatever a user's tokenizer raises
-        raise tokenizer_error(tokenizer, f"cannot encode {shortened(text)}", error) from error
     odd = [each for each in ids if not isinstance(each, int)]
     if odd:
         raise MTPPluginError(
@@ -39,9 +36,28 @@ def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
     return ids
 
 
-def tokenizer_error(tokenizer: Any, what: str, error: Exception) -> MTPPluginError:
-    """What a tokenizer raised, told in one line."""
-    return MTPPluginError(f"the tokenizer {type(tokenizer).__name__} {what}: {error_told(error)}")
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is a tokenizer's own, panics of Hugging Face tokenizers included.
+
+    Its PanicException derives from BaseException, as when a regular expression of the
+    pre-tokenizer exceeds the limit of backtracking.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def named_failures(tokenizer: Any, what: Callable[[], str]) -> Iterator[None]:
+    """Raise what a tokenizer raises as `MTPPluginError`, with ``what()`` as what it cannot do."""
+    try:
+        yield
+    except MTPPluginError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise MTPPluginError(
+            f"the tokenizer {type(tokenizer).__name__} {what()}: {error_told(error)}"
+        ) from error
 
 
 def shortened(text: str) -> str:
@@ -68,16 +84,11 @@ class LongestToken:
         vocab = getattr(self._tokenizer, "get_vocab", None)
         if vocab is None:
             return None
-        try:
+        with named_failures(self._tokenizer, lambda: "cannot return its vocabulary"):
             size = len(self._tokenizer) if isinstance(self._tokenizer, Sized) else None
             read = self._read
             if read is None or read[0] != size:
                 self._read = read = (size, max(map(len, vocab()), default=1))
-        except MTPPluginError:
-            raise
-        except Exception as error:  # whatever a user's tokenizer raises
-            told = "cannot tell its vocabulary"
-            raise tokenizer_error(self._tokenizer, told, error) from error
         return num_tokens * read[1]
 
 

@@ -327,6 +327,14 @@ def test_a_request_of_something_else(bed, prompt: Any) -> None:
     assert str(refused.value) == f"request 0: expected text or a list of token ids, got {kind}"
 
 
+@pytest.mark.parametrize("ids", [range(10**12), range(10**30)])
+def test_range_longer_than_any_vocabulary_is_refused(bed, ids: range) -> None:
+    llm = bed.llm()
+    for call in (llm.generate, llm.submit, lambda prompt: llm.generate([prompt])):
+        with pytest.raises(RequestError, match="expected at most 1048576 token ids, got range"):
+            call(ids)
+
+
 def test_a_list_counts_from_its_own_start(bed) -> None:
     """Whatever was asked before."""
     llm = bed.llm()

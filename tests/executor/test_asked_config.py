@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError, ConfigError, told
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.asked_config import config_of_checkpoint
@@ -265,6 +265,26 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         ({"model": "x"},),
         {"max_batch_size": 3},
         "max_batch_size: expected in the dict; options stand beside a checkpoint's folder alone",
+    ),
+    "a config that was not validated": (
+        (LLMConfig.model_construct(model=5),),
+        {},
+        "LLMConfig: model: expected text that is not empty, got 5",
+    ),
+    "a config without a value": (
+        (LLMConfig.model_construct(max_batch_size=None),),
+        {},
+        "LLMConfig: model: required key is missing; expected text that is not empty\n"
+        "LLMConfig: max_batch_size: expected an integer of at least 1, got null",
+    ),
+    "a section that was not validated": (
+        (
+            LLMConfig.model_construct(
+                model="m", kv_cache_config=KVCacheConfig.model_construct(max_tokens=0)
+            ),
+        ),
+        {},
+        "LLMConfig: kv_cache_config.max_tokens: expected an integer of at least 1 or null, got 0",
     ),
     "no path at all": (("x" * 5000,), {}, f"{'x' * 200!r}...: File name too long"),
     "progress to nobody": (

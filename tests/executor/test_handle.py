@@ -171,10 +171,12 @@ def test_aborting_from_another_thread_while_generate_waits(bed, prompts) -> None
 @pytest.mark.parametrize(
     ("request_id", "told"), [("0", "'0'"), (None, "None"), (True, "True"), ([], "[]"), (1.0, "1.0")]
 )
-def test_aborting_what_is_no_id(bed, request_id: Any, told: str) -> None:
-    with pytest.raises(RequestError) as error:
-        bed.llm().abort(request_id)
-    assert str(error.value) == f"abort: expected the id of a request, got {told}"
+def test_request_id_of_another_type_is_refused(bed, request_id: Any, told: str) -> None:
+    llm = bed.llm()
+    for call in (llm.abort, llm.find_request):
+        with pytest.raises(RequestError) as error:
+            call(request_id)
+        assert str(error.value) == f"request_id: expected an integer, got {told}"
 
 
 @pytest.mark.parametrize("request_id", [7, -1])

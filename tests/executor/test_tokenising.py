@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestHandle, RequestOutput
@@ -213,9 +215,52 @@ def test_a_vocabulary_is_read_once_for_its_size(bed) -> None:
 def test_a_vocabulary_that_fails_is_named(bed) -> None:
     tokenizer = Vocabulary()
     tokenizer.get_vocab = lambda: {}["no"]  # type: ignore[method-assign]
-    told = "request 0: the tokenizer Vocabulary cannot tell its vocabulary: KeyError: 'no'"
+    told = "request 0: the tokenizer Vocabulary cannot return its vocabulary: KeyError: 'no'"
     with pytest.raises(RequestError, match=f"^{told}$"):
         bed.llm(tokenizer=tokenizer).stream_async("x" * 10**5)
+
+
+class WithoutLength(Vocabulary):
+    def __len__(self) -> int:
+        raise KeyError("no length")
+
+
+def test_tokenizer_length_that_raises_is_a_named_error(bed) -> None:
+    llm = bed.llm(tokenizer=WithoutLength())
+    told = "the tokenizer WithoutLength cannot return its vocabulary: KeyError: 'no length'"
+    with pytest.raises(RequestError, match=f"^request 0: {told}$"):
+        llm.stream_async("x" * 10**5)
+    assert len(llm.generate([[1, 2]], greedy(3))[0].token_ids) == 3
+
+
+def test_tokenizer_regex_that_backtracks_is_a_named_error(bed) -> None:
+    """Its panic derives from BaseException."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 1, "<think>": 2, "</think>": 3}, unk_token="a"))
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+c"), "isolated")
+    llm = bed.llm(tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    text = "a" * 60
+    for prompt, options in (
+        (text, {}),
+        ([1], {"stop": text}),
+        ([1], {"bad_words": (text,)}),
+    ):
+        with pytest.raises(RequestError, match=r"cannot encode 'a+\.\.\.': PanicException"):
+            llm.generate([prompt], greedy(**options))
+    assert_drained(llm)
+
+
+def test_decoding_that_panics_ends_the_request_with_an_error(bed) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Panicking(Watched):
+        def decode(self, ids: list[int], **options: Any) -> str:
+            raise PanicException(f"out of range: {ids} {options}")
+
+    (output,) = bed.llm(tokenizer=Panicking()).generate([[1]], greedy(3))
+    assert output.finish_reason == "error"
+    assert "PanicException: out of range" in output.error
 
 
 class Wrong(Watched):

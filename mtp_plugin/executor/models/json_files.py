@@ -26,6 +26,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         if not file.is_file():
+            if file.exists():
+                # a pipe or a device may never end
+                raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
             raise CheckpointError(
                 f"checkpoint {file.parent}: expected a file {file.name}, found none"
             )

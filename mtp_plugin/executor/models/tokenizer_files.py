@@ -15,6 +15,7 @@ from mtp_plugin.executor.models.config_reader import (
     CheckedConfig,
 )
 from mtp_plugin.executor.models.json_files import read_json
+from mtp_plugin.requests.tokenizer import is_failure
 
 LONGEST_REASON = 400
 """Characters of what transformers says of a tokenizer; it may say all of it."""
@@ -52,8 +53,7 @@ def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
             directory, local_files_only=True, trust_remote_code=False, **settings
         )
     except BaseException as error:
-        # tokenizers panics with an error that is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
         raise CheckpointError(
             f"tokenizer of {directory}: it cannot be loaded: {type(error).__name__}: "

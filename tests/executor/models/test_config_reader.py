@@ -231,8 +231,13 @@ def test_places_that_are_no_files(edited: Edited) -> None:
     file = path / "config.json"
     file.unlink()
     missing = "checkpoint PATH: expected a file config.json, found none"
+    other_kind = "PATH/config.json: expected a regular file, got another kind of file"
     os.mkfifo(file)
-    assert refusal(path) == missing
+    assert refusal(path) == other_kind
+    for device in ("/dev/zero", "/dev/null", path):
+        file.unlink()
+        file.symlink_to(device)
+        assert refusal(path) == other_kind
     file.unlink()
     file.symlink_to(file)
     assert refusal(path) == missing
