@@ -56,7 +56,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_history,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.ops.logits import banned_masked
+from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import store_results
 from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Role, draw
@@ -142,7 +142,7 @@ def compile_sampling() -> None:
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
         rows = DrawnRows.of_target(layout, ints(generations * 3))
         for some in (slots, dataclasses.replace(slots, pools=None)):
-            with banned_masked(logits, rows, some, backend=Backend.TRITON):
+            with mask_disallowed_tokens(logits, rows, some, backend=Backend.TRITON):
                 pass
         accepted = Accepted.unwritten(layout.num_requests, 3, "cpu")
         update_token_history(accepted, slots, backend=Backend.TRITON)

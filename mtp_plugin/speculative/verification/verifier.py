@@ -11,7 +11,7 @@ from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
-from mtp_plugin.speculative.ops.logits import banned_masked
+from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
@@ -93,7 +93,7 @@ class Verifier:
         inputs = replace(inputs, rows=rows)
         if step.only_draws:
             return self._judge_drawn(inputs, last_tokens, backend)
-        with banned_masked(inputs.logits, rows, slots, backend=backend) as logits:
+        with mask_disallowed_tokens(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
         drafted = rows.positions if step.layout.draft_len else None
         update_token_history(accepted, slots, positions=drafted, backend=backend)

@@ -20,10 +20,10 @@ from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows
 from tests.doors import check_strided_arguments
+from tests.speculative.ops.logit_mask.test_logit_mask import word_of
 from tests.speculative.ops.logits import story
 from tests.speculative.ops.logits.pools import bits_of, ids_in, pools_of
 from tests.speculative.ops.logits.story import Asks, Place
-from tests.speculative.ops.logits.test_banned import word_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.slots import column, on_copy, slot_rows
 

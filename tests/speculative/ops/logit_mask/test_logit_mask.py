@@ -1,5 +1,4 @@
-"""Logits without ids that must not come next: the story equals torch's copy equals what Triton
-masks in place; outside nothing changed."""
+"""Masked logits: example, torch reference and Triton agree, and the logits are restored."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
-from mtp_plugin.speculative.ops.logits import banned_masked, launch
+from mtp_plugin.speculative.ops import logit_mask_triton
+from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.kernels.top_k.launches import captured
@@ -30,15 +30,15 @@ from tests.speculative.ops.logits.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
 from tests.speculative.ops.slots import slot_rows
 
-BEHIND = SlotColumn("of_a_mode", int, 0, 3)
+OF_METHOD = SlotColumn("of_a_method", int, 0, 3)
 FOREVER = 2**31 - 1
-WIDTH = sum(column.width for column in (*REQUEST_COLUMNS, BEHIND))
+WIDTH = sum(column.width for column in (*REQUEST_COLUMNS, OF_METHOD))
 
 
 @dataclass
 class Batch:
-    """Prompts and turns whose rows draw tokens near the first index at which a stop may stand, and
-    whose texts end as bad words begin."""
+    """Requests whose rows sample tokens near the first index at which a stop id is allowed, and
+    whose outputs end as bad words begin."""
 
     logits: torch.Tensor
     slots: SlotRows
@@ -57,38 +57,38 @@ class Batch:
         stops: int,
         *,
         dtype: torch.dtype = torch.float32,
-        behind: int = 0,
+        spare: int = 0,
         index_dtype: torch.dtype = torch.int64,
         pools: bool = True,
         drafts: bool = True,
         **slots: Any,
     ) -> Batch:
-        r, dice = random.Random(seed), torch.Generator().manual_seed(seed)
+        r, rng = random.Random(seed), torch.Generator().manual_seed(seed)
         lens = [r.randint(1, 4) for _ in range(contexts)]
-        positions, drawn = [], []
+        positions, sampled = [], []
         for length in lens:
             start = r.randrange(9)
             positions += range(start, start + length)
-            drawn.append([start + length])
+            sampled.append([start + length])
         for _ in range(generations):
             start, highest = r.randrange(9), r.randrange(8, 12)
-            # positions of absent drafts may stay behind
+            # positions of absent drafts need not increase
             positions += [min(start + i, max(start, highest)) for i in range(k + 1)]
-            drawn.append([start + 1 + i for i in range(k + 1)])
+            sampled.append([start + 1 + i for i in range(k + 1)])
         # few ids, so that words begin in many places
         few = [r.randrange(vocab) for _ in range(2)]
         drafted = [
             [r.choice([*few, *few, vocab + 3, 2**31 - 1]) for _ in range(k)]
             for _ in range(generations)
         ]
-        told = [[]] * contexts + (drafted if drafts else [[story.UNTOLD] * k] * generations)
-        asks = [asks_of(r, vocab, few, stops, before, pools) for before in told]
+        expected = [[]] * contexts + (drafted if drafts else [[story.UNTOLD] * k] * generations)
+        asks = [asks_of(r, vocab, few, stops, before, pools) for before in expected]
         layout = StepLayout(
             tuple(lens),
             generations,
             k,
             vector(lens, torch.int32),
-            strided_vector(positions, index_dtype, behind),
+            strided_vector(positions, index_dtype, spare),
         )
         placed, columns = pools_of(asks, vocab, r)
         values = [
@@ -101,79 +101,79 @@ class Batch:
             }
             for ask, rows in zip(asks, columns, strict=True)
         ]
-        held = slot_rows(values, [BEHIND], seed=seed, **slots)
-        rows = sum(map(len, drawn))
+        held = slot_rows(values, [OF_METHOD], seed=seed, **slots)
+        rows = sum(map(len, sampled))
         flat = [token for tokens in drafted for token in tokens]
         return cls(
-            strided(odd_rows(dice, rows, vocab, dtype), behind),
+            strided(odd_rows(rng, rows, vocab, dtype), spare),
             replace(held, pools=placed) if pools else held,
             DrawnRows.of_target(
-                layout, strided_vector(flat, index_dtype, behind) if drafts else None
+                layout, strided_vector(flat, index_dtype, spare) if drafts else None
             ),
             [
                 story.Place(ask, index, tuple(before[:i]))
-                for ask, indices, before in zip(asks, drawn, told, strict=True)
+                for ask, indices, before in zip(asks, sampled, expected, strict=True)
                 for i, index in enumerate(indices)
             ],
         )
 
     def masked(self, backend: Backend) -> AbstractContextManager[torch.Tensor]:
-        return banned_masked(self.logits, self.rows, self.slots, backend=backend)
+        return mask_disallowed_tokens(self.logits, self.rows, self.slots, backend=backend)
 
-    def story(self) -> torch.Tensor:
-        told = [
+    def example(self) -> torch.Tensor:
+        expected = [
             story.without_banned(row, place)
             for row, place in zip(self.logits.double().tolist(), self.places, strict=True)
         ]
         shape = self.logits.shape
-        return torch.tensor(told, dtype=torch.float64).reshape(shape).to(self.logits)
+        return torch.tensor(expected, dtype=torch.float64).reshape(shape).to(self.logits)
 
 
 def asks_of(
-    dice: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
+    rng: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
 ) -> story.Asks:
-    """Of one request, in front of whose rows these drafts may stand."""
+    """One request's options, with bad words that begin in its last tokens or drafts ``before``."""
     listed = [
-        dice.choice([-1, vocab, dice.randrange(vocab), dice.randrange(vocab)]) for _ in range(stops)
+        rng.choice([-1, vocab, rng.randrange(vocab), rng.randrange(vocab)]) for _ in range(stops)
     ]
-    if stops > 1 and dice.random() < 0.5:
-        listed[0] = listed[-1]  # an id that stands twice
-    recent = [dice.choice(few) for _ in range(dice.choice((0, 1, 5, 16, 16)))]
+    if stops > 1 and rng.random() < 0.5:
+        listed[0] = listed[-1]  # an id that occurs twice
+    recent = [rng.choice(few) for _ in range(rng.choice((0, 1, 5, 16, 16)))]
     words = allowed = None
-    if pools and dice.random() < 0.7:
+    if pools and rng.random() < 0.7:
         text = [*recent, *before]
-        words = [word_of(dice, vocab, text) for _ in range(dice.choice((1, 2, 8, 64)))]
-    if pools and dice.random() < 0.5:
+        words = [word_of(rng, vocab, text) for _ in range(rng.choice((1, 2, 8, 64)))]
+    if pools and rng.random() < 0.5:
         # often so few that words and stop ids leave none
-        some = [*listed, *(word[-1] for word in words or ()), dice.randrange(vocab)]
-        kept = dice.choice((dice.sample(some, dice.randint(1, len(some))), range(vocab)))
+        some = [*listed, *(word[-1] for word in words or ()), rng.randrange(vocab)]
+        kept = rng.choice((rng.sample(some, rng.randint(1, len(some))), range(vocab)))
         allowed = {token for token in kept if 0 <= token < vocab} or {0}
     return story.Asks(
         allowed=allowed,
         words=words,
         recent=recent,
-        stops=[token for token in listed if token >= 0] if dice.random() < 0.5 else listed,
-        # the first index at which a stop may stand is the sum of two numbers, or never comes
-        prompt_len=dice.randrange(1, 8),
-        min_tokens=dice.choice([0, dice.randrange(8), dice.randrange(8), FOREVER]),
+        stops=[token for token in listed if token >= 0] if rng.random() < 0.5 else listed,
+        # the first index at which a stop id is allowed is the sum of two numbers, or never comes
+        prompt_len=rng.randrange(1, 8),
+        min_tokens=rng.choice([0, rng.randrange(8), rng.randrange(8), FOREVER]),
     )
 
 
-def word_of(dice: random.Random, vocab: int, text: list[int]) -> tuple[int, ...]:
+def word_of(rng: random.Random, vocab: int, text: list[int]) -> tuple[int, ...]:
     """A word that begins as some part of a text ends, or nearly."""
-    end = dice.randrange(vocab)
-    length = min(dice.choice((0, 1, 2, 3, 14, 15)), len(text))
-    last = dice.randint(length, len(text))
+    end = rng.randrange(vocab)
+    length = min(rng.choice((0, 1, 2, 3, 14, 15)), len(text))
+    last = rng.randint(length, len(text))
     begin = [token for token in text[last - length : last] if 0 <= token < vocab]
-    if begin and dice.random() < 0.2:
-        begin[0] = dice.randrange(vocab)
+    if begin and rng.random() < 0.2:
+        begin[0] = rng.randrange(vocab)
     return (*begin, end)
 
 
-def strided_vector(values: Any, dtype: torch.dtype, behind: int) -> torch.Tensor:
+def strided_vector(values: Any, dtype: torch.dtype, spare: int) -> torch.Tensor:
     """With poison between the numbers."""
     values = list(values)
-    wide = torch.full((len(values), 1 + behind), 7, dtype=dtype, device=DEVICE)
+    wide = torch.full((len(values), 1 + spare), 7, dtype=dtype, device=DEVICE)
     wide[:, 0] = vector(values, dtype)
     return wide[:, 0]
 
@@ -187,7 +187,7 @@ def strided_vector(values: Any, dtype: torch.dtype, behind: int) -> torch.Tensor
     vocab=st.sampled_from([*VOCABS[:5], 32, 33]),
     stops=st.sampled_from([0, 1, 2, 5, MAX_STOP_IDS]),
     dtype=st.sampled_from(DTYPES),
-    behind=st.integers(0, 2),
+    spare=st.integers(0, 2),
     gap=st.integers(0, 2),
     id_stride=st.integers(1, 3),
     id_dtype=st.sampled_from(INDEX_DTYPES),
@@ -195,25 +195,25 @@ def strided_vector(values: Any, dtype: torch.dtype, behind: int) -> torch.Tensor
     pools=st.sampled_from([True, True, False]),
     drafts=st.sampled_from([True, True, False]),
 )
-def test_story_torch_and_triton_agree(
+def test_example_torch_and_triton_agree(
     seed, contexts, generations, k, vocab, stops, **options
 ) -> None:
     batch = Batch.of(seed, contexts, generations, k, vocab, stops, **options)
     wide = batch.logits if batch.logits._base is None else batch.logits._base
-    before, told = wide.clone(), without_nan(batch.story())
+    before, expected = wide.clone(), without_nan(batch.example())
     kept = [storage(tensor) for tensor in tensors_of(batch)]
     for backend in Backend:
         with poisoned_memory(), batch.masked(backend) as masked:
             assert masked.dtype == options["dtype"]
-            # a NaN counts as -inf anyway, so either may stand where an id is masked
-            assert torch.equal(without_nan(masked), told)
+            # a NaN counts as -inf anyway, so a masked id may have either value
+            assert torch.equal(without_nan(masked), expected)
         assert same_bits(wide, before)
         for tensor, held in zip(tensors_of(batch), kept, strict=True):
             assert same_bits(storage(tensor), held)
 
 
 def tensors_of(batch: Batch) -> list[torch.Tensor]:
-    """What is read of the slots."""
+    """Tensors that are read by slot."""
     pools = () if batch.slots.pools is None else vars(batch.slots.pools).values()
     return [batch.slots.table, *pools]
 
@@ -230,7 +230,7 @@ def test_triton_masks_in_place() -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_logits_are_whole_again_when_the_body_raises(backend: Backend) -> None:
+def test_logits_are_restored_when_the_body_raises(backend: Backend) -> None:
     batch = small()
     before = batch.logits.clone()
     with pytest.raises(RuntimeError, match="inside"), batch.masked(backend):
@@ -244,9 +244,9 @@ def test_rows_that_share_memory_are_copied() -> None:
     shared = row.expand(batch.logits.shape)
     own = row.repeat(batch.logits.shape[0], 1)
     before = row.clone()
-    told = replace(batch, logits=own).story()
+    expected = replace(batch, logits=own).example()
     with replace(batch, logits=shared).masked(Backend.TRITON) as masked:
-        assert torch.equal(without_nan(masked), without_nan(told))
+        assert torch.equal(without_nan(masked), without_nan(expected))
         assert same_bits(row, before)
     assert same_bits(row, before)
 
@@ -254,13 +254,13 @@ def test_rows_that_share_memory_are_copied() -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch.of(3, 0, 0, 2, 7, 3)
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, logit_mask_triton)
     with batch.masked(backend) as masked:
         assert masked is batch.logits
 
 
 def one_turn(prompt_len: int, min_tokens: int, start: int) -> Batch:
-    """A request whose rows draw the tokens behind `start`, all of which prefer the stop id 2."""
+    """A request whose rows sample the tokens after `start`; the argmax of all is the stop id 2."""
     values = [{"prompt_len": prompt_len, "min_tokens": min_tokens, "stop_ids": [2]}]
     positions = vector([start, start + 1])
     layout = StepLayout((), 1, 1, vector([], torch.int32), positions)
@@ -270,15 +270,15 @@ def one_turn(prompt_len: int, min_tokens: int, start: int) -> Batch:
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 2**31 - 1])
 @pytest.mark.parametrize("backend", Backend)
-def test_a_least_that_no_text_reaches(backend: Backend, prompt_len: int) -> None:
-    """2**31 - 1 tokens behind a prompt are beyond 32 bits, and still to come."""
+def test_min_tokens_beyond_32_bits(backend: Backend, prompt_len: int) -> None:
+    """prompt_len + min_tokens does not fit 32 bits."""
     with one_turn(prompt_len, FOREVER, 10**6).masked(backend) as masked:
         assert masked.argmax(dim=1).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_stop_may_stand_behind_the_least(backend: Backend) -> None:
-    """A prompt of 3 and 2 tokens at least: token 4 may not stop, token 5 may."""
+def test_stop_ids_are_allowed_after_min_tokens(backend: Backend) -> None:
+    """A prompt of 3 tokens and min_tokens = 2: token 4 may not be a stop id, token 5 may."""
     with one_turn(3, 2, 3).masked(backend) as masked:
         assert masked.argmax(dim=1).tolist() == [1, 2]
     with one_turn(3, 0, 3).masked(backend) as masked:
@@ -286,8 +286,8 @@ def test_a_stop_may_stand_behind_the_least(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_of_padding_hold_nothing_back(backend: Backend) -> None:
-    """A slot that no request has is empty; all rows of a graph's padding share it."""
+def test_padding_rows_are_not_masked(backend: Backend) -> None:
+    """All padding rows of a CUDA graph share one empty slot."""
     batch = one_turn(3, 9, 3)
     empty = [{"prompt_len": 0, "min_tokens": 0, "stop_ids": ()}]
     slots = slot_rows([{"prompt_len": 3, "min_tokens": 9, "stop_ids": [2]}, *empty], slots=[4, 6])
@@ -300,10 +300,10 @@ def test_rows_of_padding_hold_nothing_back(backend: Backend) -> None:
 
 
 def text_of(
-    recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **asked: Any
+    recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **options: Any
 ) -> Batch:
-    """A request whose rows draw what stands behind its text and its drafts, of 9 ids."""
-    asks = story.Asks(words=words, recent=recent, **asked)
+    """A request that has the tokens `recent`, and drafts; a vocabulary of 9 ids."""
+    asks = story.Asks(words=words, recent=recent, **options)
     pools, columns = pools_of([asks], 9, random.Random(0))
     padded = [-1] * (MAX_BAD_WORD_LEN - len(recent)) + recent
     values = {"prompt_len": asks.prompt_len, "min_tokens": asks.min_tokens, "stop_ids": asks.stops}
@@ -331,7 +331,7 @@ ENDINGS = {
     "one that is longer than the text": ([2], [], [(1, 2, 4)], [[]]),
     "drafts are the text in front of them": ([2], [1], [(2, 1, 4)], [[], [4]]),
     "words of one end": ([1, 2], [], [(2, 4), (1, 2, 4), (3, 4)], [[4]]),
-    "a word that stands twice": ([1], [], [(1, 4), (1, 4)], [[4]]),
+    "a word that is listed twice": ([1], [], [(1, 4), (1, 4)], [[4]]),
     "ends of many words": ([1], [], [(1, 4), (5,), (1, 1, 6)], [[4, 5]]),
     "16 tokens": ([0, *range(1, 9), *range(1, 8)], [], [(*range(1, 9), *range(1, 8), 3)], [[3]]),
     "16 tokens, another first": (
@@ -353,20 +353,20 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 @pytest.mark.parametrize("backend", Backend)
 def test_ends_of_bad_words(backend: Backend, name: str) -> None:
-    recent, drafts, words, told = ENDINGS[name]
-    assert hidden(text_of(recent, drafts, words), backend) == told
+    recent, drafts, words, expected = ENDINGS[name]
+    assert hidden(text_of(recent, drafts, words), backend) == expected
 
 
 FORCE = {
-    "stop ids and words beside each other": ({}, [(4,)], [2, 3], [2, 3, 4]),
+    "stop ids and words together": ({}, [(4,)], [2, 3], [2, 3, 4]),
     "an id that is both": ({}, [(2,)], [2], [2]),
     "something else is allowed": ({"allowed": {2, 5}}, [(4,)], [2, 3], [2, 3, 4]),
     "nothing else is allowed": ({"allowed": {2, 3}}, [(4,)], [2, 3], [4]),
     "the others end bad words": ({"allowed": {2, 4, 5}}, [(4,), (5,)], [2, 3], [4, 5]),
     "an id that is both is left to none": ({"allowed": {2}}, [(2,)], [2], [2]),
     "an id that is both counts once": ({"allowed": {2, 3, 5}}, [(2,)], [2, 3], [2, 3]),
-    "ids that stand twice": ({"allowed": {2, 4, 5}}, [(4,), (4,)], [2, 2, 2], [2, 4]),
-    "one that is both and stands twice": ({"allowed": {2, 5}}, [(2,), (2,)], [2, 2], [2]),
+    "ids that are listed twice": ({"allowed": {2, 4, 5}}, [(4,), (4,)], [2, 2, 2], [2, 4]),
+    "one that is both and listed twice": ({"allowed": {2, 5}}, [(2,), (2,)], [2, 2], [2]),
     "stop ids that are not allowed": ({"allowed": {5}}, [(4,)], [2, 3], [2, 3, 4]),
     "a stop id beyond the vocabulary": ({"allowed": {5}}, [(4,)], [9, 2**31 - 1], [4]),
 }
@@ -376,25 +376,25 @@ FORCE = {
 @pytest.mark.parametrize("backend", Backend)
 def test_order_of_force(backend: Backend, name: str) -> None:
     """Stop ids that come too early yield where else no allowed id is left; bad words never do."""
-    asked, words, stops, told = FORCE[name]
+    options, words, stops, expected = FORCE[name]
     late = {"stops": stops, "prompt_len": 3, "min_tokens": 99}
-    assert hidden(text_of([1], [], words, **late, **asked), backend) == [told]
+    assert hidden(text_of([1], [], words, **late, **options), backend) == [expected]
     in_time = {"stops": stops, "prompt_len": 3, "min_tokens": 0}
     ends = sorted({word[-1] for word in words})
-    assert hidden(text_of([1], [], words, **in_time, **asked), backend) == [ends]
+    assert hidden(text_of([1], [], words, **in_time, **options), backend) == [ends]
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_drafts_that_nobody_told(backend: Backend) -> None:
-    """What stands in front of a later row is then unknown, not the text once more."""
+def test_unknown_drafts(backend: Backend) -> None:
+    """Later rows then follow unknown tokens, not the output's last tokens."""
     batch = text_of([1, 1], [1, 1], [(1, 4), (5,)])
     batch.rows = replace(batch.rows, drafts=None)
     assert hidden(batch, backend) == [[4, 5], [5], [5]]
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_request_without_words_beside_one_with(backend: Backend) -> None:
-    """Rows of others are poison."""
+def test_request_without_words_next_to_one_with(backend: Backend) -> None:
+    """Pool rows of other requests are poison."""
     asks = [story.Asks(recent=[1]), story.Asks(words=[(1, 4)], recent=[1])]
     pools, columns = pools_of(asks, 9, random.Random(3))
     values = [
@@ -408,11 +408,11 @@ def test_a_request_without_words_beside_one_with(backend: Backend) -> None:
     assert hidden(batch, backend) == [[], [4]]
 
 
-def test_what_is_edited_is_told() -> None:
+def test_edited_options() -> None:
     penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
     ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
-    told = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
-    assert told == EDITED_OPTIONS
+    expected = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
+    assert expected == EDITED_OPTIONS
 
 
 def test_positions_are_needed() -> None:
@@ -429,7 +429,7 @@ def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_of_drafts_are_none_of_the_targets(backend: Backend) -> None:
+def test_rows_of_drafts_are_refused(backend: Backend) -> None:
     batch = small()
     for change in ({"column": 1}, {"ahead": batch.rows.positions}):
         batch.rows = replace(small().rows, drafts=None, **change)
@@ -443,10 +443,10 @@ def test_rows_of_drafts_are_none_of_the_targets(backend: Backend) -> None:
         (
             "logits",
             torch.zeros(7, 7),
-            r"2 context rows and 3 rows for each of 2 generations",
+            r"logits: expected floating-point tensor \[8, V\], got .*\[7, 7\]",
         ),
-        ("logits", torch.zeros(8), r"logits: expected floating \[8, V\]"),
-        ("logits", torch.zeros(8, 7).int(), "logits: expected floating .*torch.int32"),
+        ("logits", torch.zeros(8), r"logits: expected floating-point tensor \[8, V\]"),
+        ("logits", torch.zeros(8, 7).int(), "logits: expected floating-point .*torch.int32"),
         ("table", torch.zeros(9, WIDTH), rf"slot table: expected torch.int32 \[S, {WIDTH}\].*32 "),
         ("table", torch.zeros(9, 9).int(), rf"slot table: .*\[S, {WIDTH}\].*\[9, 9\]"),
         ("table", torch.zeros(38).int(), r"slot table: .*got torch.int32 \[38\]"),
@@ -526,7 +526,7 @@ def test_strided_arguments(backend: Backend) -> None:
     }
     refused = {"slots.table": "rows without gaps", "rows.drafts": "rows without gaps"}
     refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in POOLS}
-    check_strided_arguments(banned_masked, arguments, refused=refused, backend=backend)
+    check_strided_arguments(mask_disallowed_tokens, arguments, refused=refused, backend=backend)
 
 
 @pytest.mark.gpu
@@ -535,12 +535,12 @@ def test_strided_arguments(backend: Backend) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> None:
-    """Captured once, replayed over other logits, stops and positions; the host is never asked."""
+    """Captured once, replayed with other logits, stop ids and positions, without a host sync."""
     k, vocab = 3, 151935
     mine = Batch.of(1, contexts, generations, k, vocab, stops)
-    dice = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     rows = mine.logits.shape[0]
-    logits = torch.randn(rows, vocab, generator=dice).to(DEVICE, dtype)
+    logits = torch.randn(rows, vocab, generator=rng).to(DEVICE, dtype)
     mine.logits = logits
 
     def step() -> torch.Tensor:
