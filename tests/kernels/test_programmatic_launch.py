@@ -138,7 +138,7 @@ def early_kernels() -> list[Any]:
     root = Path(mtp_plugin.__file__).parent
     return [
         pytest.param(node, id=f"{path.relative_to(root)}:{node.name}")
-        for path in sorted(root.rglob("*kernel.py"))
+        for path in sorted(root.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and any(argument.arg == "PDL" for argument in node.args.args)
