@@ -28,8 +28,8 @@ from mtp_plugin.requests.options import (
 )
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions, may_speculate, read_request
+from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS
-from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 

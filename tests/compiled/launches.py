@@ -37,7 +37,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -64,7 +64,7 @@ from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
-from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows, StepLayout
@@ -171,9 +171,9 @@ def compile_thinking() -> None:
         rule = ThinkingRule.of(ThinkingEnd(128798, end), "cpu")
         slots, requests = slot_rows(layout.num_requests), layout.num_requests
         where = layout, ints(4 * k, dtype=I64 if k == 8 else I32), slots, rule
-        force_ends(*where, ints(layout.num_logit_rows), backend=Backend.TRITON)
+        force_thinking_end(*where, ints(layout.num_logit_rows), backend=Backend.TRITON)
         accepted = Accepted.unwritten(requests, k, "cpu")
-        note_thought(accepted, slots, rule, backend=Backend.TRITON)
+        update_thinking_state(accepted, slots, rule, backend=Backend.TRITON)
 
 
 def compile_judging_by_odds() -> None:

@@ -26,8 +26,8 @@ from mtp_plugin.speculative.host import (
     refuse_unserved,
     unserved_ranks,
 )
+from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
-from mtp_plugin.speculative.ops.thinking import ThinkingRule
 from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,

@@ -9,12 +9,12 @@ import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
-from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted
@@ -98,7 +98,7 @@ class Verifier:
         drafted = rows.positions if step.layout.draft_len else None
         update_token_history(accepted, slots, positions=drafted, backend=backend)
         if self.thinking is not None:
-            note_thought(accepted, slots, self.thinking, backend=backend)
+            update_thinking_state(accepted, slots, self.thinking, backend=backend)
         return accepted
 
     def _judge_drawn(
@@ -118,7 +118,7 @@ class Verifier:
         forced = None
         if self.thinking is not None and not inputs.step.only_draws:
             where = inputs.layout, inputs.step.draft_tokens, slots
-            forced = force_ends(*where, self.thinking, choices, backend=backend)
+            forced = force_thinking_end(*where, self.thinking, choices, backend=backend)
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
         accepted = self._judge(inputs, rules, last_tokens, backend)
         if not self.tells_scores or inputs.cuts is None:

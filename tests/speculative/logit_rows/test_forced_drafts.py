@@ -16,8 +16,8 @@ from mtp_plugin.speculative.ops.draft import place_drafts
 from mtp_plugin.speculative.step import DraftColumn, SlotRows
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, vector
-from tests.speculative.ops.thinking.story import Tags, Thinker
-from tests.speculative.ops.thinking.test_budget import (
+from tests.speculative.ops.thinking_budget.example import Tags, Thinker
+from tests.speculative.ops.thinking_budget.test_thinking_budget import (
     copy_of,
     rule_of,
     slots_of,
@@ -42,15 +42,15 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
     )
     def agree(seed: int, requests: int, k: int, **layout: int) -> None:
         nonlocal number
-        dice = random.Random(seed)
-        tags = some_tags(dice)
-        thinkers = [some_thinker(dice) for _ in range(requests)]
+        rng = random.Random(seed)
+        tags = some_tags(rng)
+        thinkers = [some_thinker(rng) for _ in range(requests)]
         for each in thinkers:
-            if each.thought is not None and dice.random() < 0.4:
-                each.written = dice.randrange(len(tags.end))
+            if each.thought is not None and rng.random() < 0.4:
+                each.written = rng.randrange(len(tags.end))
         slots, rule = slots_of(thinkers, seed=seed, **layout), rule_of(tags)
-        drawn = [some_tokens(dice, tags, k) for _ in thinkers]
-        told = []
+        drawn = [some_tokens(rng, tags, k) for _ in thinkers]
+        expected = []
         for each, tokens in zip(thinkers, drawn, strict=True):
             each, mine = copy_of(each), []
             for token in tokens:
@@ -58,15 +58,15 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
                 number += only is not None
                 mine.append(max(token, 0) if only is None else only)
                 each.take(mine[-1], tags)
-            told.append(mine)
+            expected.append(mine)
         drafts = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
         following = torch.full((requests, k + 1), -7, dtype=torch.int32, device=DEVICE)
         for column in range(k):
             tokens = vector((mine[column] for mine in drawn), torch.int32)
             place = DraftColumn(drafts, following, column)
             place_drafts(tokens, place, None, slots, rule, backend=backend)
-        assert drafts.tolist() == told
-        assert following[:, 1:].tolist() == told
+        assert drafts.tolist() == expected
+        assert following[:, 1:].tolist() == expected
 
     agree()
     assert number > 15

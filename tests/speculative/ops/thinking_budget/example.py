@@ -1,4 +1,4 @@
-"""A thinking budget told token by token."""
+"""A thinking budget expected token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tags:
-    """The ids around thinking."""
+    """The token ids that begin and end thinking."""
 
     begin: int
     end: tuple[int, ...]
@@ -16,7 +16,7 @@ class Tags:
 
 @dataclass
 class Thinker:
-    """Where a request stands: what it emitted since it thinks, and how much of the end."""
+    """A request: how many tokens it generated since thinking began, and how many of the end."""
 
     budget: int | None
     thought: int | None = None  # None: it does not think

@@ -1,4 +1,4 @@
-"""Budgets of thinking: the story equals torch equals Triton, and nothing else is written."""
+"""Thinking budgets: example, torch reference and Triton agree, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.thinking import ThinkingEnd
-from mtp_plugin.speculative.ops.thinking import ThinkingRule, force_ends, note_thought
+from mtp_plugin.speculative.logit_rows import ThinkingRule
+from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.slots import column, held, on_copy, slot_rows
-from tests.speculative.ops.thinking.story import Tags, Thinker
+from tests.speculative.ops.thinking_budget.example import Tags, Thinker
 
 VOCAB = 6
 BACKENDS = pytest.mark.parametrize("backend", Backend)
@@ -36,7 +37,7 @@ def slots_of(thinkers: list[Thinker], **layout: Any) -> SlotRows:
             "thought": -1 if each.thought is None else each.thought,
             "end_place": each.written,
         }
-        # without a budget nobody reads the others
+        # the others are unset without a budget
         if each.budget is not None
         else {"thinking_token_budget": -1}
         for each in thinkers
@@ -44,37 +45,37 @@ def slots_of(thinkers: list[Thinker], **layout: Any) -> SlotRows:
     return slot_rows(values, **layout)
 
 
-def some_tags(dice: random.Random) -> Tags:
-    begin, token = dice.sample(range(VOCAB), 2)
-    end = tuple(dice.randrange(3) for _ in range(dice.choice([1, 1, 2, 3, 5])))
-    if dice.random() < 0.5:
+def some_tags(rng: random.Random) -> Tags:
+    begin, token = rng.sample(range(VOCAB), 2)
+    end = tuple(rng.randrange(3) for _ in range(rng.choice([1, 1, 2, 3, 5])))
+    if rng.random() < 0.5:
         end = (*end[:-1], token)
-    return Tags(begin, end, token if dice.random() < 0.7 and token != begin else -1)
+    return Tags(begin, end, token if rng.random() < 0.7 and token != begin else -1)
 
 
-def some_thinker(dice: random.Random) -> Thinker:
-    return Thinker(dice.choice([None, 0, 1, 2, 3, 9]), dice.choice([None, 0, 1, 2, 3]))
+def some_thinker(rng: random.Random) -> Thinker:
+    return Thinker(rng.choice([None, 0, 1, 2, 3, 9]), rng.choice([None, 0, 1, 2, 3]))
 
 
-def some_tokens(dice: random.Random, tags: Tags, number: int) -> list[int]:
+def some_tokens(rng: random.Random, tags: Tags, number: int) -> list[int]:
     likely = [*tags.end, *tags.end, tags.begin]
     return [
-        dice.choice(likely) if dice.random() < 0.7 else dice.randrange(-1, VOCAB + 1)
+        rng.choice(likely) if rng.random() < 0.7 else rng.randrange(-1, VOCAB + 1)
         for _ in range(number)
     ]
 
 
 def make_step(seed: int, contexts: int, generations: int, k: int, **layout: Any) -> Any:
-    dice = random.Random(seed)
-    tags = some_tags(dice)
-    thinkers = [some_thinker(dice) for _ in range(contexts + generations)]
-    for each in thinkers:  # amid the end, at times
-        if each.thought is not None and dice.random() < 0.4:
-            each.written = dice.randrange(len(tags.end))
-    drafts = [some_tokens(dice, tags, k) for _ in range(generations)]
+    rng = random.Random(seed)
+    tags = some_tags(rng)
+    thinkers = [some_thinker(rng) for _ in range(contexts + generations)]
+    for each in thinkers:  # sometimes within the end sequence
+        if each.thought is not None and rng.random() < 0.4:
+            each.written = rng.randrange(len(tags.end))
+    drafts = [some_tokens(rng, tags, k) for _ in range(generations)]
     lens = torch.ones(contexts, dtype=torch.int32, device=DEVICE)
     shape = StepLayout((1,) * contexts, generations, k, lens)
-    return tags, thinkers, drafts, shape, slots_of(thinkers, seed=seed, **layout), dice
+    return tags, thinkers, drafts, shape, slots_of(thinkers, seed=seed, **layout), rng
 
 
 def copy_of(each: Thinker) -> Thinker:
@@ -91,43 +92,45 @@ steps = {
 
 @settings(max_examples=40)
 @given(**steps, gap=st.integers(0, 2), id_stride=st.integers(1, 2), wide=st.booleans())
-def test_rows_give_what_the_story_says(
+def test_force_thinking_end_matches_example(
     seed: int, contexts: int, generations: int, k: int, gap: int, id_stride: int, wide: bool
 ) -> None:
-    tags, thinkers, drafts, layout, slots, dice = make_step(
+    tags, thinkers, drafts, layout, slots, rng = make_step(
         seed, contexts, generations, k, gap=gap, id_stride=id_stride
     )
-    told: list[int] = []
+    only_ids: list[int] = []
     for request, each in enumerate(thinkers):
         each, g = copy_of(each), request - contexts
         for token in [*([] if g < 0 else drafts[g]), None]:
             only = each.must_give(tags)
-            told.append(-1 if only is None else only)
+            only_ids.append(-1 if only is None else only)
             if token is not None:
                 each.take(token, tags)
     dtype = torch.int64 if wide else torch.int32
     table = torch.tensor(drafts, dtype=dtype, device=DEVICE).reshape(generations, k)
-    before = [dice.randrange(-1, VOCAB) for _ in told]
-    expected = [b if only < 0 else only for only, b in zip(told, before, strict=True)]
+    before = [rng.randrange(-1, VOCAB) for _ in only_ids]
+    expected = [b if only < 0 else only for only, b in zip(only_ids, before, strict=True)]
     for backend in Backend:
-        choices, mine = vector(before, torch.int32), on_copy(slots)
+        target_tokens, mine = vector(before, torch.int32), on_copy(slots)
         with poisoned_memory():
-            forced = force_ends(layout, table, mine, rule_of(tags), choices, backend=backend)
+            forced = force_thinking_end(
+                layout, table, mine, rule_of(tags), target_tokens, backend=backend
+            )
         assert forced.dtype == torch.int32
-        assert forced.tolist() == told
-        assert choices.tolist() == expected
+        assert forced.tolist() == only_ids
+        assert target_tokens.tolist() == expected
         assert same_bits(storage(mine.table), storage(slots.table))
 
 
 @settings(max_examples=40)
 @given(**steps, gap=st.integers(0, 2), id_stride=st.integers(1, 2))
-def test_slots_move_on_by_what_was_emitted(
+def test_update_thinking_state_matches_example(
     seed: int, contexts: int, generations: int, k: int, gap: int, id_stride: int
 ) -> None:
-    tags, thinkers, _, _, slots, dice = make_step(
+    tags, thinkers, _, _, slots, rng = make_step(
         seed, contexts, generations, k, gap=gap, id_stride=id_stride
     )
-    runs = [some_tokens(dice, tags, dice.randint(0, k + 1)) for _ in thinkers]
+    runs = [some_tokens(rng, tags, rng.randint(0, k + 1)) for _ in thinkers]
     padded = [[*run, *[-1] * (k + 1 - len(run))] for run in runs]
     tokens = torch.tensor(padded, dtype=torch.int32, device=DEVICE).reshape(len(runs), k + 1)
     counts = vector([len(run) for run in runs], torch.int32)
@@ -142,39 +145,41 @@ def test_slots_move_on_by_what_was_emitted(
             column(expected, "end_place")[slot] = each.written
     for backend in Backend:
         mine = on_copy(slots)
-        note_thought(accepted, mine, rule_of(tags), backend=backend)
+        update_thinking_state(accepted, mine, rule_of(tags), backend=backend)
         assert same_bits(storage(mine.table), storage(expected.table))
 
 
 @given(seed=st.integers(0, 2**31), prompt=st.integers(0, 9), output=st.integers(0, 9))
-def test_hosts_count_as_devices_do(seed: int, prompt: int, output: int) -> None:
-    """A prompt is thought by nobody; what was emitted counts, also when a request starts over."""
-    dice = random.Random(seed)
-    tags = some_tags(dice)
+def test_host_counts_like_the_device(seed: int, prompt: int, output: int) -> None:
+    """Prompt tokens do not count; generated tokens do, also when a request starts over."""
+    rng = random.Random(seed)
+    tags = some_tags(rng)
     end = ThinkingEnd(tags.begin, tags.end, tags.end_token)
-    tokens, budget = some_tokens(dice, tags, prompt + output), dice.randrange(4)
-    told = Thinker(None)
+    tokens, budget = some_tokens(rng, tags, prompt + output), rng.randrange(4)
+    expected = Thinker(None)
     for token in tokens[:prompt]:
-        told.take(token, tags)
-    told.budget, told.thought = budget, None if told.thought is None else 0
+        expected.take(token, tags)
+    expected.budget, expected.thought = budget, None if expected.thought is None else 0
     for token in tokens[prompt:]:
-        told.take(token, tags)
+        expected.take(token, tags)
     thought, place = end.behind(tokens, prompt, budget)
-    assert (None if thought < 0 else thought, place) == (told.thought, told.written)
+    assert (None if thought < 0 else thought, place) == (expected.thought, expected.written)
 
 
 @BACKENDS
-def test_an_end_that_the_text_has_begun_is_gone_on_with(backend: Backend) -> None:
+def test_end_sequence_that_has_begun_is_continued(backend: Backend) -> None:
     """End 1 2, budget 3: the third token is the end's first."""
     slots = slots_of([Thinker(3, 2)])
     rule = rule_of(Tags(0, (1, 2), -1))
     layout = StepLayout((), 1, 3, vector([], torch.int32))
-    choices = vector([5, 5, 5, 5], torch.int32)
+    target_tokens = vector([5, 5, 5, 5], torch.int32)
     drafts = vector([1, 2, 4])
-    forced = force_ends(layout, drafts, slots, rule, choices, backend=backend)
+    forced = force_thinking_end(layout, drafts, slots, rule, target_tokens, backend=backend)
     assert forced.tolist() == [-1, 2, -1, -1]
-    accepted = Accepted(vector([[1, 2, 5, -1]], torch.int32), vector([3], torch.int32), choices[:1])
-    note_thought(accepted, slots, rule, backend=backend)
+    accepted = Accepted(
+        vector([[1, 2, 5, -1]], torch.int32), vector([3], torch.int32), target_tokens[:1]
+    )
+    update_thinking_state(accepted, slots, rule, backend=backend)
     assert held(slots, 0, "thought") == -1
 
 
@@ -185,12 +190,12 @@ def arguments() -> dict[str, Any]:
         "draft_tokens": vector([[1, 2], [1, 1]]),
         "slots": slots_of([Thinker(0, 0), Thinker(1, 0), Thinker(0, 1)]),
         "rule": rule_of(Tags(0, (1, 2), -1)),
-        "choices": vector([5] * 7, torch.int32),
+        "target_tokens": vector([5] * 7, torch.int32),
     }
 
 
 REFUSED = {
-    "choices": "choices: expected",
+    "target_tokens": "target_tokens: expected contiguous",
     "slots.table": "rows without gaps",
     "rule.end_ids": "end_ids: expected",
     "rule.next_places": "next_places: expected",
@@ -199,31 +204,32 @@ REFUSED = {
 
 @BACKENDS
 def test_strided_arguments(backend: Backend) -> None:
-    check_strided_arguments(force_ends, arguments(), refused=REFUSED, backend=backend)
+    check_strided_arguments(force_thinking_end, arguments(), refused=REFUSED, backend=backend)
     given = arguments()
     counts = vector([1, 2, 3], torch.int32)
     run = vector([[1, -1, -1], [3, 1, -1], [1, 2, 0]], torch.int32)
-    emitted = {"accepted": Accepted(run, counts, counts * 0)}
-    emitted |= {name: given[name] for name in ("slots", "rule")}
+    arguments_of_update = {"accepted": Accepted(run, counts, counts * 0)}
+    arguments_of_update |= {name: given[name] for name in ("slots", "rule")}
 
-    def noted(**arguments: Any) -> torch.Tensor:
-        note_thought(**arguments)
+    def update(**arguments: Any) -> torch.Tensor:
+        update_thinking_state(**arguments)
         return arguments["slots"].table
 
-    refused = {name: words for name, words in REFUSED.items() if name != "choices"}
-    check_strided_arguments(noted, emitted, refused=refused, backend=backend)
+    refused = {name: words for name, words in REFUSED.items() if name != "target_tokens"}
+    check_strided_arguments(update, arguments_of_update, refused=refused, backend=backend)
 
 
 @BACKENDS
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"draft_tokens": vector([1])}, r"draft_tokens: expected G\*K = 4 integer ids"),
+        ({"draft_tokens": vector([1])}, r"draft_tokens: expected G\*K = 4 token ids"),
         ({"draft_tokens": torch.zeros(4, device=DEVICE)}, "draft_tokens: .*torch.float32"),
-        ({"choices": vector([1], torch.int32)}, r"choices: expected torch.int32 \[7\]"),
-        ({"choices": vector([1] * 7)}, "choices: .*torch.int64"),
+        ({"target_tokens": vector([1], torch.int32)}, r"target_tokens: expected .*tensor \[7\]"),
+        ({"target_tokens": vector([1] * 7)}, "target_tokens: .*torch.int64"),
+        ({"target_tokens": [5] * 7}, r"target_tokens: .*got \[5, 5"),
     ],
 )
 def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
     with pytest.raises(TensorContractError, match=message):
-        force_ends(**{**arguments(), **change}, backend=backend)
+        force_thinking_end(**{**arguments(), **change}, backend=backend)

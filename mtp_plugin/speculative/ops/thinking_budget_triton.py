@@ -1,15 +1,23 @@
-"""Triton kernels of thinking budgets: a program per request, its tokens one after the other."""
+"""Triton implementation of `thinking_budget`: one program per request walks its tokens."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
 
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.logit_rows.thinking_kernel import BUDGET, PLACE, THOUGHT, behind
+from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 
 
 @triton.jit
 def _store_forced(row, thought, place, budget, end_ptr, forced_ptr, choice_ptr):
-    """One row: the id that it must give."""
+    """Store the token that a row must give, -1 if any."""
     forces = (thought >= 0) & (budget >= 0) & (thought >= budget)
     forced = tl.load(end_ptr + place, mask=forces, other=-1)
     tl.store(forced_ptr + row, forced)
@@ -17,7 +25,7 @@ def _store_forced(row, thought, place, budget, end_ptr, forced_ptr, choice_ptr):
 
 
 @triton.jit
-def force_kernel(
+def force_thinking_end_kernel(
     # inputs
     draft_ptr,
     slot_ptr,
@@ -39,7 +47,7 @@ def force_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: what its rows must give, each behind the drafts in front of it."""
+    """One program per request: the forced token of each row, given the drafts before it."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
@@ -47,7 +55,7 @@ def force_kernel(
     end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
     slot_row = table_ptr + slot * table_stride
     budget = tl.load(slot_row + BUDGET)
-    # without a budget nothing else is kept
+    # the other columns are unset without a budget
     thought = tl.load(slot_row + THOUGHT, mask=budget >= 0, other=-1)
     place = tl.load(slot_row + PLACE, mask=budget >= 0, other=0)
     if request < num_contexts:
@@ -75,14 +83,14 @@ def force_kernel(
 
 
 @triton.jit
-def note_kernel(
+def update_thinking_state_kernel(
     # inputs
     token_ptr,
     count_ptr,
     slot_ptr,
     end_ptr,
     next_ptr,
-    # read, and moved on
+    # updated in place
     table_ptr,
     # sizes
     token_stride,
@@ -97,7 +105,7 @@ def note_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: what it has thought behind the tokens that it emitted."""
+    """One program per request: advance its thinking state by its accepted tokens."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
@@ -125,3 +133,69 @@ def note_kernel(
             )
         tl.store(slot_row + THOUGHT, thought)
         tl.store(slot_row + PLACE, place)
+
+
+def force_thinking_end_triton(
+    layout: StepLayout,
+    draft_tokens: torch.Tensor,
+    slots: SlotRows,
+    rule: ThinkingRule,
+    target_tokens: torch.Tensor,
+) -> torch.Tensor:
+    forced = torch.empty_like(target_tokens)
+    if layout.num_requests == 0:
+        return forced
+    drafts = draft_tokens.reshape(-1).contiguous()
+    length = rule.end_ids.numel()
+    force_thinking_end_kernel[(layout.num_requests,)](
+        # inputs
+        drafts if drafts.numel() else forced,  # never read without drafts
+        slots.slot_ids,
+        slots.table,
+        rule.end_ids,
+        rule.next_places,
+        # outputs
+        forced,
+        target_tokens,
+        # sizes
+        layout.num_contexts,
+        slots.slot_ids.stride(0),
+        slots.table.stride(0),
+        rule.begin_token,
+        rule.end_token,
+        length,
+        # constants
+        K=layout.draft_len,
+        LANES=triton.next_power_of_2(length),
+        num_warps=1,
+        **pdl_options(target_tokens.device),
+    )
+    return forced
+
+
+def update_thinking_state_triton(accepted: Accepted, slots: SlotRows, rule: ThinkingRule) -> None:
+    tokens = accepted.tokens
+    length = rule.end_ids.numel()
+    update_thinking_state_kernel[(tokens.shape[0],)](
+        # inputs
+        tokens,
+        accepted.num_accepted,
+        slots.slot_ids,
+        rule.end_ids,
+        rule.next_places,
+        # updated in place
+        slots.table,
+        # sizes
+        tokens.stride(0),
+        tokens.stride(1),
+        accepted.num_accepted.stride(0),
+        slots.slot_ids.stride(0),
+        slots.table.stride(0),
+        rule.begin_token,
+        rule.end_token,
+        length,
+        # constants
+        LANES=triton.next_power_of_2(length),
+        num_warps=1,
+        **pdl_options(tokens.device),
+    )
