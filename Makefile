@@ -5,6 +5,7 @@ STAMP := $(VENV)/.installed
 # processes of a test run: one per core, but no more than a GPU has memory for
 WORKERS ?= auto
 MOST_WORKERS ?= 6
+BENCH = $(BIN)/python -m integration.bench
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # the oldest Triton that is supported, in a folder that comes before the environment's own
 OLD_TRITON := $(CURDIR)/.triton-3.5
@@ -55,23 +56,23 @@ lint: $(STAMP)
 # on a machine with a GPU: its tests, then the figures of one GPU, and the pages that tell them
 results: $(STAMP)
 	$(PYTEST) -m gpu
-	$(BIN)/mtp-plugin bench step
-	$(BIN)/mtp-plugin bench ops
-	$(BIN)/mtp-plugin bench ops --filter draw/ --output integration/results/ops-draws.json
-	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
+	$(BENCH) step
+	$(BENCH) ops
+	$(BENCH) ops --filter draw/ --output integration/results/ops-draws.json
+	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
 		--acceptance 0.78,0.605,0.467
-	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
+	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-draft-vocab.json
-	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,32 --worker eagle --k 3 --isl 7000 --osl 200 \
+	$(BENCH) e2e --shape 8gb --batch 1,8,32 --worker eagle --k 3 --isl 7000 --osl 200 \
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-long.json
-	$(BIN)/mtp-plugin bench e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 256 \
+	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 256 \
 		--acceptance 0.8 --ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
 		--output integration/results/e2e-8gb-asked.json
-	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
-	$(BIN)/mtp-plugin bench e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
+	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
+	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
 		--dtype float32 --no-phases --no-transformers --ask greedy,$(call ways,0.6),$(call ways,1.0) \
 		--output integration/results/e2e-tiny_model-sampled.json
-	$(BIN)/mtp-plugin bench soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
+	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 	$(BIN)/python -m integration.tiny_model.relaxed
 	$(BIN)/python -m integration.figures
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.tools.bench.files import written_whole
+from integration.bench.files import written_whole
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "integration" / "results"

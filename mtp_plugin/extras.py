@@ -1,4 +1,4 @@
-"""The extras ``executor`` and ``plot``: packages that a host of the plugin does without.
+"""The extra ``executor``: packages that a host of the plugin does without.
 
 What needs them asks here first, so that a missing one is one line with the command that installs
 it, not a failed import somewhere inside.
@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from mtp_plugin.errors import MissingExtraError
 
 INSTALL = "pip install 'mtp-plugin[executor]'"
-INSTALL_PLOT = "pip install 'mtp-plugin[plot]'"
 
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
 """What models and their tokenizers need."""
@@ -23,8 +22,6 @@ DISPLAY_PACKAGES = ("typer", "rich")
 """What reading arguments and showing results needs."""
 COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
 """What the command line needs."""
-PLOT_PACKAGE = "matplotlib"
-"""What plots of a bench need."""
 
 TRANSFORMERS_RANGE = ((5, 17), (6, 0))
 """From which (major, minor) transformers is used, and below which; engines often pin older ones."""
@@ -62,13 +59,6 @@ def require_or_exit(user: str, *packages: str) -> None:
     except MissingExtraError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
-
-
-def why_no_plot() -> str | None:
-    """What is missing for plots, with the command that installs it; None: nothing is."""
-    if _is_installed(PLOT_PACKAGE):
-        return None
-    return f"{PLOT_PACKAGE} is not installed: {INSTALL_PLOT}"
 
 
 def _require_installed(user: str, packages: Sequence[str]) -> None:

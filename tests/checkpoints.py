@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.executor.models import write_random_checkpoint
+from integration.random_models import write_random_checkpoint
 
 
 def write_echo_checkpoint(path: Path, **options: Any) -> None:

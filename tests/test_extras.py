@@ -61,8 +61,7 @@ def test_what_the_extra_adds() -> None:
     assert sorted(extras.COMMAND_LINE_PACKAGES) == sorted(EXTRA)
     (least, below) = (".".join(map(str, end)) for end in extras.TRANSFORMERS_RANGE)
     assert f"transformers>={least},<{below.removesuffix('.0')}" in optional["executor"]
-    assert "mtp-plugin[executor,plot]" in optional["dev"]
-    assert optional["plot"] == [extras.PLOT_PACKAGE]
+    assert "mtp-plugin[executor]" in optional["dev"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
@@ -143,7 +142,7 @@ def test_a_model_of_transformers_needs_it() -> None:
 
 
 @pytest.mark.parametrize("package", EXTRA)
-@pytest.mark.parametrize("module", ["mtp_plugin", "mtp_plugin.tools.bench"])
+@pytest.mark.parametrize("module", ["mtp_plugin", "integration.bench"])
 def test_a_command_says_in_one_line_what_is_missing(module: str, package: str) -> None:
     user = "the command line mtp-plugin" if module == "mtp_plugin" else module
     code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -157,13 +156,6 @@ def test_the_script_is_the_same_door() -> None:
     result = without(EXTRA, f"from {module} import {function}; {function}()")
     assert result.stderr == f"error: {message('the command line mtp-plugin', *EXTRA)}\n"
     assert result.returncode == 2
-
-
-def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert extras.why_no_plot() == ("matplotlib is not installed: pip install 'mtp-plugin[plot]'")
-    monkeypatch.setitem(sys.modules, "matplotlib", sys)
-    assert extras.why_no_plot() is None
 
 
 def test_tools_that_compare_need_models() -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from integration.bench.machine import describe_machine
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import load_model
-from mtp_plugin.tools.bench.machine import describe_machine
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"

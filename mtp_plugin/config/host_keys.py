@@ -136,7 +136,7 @@ TOP_LEVEL: Mapping[str, HostKey] = {
     "prometheus_metrics_config": _only(None, why="no metrics are written"),
     "enable_energy_metrics": _only(False, why="no metrics are written"),
     "telemetry_config": _any(dict, None, why="nothing is sent anywhere"),
-    "layer_wise_benchmarks_config": _only(None, {}, why="mtp-plugin bench measures layers"),
+    "layer_wise_benchmarks_config": _only(None, {}, why="benchmarks of layers are separate"),
     "enable_layerwise_nvtx_marker": _any(bool, why="layers have no markers"),
     # host processes
     "num_postprocess_workers": _any(int, why="text is made in this process"),

@@ -1,1 +1,1 @@
-"""Commands around the engine: benchmarks, parity, the terminal."""
+"""Commands of the embedded executor: generate, parity, doctor, bench."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mtp_plugin.executor.models import write_random_checkpoint
+from integration.random_models import write_random_checkpoint
 from tests.cli.calls import EAGLE, VOCAB, Run, byte_tokenizer
 
 

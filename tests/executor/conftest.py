@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.executor import LLM
-from mtp_plugin.executor.models import fuse, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import fuse, load_model
 from tests.executor.oracles import Oracle
 
 VOCAB = 128

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import CheckpointError, ConfigError, told
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.asked_config import config_of_checkpoint
-from mtp_plugin.executor.models import write_random_checkpoint
 
 CACHE = {"tokens_per_block": 4, "max_tokens": 256}
 SMALL: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, "kv_cache_config": CACHE}

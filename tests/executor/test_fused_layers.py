@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import FusedModel, fuse, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import FusedModel, fuse, load_model
 from tests.speculative.ops.on_device import DEVICE
 
 pytestmark = pytest.mark.skipif(

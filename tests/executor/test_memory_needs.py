@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, build, memory_needs
 from mtp_plugin.executor.attention import HeadShape
 from mtp_plugin.executor.kv_cache import sizing
 from mtp_plugin.executor.memory_needs import shortage_named, token_bytes
-from mtp_plugin.executor.models import FAMILIES, write_random_checkpoint
+from mtp_plugin.executor.models import FAMILIES
 from mtp_plugin.executor.resolved_config import resolve_config
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.tools.terminal import doctor

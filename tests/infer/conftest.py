@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel
 
-from mtp_plugin.executor.models import load_model, write_random_checkpoint
+from integration.random_models import write_random_checkpoint
+from mtp_plugin.executor.models import load_model
 
 
 @pytest.fixture(scope="session")

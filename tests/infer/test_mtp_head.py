@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.layers import FusedMTPLayer, fuse
-from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import LoadedModel, load_model
 from mtp_plugin.infer import (
     Continuation,
     DynamicKVCache,

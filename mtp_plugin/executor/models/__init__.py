@@ -16,8 +16,6 @@ from mtp_plugin.executor.models.families import (
 from mtp_plugin.executor.models.loader import LoadedModel, load_model
 from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, preflight
-from mtp_plugin.executor.models.random_model import random_model
-from mtp_plugin.executor.models.testing import write_random_checkpoint
 from mtp_plugin.executor.models.tokenizer_files import read_tokenizer, unread_tokenizer
 
 __all__ = [
@@ -38,10 +36,8 @@ __all__ = [
     "fuse",
     "load_model",
     "preflight",
-    "random_model",
     "read_config",
     "read_facts",
     "read_tokenizer",
     "unread_tokenizer",
-    "write_random_checkpoint",
 ]

@@ -7,6 +7,7 @@ from mtp_plugin.tools.parity.compare import (
     Divergence,
     compare_forced,
     compare_with_continuations,
+    first_difference,
     judge_gap,
 )
 from mtp_plugin.tools.parity.draws import gap_of_draw
@@ -27,6 +28,7 @@ __all__ = [
     "compare_forced",
     "compare_logprobs",
     "compare_with_continuations",
+    "first_difference",
     "gap_of_draw",
     "judge_gap",
     "speculate",

@@ -63,7 +63,7 @@ def compare_with_continuations(
     start = 0
     while True:
         expected = continue_from(tokens[:start])
-        position = _first_difference(tokens, expected, start)
+        position = first_difference(tokens, expected, start)
         if position is None:
             return Comparison(len(tokens), ties)
         ours = tokens[position] if position < len(tokens) else None
@@ -140,7 +140,8 @@ def compare_forced(
     return Comparison(len(tokens), ties)
 
 
-def _first_difference(ours: list[int], theirs: list[int], start: int) -> int | None:
+def first_difference(ours: list[int], theirs: list[int], start: int = 0) -> int | None:
+    """Return the first position at which two outputs differ or one has ended; None: equal."""
     for position in range(start, max(len(ours), len(theirs))):
         if ours[position : position + 1] != theirs[position : position + 1]:
             return position

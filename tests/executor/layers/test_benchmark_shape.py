@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mtp_plugin.executor.models import LoadedModel, fuse, random_model
-from mtp_plugin.tools.bench.e2e.subject import SHAPES
+from integration.bench.e2e.subject import SHAPES
+from integration.random_models import random_model
+from mtp_plugin.executor.models import LoadedModel, fuse
 from tests.executor.layers.causal import Causal
 
 pytestmark = pytest.mark.gpu

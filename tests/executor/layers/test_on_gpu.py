@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 
+from integration.random_models import random_model
 from mtp_plugin.executor.layers.experts import RouterRule, assign, block_rows_for
 from mtp_plugin.executor.layers.fused_layers import FusedMixture
 from mtp_plugin.executor.layers.mlp import silu_mul
@@ -15,7 +16,7 @@ from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import mixture_of
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
-from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, random_model
+from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse
 from mtp_plugin.kernels.backend import Backend
 from tests.executor.layers.causal import Causal
 from tests.kernels.top_k.launches import captured

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from mtp_plugin.executor.models import write_random_checkpoint
+from integration.random_models import write_random_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

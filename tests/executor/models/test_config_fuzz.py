@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.executor.models import (
     FAMILIES,
     Preflight,
     load_model,
     preflight,
-    write_random_checkpoint,
 )
 from mtp_plugin.executor.models.config_schema import SCHEMAS
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError, UnsupportedModelError
-from mtp_plugin.executor.models import FAMILIES, LoadedModel, load_model, write_random_checkpoint
+from mtp_plugin.executor.models import FAMILIES, LoadedModel, load_model
 
 Checkpoint = Callable[..., Path]
 FIRST_PROMPT = torch.arange(2, 34)

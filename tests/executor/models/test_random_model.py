@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from integration.random_models import random_model
 from mtp_plugin.errors import ConfigError, UnsupportedModelError
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import FAMILIES, LoadedModel, random_model
+from mtp_plugin.executor.models import FAMILIES, LoadedModel
 from tests.greedy import greedy_decode
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_plugin.executor.models import LoadedModel, load_model, write_random_checkpoint
+from integration.random_models import write_random_checkpoint
+from mtp_plugin.executor.models import LoadedModel, load_model
 from mtp_plugin.infer import SamplingRule
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.tools.parity import (

@@ -27,12 +27,12 @@ from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.step import SlotRows
 from tests import near_ties
 from tests.doors import check_strided_arguments
+from tests.integration_bench.test_step_launches import Launches
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.margins import CLOSE, RARE
 from tests.speculative.ops.sampling.residual import story
 from tests.speculative.ops.sampling.residual.cases import COLUMNS, NONE, Batch
 from tests.speculative.ops.slots import column, on_copy, slot_rows
-from tests.tools.bench.test_step_launches import Launches
 
 VOCAB, K = 3, 2
 

@@ -1,0 +1,233 @@
+"""A batch of equal requests through an executor, step by step, with the time of each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from integration.bench.case import BenchmarkError
+from mtp_plugin.errors import expect
+from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.requests.logprobs import Logprobs
+from mtp_plugin.requests.states import FinishReason
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the executor."""
+
+    start: float
+    """By the host's clock, in seconds."""
+    seconds: float
+    emitted: list[int]
+    """Tokens of each request that got some."""
+    is_steady: bool
+    """Whether every request of the batch was generating, and none was near its end."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step, from its start to that of the next one."""
+
+    seconds: float
+    """What the host does between two calls of the executor included."""
+    emitted: list[int]
+    is_steady: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch that ran to its end."""
+
+    token_ids: list[list[int]]
+    steps: list[TimedStep]
+    seconds: float
+    first_tokens_seconds: float
+    """Until every request had its first token."""
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    """What was told of the tokens of each; None: nothing was asked."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Emitted by all requests."""
+        return sum(len(tokens) for tokens in self.token_ids)
+
+    @property
+    def share_of_repeated_8_grams(self) -> float:
+        """How much the texts loop: loops are accepted nearly always."""
+        grams = [
+            [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)] for tokens in self.token_ids
+        ]
+        total = sum(len(each) for each in grams)
+        return 1 - sum(len(set(each)) for each in grams) / total if total else 0.0
+
+    @property
+    def steady(self) -> list[TimedStep]:
+        """The steps that only generate."""
+        return [step for step in self.steps if step.is_steady]
+
+
+def pooled(runs: Sequence[Run]) -> Run:
+    """Runs of the same prompts as one: the steps of all, otherwise medians and the first tokens."""
+    return Run(
+        runs[0].token_ids,
+        [step for run in runs for step in run.steps],
+        statistics.median(run.seconds for run in runs),
+        statistics.median(run.first_tokens_seconds for run in runs),
+        runs[0].logprobs,
+    )
+
+
+def steady_tokens(num_tokens: int, step_rows: int) -> int:
+    """Up to how many emitted tokens of ``num_tokens`` no request is near its end.
+
+    One step is running and one is about to be: neither may cut its drafts.
+    """
+    return num_tokens - 2 * step_rows
+
+
+class Batch:
+    """Requests of the same length, started together.
+
+    Args:
+        llm: with room for all of them at once.
+        prompts: token ids. num_tokens: that each request emits, end tokens or not.
+        params: what each asks for, as many tokens among it; None: all are greedy.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        params: Sequence[SamplingParams] | None = None,
+    ) -> None:
+        if params is None:
+            greedy = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+            params = [greedy] * len(prompts)
+        self._executor = llm.executor
+        self._device = llm.device
+        self.requests = llm.make_requests(prompts, params)
+        self._emitted = {request.request_id: 0 for request in self.requests}
+        self._num_started = 0
+        self._most = 0  # of what one request emitted
+        self._longest = steady_tokens(num_tokens, llm.pieces.plan.step_rows)
+
+    def start(self) -> None:
+        """Hand the requests in."""
+        for request in self.requests:
+            self._executor.enqueue(request)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a step to make."""
+        return self._executor.has_work
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every request has its first token."""
+        return self._num_started == len(self.requests)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every request is generating, with whole steps before it."""
+        return self.all_started and self._most <= self._longest
+
+    def step(self) -> Call:
+        """Make one step.
+
+        Raises:
+            BenchmarkError: a request failed.
+        """
+        steady = self.is_steady
+        start = perf_counter()
+        events = self._executor.step()
+        seconds = perf_counter() - start
+        emitted = []
+        # between two calls, so part of a step's time: no more than what has to be known
+        for event in events:
+            if event.finish_reason is FinishReason.ERROR:
+                raise BenchmarkError(f"request {event.request_id}: {self._error(event.request_id)}")
+            count = len(event.token_ids)
+            if count:
+                before = self._emitted[event.request_id]
+                self._num_started += not before
+                self._emitted[event.request_id] = before + count
+                self._most = max(self._most, before + count)
+                emitted.append(count)
+        return Call(start, seconds, emitted, steady)
+
+    def cancel(self) -> None:
+        """End every request and let the executor run empty."""
+        for request in self.requests:
+            self._executor.cancel(request.request_id)
+        while self.is_running:
+            self._executor.step()
+
+    def _error(self, request_id: int) -> str | None:
+        return next(each.error for each in self.requests if each.request_id == request_id)
+
+
+def run_batch(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    *,
+    params: Sequence[SamplingParams] | None = None,
+    before: Callable[[], Any] | None = None,
+    after: Callable[[Call], Any] | None = None,
+) -> Run:
+    """Run a batch to its end.
+
+    Args:
+        params: as of `Batch`.
+        before, after: called around every step that may be steady, outside of its call.
+
+    Raises:
+        BenchmarkError: a request failed or was preempted.
+    """
+    batch = Batch(llm, prompts, num_tokens, params)
+    preemptions = llm.executor.num_preemptions
+    synchronize(llm.device)
+    calls: list[Call] = []
+    first = 0.0
+    start = perf_counter()
+    batch.start()
+    while batch.is_running:
+        candidate = batch.is_steady
+        if candidate and before is not None:
+            before()
+        calls.append(batch.step())
+        if candidate and after is not None:
+            after(calls[-1])
+        if not first and batch.all_started:
+            first = perf_counter() - start
+    synchronize(llm.device)
+    end = perf_counter()
+    preempted = llm.executor.num_preemptions - preemptions
+    expect(
+        preempted == 0, BenchmarkError, f"{preempted} requests were preempted: too few KV blocks"
+    )
+    tokens = [request.output_token_ids for request in batch.requests]
+    logprobs = [request.logprobs for request in batch.requests]
+    return Run(tokens, timed_steps(calls, end), end - start, first, logprobs)
+
+
+def timed_steps(calls: Sequence[Call], end: float) -> list[TimedStep]:
+    """The steps of a run that ended at ``end``, each with the time to the next one."""
+    nexts = [*(call.start for call in calls[1:]), end]
+    return [
+        TimedStep(after - call.start, call.emitted, call.is_steady)
+        for call, after in zip(calls, nexts, strict=True)
+    ]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

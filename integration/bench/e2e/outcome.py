@@ -1,0 +1,240 @@
+"""What became of a case: figures, or the reason why there are none."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from integration.bench.e2e.cases import E2ECase, Synthetic
+from integration.bench.e2e.gate import Match
+from integration.bench.e2e.request_kinds import GREEDY, SAMPLED
+from integration.bench.targets import ASKED_STEPS, StepRatio
+from integration.bench.timing import Times
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Medians over steps, milliseconds."""
+
+    spent: dict[str, float]
+    """By phase; together the time that a step keeps the device busy."""
+    host_gap: float
+    """What lies between two steps on the device: the sampler, copies, waiting for the host. With
+    graphs it is measured between replays, in a run of its own; else it is the rest of a step."""
+    samples: int
+    gap_samples: int
+    """Of the gap where it was measured."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document."""
+        counts = {"samples": self.samples, "gap_samples": self.gap_samples}
+        return {**self.spent, "host_gap": self.host_gap, **counts}
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A case whose tokens matched."""
+
+    seconds: float
+    num_tokens: int
+    first_tokens_seconds: float
+    step_ms: Times
+    """From a step in which every request generates to the next one."""
+    steady_tokens_per_second: float
+    """In those steps, so by their mean."""
+    acceptance: AcceptanceStats
+    """In those steps."""
+    share_of_repeated_8_grams: float
+    phases: Phases | None
+    host_bound: bool
+    """Whether another host gives other figures: see `is_host_bound`."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole batch from start to end, prompts included."""
+        return self.num_tokens / self.seconds
+
+    def as_dict(self, batch: int) -> dict[str, Any]:
+        """For the JSON document."""
+        return {
+            "seconds": self.seconds,
+            "tokens": self.num_tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_request": self.tokens_per_second / batch,
+            "first_tokens_seconds": self.first_tokens_seconds,
+            "host_bound": self.host_bound,
+            "step_ms": asdict(self.step_ms),
+            "steady_tokens_per_second": self.steady_tokens_per_second,
+            "steady_tokens_per_second_per_request": self.steady_tokens_per_second / batch,
+            "acceptance_length": self.acceptance.acceptance_length,
+            "acceptance_per_position": self.acceptance.per_position,
+            "share_of_repeated_8_grams": self.share_of_repeated_8_grams,
+            "phases_ms": None if self.phases is None else self.phases.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class AskOutcome:
+    """A kind of requests in the executor of a case, or the reason why there are no figures."""
+
+    ask: str
+    match: Match | None = None
+    figures: StepFigures | None = None
+    """None where texts alone were compared: without MTP."""
+    error: str | None = None
+    host_gap_ms: float | None = None
+    """Median between replays; None: eager steps."""
+
+    @property
+    def matched(self) -> bool:
+        """Whether the texts are right."""
+        return self.error is None and self.match is not None and self.match.holds
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong."""
+        if self.matched:
+            return None
+        return self.error or f"no match: {'; '.join(self.match.mismatches if self.match else [])}"
+
+
+@dataclass(frozen=True)
+class E2EOutcome:
+    """A case with figures, or with the reason why there are none."""
+
+    case: E2ECase
+    synthetic: Synthetic | None = None
+    """How acceptance was made up; None: it was real, or there was none."""
+    figures: StepFigures | None = None
+    match: Match | None = None
+    error: str | None = None
+    off: StepFigures | None = field(default=None, compare=False)
+    """The same batch without MTP."""
+    ran: dict[str, Any] = field(default_factory=dict)
+    """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
+    a graph."""
+    seconds: float = 0.0
+    asked: tuple[AskOutcome, ...] = ()
+    """Other requests than greedy ones, in the same executor."""
+    has_targets: bool = False
+    """Whether it is of the size that `ASKED_STEPS` are for."""
+
+    @property
+    def matched(self) -> bool:
+        """Whether there are figures."""
+        return self.figures is not None
+
+    @property
+    def all_matched(self) -> bool:
+        """Of all kinds of requests."""
+        return self.matched and all(each.matched for each in self.asked)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why there are no figures, of every kind of requests that has none."""
+        told = [] if self.problem is None else [f"{self.case.label}: {self.problem}"]
+        return told + [
+            f"{self.case.label} {each.ask}: {each.problem}"
+            for each in self.asked
+            if each.problem is not None
+        ]
+
+    def step_over(self, ask: str, over: str) -> float | None:
+        """The median step of a kind of requests as a multiple of that of another; None where one
+        has no figures."""
+        figures = {each.ask: each.figures for each in self.asked} | {GREEDY: self.figures}
+        one, other = figures.get(ask), figures.get(over)
+        return None if one is None or other is None else one.step_ms.median / other.step_ms.median
+
+    def target_of(self, ask: str) -> StepRatio | None:
+        """How long a step of a kind of requests may take, where that was asked."""
+        target = ASKED_STEPS.get(ask) if self.has_targets else None
+        return None if target is None or self.case.batch not in target.at_most else target
+
+    def _described(self, asked: AskOutcome) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "ask": asked.ask,
+            "matched": asked.matched,
+            "match": None if asked.match is None else asked.match.as_dict(),
+        }
+        if asked.figures is None:
+            return told | {"error": asked.error}
+        told |= asked.figures.as_dict(self.case.batch)
+        told.pop("phases_ms")
+        told["host_gap_ms"] = asked.host_gap_ms
+        told["median_step_over"] = {
+            over: ratio
+            for over in (GREEDY, SAMPLED)
+            if over != asked.ask and (ratio := self.step_over(asked.ask, over)) is not None
+        }
+        target = self.target_of(asked.ask)
+        if target is not None:
+            ratio, bound = self.step_over(asked.ask, target.over), target.at_most[self.case.batch]
+            met = None if ratio is None else ratio <= bound
+            told["target"] = {"over": target.over, "at_most": bound, "met": met}
+        return told
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no figure."""
+        if self.matched:
+            return None
+        found = [] if self.match is None else self.match.mismatches
+        return self.error or f"no match: {'; '.join(found)}"
+
+    @property
+    def speed_up(self) -> float | None:
+        """Tokens per second of generating steps over those without MTP: by their means."""
+        if self.figures is None or self.off is None or self.case.is_off:
+            return None
+        return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
+
+    @property
+    def speed_up_as_asked(self) -> float | None:
+        """With the asked-for tokens per step in place of those drawn; None: acceptance is real."""
+        if self.synthetic is None or self.figures is None or self.off is None:
+            return None
+        tokens = 1 + sum(self.synthetic.shares(self.case.k))
+        return tokens * self.off.step_ms.mean / self.figures.step_ms.mean
+
+    @property
+    def total_speed_up(self) -> float | None:
+        """The same from start to end, prompts included."""
+        if self.figures is None or self.off is None or self.case.is_off:
+            return None
+        return self.figures.tokens_per_second / self.off.tokens_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document; without figures unless the tokens matched."""
+        case = self.case
+        described: dict[str, Any] = {
+            "case": case.label,
+            "batch": case.batch,
+            "worker": case.worker,
+            "max_draft_len": case.k,
+            "acceptance": None
+            if case.is_off
+            else "real"
+            if self.synthetic is None
+            else "synthetic",
+            "matched": self.matched,
+            "match": None if self.match is None else self.match.as_dict(),
+            "ran": self.ran,
+            "seconds_to_measure": round(self.seconds, 2),
+        }
+        if self.synthetic is not None:
+            described["synthetic_acceptance"] = {
+                "expected_per_position": list(self.synthetic.shares(case.k)),
+                "seed": self.synthetic.seed,
+            }
+        if self.asked:
+            described["asks"] = [self._described(each) for each in self.asked]
+        if self.figures is None:
+            return described | {"error": self.error}
+        described |= self.figures.as_dict(case.batch)
+        if not case.is_off:
+            described["speed_up"] = {"steady": self.speed_up, "total": self.total_speed_up}
+            if self.synthetic is not None:
+                described["speed_up"]["as_asked"] = self.speed_up_as_asked
+        return described

@@ -1,0 +1,293 @@
+"""What a run tells: a table, a JSON document, a plot."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from integration.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
+from integration.bench.e2e.measure import HOST_BOUND_GAP
+from integration.bench.e2e.outcome import E2EOutcome, StepFigures
+from integration.bench.e2e.phases import PHASES
+from integration.bench.e2e.request_kinds import GREEDY, SAMPLED
+from integration.bench.e2e.subject import Subject
+from integration.bench.e2e.transformers_side import GenerateOutcome
+from integration.bench.files import why_no_plot, written_whole
+from integration.bench.report import HOST_BOUND_MARK, NOT_A_BENCHMARK, number, spread
+
+TIMED = (
+    "from the start of a step to that of the next; tokens per second and speed-ups follow from the "
+    "mean"
+)
+HOST_BOUND = (
+    f"steps run eagerly, or the device idles for more than {HOST_BOUND_GAP:.0%} of one: another "
+    "host gives other figures"
+)
+SYNTHETIC = "synthetic acceptance: drafts were accepted by draw, the texts mean nothing"
+_GAP = "host_gap"
+_SHORT = {
+    "target": "target",
+    "acceptance": "accept",
+    "draft_layers": "layers",
+    "draft_head": "head",
+    _GAP: "gap",
+}
+
+
+def heading(machine: dict[str, Any], subject: Subject, options: E2EOptions) -> list[str]:
+    """What was measured on what."""
+    named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
+    told = subject.as_dict()
+    lines = [
+        ", ".join(named),
+        f"model {told['name']}: {told['weights']} weights, {told['family']}, "
+        f"{told['parameters'] / 1e9:.2f} B parameters, {told['dtype']} on {told['device']}, "
+        f"layers {told['layers']}",
+        f"{options.input_tokens} tokens in, {options.output_tokens} tokens out",
+    ]
+    if options.synthetic(is_trained=subject.is_trained) is not None:
+        lines.append(SYNTHETIC)
+    return lines
+
+
+def results_table(outcomes: list[E2EOutcome], *, is_benchmark: bool) -> Table:
+    """One row per case; a case that did not match has no figure in it."""
+    title = None if is_benchmark else NOT_A_BENCHMARK
+    caption = f"step ms: mean, {TIMED}; phases in ms; tok/s of the batch"
+    if any(outcome.synthetic is not None for outcome in outcomes):
+        caption += "\nas asked: with the asked-for tokens per step in place of those drawn"
+    if any(outcome.figures is not None and outcome.figures.host_bound for outcome in outcomes):
+        caption += f"\n{HOST_BOUND_MARK} host-bound: {HOST_BOUND}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
+    table.add_column("case", no_wrap=True)
+    step = ["step ms", "median", "p20-p80"]
+    speed = ["tok/s", "speed-up", "as asked", "tok/s in all", "speed-up"]
+    for name in [*step, "accepted", *speed, *_SHORT.values()]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*_row(outcome))
+    return table
+
+
+def _row(outcome: E2EOutcome) -> list[str]:
+    figures, case = outcome.figures, outcome.case
+    if figures is None:
+        return [case.label, "failed" if outcome.error else "no match"]
+    kind = "" if outcome.synthetic is None else " synth."
+    mark = HOST_BOUND_MARK if figures.host_bound else ""
+    row = [
+        case.label,
+        _milliseconds(figures.step_ms.mean) + mark,
+        _milliseconds(figures.step_ms.median),
+        spread(figures.step_ms, _milliseconds),
+        "" if case.is_off else f"{figures.acceptance.acceptance_length:.2f}{kind}",
+        number(figures.steady_tokens_per_second),
+        _ratio(outcome.speed_up),
+        _ratio(outcome.speed_up_as_asked),
+        number(figures.tokens_per_second),
+        _ratio(outcome.total_speed_up),
+    ]
+    return row + [_milliseconds(value) for value in _phases(figures).values()]
+
+
+def asks_table(outcomes: list[E2EOutcome]) -> Table:
+    """One row per kind of requests and case with MTP."""
+    caption = (
+        "step ms: median; kinds of requests took turns in one executor\n"
+        "target: over greedy, or over sampled where it stands there"
+    )
+    table = Table(box=box.SIMPLE_HEAD, caption=caption)
+    table.add_column("case", no_wrap=True)
+    table.add_column("requests", no_wrap=True)
+    for name in ("step ms", "p20-p80", "over greedy", "over sampled", "target", "met"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("accepted", "tok/s", "gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        if outcome.case.is_off:
+            continue
+        if outcome.figures is not None:
+            table.add_row(*_ask_row(outcome, GREEDY, outcome.figures, None))
+        for each in outcome.asked:
+            if each.figures is None:
+                table.add_row(outcome.case.label, each.ask, "failed" if each.error else "no match")
+            else:
+                table.add_row(*_ask_row(outcome, each.ask, each.figures, each.host_gap_ms))
+    return table
+
+
+def _ask_row(outcome: E2EOutcome, ask: str, figures: StepFigures, gap: float | None) -> list[str]:
+    kind = "" if outcome.synthetic is None else " synth."
+    mark = HOST_BOUND_MARK if figures.host_bound else ""
+    target, told, met = outcome.target_of(ask), "", ""
+    if target is not None:
+        bound, ratio = target.at_most[outcome.case.batch], outcome.step_over(ask, target.over)
+        told = f"<= {bound:g}" + (f" {SAMPLED}" if target.over == SAMPLED else "")
+        met = "" if ratio is None else "yes" if ratio <= bound else "NO"
+    ratios = [
+        "" if ask in (over, GREEDY) or ratio is None else f"{ratio:.3f}"
+        for over in (GREEDY, SAMPLED)
+        for ratio in [outcome.step_over(ask, over)]
+    ]
+    return [
+        outcome.case.label,
+        ask,
+        f"{figures.step_ms.median:.3f}{mark}",
+        spread(figures.step_ms, "{:.3f}".format),
+        *ratios,
+        told,
+        met,
+        f"{figures.acceptance.acceptance_length:.2f}{kind}",
+        number(figures.steady_tokens_per_second),
+        "" if gap is None else f"{gap:.3f}",
+    ]
+
+
+def _phases(figures: StepFigures) -> dict[str, float]:
+    """Milliseconds by phase, the host's gap last; empty where none were measured."""
+    if figures.phases is None:
+        return {}
+    return {**{name: figures.phases.spent[name] for name in PHASES}, _GAP: figures.phases.host_gap}
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def loop_line(outcomes: list[E2EOutcome]) -> list[str]:
+    """How much the texts of real acceptance loop, which raises what is accepted."""
+    shares = [
+        outcome.figures.share_of_repeated_8_grams
+        for outcome in outcomes
+        if outcome.figures is not None and outcome.synthetic is None and not outcome.case.is_off
+    ]
+    if not shares:
+        return []
+    return [f"repeated 8-grams in these texts: {min(shares):.0%} to {max(shares):.0%}"]
+
+
+def transformers_lines(found: GenerateOutcome | None, off: E2EOutcome | None) -> list[str]:
+    """What transformers' own ``generate`` makes of the same prompts at batch 1."""
+    if found is None:
+        return []
+    lines = []
+    for name, figures in (("generate", found.without_mtp), ("generate, use_mtp", found.with_mtp)):
+        if figures is not None:
+            lines.append(
+                f"transformers {name}, batch 1: {number(figures.decode_tokens_per_second)} tok/s"
+                f"{HOST_BOUND_MARK} decoding"
+            )
+    if found.without_mtp is not None and found.with_mtp is not None:
+        lines[-1] += f", {_ratio(found.as_dict()['speed_up'])} of generate"
+    if off is not None and off.figures is not None and found.without_mtp is not None:
+        ratio = off.figures.steady_tokens_per_second / found.without_mtp.decode_tokens_per_second
+        lines.append(f"this executor without MTP, batch 1: {_ratio(ratio)} of generate")
+    if lines:
+        lines.append(f"{HOST_BOUND_MARK} host-bound: eager")
+    if found.error is not None:
+        lines.append(f"no figure: transformers: {found.error}")
+    return lines
+
+
+def document(
+    machine: dict[str, Any],
+    subject: Subject,
+    options: E2EOptions,
+    outcomes: list[E2EOutcome],
+    skipped: list[str],
+    transformers: GenerateOutcome | None,
+    traces: list[str],
+    *,
+    tie_ulps: float,
+    complete: bool,
+) -> dict[str, Any]:
+    """Everything that is known of a run; ``complete`` once every case was measured."""
+    on_device = subject.device.type == "cuda"
+    synthetic = options.synthetic(is_trained=subject.is_trained)
+    return {
+        "kind": "e2e",
+        "name": subject.name,
+        "benchmark": on_device,
+        "note": None if on_device else NOT_A_BENCHMARK,
+        "complete": complete,
+        "machine": machine,
+        "model": subject.as_dict(),
+        "input_tokens": options.input_tokens,
+        "output_tokens": options.output_tokens,
+        "seed": options.seed,
+        "cuda_graphs": on_device and options.graphs,
+        "draft_vocab": options.draft_vocab,
+        "asks": list(options.asks),
+        "acceptance": acceptance_kind(synthetic),
+        "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
+        "step_ms": TIMED,
+        "host_bound_if": HOST_BOUND,
+        "tie_tolerance_ulps": tie_ulps,
+        "matched": all(outcome.all_matched for outcome in outcomes),
+        "skipped": skipped,
+        "cases": [outcome.as_dict() for outcome in outcomes],
+        "transformers": None if transformers is None else transformers.as_dict(),
+        "traces": traces,
+    }
+
+
+def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
+    """Tokens per second, speed-up and phases over batch sizes; says what it did."""
+    missing = why_no_plot()
+    if missing is not None:
+        return f"no plot: {missing}"
+    told = [(outcome, outcome.figures) for outcome in outcomes if outcome.figures is not None]
+    if not told:
+        return "no plot: no case has figures"
+    # optional, so unknown to type checkers where it is not installed
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, (speed, gain, phases) = pyplot.subplots(1, 3, figsize=(18, 5))
+    ways = list(dict.fromkeys(outcome.case.way for outcome, _ in told))
+    batches = sorted({outcome.case.batch for outcome, _ in told})
+    for way in ways:
+        points = [
+            (o.case.batch, f.steady_tokens_per_second, o.speed_up_as_asked or o.speed_up)
+            for o, f in told
+            if o.case.way == way
+        ]
+        style = "k--" if way == OFF else "-"
+        speed.plot([p[0] for p in points], [p[1] for p in points], style, marker="o", label=way)
+        if way != OFF:
+            gain.plot([p[0] for p in points], [p[2] for p in points], marker="o", label=way)
+    gain.axhline(1.0, color="k", linestyle="--")
+    for axis, title in ((speed, "tokens per second, generating"), (gain, "speed-up of MTP")):
+        axis.set(title=title, xlabel="batch", xscale="log")
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.minorticks_off()
+        axis.legend(fontsize="small")
+    speed.set_yscale("log")
+    _plot_phases(phases, told)
+    note = "" if all(o.synthetic is None for o, _ in told) else ", synthetic acceptance"
+    figure.suptitle(f"{subject.name}{note}")
+    figure.tight_layout()
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=120)
+    pyplot.close(figure)
+    return f"plot: {path}"
+
+
+def _plot_phases(axis: Any, told: list[tuple[E2EOutcome, StepFigures]]) -> None:
+    bars = [(o.case.label, _phases(f)) for o, f in told if f.phases is not None]
+    below = [0.0] * len(bars)
+    for name, short in _SHORT.items():
+        heights = [max(0.0, spent[name]) for _, spent in bars]
+        axis.bar(range(len(bars)), heights, bottom=below, label=short)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axis.set_xticks(range(len(bars)), [label for label, _ in bars], rotation=90, fontsize="x-small")
+    axis.set(title="a step by phase", ylabel="milliseconds")
+    if bars:
+        axis.legend(fontsize="small")

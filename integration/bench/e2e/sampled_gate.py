@@ -1,0 +1,273 @@
+"""Whether texts that were drawn, and what is told of their tokens, are what they have to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from integration.bench.e2e.batch import Run
+from integration.bench.e2e.gate import (
+    STANDARD_ERRORS,
+    Gate,
+    Match,
+    all_of,
+    told_of,
+)
+from integration.bench.e2e.subject import Subject
+from mtp_plugin.infer import SamplingRule
+from mtp_plugin.requests.logprobs import Logprobs
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.tools.parity import (
+    Comparison,
+    Divergence,
+    Oracle,
+    TieRule,
+    first_difference,
+    judge_gap,
+    transformers_attention,
+)
+
+LOGPROB_ERROR = 1e-3
+"""By which log-probabilities may differ where logits are exact but for float32's rounding."""
+
+
+class DrawnGate:
+    """Compares runs whose requests draw.
+
+    A token that is another one than expected is judged by target-only logits behind the emitted
+    prefix: it has to be what the request's seed draws of them, or a tie of that draw.
+
+    Args:
+        gate: of the greedy runs.
+        num_oracle_requests: of each run without MTP that target-only decoding is asked about.
+    """
+
+    def __init__(self, subject: Subject, gate: Gate, num_oracle_requests: int) -> None:
+        self._subject = subject
+        self._gate = gate
+        self._rule = TieRule(subject.dtype, gate.tie_ulps)
+        self._num_oracle_requests = num_oracle_requests
+        self._judged: dict[tuple[object, ...], Comparison] = {}
+
+    def match_oracle(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run
+    ) -> Match:
+        """Without MTP: tokens and log-probabilities of some requests beside target-only decoding's.
+
+        One that draws is among them where there is one.
+        """
+        count = min(self._num_oracle_requests, len(prompts))
+        with transformers_attention(self._subject.model):
+            found = [self._judge(prompts[i], params[i], run.token_ids[i], 0) for i in range(count)]
+            odd = [line for i in range(count) for line in self._logprobs(prompts, params, run, i)]
+        return Match(
+            f"target-only decoding of {count} requests, as their seeds draw",
+            sum(len(tokens) for tokens in run.token_ids[:count]),
+            sum(len(each.ties) for each in found),
+            [*told_of(found), *odd],
+        )
+
+    def match_texts(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        runs: Sequence[Run],
+        expected: Run,
+    ) -> Match:
+        """The tokens of every request are the ``expected`` ones, which were made without drafts and
+        may go on behind them."""
+        return all_of(
+            [self._match_text(prompts, params, run, expected) for run in _different(runs)]
+        )
+
+    def match_synthetic(self, accepted: Match, undrafted: Match) -> Match:
+        """Draws accept: ids and shares of the timed runs, and the texts that the same executor
+        writes where all drafts count as absent."""
+        return Match(
+            f"{accepted.compared_with}; with drafts absent, {undrafted.compared_with}",
+            accepted.num_tokens + undrafted.num_tokens,
+            undrafted.num_ties,
+            [*accepted.mismatches, *undrafted.mismatches],
+        )
+
+    def match_law(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], runs: Sequence[Run]
+    ) -> Match:
+        """The tokens of every run are drawn of the target's distribution as far as their surprise
+        tells: the negative logarithm of each one's probability has the entropy of its row as its
+        mean. Runs of the same seeds that wrote the same are one draw."""
+        return all_of([self._match_draws(prompts, params, run) for run in _different(runs)])
+
+    def _match_draws(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run
+    ) -> Match:
+        excess = variance = 0.0
+        mismatches = []
+        with transformers_attention(self._subject.model):
+            oracle = Oracle(self._subject.model)
+            for number, (prompt, asked, tokens) in enumerate(
+                zip(prompts, params, run.token_ids, strict=True)
+            ):
+                if len(tokens) != asked.max_new_tokens:
+                    mismatches.append(
+                        f"request {number}: {len(tokens)} tokens, not {asked.max_new_tokens}"
+                    )
+                    continue
+                sampling = SamplingRule(asked, prompt)
+                rows = oracle.logits([*prompt, *tokens[:-1]], len(tokens))
+                for position, token in enumerate(tokens):
+                    shares = sampling.probabilities(rows[position], tokens[:position])
+                    surprise = torch.where(shares > 0, -shares.log(), 0.0)
+                    if not shares[token] > 0:
+                        mismatches.append(
+                            f"request {number}, token {position + 1}: {token} is never drawn"
+                        )
+                    entropy = float((shares * surprise).sum())
+                    excess += float(surprise[token]) - entropy
+                    variance += float((shares * surprise.square()).sum()) - entropy**2
+        error = STANDARD_ERRORS * math.sqrt(max(variance, 0.0))
+        if abs(excess) > error:
+            mismatches.append(
+                f"surprise of all tokens: {excess:.1f} nats above the entropy, expected within "
+                f"{error:.1f}"
+            )
+        return Match(
+            "the entropy of the target's distribution, which the tokens' surprise has as its mean",
+            run.num_tokens,
+            0,
+            mismatches,
+        )
+
+    def missing_logprobs(self, params: Sequence[SamplingParams], runs: Sequence[Run]) -> list[str]:
+        """Where something is not told of every token."""
+        return [
+            f"request {number}: {0 if told is None else len(told)} log-probabilities of "
+            f"{len(tokens)} tokens"
+            for run in runs
+            for number, (asked, told, tokens) in enumerate(
+                zip(params, run.logprobs, run.token_ids, strict=True)
+            )
+            if asked.logprobs is not None and (told is None or len(told) != len(tokens))
+        ]
+
+    def _match_text(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        run: Run,
+        expected: Run,
+    ) -> Match:
+        found = []
+        with transformers_attention(self._subject.model):
+            for prompt, asked, tokens, others in zip(
+                prompts, params, run.token_ids, expected.token_ids, strict=True
+            ):
+                if len(tokens) != asked.max_new_tokens:
+                    short = Divergence(len(tokens), None, None)
+                    found.append(Comparison(len(tokens), [], short))
+                    continue
+                position = first_difference(tokens, others[: len(tokens)])
+                found.append(
+                    Comparison(len(tokens))
+                    if position is None
+                    else self._judge(prompt, asked, tokens, position)
+                )
+            odd = [
+                line for i in range(len(prompts)) for line in self._told(prompts, params, run, i)
+            ]
+        return Match(
+            "the run without MTP of the same seeds",
+            run.num_tokens,
+            sum(len(each.ties) for each in found),
+            [*told_of(found), *odd],
+        )
+
+    def _judge(
+        self, prompt: list[int], params: SamplingParams, tokens: list[int], start: int
+    ) -> Comparison:
+        """Every token from ``start`` on beside what is drawn behind the emitted prefix."""
+        plain = replace(params, logprobs=None, verification=None, draft_sampling=None)
+        plain = replace(plain, speculate=True)
+        key = (tuple(prompt), tuple(tokens), start, str(plain))
+        if key not in self._judged:
+            self._judged[key] = self._compared(prompt, plain, tokens, start)
+        return self._judged[key]
+
+    def _compared(
+        self, prompt: list[int], params: SamplingParams, tokens: list[int], start: int
+    ) -> Comparison:
+        if params.is_greedy:
+            return self._gate.compare_greedy(prompt, tokens)
+        oracle, sampling = Oracle(self._subject.model), SamplingRule(params, prompt)
+        judge = judge_gap(oracle, self._rule, sampling, tokens)
+        rows = oracle.logits([*prompt, *tokens[:-1]], len(tokens) - start)
+        ties: list[Divergence] = []
+        for position, row in enumerate(rows, start):
+            expected = sampling.choose(row, tokens[:position])
+            if expected == tokens[position]:
+                continue
+            found = judge(position, tokens[position], expected)
+            if not found.is_tie:
+                return Comparison(position, ties, found)
+            ties.append(found)
+        return Comparison(len(tokens), ties)
+
+    def _told(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run, number: int
+    ) -> list[str]:
+        """Log-probabilities of as many requests as the oracle is asked about."""
+        if number >= self._num_oracle_requests:
+            return []
+        return self._logprobs(prompts, params, run, number)
+
+    def _logprobs(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run, number: int
+    ) -> list[str]:
+        """What is wrong with the log-probabilities of a request."""
+        num_top, told, tokens = params[number].logprobs, run.logprobs[number], run.token_ids[number]
+        if num_top is None:
+            return []
+        if told is None or len(told) != len(tokens):
+            return self.missing_logprobs(params, [run])
+        rows = Oracle(self._subject.model).logits([*prompts[number], *tokens[:-1]], len(tokens))
+        return [
+            f"request {number}, {line}" for line in self._odd_logprobs(rows, tokens, told, num_top)
+        ]
+
+    def _odd_logprobs(
+        self, rows: torch.Tensor, tokens: list[int], told: Logprobs, num_top: int
+    ) -> list[str]:
+        """The first token of which something else is told than its row [N, V] says."""
+        expected = rows.log_softmax(dim=-1)
+        best = expected.topk(max(num_top, 1)).values.tolist()
+        highest = rows.max(dim=-1).values.tolist()
+        for i, (token, entries) in enumerate(zip(tokens, told, strict=True)):
+            # the row's own error, and that of the sum over it
+            error = max(2 * self._rule.tolerance(highest[i]), LOGPROB_ERROR)
+            pairs = [(entries[token].logprob, float(expected[i, token]))]
+            first = sorted(
+                (each.logprob for each in entries.values() if each.rank <= num_top), reverse=True
+            )
+            if len(first) != num_top:
+                return [f"token {i + 1}: {len(first)} most likely tokens, expected {num_top}"]
+            pairs += list(zip(first, best[i][:num_top], strict=True))
+            wrong = [(ours, theirs) for ours, theirs in pairs if not abs(ours - theirs) <= error]
+            if wrong:
+                ours, theirs = wrong[0]
+                return [
+                    f"token {i + 1}: log-probability {ours:.4f}, expected {theirs:.4f} within "
+                    f"{error:.4g}"
+                ]
+        return []
+
+
+def _different(runs: Sequence[Run]) -> list[Run]:
+    """Runs without those that wrote what an earlier one did."""
+    different: list[Run] = []
+    for run in runs:
+        if all(run.token_ids != other.token_ids for other in different):
+            different.append(run)
+    return different

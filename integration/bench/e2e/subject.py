@@ -1,0 +1,149 @@
+"""What is measured: a checkpoint, or random weights of a size that has a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.bench.case import BenchmarkError
+from integration.random_models import random_model
+from mtp_plugin.errors import expect
+from mtp_plugin.executor.models import (
+    FusedModel,
+    LoadedModel,
+    fuse,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8gb": {
+        "family": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 18,
+        "first_k_dense_replace": 17,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 129280,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_qk_norm": False,
+    },
+    "toy": {
+        "family": "glm4_moe",
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 1024,
+        "init_std": 0.08,
+    },
+}
+"""Random-weight models by name; one MTP layer each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model on its device."""
+
+    name: str
+    model: LoadedModel
+    path: str
+    """Checkpoint directory, or the name of the shape."""
+    is_trained: bool
+    """Whether drafts mean something: False for random weights."""
+    tokenizer: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.model.lm_head.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.model.lm_head.parameters()).dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Of target and MTP layers."""
+        modules = (self.model.target, self.model.mtp_layers)
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON document."""
+        facts = self.model.facts
+        return {
+            "name": self.name,
+            "weights": "checkpoint" if self.is_trained else "random",
+            "family": facts.model_type,
+            "hidden_size": facts.hidden_size,
+            "num_hidden_layers": facts.num_hidden_layers,
+            "num_mtp_layers": facts.num_mtp_layers,
+            "vocab_size": facts.vocab_size,
+            "parameters": self.num_parameters,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "layers": str(self.model.report) if isinstance(self.model, FusedModel) else "unfused",
+        }
+
+
+def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fused: bool) -> Subject:
+    """A checkpoint with all of its MTP layers; in float32 on a CPU unless a dtype is given.
+
+    Raises:
+        BenchmarkError: an unknown dtype.
+        CheckpointError: see `read_config`, `read_tokenizer` and `load_model`.
+    """
+    asked = _dtype(dtype)
+    checked = read_config(path)
+    tokenizer = read_tokenizer(checked)
+    stored = torch.float32 if device.type == "cpu" else checked.facts.dtype
+    model = load_model(path, dtype=asked or stored, device=device)
+    model = fuse(model) if fused else model
+    resolved = path.resolve()
+    name = resolved.parent.name if resolved.name == "checkpoint" else resolved.name
+    return Subject(name, model, str(path), True, tokenizer)
+
+
+def make_shape(
+    name: str, device: torch.device, dtype: str | None, seed: int, *, fused: bool
+) -> Subject:
+    """A model with random weights, in bfloat16 unless a dtype is given.
+
+    Raises:
+        BenchmarkError: an unknown shape or dtype.
+    """
+    expect(
+        name in SHAPES,
+        BenchmarkError,
+        f"--shape: expected one of {', '.join(SHAPES)}, got {name!r}",
+    )
+    sizes = dict(SHAPES[name])
+    family = sizes.pop("family")
+    model = random_model(
+        family, seed=seed, dtype=_dtype(dtype) or torch.bfloat16, device=device, **sizes
+    )
+    return Subject(name, fuse(model) if fused else model, name, False)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    expect(
+        name in DTYPES,
+        BenchmarkError,
+        f"--dtype: expected one of {', '.join(DTYPES)}, got {name}",
+    )
+    return DTYPES[name]

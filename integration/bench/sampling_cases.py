@@ -1,0 +1,150 @@
+"""Draws of a step: a token of every row, and what acceptance makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from integration.bench.case import Case, Trial
+from integration.bench.random_inputs import Dice
+from integration.bench.shapes import Shape, has_reference_sizes
+from integration.bench.targets import DRAWS, graph_target
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
+from mtp_plugin.speculative.edit_pools import EditPools, num_words, packed_bits
+from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
+from mtp_plugin.speculative.ops.sampling import draw
+from mtp_plugin.speculative.row_sums import RowSums
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+
+INT = 4
+"""Bytes."""
+NUM_SEEN = 600
+"""Ids of prompt and output that penalties count."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What every request of a batch asks for, and what its logits look like."""
+
+    options: Mapping[str, float]
+    is_peaked: bool = False
+    """As models give them: some dozens of likely ids over a bulk; else drawn from one normal."""
+    in_edited_step: bool = False
+    """Other requests of the step have their logits edited, these have not."""
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the draw leaves what log-probabilities need."""
+        return "logprobs" in self.options
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether the step's kernels know of edits."""
+        return self.in_edited_step or any(name.endswith("_row") for name in self.options)
+
+
+KINDS = {
+    "greedy": Kind({}),
+    "top-k-top-p": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+    "top-k-top-p-peaked": Kind({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, is_peaked=True),
+    "top-p-peaked": Kind({"temperature": 0.8, "top_p": 0.95}, is_peaked=True),
+    "top-p": Kind({"temperature": 0.8, "top_p": 0.95}),
+    "temperature": Kind({"temperature": 0.8}),
+    "many-top-k": Kind({"temperature": 0.8, "top_k": 1000, "top_p": 0.95}),
+    "top-k-top-p-logprobs": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "logprobs": 0}),
+    "temperature-logprobs": Kind({"temperature": 0.8, "logprobs": 0}),
+    "top-k-top-p-beside-edits": Kind(
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, in_edited_step=True
+    ),
+    "top-k-penalties": Kind(
+        {
+            "temperature": 0.8,
+            "top_k": 50,
+            "top_p": 0.9,
+            "count_row": 0,
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.1,
+        }
+    ),
+    "top-k-allowed": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "allowed_row": 0}),
+    "top-k-bias": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "bias_row": 0}),
+}
+
+
+def sampling_cases(shape: Shape, device: torch.device) -> list[Case]:
+    """A case for every kind of request."""
+    at_reference = has_reference_sizes(shape)
+    return [
+        Case(
+            name=f"draw/{name}",
+            shape=shape,
+            bytes_read=shape.target_bytes,
+            bytes_written=shape.rows * INT,
+            prepare=partial(_drawn, shape, device, kind),
+            target=graph_target(DRAWS.get(name, {}), shape.batch) if at_reference else None,
+        )
+        for name, kind in KINDS.items()
+    ]
+
+
+def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
+    batch, k, dice = shape.batch, shape.k, Dice(seed, device)
+    logits = _logits(shape, dice, is_peaked=kind.is_peaked)
+    drafts = dice.drafts(logits, shape)
+    lens = dice.integers(100, 4000, batch, dtype=torch.int64)
+    positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    layout = StepLayout((), batch, k, none, positions)
+    columns = TableColumns(REQUEST_COLUMNS)
+    table = [
+        columns.row({**kind.options, "number": number, "seed": (number, 1)})
+        for number in range(batch + 2)
+    ]
+    slots = SlotRows(
+        torch.tensor(table, dtype=torch.int32, device=device),
+        dice.permutation(batch + 2)[:batch],
+        columns,
+        _pools(shape, dice) if kind.has_pools else None,
+    )
+    rows = DrawnRows.of_target(layout, drafts)
+
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        sums = RowSums.unwritten(logits) if kind.has_sums else None
+        choices = draw(logits, rows, slots, sums=sums, backend=backend)
+        accepted = accept(layout, logits, drafts, AcceptanceRules(choices=choices), backend=backend)
+        results = {"choices": choices, "tokens": accepted.tokens, "num": accepted.num_accepted}
+        return results if sums is None else {**results, "masses": sums.masses, "tops": sums.tops}
+
+    return Trial(run, approximate=frozenset({"masses"}))
+
+
+def _logits(shape: Shape, dice: Dice, *, is_peaked: bool) -> torch.Tensor:
+    logits = dice.logits(shape.rows, shape)
+    if not is_peaked:
+        return logits.mul_(2)
+    likely = min(40, shape.vocab)
+    at = dice.integers(0, shape.vocab, shape.rows, likely, dtype=torch.int64)
+    heights = 10 + 12 * torch.rand_like(at, dtype=torch.float32)
+    heights[:, 0] = 20 + heights[:, 0] / 6
+    return logits.mul_(2.2).scatter_(1, at, heights.to(logits.dtype))
+
+
+def _pools(shape: Shape, dice: Dice) -> EditPools:
+    """A row that all requests share, which nothing here writes."""
+    words, device = num_words(shape.vocab), dice.device
+    seen = dice.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
+    counts = torch.zeros(1, shape.vocab, dtype=torch.int16, device=device)
+    counts[0, seen] = 2
+    allowed = dice.integers(-(2**31), 2**31 - 1, 1, words + 1)
+    return EditPools(
+        bias=dice.normal(1, shape.vocab, dtype=torch.float32),
+        allowed=allowed,
+        counts=counts,
+        seen=packed_bits(seen, shape.vocab).unsqueeze(0),
+        words=torch.full((1, 64, 16), -1, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,75 @@
+"""What finished requests said: kept once per prompt, since all of them continue it the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from integration.bench.e2e.gate import Gate
+from integration.bench.soak.traffic import Wish
+from mtp_plugin.requests.states import FinishReason
+
+MAX_ODD = 200
+"""Outputs that differ from the prompt's others and are kept for the oracle."""
+
+
+@dataclass
+class Texts:
+    """Outputs by prompt: the longest one, and those that are no beginning of it.
+
+    Args:
+        prompts: token ids. end_ids: that end a text.
+    """
+
+    prompts: list[list[int]]
+    end_ids: tuple[int, ...]
+    longest: dict[int, list[int]] = field(default_factory=dict)
+    odd: list[tuple[int, list[int]]] = field(default_factory=list)
+    num_tokens: int = 0
+    wrong_ends: list[str] = field(default_factory=list)
+
+    def add(self, wish: Wish, tokens: list[int], reason: FinishReason | None) -> None:
+        """Take the output of a request that has ended, aborted ones included."""
+        self.num_tokens += len(tokens)
+        problem = self._wrong_end(wish, tokens, reason)
+        if problem:
+            self.wrong_ends.append(f"prompt {wish.prompt}: {problem}")
+        known = self.longest.get(wish.prompt, [])
+        shared = min(len(known), len(tokens))
+        if known[:shared] != tokens[:shared]:
+            if len(self.odd) < MAX_ODD:
+                self.odd.append((wish.prompt, tokens))
+        elif len(tokens) > len(known):
+            self.longest[wish.prompt] = tokens
+
+    def _wrong_end(self, wish: Wish, tokens: list[int], reason: FinishReason | None) -> str:
+        inside = [] if wish.ignore_eos else [t for t in tokens[:-1] if t in self.end_ids]
+        if inside:
+            return f"goes on behind the end token {inside[0]}"
+        ended = bool(tokens) and not wish.ignore_eos and tokens[-1] in self.end_ids
+        if reason is FinishReason.CANCELLED:
+            return ""
+        if reason is FinishReason.END_ID and ended:
+            return ""
+        if reason is FinishReason.LENGTH and not ended and len(tokens) == wish.max_new_tokens:
+            return ""
+        name = "nothing" if reason is None else reason.value
+        return f"{len(tokens)} of {wish.max_new_tokens} tokens, ended by {name}"
+
+    def compare(self, gate: Gate) -> tuple[list[str], int]:
+        """(What differs from target-only decoding, ties excused)."""
+        mismatches: list[str] = []
+        numbers = sorted(self.longest)
+        match = gate.match_oracle(
+            [self.prompts[number] for number in numbers],
+            [self.longest[number] for number in numbers],
+        )
+        ties = match.num_ties
+        mismatches += [f"longest outputs: {line}" for line in match.mismatches]
+        if self.odd:
+            match = gate.match_oracle(
+                [self.prompts[number] for number, _ in self.odd],
+                [tokens for _, tokens in self.odd],
+            )
+            ties += match.num_ties
+            mismatches += [f"outputs unlike others: {line}" for line in match.mismatches]
+        return mismatches, ties

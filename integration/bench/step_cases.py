@@ -1,0 +1,264 @@
+"""Whole steps of a worker around a model that costs nothing.
+
+The draft layers return their input and the draft heads return ready logits: what is left is
+acceptance, history, draft inputs, the argmax of every draft, and the changes of the metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from integration.bench.case import Case, Trial
+from integration.bench.random_inputs import Dice
+from integration.bench.shapes import Shape, has_reference_sizes
+from integration.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.state import MTPHiddenStatesManager
+
+HIGHEST_POSITION = 131071
+PROMPT_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What every request of a step asks for, and what the config has for it."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # keys of it, but for those of `mtp`
+    mtp: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step's tokens are drawn, and its logits may be edited."""
+        return bool(self.options)
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether no request asks for more than its draws."""
+        return self.options.keys() <= DRAWS.keys() | {"verification"}
+
+
+DRAWS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+KINDS: Mapping[str, Kind] = {
+    "": Kind(),
+    "draws": Kind(DRAWS),
+    "edits": Kind({**DRAWS, "repetition_penalty": 1.1, "logprobs": 5}),
+}
+"""What is timed: nothing, draws, or more; each is a graph of its own."""
+
+
+class GenerationAttention:
+    """Attention metadata of a batch of generations in a CUDA graph, as a host keeps it.
+
+    Args:
+        seq_len: rows per request. kv_lens: [R] int32, counting this step's rows.
+        write_limits: keep the limits that the embedded executor keeps besides.
+    """
+
+    supports_dead_rows = True
+    is_cuda_graph = True
+    kv_cache_params = None
+
+    def __init__(self, seq_len: int, kv_lens: torch.Tensor, *, write_limits: bool) -> None:
+        self._seq_lens = torch.full((kv_lens.shape[0],), seq_len, dtype=torch.int32)
+        self._seq_lens_cuda = self._seq_lens.to(kv_lens.device, copy=True)
+        self.kv_lens_cuda = kv_lens
+        self.host_request_types = torch.ones_like(self._seq_lens)
+        self.num_contexts = 0
+        if write_limits:
+            self.kv_write_limit = kv_lens.clone()
+            self.kv_capacity = kv_lens + 2 * seq_len
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self._seq_lens.shape[0])
+
+    @property
+    def seq_lens_cuda(self) -> torch.Tensor:
+        return self._seq_lens_cuda
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        return 0
+
+    def on_update(self) -> None:
+        """Nothing hangs on the lengths here."""
+
+    def device_tensors(self) -> dict[str, torch.Tensor]:
+        """What a step has to leave as it found it."""
+        names = ("_seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "kv_capacity")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+class FreeLayer:
+    """A draft layer that returns its input; its head has the logits of each pass ready."""
+
+    def __init__(self, ready: list[torch.Tensor]) -> None:
+        self._ready = ready
+        self._passes = 0
+
+    def __call__(self, *, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    def shared_head(self, *_: Any) -> torch.Tensor:
+        logits = self._ready[self._passes % len(self._ready)]
+        self._passes += 1
+        return logits
+
+
+def step_cases(shape: Shape, device: torch.device, *, write_limits: bool = False) -> list[Case]:
+    """A step of each worker."""
+    suffix = "-write-limits" if write_limits else ""
+    with_target = has_reference_sizes(shape) and not write_limits
+    vanilla = graph_target(VANILLA_STEP, shape.batch) if with_target else None
+    eagle = graph_target(EAGLE_STEP, shape.batch) if with_target else None
+    return [
+        _case(f"step/vanilla{suffix}", shape, device, "output", write_limits, vanilla),
+        _case(f"step/eagle{suffix}", shape, device, None, write_limits, eagle),
+    ]
+
+
+def target_shift_case(shape: Shape, device: torch.device) -> Case:
+    """A step of the vanilla worker whose every depth reads the target's states."""
+    return _case("step/vanilla-target-shift", shape, device, "target_shift", False, None)
+
+
+def kind_cases(shape: Shape, device: torch.device, kinds: Mapping[str, Kind] = KINDS) -> list[Case]:
+    """A step of each worker for requests that draw, and for some that ask for more."""
+    return [
+        _case(f"step/{worker}-{name}", shape, device, chain, False, None, kind)
+        for name, kind in kinds.items()
+        if name
+        for worker, chain in (("vanilla", "output"), ("eagle", None))
+    ]
+
+
+def _case(
+    name: str,
+    shape: Shape,
+    device: torch.device,
+    chain: str | None,
+    write_limits: bool,
+    target: Target | None,
+    kind: Kind = KINDS[""],
+) -> Case:
+    """``chain``: of the vanilla worker; None: the Eagle worker."""
+    states = shape.batch * shape.state_bytes
+    if chain is None:
+        # only the state of the last accepted row is gathered
+        read, written = states, states
+    else:
+        # the window is read once; it and the pool rows are written
+        read, written = states * (shape.k + 1), states * (2 * shape.k + 1)
+    return Case(
+        name=name,
+        shape=shape,
+        bytes_read=shape.target_bytes + shape.draft_bytes + read,
+        bytes_written=written,
+        prepare=lambda seed: _trial(shape, Dice(seed, device), chain, write_limits, kind),
+        target=target,
+    )
+
+
+def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind: Kind) -> Trial:
+    batch, k, device = shape.batch, shape.k, dice.device
+    width = k + 1
+    config = MTPDecodingConfig(
+        max_draft_len=k,
+        use_mtp_vanilla=chain is not None,
+        mtp={"kernels": "reference", "chain": chain, **kind.mtp},
+        **kind.config,
+    )
+    manager = MTPHiddenStatesManager(
+        config,
+        torch.bfloat16,
+        shape.hidden,
+        batch,
+        device=device,
+        num_seq_slots=batch,
+        vocab_size=shape.vocab if kind.draws else None,
+    )
+    requests = dice.permutation(batch).tolist()
+    asked = [_Request(request, kind.options, dice, shape) for request in sorted(requests)]
+    manager.prepare_resources(SimpleNamespace(context_requests=asked, generation_requests=[]))
+    tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
+    tokens.copy_(dice.integers(0, shape.vocab, *tokens.shape))
+    states.copy_(dice.states(*states.shape))
+    mode = SpeculativeDecodingMode
+    spec = MTPSpecMetadata(
+        max_num_requests=batch,
+        max_draft_len=k,
+        spec_dec_mode=mode.MTP_EAGLE_ONE_MODEL if chain is None else mode.MTP,
+        mtp_hidden_states_manager=manager,
+        max_position=HIGHEST_POSITION,
+        draft_window="exact",
+        device=device,
+        is_cuda_graph=True,
+    )
+    lens = dice.integers(100, 4000, batch)
+    attention = GenerationAttention(width, lens + width, write_limits=write_limits)
+    logits = dice.logits(batch * width, shape)
+    spec.request_ids = requests
+    spec.draft_tokens = dice.drafts(logits, shape)
+    spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
+    spec.edits_logits, spec.only_draws = kind.draws, kind.draws and kind.only_draws
+    spec.prepare()
+    ready = [dice.logits(batch, shape) for _ in range(k)]
+    layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]
+    positions = lens.to(torch.int64).unsqueeze(1) + torch.arange(width, device=device)
+    inputs = {
+        "input_ids": dice.integers(0, shape.vocab, batch * width),
+        "position_ids": positions.view(1, -1),
+        "hidden_states": dice.states(batch * width, shape.hidden),
+        "logits": logits,
+    }
+    worker: SpecWorker = (
+        MTPEagleWorker(config, device=device) if chain is None else MTPWorker(config, device=device)
+    )
+
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        worker.backend = backend
+        outputs: dict[str, torch.Tensor] = worker(
+            **inputs, attn_metadata=attention, spec_metadata=spec, mtp_layers=layers
+        )
+        unlike = ("logits", "logprob_entries")  # log_probs are of the latter
+        return {name: value for name, value in outputs.items() if name not in unlike}
+
+    state = attention.device_tensors() | {"past_tokens": tokens, "past_states": states}
+    if not kind.only_draws and manager.edit_rows is not None:
+        pools = manager.edit_rows.pools
+        state |= {"table": manager.table.rows, "counts": pools.counts, "seen": pools.seen}
+    return Trial(run, state, approximate=frozenset({"log_probs"}))
+
+
+class _Request:
+    """A request at its first prompt chunk, as the manager reads it."""
+
+    is_first_context_chunk = True
+
+    def __init__(
+        self, request_id: int, options: Mapping[str, Any], dice: Dice, shape: Shape
+    ) -> None:
+        self.request_id = request_id
+        self._tokens: list[int] = []
+        if options:
+            self._tokens = dice.integers(0, shape.vocab, PROMPT_TOKENS).tolist()
+        self.facts = RequestFacts.of(
+            request_id,
+            SamplingParams(ignore_eos=True, **options),
+            prompt_len=len(self._tokens),
+            max_seq_len=HIGHEST_POSITION,
+        )
+
+    def get_tokens(self, beam: int) -> list[int]:  # noqa: ARG002
+        return self._tokens

@@ -1,0 +1,389 @@
+"""Kinds of requests in one executor: what they ask for, what is compared, what is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import triton  # noqa: F401 - imported first, so that the commands leave the environment alone
+from typer.testing import CliRunner
+
+from integration.bench.case import BenchmarkError
+from integration.bench.cli import app
+from integration.bench.e2e import measure
+from integration.bench.e2e.batch import Run
+from integration.bench.e2e.cases import E2ECase, E2EOptions
+from integration.bench.e2e.gate import Gate, Match
+from integration.bench.e2e.measure import E2EBench
+from integration.bench.e2e.outcome import AskOutcome, E2EOutcome, StepFigures
+from integration.bench.e2e.report import asks_table
+from integration.bench.e2e.request_kinds import ASKS, Ask, asked_of, check_asks, verifications_of
+from integration.bench.e2e.sampled_gate import DrawnGate
+from integration.bench.e2e.subject import Subject, make_shape
+from integration.bench.timing import Times
+from mtp_plugin.infer import decode
+from mtp_plugin.requests.logprobs import Logprob
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.parity import TIE_ULPS
+
+CPU = torch.device("cpu")
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+NUM_TOKENS = 12
+DRAWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+# --- what is asked for ---
+
+
+def test_every_request_draws_by_a_seed_of_its_own() -> None:
+    params = ASKS["sampled-top5"].params(3, 7, seed=40)
+    assert [each.seed for each in params] == [40, 41, 42]
+    for each in params:
+        assert (each.max_new_tokens, each.ignore_eos, each.logprobs) == (7, True, 5)
+        assert (each.temperature, each.top_p, each.top_k) == (0.6, 0.95, 20)
+    assert all(each.is_greedy for each in ASKS["greedy"].params(3, 7, seed=40))
+
+
+def test_one_request_draws_among_greedy_ones() -> None:
+    one = ASKS["one-sampled"]
+    assert [each.is_greedy for each in one.params(3, 7, seed=0)] == [False, True, True]
+    assert one.params(3, 7, seed=0)[0] == ASKS["sampled"].params(3, 7, seed=0)[0]
+    # alone it is nothing new
+    assert [ask.name for ask in asked_of(("greedy", "sampled", "one-sampled"), 1)] == ["sampled"]
+    assert [ask.name for ask in asked_of(("greedy", "one-sampled"), 2)] == ["one-sampled"]
+
+
+@pytest.mark.parametrize("name", ["sampled", "one-sampled", "rejection-t1.0"])
+def test_the_texts_to_compare_with_are_made_without_drafts(name: str) -> None:
+    ask = ASKS[name]
+    assert [each.speculate for each in ask.without_drafts.params(3, 7, 0)] == [False] * 3
+    plain = ask.without_drafting.params(3, 7, 0)
+    assert all(each.verification is each.draft_sampling is None for each in plain)
+    assert plain[0].temperature == ask.options["temperature"]
+
+
+def test_what_the_config_has_to_list() -> None:
+    assert verifications_of(("greedy", "sampled", "greedy-drafts-t0.6")) == ["coupled"]
+    asked = ("greedy", "block-t0.6", "coupled-t1.0", "block-t1.0", "rejection-t0.6")
+    assert verifications_of(asked) == ["coupled", "block", "rejection"]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_synthetic", "message"),
+    [
+        (("greedy", "beams"), False, r"--ask: expected some of greedy, sampled, .*got \['beams'\]"),
+        (("sampled",), False, "--ask: expected greedy among them.*got sampled"),
+        (("greedy", "greedy"), False, "--ask: expected every name once"),
+        (("greedy", "block-t1.0"), True, r"--ask: \['block-t1.0'\] need real acceptance"),
+    ],
+)
+def test_names_that_cannot_be_measured_are_refused(names, is_synthetic, message) -> None:
+    with pytest.raises(BenchmarkError, match=message):
+        check_asks(names, is_synthetic=is_synthetic)
+
+
+# --- what is compared ---
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return make_shape("toy", CPU, request.param, 0, fused=False)
+
+
+@pytest.fixture
+def gate(subject: Subject) -> DrawnGate:
+    return DrawnGate(subject, Gate(subject, 2, TIE_ULPS), 2)
+
+
+def run_of(texts: list[list[int]], logprobs: list | None = None) -> Run:
+    return Run(texts, [], 1.0, 0.1, logprobs or [None] * len(texts))
+
+
+def entries(told) -> list[dict[int, Logprob]]:
+    """As the executor tells them."""
+    return [
+        {token: Logprob(one.logprob, 1 + [*one.top].index(token) if token in one.top else 99)}
+        | {each: Logprob(value, rank) for rank, (each, value) in enumerate(one.top.items(), 1)}
+        for token, one in told
+    ]
+
+
+def truth(subject: Subject, ask: Ask) -> tuple[list, Run]:
+    params = ask.params(len(PROMPTS), NUM_TOKENS, seed=5)
+    found = [
+        decode(subject.model.target, prompt, asked)
+        for prompt, asked in zip(PROMPTS, params, strict=True)
+    ]
+    told = [
+        None if each.logprobs is None else entries(zip(each.token_ids, each.logprobs, strict=True))
+        for each in found
+    ]
+    return params, run_of([each.token_ids for each in found], told)
+
+
+def with_worst(subject: Subject, run: Run, request: int, position: int) -> Run:
+    """One token replaced by the worst one, so that no rounding explains it."""
+    texts = [list(tokens) for tokens in run.token_ids]
+    ids = torch.tensor([PROMPTS[request] + texts[request][:position]])
+    texts[request][position] = int(subject.model.target(input_ids=ids).logits[0, -1].argmin())
+    return dataclasses.replace(run, token_ids=texts)
+
+
+ORDINARY = ["sampled", "sampled-logprob", "sampled-top5", "sampled-penalty", "one-sampled"]
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_target_only_decoding_draws_matches(gate: DrawnGate, subject, name: str) -> None:
+    params, run = truth(subject, ASKS[name])
+    match = gate.match_oracle(PROMPTS, params, run)
+    assert match.holds, match.mismatches
+    assert match.num_tokens == 2 * NUM_TOKENS
+    texts = gate.match_texts(PROMPTS, params, [run, run], run)
+    assert texts.holds
+    assert texts.num_tokens == 2 * NUM_TOKENS  # equal runs are compared once
+
+
+@pytest.mark.parametrize("name", ["sampled", "sampled-penalty", "one-sampled"])
+def test_a_wrong_token_is_found(gate: DrawnGate, subject, name: str) -> None:
+    params, run = truth(subject, ASKS[name])
+    for request in (0, 1):
+        wrong = with_worst(subject, run, request, 7)
+        for match in (
+            gate.match_oracle(PROMPTS, params, wrong),
+            gate.match_texts(PROMPTS, params, [run, wrong], run),
+        ):
+            (line,) = match.mismatches
+            assert line.startswith(f"request {request}, token 8: ")
+
+
+def test_another_seed_is_found(gate: DrawnGate, subject) -> None:
+    params, _ = truth(subject, ASKS["sampled"])
+    seeded = [dataclasses.replace(each, seed=each.seed + 77) for each in params]
+    texts = [
+        decode(subject.model.target, prompt, asked).token_ids
+        for prompt, asked in zip(PROMPTS, seeded, strict=True)
+    ]
+    assert not gate.match_oracle(PROMPTS, params, run_of(texts)).holds
+
+
+def test_a_shorter_text_is_found(gate: DrawnGate, subject) -> None:
+    params, run = truth(subject, ASKS["sampled"])
+    short = run_of([run.token_ids[0][:-1], run.token_ids[1]])
+    (line,) = gate.match_texts(PROMPTS, params, [short], run).mismatches
+    assert line.startswith("request 0, token 12: ")
+
+
+def test_a_text_may_be_the_beginning_of_the_expected_one(gate: DrawnGate, subject) -> None:
+    _, run = truth(subject, ASKS["sampled"])
+    few = ASKS["sampled"].without_drafts.params(2, 5, seed=5)
+    begun = run_of([tokens[:5] for tokens in run.token_ids])
+    assert gate.match_texts(PROMPTS, few, [begun], run).holds
+
+
+@pytest.mark.parametrize("name", ["sampled-logprob", "sampled-top5"])
+def test_wrong_log_probabilities_are_found(gate: DrawnGate, subject, name: str) -> None:
+    params, run = truth(subject, ASKS[name])
+    token = run.token_ids[1][3]
+    told = [list(each) for each in run.logprobs]
+    told[1][3] = {**told[1][3], token: Logprob(told[1][3][token].logprob - 0.9, 99)}
+    (line,) = gate.match_oracle(PROMPTS, params, dataclasses.replace(run, logprobs=told)).mismatches
+    assert line.startswith("request 1, token 4: ")
+    told[1] = told[1][:-1]
+    missing = gate.missing_logprobs(params, [dataclasses.replace(run, logprobs=told)])
+    assert missing == ["request 1: 11 log-probabilities of 12 tokens"]
+    assert gate.missing_logprobs(params, [dataclasses.replace(run, logprobs=[None, None])])
+
+
+def drawn(subject: Subject, count: int, **options) -> tuple[list[list[int]], list, Run]:
+    prompts = [[number, 7, 3] for number in range(count)]
+    params = Ask("any", options).params(count, 20, seed=3)
+    texts = [
+        decode(subject.model.target, prompt, asked).token_ids
+        for prompt, asked in zip(prompts, params, strict=True)
+    ]
+    return prompts, params, run_of(texts)
+
+
+def test_the_surprise_of_draws_is_the_entropy() -> None:
+    """And that of draws of another distribution is not."""
+    toy = make_shape("toy", CPU, "float32", 0, fused=False)
+    gate = DrawnGate(toy, Gate(toy, 2, TIE_ULPS), 2)
+    prompts, params, run = drawn(toy, 6, temperature=0.3)
+    match = gate.match_law(prompts, params, [run, run])
+    assert match.num_tokens == run.num_tokens  # one that was run twice is one draw
+    assert match.holds, match.mismatches
+    assert match.num_tokens == 6 * 20
+    for options in ({"temperature": 0.15}, {"temperature": 0.8}, {"top_k": 1}):
+        other = gate.match_law(prompts, params, [run, drawn(toy, 6, **options)[2]])
+        assert [line.split(":")[0] for line in other.mismatches] == ["surprise of all tokens"]
+    short = dataclasses.replace(run, token_ids=[run.token_ids[0][:-1], *run.token_ids[1:]])
+    assert gate.match_law(prompts, params, [short]).mismatches == ["request 0: 19 tokens, not 20"]
+
+
+# --- what is told ---
+
+
+def figures_of(median: float) -> StepFigures:
+    times = Times(median, median, median, median, 9)
+    return StepFigures(1.0, 9, 0.1, times, 9.0, AcceptanceStats(3), 0.0, None, False)
+
+
+GOOD = Match("something", 9)
+
+
+def outcome_of(batch: int, *, has_targets: bool = True, **medians: float) -> E2EOutcome:
+    asked = [
+        AskOutcome(name.replace("_", "-"), GOOD, figures_of(median))
+        for name, median in medians.items()
+    ]
+    return E2EOutcome(
+        E2ECase(batch, "eagle", 3),
+        figures=figures_of(2.0),
+        match=GOOD,
+        asked=tuple(asked),
+        has_targets=has_targets,
+    )
+
+
+def test_steps_are_told_beside_greedy_and_sampled_ones() -> None:
+    outcome = outcome_of(8, sampled=2.02, sampled_logprob=2.05)
+    first, second = outcome.as_dict()["asks"]
+    assert first["median_step_over"] == {"greedy": 1.01}
+    assert first["target"] == {"over": "greedy", "at_most": 1.015, "met": True}
+    assert second["median_step_over"] == pytest.approx({"greedy": 1.025, "sampled": 2.05 / 2.02})
+    assert second["target"] == {"over": "sampled", "at_most": 1.01, "met": False}
+    cells = {column.header: list(column.cells) for column in asks_table([outcome]).columns}
+    assert cells["requests"] == ["greedy", "sampled", "sampled-logprob"]
+    assert cells["over greedy"] == ["", "1.010", "1.025"]
+    assert cells["over sampled"] == ["", "", "1.015"]
+    assert cells["target"] == ["", "<= 1.015", "<= 1.01 sampled"]
+    assert cells["met"] == ["", "yes", "NO"]
+
+
+def test_targets_are_for_the_sizes_that_they_were_asked_for() -> None:
+    for outcome in (outcome_of(8, has_targets=False, sampled=2.2), outcome_of(32, sampled=2.2)):
+        assert "target" not in outcome.as_dict()["asks"][0]
+    alone = outcome_of(64, sampled_logprob=2.2).as_dict()["asks"][0]
+    assert alone["target"] == {"over": "sampled", "at_most": 1.01, "met": None}
+
+
+def test_no_figure_of_a_kind_without_its_match() -> None:
+    wrong = AskOutcome("sampled", Match("something", 9, 0, ["request 0: odd"]))
+    outcome = dataclasses.replace(outcome_of(8), asked=(wrong,))
+    assert outcome.matched
+    assert not outcome.all_matched
+    assert outcome.problems == ["eagle-k3/b8 sampled: no match: request 0: odd"]
+    (told,) = outcome.as_dict()["asks"]
+    assert "step_ms" not in told
+    assert list(asks_table([outcome]).columns[2].cells)[1] == "no match"
+
+
+# --- the command ---
+
+
+def test_every_round_is_begun_by_the_next_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one kind would always run behind the same other, on a device that this one heated."""
+    monkeypatch.setattr(measure, "LEAST_SECONDS", {"cpu": 1e9})
+    monkeypatch.setattr(measure, "MOST_RUNS", 4)
+    turns: list[str] = []
+    honest = E2EBench._decode
+
+    def decode(self, llm, case, ask, **calls):
+        turns.append(ask.name)
+        return honest(self, llm, case, ask, **calls)
+
+    monkeypatch.setattr(E2EBench, "_decode", decode)
+    toy = make_shape("toy", CPU, "float32", 0, fused=False)
+    asks = ("greedy", "sampled", "one-sampled")
+    options = E2EOptions(isl=4, osl=24, quick=True, phases=False, asks=asks)
+    bench = E2EBench(toy, options, tie_ulps=TIE_ULPS)
+    assert bench.measure(E2ECase(2)).matched
+    turns.clear()
+    outcome = bench.measure(E2ECase(2, "eagle", 1))
+    assert [each.matched for each in outcome.asked] == [True, True]
+    g, s, o = asks
+    # the first round warms up, and in the last each runs for the gaps
+    assert turns == [g, s, o, *(g, s, o), *(s, o, g), *(o, g, s), *(g, s, o), g, s, o]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Run the command on a toy; its result, and the document that it left."""
+
+    def invoke(*arguments: str):
+        path = tmp_path / "e2e.json"
+        fixed = ["--shape", "toy", "--dtype", "float32", "--k", "1", "--worker", "eagle"]
+        fixed += ["--device", "cpu", "--no-phases", "--isl", "6", "--osl", "14"]
+        result = CliRunner().invoke(app, ["e2e", *fixed, *arguments, "--output", str(path)])
+        return result, json.loads(path.read_text()) if path.exists() else None
+
+    return invoke
+
+
+def test_kinds_of_requests_take_turns_in_one_executor(bench) -> None:
+    asks = "greedy,sampled-top5,one-sampled"
+    result, told = bench("--batch", "2", "--ask", asks)
+    assert result.exit_code == 0, result.output
+    assert told["asks"] == asks.split(",")
+    off, eagle = told["cases"]
+    for each in off["asks"]:
+        assert each["matched"]
+        assert "step_ms" not in each
+        assert each["match"]["compared_with"].startswith("target-only decoding of 2 requests")
+    for each in eagle["asks"]:
+        assert each["matched"]
+        assert each["step_ms"]["samples"] > 2
+        assert each["tokens"] == 28
+        assert each["median_step_over"]["greedy"] == pytest.approx(
+            each["step_ms"]["median"] / eagle["step_ms"]["median"]
+        )
+        told_of = each["match"]["compared_with"]
+        assert "with drafts absent, the run without MTP of the same seeds" in told_of
+        assert "target" not in each
+    assert [each["ask"] for each in eagle["asks"]] == asks.split(",")[1:]
+    assert "over greedy" in result.stdout
+
+
+@pytest.mark.parametrize("acceptance", ["1.0", None])
+def test_a_wrong_drawn_text_yields_no_figure(bench, monkeypatch, acceptance) -> None:
+    """Of the executor with drafts, whether draws accept or the target does."""
+    honest = measure.run_batch
+
+    def run(llm, prompts, num_tokens, *, params=None, **options):
+        ran = honest(llm, prompts, num_tokens, params=params, **options)
+        drafts = llm.pieces.plan.max_draft_len > 0
+        undrafted = params[0].speculate is False or acceptance is None
+        if drafts and undrafted and not params[0].is_greedy:
+            ran.token_ids[0][3] = (ran.token_ids[0][3] + 1) % 256
+        return ran
+
+    monkeypatch.setattr(measure, "run_batch", run)
+    if acceptance is None:
+        monkeypatch.setattr(E2EOptions, "synthetic", lambda *_, **__: None)
+    given = () if acceptance is None else ("--acceptance", acceptance)
+    result, told = bench("--batch", "1", "--ask", "greedy,sampled", *given)
+    assert result.exit_code == 1
+    assert told["matched"] is False
+    eagle = told["cases"][1]
+    assert eagle["matched"] is True
+    assert [each["matched"] for each in eagle["asks"]] == [False]
+    assert "step_ms" not in eagle["asks"][0]
+    assert "no figure: eagle-k1/b1 sampled: no match: request 0, token 4" in result.output
+
+
+def test_without_a_match_without_mtp_there_is_none_with_it(bench, monkeypatch) -> None:
+    honest = measure.run_batch
+
+    def run(llm, prompts, num_tokens, *, params=None, **options):
+        ran = honest(llm, prompts, num_tokens, params=params, **options)
+        if llm.pieces.plan.max_draft_len == 0 and not params[0].is_greedy:
+            ran.token_ids[0][3] = (ran.token_ids[0][3] + 1) % 256
+        return ran
+
+    monkeypatch.setattr(measure, "run_batch", run)
+    result, told = bench("--batch", "1", "--ask", "greedy,sampled")
+    assert result.exit_code == 1
+    assert [each["asks"][0]["matched"] for each in told["cases"]] == [False, False]
+    assert "no match to compare with" in told["cases"][1]["asks"][0]["error"]
