@@ -46,7 +46,6 @@ def run(*arguments: str) -> tuple[int, float, set[str], str]:
         ["--help"],
         ["--version"],
         *([command, "--help"] for command in ("generate", "parity", "config", "doctor", "bench")),
-        ["bench", "e2e", "--help"],
     ],
     ids=" ".join,
 )

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli import config, doctor, generate, parity
-from mtp_plugin.tools.bench.cli import app as bench
+from mtp_plugin.cli import bench, config, doctor, generate, parity
 from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import output, run_to_the_end
 
@@ -24,11 +23,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     cls=CommandGroup,
 )
-app.add_typer(bench)
 app.command("generate")(generate.command)
 app.command("parity")(parity.command)
 app.command("config")(config.command)
 app.command("doctor")(doctor.command)
+app.command("bench")(bench.command)
 
 
 def main() -> None:

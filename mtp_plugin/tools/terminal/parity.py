@@ -187,7 +187,7 @@ def run_parity(
     """
     TieRule(torch.float32, tie_ulps)  # refuses what is no tolerance, before any weight is loaded
     for _, config in variants:
-        _expect_same_text(config, params)
+        expect_same_text("parity", config, params)
     model: LoadedModel | None = None
     tokenizer: Any = None
     prompts: list[list[int]] = []
@@ -250,16 +250,19 @@ def run_parity(
     )
 
 
-def _expect_same_text(config: LLMConfig, params: SamplingParams) -> None:
-    """Refuse what may change the text by design.
+def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) -> None:
+    """Refuse a config or request whose output differs from target-only decoding by design.
+
+    Args:
+        command: named in the message.
 
     Raises:
-        ConfigError: as it says.
+        ConfigError: the output would differ.
     """
     redrawing = redraws(config, params)
     if redrawing is not None:
         raise ConfigError(
-            f"parity: {redrawing} verification draws texts of its own by design; expected a "
+            f"{command}: {redrawing} verification draws texts of its own by design; expected a "
             "config that verifies drawn tokens by coupled first, or greedy decoding"
         )
     speculative = config.speculative_config
@@ -268,8 +271,8 @@ def _expect_same_text(config: LLMConfig, params: SamplingParams) -> None:
     label = label_of(DecodingOptions.read(speculative, asks_later=True), params.asked())
     if label is not None:
         raise ConfigError(
-            f"parity: {label.name} acceptance changes the text by design; expected a config or a "
-            "request with strict acceptance"
+            f"{command}: {label.name} acceptance changes the text by design; expected a config or "
+            "a request with strict acceptance"
         )
 
 
