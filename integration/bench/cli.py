@@ -1,4 +1,4 @@
-"""``mtp-plugin bench ops``, ``step``, ``e2e`` and ``soak``."""
+"""``python -m integration.bench ops``, ``step``, ``e2e`` and ``soak``."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
 from integration.random_models import write_random_checkpoint
+from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError, ConfigError, told
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.asked_config import config_of_checkpoint

@@ -1,4 +1,4 @@
-"""``mtp-plugin bench e2e`` on a CPU: figures that matched, and none that did not."""
+"""``python -m integration.bench e2e`` on a CPU: figures that matched, and none that did not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mtp_plugin.tools.parity import TIE_ULPS
 from tests.checkpoints import write_echo_checkpoint
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[4] / "integration" / "tiny_model" / "checkpoint"
+TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
 FIGURES = ("tokens_per_second", "step_ms", "steady_tokens_per_second", "phases_ms", "speed_up")
 
 

@@ -1,4 +1,4 @@
-"""``mtp-plugin bench soak``: what it runs, what it checks, and that a check can fail."""
+"""``python -m integration.bench soak``: what it runs, what it checks, and that a check can fail."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_interrupt_keeps_what_went_through(path, tmp_path, monkeypatch) -> No
 def test_an_interrupt_of_the_process_keeps_what_went_through(path, tmp_path) -> None:
     file = tmp_path / "soak.json"
     options = ["--seconds", "300", *SMALL_COMMAND[2:], "--output", str(file)]
-    command = [sys.executable, "-m", "mtp_plugin", "bench", "soak", "-m", str(path), *options]
+    command = [sys.executable, "-m", "integration.bench", "soak", "-m", str(path), *options]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
