@@ -66,7 +66,7 @@ def expected_of_others(worker: str, k: int, kind: str) -> Counter[str]:
     if kind == "processed":
         # scores are made once, and looked at like raw rows
         return expected(worker, k, "edits") + Counter({"processed": 1})
-    return expected(worker, k, "edits") + Counter({"force": 1, "token_history": 1})
+    return expected(worker, k, "edits") + Counter({"force": 1, "note": 1})
 
 
 def case_of(worker: str, kind: str, shape: Shape, device: torch.device):
