@@ -44,7 +44,7 @@ class NoFreeBlocksError(MTPPluginError, RuntimeError):
 
 
 class PluginError(MTPPluginError, LookupError):
-    """A decoding type without a registered plugin, or one registered twice."""
+    """A plugin that cannot be found, loaded or registered, or that breaks its contract."""
 
 
 class ExecutorError(MTPPluginError, RuntimeError):

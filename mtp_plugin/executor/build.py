@@ -52,7 +52,7 @@ from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
-from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces
+from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces, build_pieces
 
 THIN_MODEL_WIDTH = 512
 """Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
@@ -125,7 +125,8 @@ def build_executor(
     host = _host_facts(resolved, model, tokenizer)
     _check_memory(resolved, model)
     with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
-        pieces = resolved.plugin.build(resolved.config.speculative_config, resolved.plan, host)
+        speculative = resolved.config.speculative_config
+        pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
     lease = AttentionLease(model, attn_backend.attention_function)
     try:
         engine = _engine(resolved, model, pieces, attn_backend, lease, on_progress, kv_fill)

@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, told
 from mtp_plugin.executor.models import FusedModel, LoadedModel, ModelFacts
-from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin
+from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin, make_plan
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -45,7 +45,7 @@ def resolve_config(
     config = config.resolve(facts.num_mtp_layers)
     speculative = config.speculative_config
     plugin = find_plugin(None if speculative is None else speculative.decoding_type)
-    plan = plugin.plan(speculative, facts.num_mtp_layers)
+    plan = make_plan(plugin, speculative, facts.num_mtp_layers)
     check_budget(config, plan)
     device = resolve_device(config.device)
     check_graphs(config, device, report)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, told
 from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.host import (
     asked_of,
@@ -27,6 +27,9 @@ class MTPSpecMetadata:
 
     The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then
     calls :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
+
+    Raises:
+        ConfigError: a size, a draft window or a position that is out of range.
     """
 
     max_num_requests: int
@@ -78,6 +81,18 @@ class MTPSpecMetadata:
     _num_indices: int = 0  # so many of batch_indices_cuda are there
 
     def __post_init__(self) -> None:
+        for name, least in (("max_num_requests", 1), ("max_draft_len", 0), ("mtp_num_modules", 0)):
+            value = getattr(self, name)
+            expect_int(f"MTPSpecMetadata: {name}", value, minimum=least, error=ConfigError)
+        if self.max_position is not None:
+            name = "MTPSpecMetadata: max_position"
+            expect_int(name, self.max_position, minimum=0, error=ConfigError)
+        expect(
+            self.draft_window in ("exact", "trtllm"),
+            ConfigError,
+            f"MTPSpecMetadata: draft_window: expected exact or trtllm, got "
+            f"{told(self.draft_window)}",
+        )
         if self.device is None:
             manager = self.mtp_hidden_states_manager
             if manager is not None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mtp_plugin.config import json_schema, load_config
+from mtp_plugin.speculative.plugin import registry
 from tests.cli.calls import EAGLE, VANILLA, VOCAB, Run
 
 
@@ -119,6 +121,25 @@ def test_doctor_lists_every_problem(run: Run, config: Callable[..., str]) -> Non
         "max_seq_len",
     ]
     assert "no problems found" not in result.out
+
+
+def test_doctor_names_a_plugin_whose_import_ends_the_process(
+    run: Run,
+    config: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "exiting_module.py").write_text("raise SystemExit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("EXITING", "exiting_module:Plugin", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
+    result = run("doctor", "-c", config({"decoding_type": "EXITING"}))
+    assert result.code == 1
+    expected = (
+        "problem: entry point 'EXITING' of mtp_plugin.plugins (exiting_module:Plugin) cannot be "
+        "loaded: SystemExit: no licence"
+    )
+    assert expected in result.out
 
 
 def test_doctor_on_a_damaged_checkpoint(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.errors import MetadataError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop, draft_loop
@@ -44,6 +44,22 @@ def make_manager(*request_ids: int) -> MTPHiddenStatesManager:
 def make_spec(manager: Any = None, **options: Any) -> MTPSpecMetadata:
     given = {"max_num_requests": 6, "max_draft_len": 2, "mtp_hidden_states_manager": manager}
     return MTPSpecMetadata(**{**given, **options})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_num_requests", 0),
+        ("max_draft_len", -1),
+        ("max_draft_len", "3"),
+        ("mtp_num_modules", None),
+        ("max_position", -1),
+        ("draft_window", "wide"),
+    ],
+)
+def test_metadata_refuses_values_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^MTPSpecMetadata: {field}: expected "):
+        make_spec(**{field: value})
 
 
 # --- prepare ---

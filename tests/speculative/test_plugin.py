@@ -32,6 +32,7 @@ from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 from mtp_plugin.speculative.host import ResourceManager
+from mtp_plugin.speculative.plugin import build_pieces, make_plan
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 
 
@@ -138,12 +139,119 @@ def test_an_entry_point_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> N
     offer(monkeypatch, Lookup="tests.speculative.test_plugin:Misnamed")
     with pytest.raises(
         PluginError,
-        match=r"entry point 'Lookup' of mtp_plugin\.plugins: expected a plugin with that "
-        r"decoding_type, got 'ANOTHER'",
+        match=r"entry point 'Lookup' of mtp_plugin\.plugins \(.*Misnamed\): expected a plugin with "
+        r"that decoding_type, got 'ANOTHER'",
     ):
         find_plugin("lookup")
     with pytest.raises(PluginError, match="'another' has no plugin"):
         find_plugin("another")
+
+
+class Exiting:
+    decoding_type = "LOOKUP"
+
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
+class Nameless(Lookup):
+    decoding_type = ""
+
+
+NOT_A_PLUGIN = SimpleNamespace(decoding_type="LOOKUP", plan=print)
+HERE = "tests.speculative.test_plugin"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("tests.no_such_module:LOOKUP", "ModuleNotFoundError: No module named 'tests.no_such"),
+        (f"{HERE}:NO_SUCH_NAME", "AttributeError: .* has no attribute 'NO_SUCH_NAME'"),
+        ("two words", "cannot be loaded: AttributeError"),
+        (f"{HERE}:Exiting", "cannot be loaded: SystemExit: 3"),
+        (f"{HERE}:Nameless", "has decoding_type '', expected a name"),
+        (f"{HERE}:NOT_A_PLUGIN", r"expected a SpeculativePlugin object, but .* has no build\(\)"),
+        (f"{HERE}:HERE", "has decoding_type None, expected a name"),
+    ],
+)
+def test_entry_point_that_cannot_be_loaded_is_a_named_error(
+    monkeypatch: pytest.MonkeyPatch, target: str, message: str
+) -> None:
+    offer(monkeypatch, Lookup=target)
+    where = rf"^entry point 'Lookup' of mtp_plugin\.plugins \({target}\).*"
+    with pytest.raises(PluginError, match=where + message):
+        find_plugin("lookup")
+    with pytest.raises(PluginError, match=where):  # nothing was registered
+        find_plugin("lookup")
+
+
+def test_import_that_ends_the_process_is_a_named_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('no licence')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    offer(monkeypatch, Lookup="exiting_plugin:Plugin")
+    with pytest.raises(PluginError, match="cannot be loaded: SystemExit: no licence"):
+        find_plugin("lookup")
+
+
+@pytest.mark.parametrize("given", [None, Lookup, "LOOKUP", Nameless(), NOT_A_PLUGIN])
+def test_register_refuses_what_is_no_plugin(given: Any) -> None:
+    with pytest.raises(PluginError, match=r"^register_plugin: expected a SpeculativePlugin object"):
+        register_plugin(given)
+
+
+@pytest.mark.parametrize("returned", [None, {}, 3, DraftPlan])
+def test_what_plan_and_build_return_is_checked(returned: Any) -> None:
+    plugin = Lookup()
+    plugin.plan = plugin.build = lambda *_: returned  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match=r"^Lookup\.plan\(\): expected a DraftPlan, got"):
+        make_plan(plugin, None, 0)
+    with pytest.raises(PluginError, match=r"^Lookup\.build\(\): expected SpeculativePieces, got"):
+        build_pieces(plugin, None, DraftPlan(1), host())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("manager", None, "an object with prepare_resources, update_resources, free_resources"),
+        ("sampler", object(), "an object with sample_async, update_requests"),
+        ("worker", None, "a function"),
+        ("make_metadata", SimpleNamespace(), "a function"),
+        ("slot_of", {}, "a function"),
+        ("plan", None, "a DraftPlan"),
+        ("served_options", "temperature", "a set of names"),
+        ("served_options", {1}, "a set of names"),
+        ("refusals", (), "a function"),
+        ("backend", "torch", "a Backend"),
+        ("draft_vocab_ids", [1], "a tensor or None"),
+        ("device_store", 5, "a function or None"),
+        ("memory_report", "4 MiB", "a function or None"),
+    ],
+)
+def test_pieces_of_another_kind_are_refused_by_name(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(PluginError, match=f"^SpeculativePieces: {field}: expected {expected}"):
+        dataclasses.replace(target_only(), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", -1),
+        ("vocab_size", 0),
+        ("dtype", "float32"),
+        ("dtype", torch.int32),
+        ("device", 7),
+        ("max_batch_size", 1.5),
+        ("max_num_sequences", None),
+        ("max_seq_len", 0),
+        ("chain", "sideways"),
+        ("encode", {}),
+    ],
+)
+def test_host_facts_refuse_values_out_of_range(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^HostFacts: {field}: expected "):
+        host(**{field: value})
 
 
 # --- what MTP costs ---

@@ -1,4 +1,4 @@
-"""Ways to speculate, behind one contract."""
+"""Plugins: one interface for every way to speculate."""
 
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
@@ -11,7 +11,9 @@ from mtp_plugin.speculative.plugin.mtp import MTPPlugin
 from mtp_plugin.speculative.plugin.none import NO_SPECULATION, NoSpeculationPlugin
 from mtp_plugin.speculative.plugin.registry import (
     ENTRY_POINT_GROUP,
+    build_pieces,
     find_plugin,
+    make_plan,
     register_plugin,
     unregister_plugin,
 )
@@ -26,7 +28,9 @@ __all__ = [
     "ReplayCheck",
     "SpeculativePieces",
     "SpeculativePlugin",
+    "build_pieces",
     "find_plugin",
+    "make_plan",
     "register_plugin",
     "unregister_plugin",
 ]

@@ -7,7 +7,7 @@ once the model is there. It then runs the pieces without knowing what they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mtp_plugin.errors import ConfigError, expect, expect_int
+from mtp_plugin.errors import ConfigError, PluginError, expect, expect_int, told
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.thinking import (
@@ -29,10 +29,17 @@ from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
 from mtp_plugin.speculative.state import SlotStateManager
 
+_HOST_SIZES = ("hidden_size", "vocab_size", "max_batch_size", "max_num_sequences", "max_seq_len")
+_CHAINS = ("output", "target_shift", "none")
+
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a plugin may know of its host when it builds its pieces."""
+    """Description of a host engine, given to a plugin that builds its components.
+
+    Raises:
+        ConfigError: a size below 1, or a value of another type.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -44,6 +51,22 @@ class HostFacts:
     chain: str = "output"  # how the checkpoint's MTP depths hand states on
     encode: Callable[[str], list[int]] | None = None  # text -> ids, where a tokenizer is loaded
     reads_states: bool = True  # a step's hidden states are read again behind the worker
+
+    def __post_init__(self) -> None:
+        for name in _HOST_SIZES:
+            expect_int(f"HostFacts: {name}", getattr(self, name), minimum=1, error=ConfigError)
+        is_dtype = isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        for name, expected, is_valid in (
+            ("dtype", "a floating-point torch.dtype", is_dtype),
+            ("device", "a torch.device", isinstance(self.device, (torch.device, str))),
+            ("chain", f"one of {', '.join(_CHAINS)}", self.chain in _CHAINS),
+            ("encode", "a function or None", self.encode is None or callable(self.encode)),
+        ):
+            expect(
+                is_valid,
+                ConfigError,
+                f"HostFacts: {name}: expected {expected}, got {told(getattr(self, name))}",
+            )
 
     @property
     def sampler_args(self) -> SimpleNamespace:
@@ -152,9 +175,26 @@ def any_text(asked: Mapping[str, Any]) -> bool:  # noqa: ARG001
     return True
 
 
+_METHODS = {
+    "manager": ("prepare_resources", "update_resources", "free_resources", "shutdown"),
+    "sampler": ("sample_async", "update_requests"),
+}
+_FUNCTIONS = ("changes_text", "refusals", "replay_checks")
+_OPTIONAL_FUNCTIONS = (
+    "device_store",
+    "make_graph_metadata",
+    "set_stop_callback",
+    "memory_report",
+)
+
+
 @dataclass(frozen=True)
 class SpeculativePieces:
-    """The pieces that an executor plugs into its loop."""
+    """The components that an executor plugs into its loop.
+
+    Raises:
+        PluginError: a component without the methods that an executor calls, or of another type.
+    """
 
     manager: ResourceManager
     """Gives every request its slot, and writes down there what the request asks for."""
@@ -197,6 +237,30 @@ class SpeculativePieces:
     """Has the sampler ask a user's own rule of stopping; None: it asks none."""
     memory_report: Callable[[], str] | None = None
     """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
+
+    def __post_init__(self) -> None:
+        for name, methods in _METHODS.items():
+            component = getattr(self, name)
+            missing = [n for n in methods if not callable(getattr(component, n, None))]
+            self._expect(name, not missing, f"an object with {', '.join(missing)}")
+        for name in ("worker", "make_metadata", "slot_of", *_FUNCTIONS):
+            self._expect(name, callable(getattr(self, name)), "a function")
+        for name in _OPTIONAL_FUNCTIONS:
+            value = getattr(self, name)
+            self._expect(name, value is None or callable(value), "a function or None")
+        self._expect("plan", isinstance(self.plan, DraftPlan), "a DraftPlan")
+        options = self.served_options
+        is_names = isinstance(options, Set) and all(isinstance(name, str) for name in options)
+        self._expect("served_options", is_names, "a set of names")
+        self._expect("backend", isinstance(self.backend, Backend), "a Backend")
+        ids = self.draft_vocab_ids
+        is_ids = ids is None or isinstance(ids, torch.Tensor)
+        self._expect("draft_vocab_ids", is_ids, "a tensor or None")
+
+    def _expect(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            given = told(getattr(self, name))
+            raise PluginError(f"SpeculativePieces: {name}: expected {expected}, got {given}")
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
         """The draft lengths that may be chosen, of all batch sizes or of these."""

@@ -1,11 +1,15 @@
-"""Which plugin answers to a ``decoding_type``: built in, registered, or from an entry point."""
+"""Plugins by ``decoding_type``: built in, registered, or from an entry point."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from mtp_plugin.errors import PluginError, expect
+from mtp_plugin.errors import PluginError, error_told, expect, told
 from mtp_plugin.speculative.plugin.contract import (
+    DraftPlan,
+    HostFacts,
+    SpeculativePieces,
     SpeculativePlugin,
 )
 from mtp_plugin.speculative.plugin.mtp import MTPPlugin
@@ -21,11 +25,12 @@ _registered: dict[str, SpeculativePlugin] = {p.decoding_type.lower(): p for p in
 
 
 def register_plugin(plugin: SpeculativePlugin) -> None:
-    """Make ``plugin`` answer to its decoding type.
+    """Register ``plugin`` under its decoding type.
 
     Raises:
-        PluginError: the decoding type has another plugin.
+        PluginError: the object is no plugin, or the decoding type has another one.
     """
+    _expect_plugin(plugin, "register_plugin")
     key = plugin.decoding_type.lower()
     existing = _registered.get(key)
     if existing is not None and existing is not plugin:
@@ -54,22 +59,90 @@ def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
         decoding_type: the config's name, in any case; None decodes without speculation.
 
     Raises:
-        PluginError: no plugin has this name; the message lists those that exist.
+        PluginError: no plugin has this name (the message lists those that exist), or its entry
+            point cannot be loaded.
     """
     key = (decoding_type or NO_SPECULATION).lower()
     if key in _registered:
         return _registered[key]
     offered = {point.name.lower(): point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if key in offered:
-        loaded = offered[key].load()
-        plugin: SpeculativePlugin = loaded() if isinstance(loaded, type) else loaded
-        expect(
-            plugin.decoding_type.lower() == key,
-            PluginError,
-            f"entry point {offered[key].name!r} of {ENTRY_POINT_GROUP}: expected a plugin with "
-            f"that decoding_type, got {plugin.decoding_type!r}",
-        )
+        plugin = _load(offered[key])
         register_plugin(plugin)
         return plugin
     names = ", ".join(sorted(set(_registered) | set(offered)))
     raise PluginError(f"decoding_type {decoding_type!r} has no plugin; known: {names}")
+
+
+def make_plan(plugin: SpeculativePlugin, config: Any, num_mtp_layers: int) -> DraftPlan:
+    """Call ``plugin.plan`` and check what it returns.
+
+    Raises:
+        PluginError: it returned something else than a `DraftPlan`.
+        ConfigError: as :meth:`SpeculativePlugin.plan`.
+    """
+    plan: object = plugin.plan(config, num_mtp_layers)
+    if isinstance(plan, DraftPlan):
+        return plan
+    raise PluginError(f"{type(plugin).__name__}.plan(): expected a DraftPlan, got {told(plan)}")
+
+
+def build_pieces(
+    plugin: SpeculativePlugin, config: Any, plan: DraftPlan, host: HostFacts
+) -> SpeculativePieces:
+    """Call ``plugin.build`` and check what it returns.
+
+    Raises:
+        PluginError: it returned something else than `SpeculativePieces`.
+        ConfigError: as :meth:`SpeculativePlugin.build`.
+    """
+    pieces: object = plugin.build(config, plan, host)
+    if isinstance(pieces, SpeculativePieces):
+        return pieces
+    raise PluginError(
+        f"{type(plugin).__name__}.build(): expected SpeculativePieces, got {told(pieces)}"
+    )
+
+
+def _load(point: EntryPoint) -> SpeculativePlugin:
+    """Import a plugin of an installed package.
+
+    Raises:
+        PluginError: naming the entry point and what is wrong with it.
+    """
+    source = f"entry point {point.name!r} of {ENTRY_POINT_GROUP} ({point.value})"
+    try:
+        loaded = point.load()
+        plugin: SpeculativePlugin = loaded() if isinstance(loaded, type) else loaded
+        _expect_plugin(plugin, source)
+    except PluginError:
+        raise
+    except (Exception, SystemExit) as error:  # an import may end the process of its caller
+        raise PluginError(f"{source} cannot be loaded: {error_told(error)}") from error
+    expect(
+        plugin.decoding_type.lower() == point.name.lower(),
+        PluginError,
+        f"{source}: expected a plugin with that decoding_type, got {plugin.decoding_type!r}",
+    )
+    return plugin
+
+
+def _expect_plugin(plugin: object, source: str) -> None:
+    """Check that an object has what `SpeculativePlugin` needs.
+
+    Raises:
+        PluginError: naming what is missing.
+    """
+    name = getattr(plugin, "decoding_type", None)
+    if isinstance(plugin, type):
+        problem = "is a class"
+    elif not (isinstance(name, str) and name):
+        problem = f"has decoding_type {told(name)}, expected a name"
+    else:
+        missing = [f"{n}()" for n in ("plan", "build") if not callable(getattr(plugin, n, None))]
+        if not missing:
+            return
+        problem = f"has no {' and no '.join(missing)}"
+    raise PluginError(
+        f"{source}: expected a SpeculativePlugin object, but {told(plugin)} {problem}"
+    )

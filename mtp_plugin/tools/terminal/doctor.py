@@ -46,7 +46,9 @@ from mtp_plugin.speculative.plugin import (
     HostFacts,
     SpeculativePieces,
     SpeculativePlugin,
+    build_pieces,
     find_plugin,
+    make_plan,
 )
 from mtp_plugin.speculative.verification import label_of
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
@@ -111,7 +113,7 @@ def examine(config: LLMConfig) -> Diagnosis:
     plugin = found.attempt(lambda: find_plugin(decoding_type))
     plan = None
     if plugin is not None:
-        plan = found.attempt(lambda: plugin.plan(speculative, facts.num_mtp_layers))
+        plan = found.attempt(lambda: make_plan(plugin, speculative, facts.num_mtp_layers))
     if plan is not None:
         found.attempt(lambda: check_budget(config, plan))
     tensors = found.attempt(lambda: _examine_tensors(found, config, plan))
@@ -281,4 +283,4 @@ def _build(
         chain=family_of(facts.model_type).traits.chain,
         encode=None if tokenizer is None else partial(encode, tokenizer, add_special_tokens=False),
     )
-    return plugin.build(config.speculative_config, plan, host)
+    return build_pieces(plugin, config.speculative_config, plan, host)
