@@ -1,4 +1,4 @@
-"""How this process was reached: every rank says so once, and has the plugin from then on."""
+"""How the plugin reached this process, and whether every rank has it with the same options."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _logger = logging.getLogger("mtp_plugin")
 _ways: list[str] = []
 
 TIMEOUT_S = 120.0
-"""Seconds that ranks may be apart when they build their models."""
+"""Maximum time between the first and the last rank that builds its model."""
 _PAUSE_S = 0.01
 _TAG = 20371
+_unfinished_sends: list[Any] = []
+"""Requests that had not completed at the timeout: MPI still reads the buffers that they own."""
 
 
 def reached_by(way: str) -> None:
@@ -43,14 +45,20 @@ def first_way() -> str | None:
     return _ways[0] if _ways else None
 
 
+class SendRequest(Protocol):
+    """The part of ``mpi4py.MPI.Request`` that is used here."""
+
+    def test(self) -> tuple[bool, Any]: ...
+
+
 class Communicator(Protocol):
-    """What is used of mpi4py's."""
+    """The part of ``mpi4py.MPI.Comm`` that is used here."""
 
     def Get_rank(self) -> int: ...  # noqa: N802 - mpi4py's names
 
     def Get_size(self) -> int: ...  # noqa: N802
 
-    def isend(self, obj: Any, dest: int, tag: int) -> Any: ...
+    def isend(self, obj: Any, dest: int, tag: int) -> SendRequest: ...
 
     def iprobe(self, source: int, tag: int) -> bool: ...
 
@@ -58,36 +66,38 @@ class Communicator(Protocol):
 
 
 def expect_everywhere(told: str, ranks: Communicator, timeout_s: float = TIMEOUT_S) -> None:
-    """Wait until every other rank has said what this one says: it has the plugin, and the same.
+    """Exchange the plugin's options with every other rank, and expect the same ones there.
 
-    Call it on every rank, where a rank without the plugin is not waited for by anybody else.
+    Call it on every rank at the same point. A rank without the plugin sends nothing and is named
+    in the error of the others.
 
     Args:
-        told: the line and the options of this rank.
+        told: API version and options of this rank.
 
     Raises:
-        HostError: ranks that said nothing in time, or something else.
+        HostError: ranks that sent nothing within ``timeout_s``, or other options.
     """
     me, count = ranks.Get_rank(), ranks.Get_size()
     waiting = {rank for rank in range(count) if rank != me}
-    sent = [ranks.isend(told, dest=rank, tag=_TAG) for rank in sorted(waiting)]
+    sends = {rank: ranks.isend(told, dest=rank, tag=_TAG) for rank in sorted(waiting)}
     others: dict[int, str] = {}
     end = time.monotonic() + timeout_s
-    while waiting:
+    while waiting or sends:
         for rank in sorted(waiting):
             if ranks.iprobe(source=rank, tag=_TAG):
                 others[rank] = ranks.recv(source=rank, tag=_TAG)
         waiting -= others.keys()
-        expect(
-            not waiting or time.monotonic() < end,
-            HostError,
-            f"rank {me} of {count}: {_of(waiting)} did not load mtp_plugin within {timeout_s:g} s; "
-            "every rank needs it: see --custom_module_dirs or TRTLLM_MTP_PLUGIN in "
-            "mtp_plugin/hosts/tensorrt_llm/README.md",
-        )
-        if waiting:
+        sends = {rank: send for rank, send in sends.items() if not send.test()[0]}
+        late = waiting | sends.keys()
+        if late and time.monotonic() >= end:
+            _unfinished_sends.extend(sends.values())
+            raise HostError(
+                f"rank {me} of {count}: {_of(late)} did not load mtp_plugin within {timeout_s:g} "
+                "s; every rank needs it: see --custom_module_dirs or TRTLLM_MTP_PLUGIN in "
+                "mtp_plugin/hosts/tensorrt_llm/README.md"
+            )
+        if late:
             time.sleep(_PAUSE_S)
-    del sent  # kept alive until they have arrived
     different = {rank for rank, other in others.items() if other != told}
     first = min(different, default=me)
     expect(

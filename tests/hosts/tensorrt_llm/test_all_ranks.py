@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 
 from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.tensorrt_llm import ranks
 from mtp_plugin.hosts.tensorrt_llm.ranks import expect_everywhere
+
+
+class Send:
+    """A send that completes when its message has been received."""
+
+    def __init__(self, box: deque[Any], message: Any) -> None:
+        self.box, self.message = box, message
+        self.is_complete = False
+
+    def test(self) -> tuple[bool, None]:
+        self.is_complete = not any(message is self for message in self.box)
+        return self.is_complete, None
 
 
 class Mail:
@@ -17,6 +30,7 @@ class Mail:
 
     def __init__(self, rank: int, size: int, boxes: dict[tuple[int, int], deque[Any]]) -> None:
         self.rank, self.size, self.boxes = rank, size, boxes
+        self.sends: list[Send] = []
 
     def Get_rank(self) -> int:  # noqa: N802
         return self.rank
@@ -24,14 +38,18 @@ class Mail:
     def Get_size(self) -> int:  # noqa: N802
         return self.size
 
-    def isend(self, obj: Any, dest: int, tag: int) -> None:  # noqa: ARG002
-        self.boxes[self.rank, dest].append(obj)
+    def isend(self, obj: Any, dest: int, tag: int) -> Send:  # noqa: ARG002
+        box = self.boxes[self.rank, dest]
+        send = Send(box, obj)
+        box.append(send)
+        self.sends.append(send)
+        return send
 
     def iprobe(self, source: int, tag: int) -> bool:  # noqa: ARG002
         return bool(self.boxes[source, self.rank])
 
     def recv(self, *, source: int, tag: int) -> Any:  # noqa: ARG002
-        return self.boxes[source, self.rank].popleft()
+        return self.boxes[source, self.rank].popleft().message
 
 
 def run(told: dict[int, str], size: int) -> list[str]:
@@ -39,10 +57,14 @@ def run(told: dict[int, str], size: int) -> list[str]:
     boxes: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     def one(rank: int) -> str:
+        mail = Mail(rank, size, boxes)
         try:
-            expect_everywhere(told[rank], Mail(rank, size, boxes), timeout_s=0.5)
+            expect_everywhere(told[rank], mail, timeout_s=0.5)
         except HostError as error:
+            incomplete = [send for send in mail.sends if not send.is_complete]
+            assert all(send in ranks._unfinished_sends for send in incomplete)
             return str(error)
+        assert all(send.is_complete for send in mail.sends)
         return "fine"
 
     with ThreadPoolExecutor(size) as pool:
@@ -52,6 +74,28 @@ def run(told: dict[int, str], size: int) -> list[str]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_have_it(size: int) -> None:
     assert run(dict.fromkeys(range(size), "line 1.2, {}"), size) == ["fine"] * size
+
+
+def test_slow_sends_complete_before_the_exchange_returns() -> None:
+    class Slow(Send):
+        polls = 0
+
+        def test(self) -> tuple[bool, None]:
+            self.polls += 1
+            return self.polls > 3 and super().test()[0], None
+
+    boxes: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
+    mail = Mail(0, 2, boxes)
+    boxes[1, 0].append(Send(boxes[1, 0], "line 1.2, {}"))
+    sends: list[Slow] = []
+
+    def isend(obj: Any, dest: int, tag: int) -> Slow:  # noqa: ARG001 - received at once
+        sends.append(Slow(deque(), obj))
+        return sends[-1]
+
+    mail.isend = isend  # type: ignore[method-assign]
+    expect_everywhere("line 1.2, {}", mail, timeout_s=30)
+    assert [(send.is_complete, send.polls) for send in sends] == [(True, 4)]
 
 
 def test_one_has_not() -> None:
