@@ -23,6 +23,7 @@ class ScheduledRequests:
     generation_requests: list[LlmRequest] = field(default_factory=list)
     paused_requests: list[LlmRequest] = field(default_factory=list)
     draft_len: int | None = None  # drafts that the step verifies and makes; None: not chosen yet
+    num_tokens: int = 0  # of the token budget that the step uses
 
     def all_requests(self) -> list[LlmRequest]:
         """Contexts, then generations."""
@@ -85,7 +86,6 @@ class Scheduler:
             in_flight: ids of requests in a launched step whose result the host has not seen.
         """
         batch = ScheduledRequests()
-        budget = self.max_num_tokens
         for request in list(self.active):
             # one that an older request has paused generates no more
             if not request.is_generating:
@@ -96,12 +96,12 @@ class Scheduler:
             rows = self.generation_rows(request, in_flight=pending)
             if self._reserve_or_pause(request, rows, batch):
                 batch.generation_requests.append(request)
-                budget -= self.plan.step_rows
+                batch.num_tokens += self.plan.step_rows
         prompts = [r for r in self.active if not r.is_generating and not r.is_finished]
         for request in prompts:
             if request not in batch.paused_requests:
-                budget = self._schedule_chunk(request, budget, batch)
-        self._admit(budget, batch)
+                self._schedule_chunk(request, batch)
+        self._admit(batch)
         return batch
 
     def generation_rows(self, request: LlmRequest, *, in_flight: bool) -> int:
@@ -120,12 +120,12 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
-    def _schedule_chunk(self, request: LlmRequest, budget: int, batch: ScheduledRequests) -> int:
-        """Add the request's next prompt chunk if it fits; returns the budget that is left."""
+    def _schedule_chunk(self, request: LlmRequest, batch: ScheduledRequests) -> bool:
+        """Add the request's next prompt chunk to the batch; False if it does not fit."""
         start = request.context_current_position
-        room = budget - self.plan.chunk_tokens(start, 0)
+        room = self.max_num_tokens - batch.num_tokens - self.plan.chunk_tokens(start, 0)
         if room < 1:
-            return budget
+            return False
         chunk = self.chunk_policy(request, room)
         if not isinstance(chunk, int):
             raise ExecutorError(
@@ -134,12 +134,13 @@ class Scheduler:
         chunk = min(max(chunk, 1), room, request.context_remaining_length)
         whole = chunk == request.context_remaining_length
         if not (self.chunking or whole or request.num_preemptions):
-            return budget
+            return False
         if not self._reserve_or_pause(request, self.prompt_rows(request, start + chunk), batch):
-            return budget
+            return False
         request.context_chunk_size = chunk
         batch.context_requests.append(request)
-        return budget - self.plan.chunk_tokens(start, chunk)
+        batch.num_tokens += self.plan.chunk_tokens(start, chunk)
+        return True
 
     def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
         """Reserve rows, pausing younger requests as needed; False where the request itself gave
@@ -153,20 +154,25 @@ class Scheduler:
 
     def _pause(self, request: LlmRequest, batch: ScheduledRequests) -> None:
         self.active.remove(request)
-        for scheduled in (batch.generation_requests, batch.context_requests):
-            if request in scheduled:
-                scheduled.remove(request)
+        if request in batch.generation_requests:
+            batch.generation_requests.remove(request)
+            batch.num_tokens -= self.plan.step_rows
+        elif request in batch.context_requests:
+            batch.context_requests.remove(request)
+            start, chunk = request.context_current_position, request.context_chunk_size
+            batch.num_tokens -= self.plan.chunk_tokens(start, chunk)
         self.blocks.free_resources(request)
         request.pause()
         batch.paused_requests.append(request)
         self.waiting.appendleft(request)
 
-    def _admit(self, budget: int, batch: ScheduledRequests) -> None:
-        """Start waiting requests while there is room; whoever was paused in this step waits."""
+    def _admit(self, batch: ScheduledRequests) -> None:
+        """Start waiting requests while there is room; those paused in this step keep waiting."""
         while self.waiting and len(self.active) < self.max_batch_size:
             request = self.waiting[0]
             if request in batch.paused_requests:
                 return
+            budget = self.max_num_tokens - batch.num_tokens
             if not self.chunking and request.num_preemptions == 0:
                 fits = self.plan.chunk_tokens(0, request.context_length) <= budget
             else:
@@ -178,9 +184,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             self.active.append(request)
-            scheduled = len(batch.context_requests)
-            budget = self._schedule_chunk(request, budget, batch)
-            if len(batch.context_requests) == scheduled:
+            if not self._schedule_chunk(request, batch):
                 # nothing was reserved for it: it keeps its place in the queue
                 if request in self.active:
                     self.active.remove(request)

@@ -283,10 +283,31 @@ def test_a_scheduled_chunk_gives_way_too() -> None:
     of.active.append(young)
     young.context_chunk_size = 8
     of.blocks.reserve(1, 16)
-    batch = ScheduledRequests(context_requests=[young])
+    batch = ScheduledRequests(context_requests=[young], num_tokens=8)
     assert of._reserve_or_pause(old, 24, batch)
     assert (batch.context_requests, ids(batch.paused_requests)) == ([], [1])
-    assert young.context_chunk_size == 0
+    assert (young.context_chunk_size, batch.num_tokens) == (0, 0)
+
+
+def test_paused_generation_returns_its_tokens_to_the_budget() -> None:
+    """A prompt that pauses a younger generation leaves its K+1 tokens to the next prompt."""
+    chunks = [1, 1, 9]
+    of = scheduler(
+        EAGLE,
+        blocks=24,
+        block_size=4,
+        max_num_tokens=16,
+        chunk_policy=lambda request, _: chunks[request.request_id],
+    )
+    run(of, make(0, 40), make(1, 40), make(2, 9))
+    assert [request.is_generating for request in of.active] == [False, False, True]
+    of.blocks.reserve(9, 4 * (of.blocks.num_free_blocks - 2))
+    chunks = [8, 8, 9]
+    batch = of.schedule(set())
+    assert (ids(batch.paused_requests), batch.generation_requests) == ([2], [])
+    assert ids(batch.context_requests) == [0, 1]
+    assert [request.context_chunk_size for request in batch.context_requests] == [8, 8]
+    assert batch.num_tokens == 16
 
 
 def test_admission_needs_room_for_the_prompt_and_a_first_generation() -> None:
@@ -399,7 +420,7 @@ class Host:
             assert blocks.reserved_rows(request.request_id) >= touched
             if start == 0 and not request.num_preemptions:
                 self.seen.append(request.request_id)
-        assert cost <= of.max_num_tokens
+        assert cost == batch.num_tokens <= of.max_num_tokens
         for request in batch.generation_requests:
             # the device knows the tokens in flight; the rows that it touches must be there
             pending = in_flight.get(request.request_id, 0)
