@@ -151,7 +151,8 @@ class Dispatcher:
 
     def holds(self, requests: Sequence[LlmRequest]) -> bool:
         """Whether one of the requests has resources, or will get some."""
-        return any(request.request_id in self._callbacks for request in requests)
+        # no generator: an exception of a signal handler in one that is closed early is lost
+        return not self._callbacks.keys().isdisjoint([r.request_id for r in requests])
 
     def holds_id(self, request_id: int) -> bool:
         """The same by the id of one, that may still be expected."""

@@ -42,6 +42,59 @@ EDITED = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={3: 1.0})
 MANY_STEPS = 20
 
 Place = tuple[CodeType, int]
+Callback = Callable[[CodeType, int], None]
+"""Called with a function's code and the offset of the instruction that runs next."""
+
+if sys.version_info >= (3, 12):
+    # opcode events of sys.settrace miss the first calls of a function there
+    TOOL = 4
+
+    @contextmanager
+    def instructions_watched(call: Callback) -> Iterator[None]:
+        monitoring = sys.monitoring
+        event = monitoring.events.INSTRUCTION
+
+        def before(code: CodeType, offset: int) -> Any:
+            return call(code, offset) if is_watched(code) else monitoring.DISABLE
+
+        monitoring.use_tool_id(TOOL, "signal handlers")
+        monitoring.register_callback(TOOL, event, before)
+        monitoring.set_events(TOOL, event)
+        try:
+            yield
+        finally:
+            monitoring.set_events(TOOL, 0)
+            monitoring.register_callback(TOOL, event, None)
+            monitoring.free_tool_id(TOOL)
+
+else:
+
+    @contextmanager
+    def instructions_watched(call: Callback) -> Iterator[None]:
+        def entered(frame: FrameType, event: str, arg: Any) -> Any:
+            del event, arg
+            if not is_watched(frame.f_code):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            return within
+
+        def within(frame: FrameType, event: str, arg: Any) -> Any:
+            del arg
+            if event == "opcode":
+                call(frame.f_code, frame.f_lasti)
+            return within
+
+        outer = sys.gettrace()
+        sys.settrace(entered)
+        try:
+            yield
+        finally:
+            sys.settrace(outer)
+
+
+def is_watched(code: CodeType) -> bool:
+    """Whether handlers raise in a function."""
+    return code.co_filename.endswith(BOOKS) and code.co_name != "__del__"
 
 
 class Handler:
@@ -57,31 +110,18 @@ class Handler:
     def watching(self, at: int | None, error: type[BaseException]) -> Iterator[None]:
         """Raise the error at this place of the block's, if any."""
         self.places, self._raise_at, self._error = [], at, error
-        outer = sys.gettrace()
-        gc.disable()  # Python goes on behind an error of a finalizer
-        sys.settrace(self._entered)
+        gc.disable()  # Python ignores an error in a finalizer
         try:
-            yield
+            with instructions_watched(self._before):
+                yield
         finally:
-            sys.settrace(outer)
             gc.enable()
 
-    def _entered(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        del event, arg
-        code = frame.f_code
-        if not code.co_filename.endswith(BOOKS) or code.co_name == "__del__":
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._within
-
-    def _within(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
-        del arg
-        code, offset = frame.f_code, frame.f_lasti
-        if event == "opcode" and offset in self._handled(code):
+    def _before(self, code: CodeType, offset: int) -> None:
+        if offset in self._handled(code):
             self.places.append((code, offset))
             if len(self.places) - 1 == self._raise_at:
                 raise self._error("by a handler")
-        return self._within
 
     def _handled(self, code: CodeType) -> frozenset[int]:
         """Offsets of a function's instructions in front of which handlers run."""
