@@ -121,20 +121,24 @@ class AsyncSteps:
         self,
         told: Told,
         pending: PendingRequest,
-        owner: object,  # noqa: ARG002 - it lives as long as the iteration
+        owner: object,
     ) -> AsyncIterator[StepEvent]:
-        """All events of a request, from its first to its last; leaving early changes nothing."""
-        self._dispatcher.expect_to_wait()
-        await pending.soon(self._tokenising)
-        loop = asyncio.get_running_loop()
+        """Yield all events of a request, from the first to the last; leaving early ends nothing.
+
+        Args:
+            owner: an object that must live as long as the iteration.
+        """
         arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there
+            with suppress(RuntimeError):  # the loop was closed, with every reader in it
                 loop.call_soon_threadsafe(arrived.put_nowait, [])
 
-        told.wakes.append(wake)
         try:
+            self._dispatcher.expect_to_wait()
+            await pending.soon(self._tokenising)
+            told.wakes.append(wake)
             number, finished = 0, False
             while not finished:
                 while number == len(told.results):
@@ -144,7 +148,9 @@ class AsyncSteps:
                     yield event
                 number += 1
         finally:
-            told.wakes.remove(wake)
+            if wake in told.wakes:
+                told.wakes.remove(wake)
+            del owner  # a kept exception keeps this frame, see RequestHandle._read_to_its_end
 
     def begin(self, pending: PendingRequest) -> None:
         """Tokenise and step what was handed in, where an event loop runs; elsewhere who waits for

@@ -85,9 +85,13 @@ class RequestHandle:
         self._steps.drop(self._pending)
 
     async def _read_to_its_end(self) -> RequestOutput:
-        async for _ in self:
-            pass
-        return RequestOutput.of_success(self._pending.now())
+        try:
+            async for _ in self:
+                pass
+            return RequestOutput.of_success(self._pending.now())
+        finally:
+            # A task of asyncio keeps the exception that ended it, whose traceback keeps this frame.
+            del self
 
 
 def _hand_in(dispatcher: Dispatcher, request_id: int, made: Future[LlmRequest]) -> None:

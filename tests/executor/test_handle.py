@@ -204,6 +204,34 @@ def test_a_handle_that_nobody_holds_ends_its_request(bed, target) -> None:
     assert_drained(llm)
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+def test_handle_of_a_cancelled_reader_ends_its_request(bed, awaited: bool) -> None:
+    """The task keeps the error that ended it; its traceback must not keep the handle."""
+    llm = bed.llm()
+
+    async def wait_for_result() -> None:
+        await llm.submit([1, 2, 3], greedy(110))
+
+    async def iterate() -> None:
+        async for _ in llm.submit([1, 2, 3], greedy(110)):
+            pass
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(wait_for_result() if awaited else iterate()))
+        await asyncio.sleep(0.01)
+
+    tasks: list[asyncio.Task[None]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert tasks[0].cancelled()
+        llm.generate([4, 5], greedy(8))
+        assert_drained(llm)
+    finally:
+        gc.enable()
+
+
 def test_a_handle_keeps_its_executor_and_nothing_keeps_both(bed) -> None:
     gc.collect()
     gc.disable()
