@@ -32,7 +32,7 @@ from mtp_plugin.speculative.host import (
     tell_verified,
 )
 from mtp_plugin.speculative.metrics.acceptance import num_told
-from mtp_plugin.speculative.ops.sampler_store import store_results
+from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow, slots_of
 from mtp_plugin.speculative.result_store import (
     ResultStore,
@@ -425,11 +425,13 @@ class MTPSampler:
         store_results(
             self.store.rows,
             slots,
-            outputs["new_tokens"],
-            outputs["next_new_tokens"],
-            outputs["next_draft_tokens"],
-            outputs["new_tokens_lens"],
-            outputs.get("status"),
+            ResultTensors(
+                outputs["new_tokens"],
+                outputs["next_new_tokens"],
+                outputs["next_draft_tokens"],
+                outputs["new_tokens_lens"],
+                outputs.get("status"),
+            ),
             backend=self.backend,
         )
 

@@ -58,7 +58,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 )
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.logprobs import logprobs
-from mtp_plugin.speculative.ops.sampler_store import store_results
+from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Role, draw
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
@@ -255,11 +255,7 @@ def compile_sampler_store() -> None:
         store_results(
             ints(16, 13),
             ints(8, dtype=I64),
-            ints(8, 4),
-            ints(8, 4),
-            ints(8, 3),
-            ints(8),
-            status,
+            ResultTensors(ints(8, 4), ints(8, 4), ints(8, 3), ints(8), status),
             backend=Backend.TRITON,
         )
 

@@ -1,7 +1,16 @@
-"""Device code of the result store."""
+"""Triton implementation of `sampler_store`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+
+from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
+from mtp_plugin.speculative.ops.sampler_store import ResultTensors
+from mtp_plugin.speculative.step import NO_INPUT, PAD_TOKEN, STATUS_OK
 
 
 # types and constants alone decide which binary runs, see CachedLaunches
@@ -52,7 +61,7 @@ def store_results_kernel(
     NO_INPUT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One request: its row of the store."""
+    """One program per request: write its row of the store."""
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     following = column - (MOST + 1)
@@ -90,3 +99,46 @@ def store_results_kernel(
     value = tl.where(draft == MOST + 1, status, value)
     row = store_ptr + tl.load(slot_ptr + request) * store_stride
     tl.store(row + column, value, mask=draft <= MOST + 1)
+
+
+_launches = CachedLaunches(store_results_kernel)
+
+
+def store_results_triton(
+    store: torch.Tensor, slots: torch.Tensor, results: ResultTensors, max_draft_len: int
+) -> None:
+    """One launch, one program per request."""
+    expect_reachable(store_results_kernel, "store", store)
+    slots = slots.contiguous()
+    status = results.new_tokens_lens if results.status is None else results.status
+    tensors = (
+        store,
+        slots,
+        results.new_tokens,
+        results.next_new_tokens,
+        results.next_draft_tokens,
+        results.new_tokens_lens,
+        status,
+    )
+    constants = (
+        max_draft_len,
+        min(results.next_draft_tokens.shape[1], max_draft_len),
+        results.status is not None,
+        STATUS_OK,
+        PAD_TOKEN,
+        NO_INPUT,
+        triton.next_power_of_2(3 * max_draft_len + 4),
+    )
+    _launches.launch(
+        (store.device, *(tensor.dtype for tensor in tensors), *constants),
+        slots.shape[0],
+        *tensors,
+        store.stride(0),
+        *results.new_tokens.stride(),
+        *results.next_new_tokens.stride(),
+        *results.next_draft_tokens.stride(),
+        *results.new_tokens_lens.stride(),
+        *status.stride(),
+        *constants,
+        num_warps=1,
+    )
