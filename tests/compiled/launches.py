@@ -63,7 +63,7 @@ from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Rol
 from mtp_plugin.speculative.ops.sampling.processed import processed_scores
 from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
-from mtp_plugin.speculative.ops.synthetic_acceptance import forced_matches, synthetic_rule
+from mtp_plugin.speculative.ops.synthetic_acceptance import synthetic_acceptance, synthetic_rule
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
@@ -265,7 +265,7 @@ def compile_synthetic_acceptance() -> None:
         rule, k = synthetic_rule(shares, 7), len(shares)
         layout = StepLayout((), 8, k, ints(0), ints(8 * (k + 1), dtype=I64))
         for slots in (None, slot_rows(8)):
-            forced_matches(layout, rule, slots, backend=Backend.TRITON)
+            synthetic_acceptance(layout, rule, slots, backend=Backend.TRITON)
 
 
 def compile_draft_inputs() -> None:

@@ -15,7 +15,7 @@ from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.synthetic_acceptance import (
     SyntheticRule,
-    forced_matches,
+    synthetic_acceptance,
     synthetic_rule,
 )
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
@@ -65,5 +65,5 @@ class SyntheticVerification(VerificationMode):
     ) -> AcceptanceRules:
         if inputs.layout.draft_len == 0:
             return rules
-        forced = forced_matches(inputs.layout, self.rule, inputs.step.slots, backend=backend)
+        forced = synthetic_acceptance(inputs.layout, self.rule, inputs.step.slots, backend=backend)
         return replace(rules, forced_matches=forced)

@@ -18,7 +18,7 @@ from mtp_plugin.speculative.verification import label_of
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots
 from tests.speculative.drafting.story import VOCAB
-from tests.speculative.ops.synthetic_acceptance import story
+from tests.speculative.ops.synthetic_acceptance import example
 
 K, SEED = 3, 11
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are here")
@@ -56,7 +56,7 @@ def turn(length: int, draft_len: int | None = None) -> Turn:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", WORKERS)
 def test_draws_go_by_the_positions_of_the_drafts(kind: type, backend: Backend) -> None:
-    """The newest token of a text stands at its length; the drafts behind it are told their draws.
+    """The newest token of a text stands at its length; the drafts behind it are expected their draws.
 
     A prompt in front and one request's neighbours move nothing.
     """
@@ -65,14 +65,14 @@ def test_draws_go_by_the_positions_of_the_drafts(kind: type, backend: Backend) -
     lengths = [2, 3, 5, 8, 13, 21, 34, 55]
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(length) for length in lengths])
     result = run(step, rates, kind, backend)
-    told = [story.forced(length, thresholds, SEED) for length in lengths]
-    assert len(set(told)) > 2
+    expected = [example.accepted(length, thresholds, SEED) for length in lengths]
+    assert len(set(expected)) > 2
     tokens = [
-        [[20, 21, 22][:count] + [30 + count] + [-1] * (K - count) for count in told][i]
+        [[20, 21, 22][:count] + [30 + count] + [-1] * (K - count) for count in expected][i]
         for i in range(len(lengths))
     ]
     assert result["new_tokens"].tolist() == [[7, -1, -1, -1], *tokens]
-    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
+    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in expected]
     alone = run(Step(K, [], [turn(lengths[3])]), rates, kind, backend)
     assert alone["new_tokens"][0].tolist() == tokens[3]
 
@@ -86,9 +86,9 @@ def test_requests_of_one_length_draw_for_themselves(kind: type, backend: Backend
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(9)] * (len(numbers) - 1))
     fill_slots(step.manager, {slot: {"number": number} for slot, number in enumerate(numbers)})
     result = run(step, [0.75, 0.5, 0.25], kind, backend)
-    told = [story.forced(9, thresholds, SEED, number) for number in numbers[1:]]
-    assert len(set(told)) > 1
-    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in told]
+    expected = [example.accepted(9, thresholds, SEED, number) for number in numbers[1:]]
+    assert len(set(expected)) > 1
+    assert result["new_tokens_lens"].tolist() == [1] + [count + 1 for count in expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,20 +1,20 @@
-"""Draws that accept drafts, told over numbers."""
+"""Synthetic acceptance of one request, in plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def forced(last_position: int, thresholds: Sequence[int], seed: int, number: int = 0) -> int:
-    """Drafts stand behind the last position until one's draw is not below its threshold."""
+def accepted(last_position: int, thresholds: Sequence[int], seed: int, number: int = 0) -> int:
+    """The number of drafts before the first whose random number is not below its threshold."""
     for i, threshold in enumerate(thresholds):
-        if draw(seed, last_position + 1 + i, number) >= threshold:
+        if random_number(seed, last_position + 1 + i, number) >= threshold:
             return i
     return len(thresholds)
 
 
-def draw(seed: int, position: int, number: int = 0) -> int:
-    """30 bits that belong to a seed, a request's number and a position."""
+def random_number(seed: int, position: int, number: int = 0) -> int:
+    """The 30-bit random number of a seed, a request's number and a position."""
     of_seed = mixed((seed + 0x9E3779B9) % 2**32)
     of_request = mixed(of_seed ^ (number % 2**32))
     return mixed(of_request ^ (position % 2**32)) // 4
