@@ -36,7 +36,7 @@ from mtp_plugin.hosts.megatron.ops.token_verify.kernel import (
 )
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import state_rollback
-from mtp_plugin.speculative.ops.state_rollback.kernel import (
+from mtp_plugin.speculative.ops.state_rollback_triton import (
     _mamba_state_selective_copy_kernel as _mamba_state_selective_copy_kernel,
 )
 

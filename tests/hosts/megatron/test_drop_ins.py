@@ -57,7 +57,7 @@ def test_the_backend_is_fixed(utils: ModuleType, name: str) -> None:
     """A drop-in has its door's name and story; which side runs is not the caller's choice."""
     op = getattr(utils, name)
     assert op.__name__ == name
-    assert "Raises:" in op.__doc__
+    assert "Args:" in op.__doc__
     assert "backend" not in inspect.signature(op).parameters
     assert "backend" not in op.__annotations__
     assert "backend" in inspect.signature(op.__wrapped__).parameters

@@ -56,7 +56,7 @@ def turn(length: int, draft_len: int | None = None) -> Turn:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", WORKERS)
 def test_draws_go_by_the_positions_of_the_drafts(kind: type, backend: Backend) -> None:
-    """The newest token of a text stands at its length; the drafts behind it are expected their draws.
+    """Random numbers belong to the positions of the drafts, of which the first follows the text.
 
     A prompt in front and one request's neighbours move nothing.
     """

@@ -1,4 +1,4 @@
-"""Story, reference and kernel of the state rollback."""
+"""State rollback: example, torch reference and Triton agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.state_rollback import launch, mamba_state_selective_copy
+from mtp_plugin.speculative.ops import state_rollback_triton
+from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from tests.doors import check_strided_arguments
 from tests.hosts.megatron.ops.token_verify.batches import random_decodes
 from tests.speculative.ops.bits import same_bits
@@ -25,8 +26,8 @@ from tests.speculative.ops.on_device import (
     replay_in_graph,
     vector,
 )
-from tests.speculative.ops.state_rollback import story
-from tests.speculative.ops.state_rollback.story import Row
+from tests.speculative.ops.state_rollback import example
+from tests.speculative.ops.state_rollback.example import Row
 
 both = pytest.mark.parametrize("backend", Backend)
 
@@ -96,20 +97,19 @@ def test_any_states(
     seed: int,
 ) -> None:
     """Requests in any slots, spare slots and layers, gaps between slots, counts of all sizes."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     torch.manual_seed(seed)
     num_slots = len(kinds) + 2
-    slots = dice.sample(range(num_slots), len(kinds))
+    slots = rng.sample(range(num_slots), len(kinds))
     rows = [
-        Row(kind, slot, dice.randint(0, num_drafts))
-        for kind, slot in zip(kinds, slots, strict=True)
+        Row(kind, slot, rng.randint(0, num_drafts)) for kind, slot in zip(kinds, slots, strict=True)
     ] + [Row(True, -1, 0)] * num_padding
     pool = random_states(dtype, 3, num_slots + gap, num_drafts + 1 + gap, *shape).to(DEVICE)
     intermediate = pool[:, :num_slots, : num_drafts + 1]
     current = random_states(dtype, 2, num_slots + gap, *shape).to(DEVICE)[:, :num_slots]
     before = as_lists(intermediate, 3)
     expected = as_lists(current, 2)
-    story.roll_back(before, expected, rows, 2)
+    example.roll_back(before, expected, rows, 2)
 
     roll_back(backend, intermediate, current, rows, 2, index_dtype)
     assert as_lists(current, 2) == expected
@@ -117,15 +117,15 @@ def test_any_states(
 
 
 @both
-def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(backend: Backend) -> None:
-    """Scenario R42: accepted counts 0..K in one batch, a prefill and a padded row beside them."""
-    dice = random.Random(42)
+def test_state_equals_a_replay_of_the_accepted_tokens(backend: Backend) -> None:
+    """Scenario R42: accepted counts 0..K in one batch, with a prefill and a padded row."""
+    rng = random.Random(42)
     num_layers, num_drafts = 2, 3
-    decodes = random_decodes(dice, 20, num_drafts)
+    decodes = random_decodes(rng, 20, num_drafts)
     accepted = [request.num_standing() - 1 for request in decodes]
     assert set(accepted) == {0, 1, 2, 3}
     start = [[[slot + layer, 7] for slot in range(23)] for layer in range(num_layers)]
-    slots = dice.sample(range(22), len(decodes))
+    slots = rng.sample(range(22), len(decodes))
 
     intermediate = poisoned(num_layers, 23, num_drafts + 1, 2)
     replayed = [list(layer) for layer in start]
@@ -133,7 +133,7 @@ def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(backend: Backend) 
         for slot, request, matches in zip(slots, decodes, accepted, strict=True):
             state = start[layer][slot]
             for column, token in enumerate(request.read):
-                state = story.read(state, token)
+                state = example.read(state, token)
                 intermediate[layer, slot, column] = vector(state)
                 if column <= matches:
                     replayed[layer][slot] = state
@@ -147,7 +147,7 @@ def test_the_state_is_that_of_a_replay_of_the_accepted_tokens(backend: Backend) 
 
 @both
 def test_rows_that_share_a_slot(backend: Backend) -> None:
-    """A prefill row does not undo a decode row; equal decode rows agree; strangers stay out."""
+    """A prefill row does not undo a decode row; rows out of range copy nothing."""
     intermediate = vector(range(3 * 4)).view(1, 3, 4).clone()
     current = vector([[100, 101, 102]])
     rows = [
@@ -179,7 +179,7 @@ def test_a_state_of_several_chunks(backend: Backend) -> None:
 @both
 @pytest.mark.parametrize("offset", [1, 2, 3, 4])
 def test_states_at_odd_addresses(backend: Backend, offset: int) -> None:
-    """Bytes that begin anywhere: the words are as wide as address, strides and size allow."""
+    """The words are as wide as address, strides and size allow."""
     torch.manual_seed(offset)
     size = 12
     memory = random_states(torch.int8, 2 * 3 * size + offset).to(DEVICE)
@@ -194,7 +194,7 @@ def test_states_at_odd_addresses(backend: Backend, offset: int) -> None:
 def test_nothing_to_copy_launches_nothing(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, state_rollback_triton)
     row = [Row(True, 0, 1)]
     current = poisoned(1, 2, 4)
     roll_back(backend, poisoned(1, 2, 3, 4), current, [], 1)
@@ -210,20 +210,22 @@ def test_nothing_to_copy_launches_nothing(
     [
         ({"intermediate_states": poisoned(2, 3)}, r"intermediate_states: expected \[L, M, S\+1,"),
         ({"intermediate_states": torch.zeros(2, 3, 4, 5, device="meta")}, "got .* on meta"),
+        ({"current_states": [0]}, r"current_states: expected tensor, got \[0\]"),
         (
             {"current_states": poisoned(2, 2, 5)},
-            r"current_states: expected torch.int64 \['L', 3, 5",
+            r"current_states: expected torch.int64 tensor \[L, 3, 5",
         ),
         ({"current_states": poisoned(2, 3, 5, dtype=torch.int32)}, "current_states: .*int32"),
-        ({"num_layers": 3}, "num_layers: expected 0..2, .* got 3"),
-        ({"num_layers": -1}, "num_layers: expected 0..2, .* got -1"),
-        ({"prefill_status": poisoned(2, 1)}, "prefill_status: expected a contiguous"),
-        ({"state_idx": poisoned(1)}, "state_idx: expected .* at least 2"),
+        ({"num_layers": 3}, "num_layers: expected an integer in 0..2, got 3"),
+        ({"num_layers": -1}, "num_layers: .* got -1"),
+        ({"num_layers": 1.5}, "num_layers: .* got 1.5"),
+        ({"prefill_status": poisoned(2, 1)}, "prefill_status: expected contiguous"),
+        ({"state_idx": poisoned(1)}, r"state_idx: expected .* \[>= 2\]"),
         ({"accepted_counts": poisoned(2, dtype=torch.bool)}, "accepted_counts: .*torch.bool"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(backend: Backend, change: dict, message: str) -> None:
     values = [poisoned(2, 3, 4, 5), poisoned(2, 3, 5), *(vector([0, 0]) for _ in range(3)), 2]
     names = signature(mamba_state_selective_copy).parameters
     arguments = dict(zip(names, [*values, backend], strict=True)) | change
@@ -246,7 +248,7 @@ def test_only_the_kernel_needs_dense_states() -> None:
 @both
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_strided_arguments(backend: Backend, shape: tuple[int, ...]) -> None:
-    """Gaps between states are fine; inside a state the kernel refuses them."""
+    """Gaps between states are accepted; inside a state the kernel refuses them."""
     torch.manual_seed(len(shape))
     arguments = {
         "intermediate_states": random_states(torch.int16, 2, 3, 4, *shape).to(DEVICE),
@@ -257,7 +259,7 @@ def test_strided_arguments(backend: Backend, shape: tuple[int, ...]) -> None:
         "num_layers": 2,
     }
     names = "prefill_status", "state_idx", "accepted_counts"
-    refused = {name: f"{name}: expected a contiguous" for name in names}
+    refused = {name: f"{name}: expected contiguous" for name in names}
     if shape and backend is Backend.TRITON:
         states = "intermediate_states", "current_states"
         refused |= {name: f"{name}: expected states of dense dimensions" for name in states}

@@ -1,4 +1,4 @@
-"""Recurrent states of requests, told over lists."""
+"""State rollback of requests, in plain Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def roll_back(
     rows: list[Row],
     num_layers: int,
 ) -> None:
-    """Give every decode request the state after its last accepted token; slot -1 is padding."""
+    """Set the state of every decode request to the one after its last accepted token."""
     for row in rows:
-        if row.is_decode and row.slot >= 0:
+        if row.is_decode and row.slot >= 0:  # slot -1 is padding
             for layer in range(num_layers):
                 current[layer][row.slot] = intermediate[layer][row.slot][row.accepted]
 
 
 def read(state: State, token: int) -> State:
-    """A recurrence that forgets nothing: no other tokens lead to the same state."""
+    """A recurrence in which no other tokens lead to the same state."""
     return [(31 * value + token + place) % 2**31 for place, value in enumerate(state)]
