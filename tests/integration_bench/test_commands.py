@@ -51,7 +51,7 @@ def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int
     assert told["host_bound_if"].startswith("launched one by one from the host")
     assert "eager us*" in result.stdout
     assert "* host-bound: launched one by one" in result.stdout
-    assert {"torch", "triton", "python", "commit"} <= told["machine"].keys()
+    assert {"cpu", "cpu_cores", "torch", "triton", "commit"} <= told["machine"].keys()
 
 
 def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:

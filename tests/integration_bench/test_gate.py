@@ -9,16 +9,11 @@ import torch
 
 from integration.bench.case import Case, InputSets, Trial, poison
 from integration.bench.shapes import Shape
-from tests.integration_bench.toys import RIGHT, Toy, double
+from tests.integration_bench.toys import RIGHT, Toy
 
 
 def results(sets: InputSets, kernels: SimpleNamespace = RIGHT) -> list[dict[str, torch.Tensor]]:
     return [trial.run(kernels) for trial in sets.trials]
-
-
-def test_the_same_kernel_matches_from_the_same_state() -> None:
-    sets = InputSets(Toy().case(), 3, RIGHT)
-    assert sets.mismatches(results(sets)) == []
 
 
 def test_state_counts_as_a_result() -> None:
@@ -81,9 +76,3 @@ def test_only_named_results_have_a_tolerance(error: float, wrong: list[str]) -> 
     assert sets.mismatches(found) == wrong
     found[0]["q"] += 1e-6
     assert sets.mismatches(found) == [*wrong, "q"]
-
-
-def test_the_reference_leaves_the_state_where_it_was() -> None:
-    trial = Toy().trial(0)
-    InputSets(Case("t", Shape(batch=1), 1, 1, lambda _: trial), 1, SimpleNamespace(double=double))
-    assert trial.state["calls"].item() == 0

@@ -12,7 +12,7 @@ import torch
 from integration.bench import measure
 from integration.bench.machine import Ceilings
 from integration.bench.measure import Bench, Outcome
-from integration.bench.report import document, heading, plot, results_table
+from integration.bench.report import document, plot, results_table
 from integration.bench.targets import Target
 from integration.bench.timing import Launches, Times
 from tests.integration_bench.toys import RIGHT, Toy, double
@@ -171,32 +171,21 @@ def test_targets_stand_beside_the_figures(on_device, target: Target, met: bool) 
     assert (told["benchmark"], told["targets"], told["targets_met"]) == (True, 1, int(met))
 
 
-def test_one_batch_size_makes_no_plot(on_device, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", sys)
-    said = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
-    assert said == "no plot: no case has more than one batch size"
+@pytest.mark.parametrize(
+    ("matplotlib", "reason"),
+    [
+        (sys, "no case has more than one batch size"),
+        (None, "matplotlib is not installed: pip install matplotlib"),
+    ],
+)
+def test_plot_reports_why_it_is_missing(
+    on_device, tmp_path, monkeypatch, matplotlib: object, reason: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    reported = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
+    assert reported == f"no plot: {reason}"
 
 
-def test_plot_without_matplotlib_names_the_package(on_device, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
-    assert said == "no plot: matplotlib is not installed: pip install matplotlib"
-
-
-def test_the_heading_names_what_ran() -> None:
-    lines = heading({"gpu": "a GPU", "cuda": None, "interpreted": False}, "triton", CEILINGS)
-    assert lines == [
-        "gpu a GPU",
-        "kernels: triton",
-        "ceilings: read 4000 GB/s, copy 3900 GB/s",
-    ]
-
-
-def test_quantiles() -> None:
+def test_times_have_quantiles_and_mean() -> None:
     assert Times.of([float(n) for n in range(10, -1, -1)]) == Times(5.0, 5.0, 2.0, 8.0, 11)
-    assert Times.of([3.0]) == Times(3.0, 3.0, 3.0, 3.0, 1)
-
-
-def test_the_mean_counts_what_the_median_does_not_see() -> None:
-    times = Times.of([1.0, 1.0, 1.0, 1.0, 6.0])
-    assert (times.median, times.mean, times.p80) == (1.0, 2.0, 1.0)
+    assert Times.of([1.0, 1.0, 1.0, 1.0, 6.0]) == Times(1.0, 2.0, 1.0, 1.0, 5)

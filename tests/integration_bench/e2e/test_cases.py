@@ -39,11 +39,6 @@ def test_each_batch_runs_without_mtp_first() -> None:
     ]
 
 
-def test_the_usual_batches() -> None:
-    assert {case.batch for case in cases_of(E2EOptions(), 3)[0]} == {1, 8, 32, 128}
-    assert {case.batch for case in cases_of(E2EOptions(quick=True), 3)[0]} == {1, 2}
-
-
 def test_vanilla_without_enough_layers_is_skipped_by_name() -> None:
     cases, skipped = cases_of(E2EOptions(batches=(4,)), 1)
     assert [c.label for c in cases] == ["off/b4", "eagle-k1/b4", "eagle-k3/b4", "vanilla-k1/b4"]
@@ -134,21 +129,14 @@ def test_graphs_also_run_batches_that_shrink() -> None:
     assert "cuda_graph_config" not in eager
 
 
-def test_synthetic_acceptance_reaches_the_config(toy: Subject) -> None:
+def test_options_reach_the_config(toy: Subject) -> None:
+    options = E2EOptions(draft_vocab=64)
     config = parse_config(
-        executor_config(toy, E2ECase(2, "eagle", 2), E2EOptions(), Synthetic((0.5,), 7))
+        executor_config(toy, E2ECase(2, "eagle", 2), options, Synthetic((0.5,), 7))
     )
-    options = config.speculative_config.mtp
-    assert options.verification == "synthetic"
-    assert options.synthetic_acceptance == (0.5, 0.25)
-    assert options.synthetic_seed == 7
-
-
-def test_a_cut_draft_vocabulary_reaches_the_config(toy: Subject) -> None:
-    for asked in (None, 64):
-        options = E2EOptions(draft_vocab=asked)
-        config = parse_config(executor_config(toy, E2ECase(2, "eagle", 2), options, None))
-        assert config.speculative_config.mtp.draft_vocab == asked
+    mtp = config.speculative_config.mtp
+    assert (mtp.verification, mtp.synthetic_acceptance) == ("synthetic", (0.5, 0.25))
+    assert (mtp.synthetic_seed, mtp.draft_vocab) == (7, 64)
 
 
 # --- subjects and prompts ---

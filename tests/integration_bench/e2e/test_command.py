@@ -233,21 +233,14 @@ def test_the_fewest_tokens_that_are_let_through_can_be_timed(toy: Subject) -> No
     assert bench.measure(E2ECase(1)).problem is None
 
 
-def test_without_phases_there_are_none(bench, checkpoint) -> None:
-    result, told = bench(
-        *("--model", checkpoint, "--batch", "1", "--k", "1", "--worker", "eagle"),
-        *("--no-phases", "--no-transformers", "--osl", "30"),
-    )
-    assert result.exit_code == 0
-    assert [case["phases_ms"] for case in told["cases"]] == [None, None]
-
-
 def test_traces_are_written_per_case(bench, checkpoint, tmp_path) -> None:
     result, told = bench(
         *("--model", checkpoint, "--batch", "1", "--k", "1", "--worker", "eagle"),
-        *("--no-transformers", "--osl", "30", "--trace", str(tmp_path / "deep" / "trace.json")),
+        *("--no-transformers", "--no-phases"),
+        *("--osl", "30", "--trace", str(tmp_path / "deep" / "trace.json")),
     )
     assert result.exit_code == 0
+    assert [case["phases_ms"] for case in told["cases"]] == [None, None]
     (path,) = told["traces"]
     assert path == str(tmp_path / "deep" / "trace-eagle-k1-b1.json")
     events = json.loads(Path(path).read_text())["traceEvents"]
@@ -466,13 +459,9 @@ def test_preempted_batches_are_refused(toy: Subject) -> None:
             run_batch(llm, prompts, 30)
 
 
-def test_repeated_8_grams_are_counted(toy: Subject) -> None:
-    with executor(toy, E2ECase(1), E2EOptions(isl=4, osl=12)) as llm:
-        run = run_batch(llm, [[1, 2, 3, 4]], 12)
-    run.token_ids[0][:] = list(range(16))
-    assert run.share_of_repeated_8_grams == 0
-    run.token_ids[0][:] = [7] * 17
-    assert run.share_of_repeated_8_grams == 0.9
+@pytest.mark.parametrize(("tokens", "share"), [(list(range(16)), 0.0), ([7] * 17, 0.9)])
+def test_repeated_8_grams_are_counted(tokens: list[int], share: float) -> None:
+    assert Run([tokens], [], 1.0, 0.1).share_of_repeated_8_grams == share
 
 
 # --- the report ---

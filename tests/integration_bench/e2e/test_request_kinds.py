@@ -286,7 +286,7 @@ def test_no_figure_of_a_kind_without_its_match() -> None:
 def test_every_round_is_begun_by_the_next_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one kind would always run behind the same other, on a device that this one heated."""
     monkeypatch.setattr(measure, "LEAST_SECONDS", {"cpu": 1e9})
-    monkeypatch.setattr(measure, "MOST_RUNS", 4)
+    monkeypatch.setattr(measure, "MOST_RUNS", 2)
     turns: list[str] = []
     honest = E2EBench._decode
 
@@ -297,7 +297,7 @@ def test_every_round_is_begun_by_the_next_kind(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(E2EBench, "_decode", decode)
     toy = make_shape("toy", CPU, "float32", 0, fused=False)
     asks = ("greedy", "sampled", "one-sampled")
-    options = E2EOptions(isl=4, osl=24, quick=True, phases=False, asks=asks)
+    options = E2EOptions(isl=4, osl=12, quick=True, phases=False, asks=asks)
     bench = E2EBench(toy, options, tie_ulps=TIE_ULPS)
     assert bench.measure(E2ECase(2)).matched
     turns.clear()
@@ -305,7 +305,7 @@ def test_every_round_is_begun_by_the_next_kind(monkeypatch: pytest.MonkeyPatch) 
     assert [each.matched for each in outcome.asked] == [True, True]
     g, s, o = asks
     # the first round warms up, and in the last each runs for the gaps
-    assert turns == [g, s, o, *(g, s, o), *(s, o, g), *(o, g, s), *(g, s, o), g, s, o]
+    assert turns == [g, s, o, *(g, s, o), *(s, o, g), g, s, o]
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -86,11 +84,6 @@ def test_r47_a_soak_holds_in_graphs(path, worker: str) -> None:
     assert found.acceptance_length == expected.acceptance_length
 
 
-def test_another_seed_is_another_soak(subject: Subject) -> None:
-    one, two = (soak(subject, run.replace(SMALL, seed=s), tie_ulps=TIE_ULPS) for s in (1, 2))
-    assert one.counts.tokens != two.counts.tokens
-
-
 def test_the_command_leaves_a_document(path, tmp_path) -> None:
     file = tmp_path / "results" / "soak.json"
     arguments = ["soak", "-m", str(path), "--device", "cpu", "--seconds", "1", "--k", "2"]
@@ -167,34 +160,6 @@ def test_an_interrupt_keeps_what_went_through(path, tmp_path, monkeypatch) -> No
     assert lines[0] == "warming up"
     assert [line.split("%")[0] for line in lines[1:6]] == ["10", "20", "30", "40", "50"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_interrupt_of_the_process_keeps_what_went_through(path, tmp_path) -> None:
-    file = tmp_path / "soak.json"
-    options = ["--seconds", "300", *SMALL_COMMAND[2:], "--output", str(file)]
-    command = [sys.executable, "-m", "integration.bench", "soak", "-m", str(path), *options]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        told = iter(process.stderr.readline, "")
-        assert "warming up\n" in told  # reads up to there
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted at " in err
-    assert "Traceback" not in err
-    assert "KV blocks" in out
-    assert out.splitlines()[-1] == f"results: {file}"
-    stored = json.loads(file.read_text())
-    assert (stored["complete"], stored["holds"]) == (False, True)
-    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_a_full_disk_at_the_end_loses_no_report(path, tmp_path, monkeypatch) -> None:
