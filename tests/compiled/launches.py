@@ -18,7 +18,7 @@ from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.executor.layers import experts
 from mtp_plugin.executor.layers.experts import RouterRule
 from mtp_plugin.executor.layers.mlp import silu_mul
-from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms, rms_norm
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.executor.step_inputs import generation_inputs
@@ -469,10 +469,8 @@ def compile_norms() -> None:
                 table,
                 ids,
                 x,
-                weight,
-                weight,
-                embedding_eps=1e-6,
-                hidden_eps=1e-6,
+                Norm(weight, 1e-6),
+                Norm(weight, 1e-6),
                 embedding_first=ids is None,
                 backend=Backend.TRITON,
             )

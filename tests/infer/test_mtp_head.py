@@ -12,8 +12,7 @@ import torch
 
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.layers import FusedMTPLayer, fuse
-from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.executor.models import FusedMTPLayer, LoadedModel, fuse, load_model
 from mtp_plugin.infer import (
     Continuation,
     DynamicKVCache,

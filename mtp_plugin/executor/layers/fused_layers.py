@@ -13,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mtp_plugin.executor.layers import experts
 from mtp_plugin.executor.layers.mlp import silu_mul
-from mtp_plugin.executor.layers.norm import add_rms_norm, rms_norm
+from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, rms_norm
 from mtp_plugin.executor.layers.packing import Packer
-from mtp_plugin.executor.layers.recognise import Attention, GatedMLP, Mixture, Norm
+from mtp_plugin.executor.layers.recognise import Attention, GatedMLP, Mixture
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.kernels.backend import Backend
 
@@ -24,9 +24,10 @@ Rows = torch.Tensor
 
 
 class Rotary:
-    """A rotary embedding whose two halves are equal, with its values laid out by position.
+    """A rotary embedding whose two halves are equal, with a table of its values by position.
 
-    Only the rope type ``default`` has the same angles at every length; others are asked each time.
+    Only the rope type ``default`` has the same angles at every length; other types are computed at
+    each call.
 
     Args:
         module: the target's rotary embedding.
@@ -53,18 +54,18 @@ class Rotary:
 
 
 class Pass:
-    """What the layers of one pass share; what only some of them read is made when they do.
+    """What the layers of one pass share, computed at first use.
 
     Args:
         position_ids: [1, T].
         attn_metadata: as the layers of transformers get it. Where it has a method
             ``attend(layer_idx, q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], scaling)``, fused
-            attention calls that and gets [T, Hq, Dv]; else it goes the way of transformers, over
+            attention calls it and gets [T, Hq, Dv]; otherwise it does what transformers does, with
             ``model_kwargs()``.
         rotary: the target's rotary embedding; None where no layer is fused.
         rotary_module: the same for layers that are not fused.
         like: rows [T, H] of the pass, for dtype and device.
-        mask: makes the attention mask from the keyword arguments; None: it is there already.
+        mask: makes the attention mask from the keyword arguments; None: they have it.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class FusedAttention:
 
 
 class UnfusedAttention:
-    """The attention module as it is."""
+    """The attention module of transformers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -194,9 +195,9 @@ class FusedMLP:
 
 
 class FusedMixture:
-    """Router, experts and shared experts without a word from the device.
+    """Router, experts and shared experts without reading anything back from the device.
 
-    A shared layer as wide as an expert is one more expert, that every row takes.
+    A shared layer as wide as an expert becomes one more expert that every row takes.
     """
 
     def __init__(self, found: Mixture, backend: Backend, packer: Packer) -> None:
@@ -204,7 +205,7 @@ class FusedMixture:
         self._router_bias = found.router_bias
         self._rule = found.rule
         self._backend = backend
-        self._beside: FusedMLP | None = None
+        self._shared_mlp: FusedMLP | None = None
         self._shared = int(found.shared.down.shape[1] == found.down.shape[2])
         if self._shared:
             shared = found.shared
@@ -213,7 +214,7 @@ class FusedMixture:
             self._gate_up = gate_up.view(-1, *found.gate_up.shape[1:])
             self._down = down.view(-1, *found.down.shape[1:])
         else:
-            self._beside = FusedMLP(found.shared, backend, packer)
+            self._shared_mlp = FusedMLP(found.shared, backend, packer)
             self._gate_up, self._down = found.gate_up, found.down
 
     def __call__(self, x: Rows) -> Rows:
@@ -230,11 +231,11 @@ class FusedMixture:
         active = experts.gate_up(x, self._gate_up, blocks, backend=backend)
         parts = experts.down(active, self._down, blocks, backend=backend)
         out = experts.combine(parts, top_k=rule.top_k, shared=self._shared, backend=backend)
-        return out if self._beside is None else out + self._beside(x)
+        return out if self._shared_mlp is None else out + self._shared_mlp(x)
 
 
 class UnfusedFeedForward:
-    """The feed-forward module as it is."""
+    """The feed-forward module of transformers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -244,9 +245,9 @@ class UnfusedFeedForward:
 
 
 class FusedLayer:
-    """A decoder layer whose residual additions are made by the norms behind them.
+    """A decoder layer whose residual additions are made by the norms that follow.
 
-    The stream of states is ``residual + delta``; who reads it next adds them up.
+    The stream of states is ``residual + delta``; its next reader adds them up.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class FusedLayer:
         step: Pass,
         output_rows: torch.Tensor | None = None,
     ) -> tuple[Rows | None, Rows]:
-        """(delta, residual) behind the layer, each [T, H], or [N, H] of the given rows."""
+        """(delta, residual) after the layer, each [T, H], or [N, H] of the given rows."""
         normed, residual = normed_stream(self._input_norm, delta, residual, self._backend)
         attended = self._attention(normed, step, output_rows)
         if output_rows is not None:
@@ -282,7 +283,7 @@ class FusedLayer:
 
 
 class UnfusedLayer:
-    """The decoder layer as it is."""
+    """The decoder layer of transformers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

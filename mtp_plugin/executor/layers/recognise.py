@@ -1,4 +1,4 @@
-"""Which modules of transformers are, to the instruction, those that the fused layers stand for.
+"""Which modules of transformers have exactly the code that the fused layers replace.
 
 A module is recognised by the code of its `forward`, and of the functions of its file that this code
 calls, not by its name: families share code under many names, and a class that keeps its name may
@@ -21,14 +21,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations import moe as experts_of_transformers
 
 from mtp_plugin.executor.layers.experts import RouterRule
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A root-mean-square norm: fp32 inside, weight after the cast."""
-
-    weight: nn.Parameter
-    eps: float
+from mtp_plugin.executor.layers.norm import Norm
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention with separate query, key and value projections and rotated leading numbers."""
+    """Attention with separate query, key and value projections and a rotary embedding."""
 
     module: nn.Module
     query: nn.Linear
@@ -57,12 +50,12 @@ class Attention:
     eager: Callable[..., Any]
     """The file's attention function for the name ``eager``."""
     extra_arguments: dict[str, Any]
-    """What this attention hands its attention function beside the usual."""
+    """Further keyword arguments of its attention function."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sigmoid-routed experts with a correction bias, and a feed-forward layer for every row."""
+    """Sigmoid-routed experts with a correction bias, and a shared feed-forward layer."""
 
     router_weight: nn.Parameter
     router_bias: torch.Tensor
@@ -77,7 +70,7 @@ class Mixture:
 def same_code(left: Callable[..., Any], right: Callable[..., Any]) -> bool:
     """Whether two functions run the same instructions on the same names, whatever they are called.
 
-    Decorators that declare what they wrap are looked through on both sides.
+    Decorators that declare what they wrap are unwrapped.
     """
     one, other = inspect.unwrap(left), inspect.unwrap(right)
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
@@ -99,7 +92,7 @@ def _essence(code: CodeType, doc: str | None) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Known:
-    """Code that the fused layers were written after."""
+    """Code that the fused layers reproduce."""
 
     norm: Callable[..., Any]
     mlp: Callable[..., Any]
@@ -117,7 +110,7 @@ class _Known:
 
 @cache
 def _known() -> _Known:
-    # imported late: a checkpoint that is never fused does not pay for files of other families
+    # imported late: checkpoints that are never fused do not load files of other families
     from transformers.models.glm4_moe import modeling_glm4_moe as glm
     from transformers.models.qwen2 import modeling_qwen2 as qwen
 

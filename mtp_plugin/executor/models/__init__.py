@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mtp_plugin.executor.layers import FusedModel, FusionReport, fuse
 from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config, read_facts
 from mtp_plugin.executor.models.facts import ModelFacts
 from mtp_plugin.executor.models.families import (
@@ -12,6 +11,12 @@ from mtp_plugin.executor.models.families import (
     MTPFamily,
     TensorNames,
     family_of,
+)
+from mtp_plugin.executor.models.fused_model import (
+    FusedModel,
+    FusedMTPLayer,
+    FusionReport,
+    fuse,
 )
 from mtp_plugin.executor.models.loader import LoadedModel, load_model
 from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
@@ -23,6 +28,7 @@ __all__ = [
     "NOT_RUNNABLE",
     "CheckedConfig",
     "DraftTraits",
+    "FusedMTPLayer",
     "FusedModel",
     "FusionReport",
     "LoadedModel",

@@ -1,4 +1,4 @@
-"""Tolerances of the tests of fused layers, beside the types they belong to."""
+"""Tolerances of the tests of fused layers, by dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.speculative.ops.on_device import DEVICE
 
 
 class Kind(NamedTuple):
-    """A dtype, and how far results of it may lie apart."""
+    """A dtype, and the tolerances of its results."""
 
     dtype: torch.dtype
     rtol: float
@@ -31,14 +31,14 @@ KINDS = [FLOAT, HALF]
 
 
 def rolled(*shape: int, kind: Kind, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=dice)).to(DEVICE, kind.dtype)
+    rng = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=rng)).to(DEVICE, kind.dtype)
 
 
-def strided(rows: torch.Tensor, behind: int = 3) -> torch.Tensor:
+def strided(rows: torch.Tensor, gap: int = 3) -> torch.Tensor:
     """The same rows with NaN between them."""
     wide = torch.full(
-        (rows.shape[0], rows.shape[1] + behind), torch.nan, dtype=rows.dtype, device=rows.device
+        (rows.shape[0], rows.shape[1] + gap), torch.nan, dtype=rows.dtype, device=rows.device
     )
     wide[:, : rows.shape[1]] = rows
     return wide[:, : rows.shape[1]]

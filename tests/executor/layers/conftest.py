@@ -1,4 +1,4 @@
-"""Fused models and their plain twins."""
+"""Fused models and the same models without fused layers."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.layers import FusedMTPLayer
-from mtp_plugin.executor.models import FusedModel, LoadedModel, fuse, load_model
+from mtp_plugin.executor.models import FusedModel, FusedMTPLayer, LoadedModel, fuse, load_model
 from tests.speculative.ops.on_device import DEVICE
 
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,8 @@
-"""The gated activation: story, torch and kernel agree."""
+"""The gated activation: example, torch and kernel agree."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,16 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.executor.layers.mlp import silu_mul
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments, poisoned_memory
-from tests.executor.layers import stories
+from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, rolled, strided
 from tests.speculative.ops.on_device import DEVICE
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_story(backend: Backend) -> None:
+def test_silu_mul_matches_the_example(backend: Backend) -> None:
     rows = rolled(3, 10, kind=FLOAT)
-    told = [stories.silu_mul(row) for row in rows.tolist()]
-    FLOAT.assert_close(silu_mul(rows, backend=backend), torch.tensor(told, device=DEVICE))
+    expected = [example.silu_mul(row) for row in rows.tolist()]
+    FLOAT.assert_close(silu_mul(rows, backend=backend), torch.tensor(expected, device=DEVICE))
 
 
 @settings(max_examples=20)
@@ -43,14 +45,21 @@ def test_large_gates_do_not_overflow(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("shape", [(2, 5), (4,)])
-def test_refusals(shape: tuple[int, ...], backend: Backend) -> None:
-    with pytest.raises(TensorContractError, match=r"gate_up: expected \[T, 2 \* width\]"):
-        silu_mul(torch.ones(shape, device=DEVICE), backend=backend)
+@pytest.mark.parametrize(
+    ("gate_up", "message"),
+    [
+        (torch.ones(2, 5), r"gate_up: expected an even number of columns, got \[2, 5\]"),
+        (torch.ones(4), r"gate_up: expected .* tensor \[T, 2 \* width\]"),
+        (7, "gate_up: expected .* got 7"),
+    ],
+)
+def test_wrong_arguments_are_refused(gate_up: Any, message: str, backend: Backend) -> None:
+    with pytest.raises(TensorContractError, match=message):
+        silu_mul(gate_up, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    refused = {"gate_up": "gate_up: expected [T, 2 * width] with contiguous rows"}
+    refused = {"gate_up": "gate_up: expected row-contiguous"}
     arguments = {"gate_up": rolled(3, 10, kind=FLOAT)}
     check_strided_arguments(silu_mul, arguments, refused=refused, backend=backend)

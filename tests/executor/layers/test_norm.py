@@ -1,7 +1,8 @@
-"""Norms: story, transformers' class, torch and kernels agree."""
+"""Norms: example, transformers' class, torch and kernels agree."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms, rms_norm
+from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms, rms_norm
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments, poisoned_memory
-from tests.executor.layers import stories
+from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
 from tests.speculative.ops.on_device import DEVICE
 
@@ -31,11 +32,11 @@ def test_torch_is_transformers(kind: Kind, width: int) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_story(backend: Backend) -> None:
+def test_norm_matches_the_example(backend: Backend) -> None:
     x, weight = rolled(2, 7, kind=FLOAT), rolled(7, kind=FLOAT, seed=1)
-    told = [stories.rms_norm(row, weight.tolist(), EPS) for row in x.tolist()]
+    expected = [example.rms_norm(row, weight.tolist(), EPS) for row in x.tolist()]
     normed = rms_norm(x, weight, EPS, backend=backend)
-    FLOAT.assert_close(normed, torch.tensor(told, device=DEVICE))
+    FLOAT.assert_close(normed, torch.tensor(expected, device=DEVICE))
 
 
 @settings(max_examples=20)
@@ -64,10 +65,11 @@ def test_join(kind: Kind, embedding_first: bool, gathers: bool) -> None:
     ids = column[:, 0] if gathers else None
     hidden = strided(rolled(4, width, kind=kind, seed=1))
     weights = [rolled(width, kind=kind, seed=seed) for seed in (2, 3)]
-    options = {"embedding_eps": 1e-6, "hidden_eps": 1e-2, "embedding_first": embedding_first}
-    expected = join_norms(embedding, ids, hidden, *weights, **options, backend=Backend.TORCH)
+    norms = Norm(weights[0], 1e-6), Norm(weights[1], 1e-2)
+    given = embedding, ids, hidden, *norms
+    expected = join_norms(*given, embedding_first=embedding_first, backend=Backend.TORCH)
     with poisoned_memory():
-        joined = join_norms(embedding, ids, hidden, *weights, **options, backend=Backend.TRITON)
+        joined = join_norms(*given, embedding_first=embedding_first, backend=Backend.TRITON)
     kind.assert_close(joined, expected)
     embedded = embedding if ids is None else embedding[ids.long()]
     halves = [
@@ -78,7 +80,7 @@ def test_join(kind: Kind, embedding_first: bool, gathers: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_row_of_nan_stays_alone(backend: Backend) -> None:
+def test_nan_stays_in_its_row(backend: Backend) -> None:
     x, weight = rolled(3, 40, kind=FLOAT), rolled(40, kind=FLOAT, seed=1)
     expected, _ = add_rms_norm(x, x, weight, EPS, backend=Backend.TORCH)
     x[1, 7] = torch.nan
@@ -92,18 +94,24 @@ def test_a_row_of_nan_stays_alone(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(2, 5)}, r"x: expected \[rows, 4\]"),
-        ({"x": torch.ones(4)}, r"x: expected \[rows, 4\]"),
-        ({"residual": torch.ones(3, 4)}, r"residual: expected torch.float32 \[2, 4\] like x"),
-        ({"residual": torch.ones(2, 5)}, r"residual: expected torch.float32 \[2, 4\] like x"),
-        ({"residual": torch.ones(2, 4).half()}, "residual: expected torch.float32 .*, got .*16"),
-        ({"weight": torch.ones(4).double()}, r"weight: expected contiguous torch.float32 \[width"),
-        ({"weight": torch.ones(1, 4)}, r"weight: expected contiguous torch.float32 \[width"),
+        ({"x": torch.ones(2, 5)}, r"weight: expected contiguous torch.float32 tensor \[5\]"),
+        ({"x": torch.ones(4)}, r"x: expected row-contiguous floating-point tensor \[T, width\]"),
+        ({"x": None}, "x: expected .* got None"),
+        ({"residual": torch.ones(3, 4)}, r"residual: expected .*torch.float32 tensor \[2, 4\]"),
+        ({"residual": torch.ones(2, 5)}, r"residual: expected .*torch.float32 tensor \[2, 4\]"),
+        ({"residual": torch.ones(2, 4).half()}, "residual: expected .*torch.float32 .*, got .*16"),
+        (
+            {"weight": torch.ones(4).double()},
+            r"weight: expected contiguous torch.float32 tensor \[4\]",
+        ),
+        ({"weight": torch.ones(1, 4)}, r"weight: expected contiguous torch.float32 tensor \[4\]"),
     ],
 )
-def test_refusals(change: dict[str, torch.Tensor], message: str, backend: Backend) -> None:
+def test_wrong_arguments_are_refused(
+    change: dict[str, torch.Tensor], message: str, backend: Backend
+) -> None:
     given = {"x": torch.ones(2, 4), "residual": torch.ones(2, 4), "weight": torch.ones(4)} | change
-    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+    given = {name: value if value is None else value.to(DEVICE) for name, value in given.items()}
     with pytest.raises(TensorContractError, match=message):
         add_rms_norm(**given, eps=EPS, backend=backend)
 
@@ -114,39 +122,42 @@ def joined(**change: Any) -> dict[str, Any]:
         "embedding": rolled(6, 4, kind=FLOAT),
         "ids": torch.tensor([5, 0, 2], device=DEVICE),
         "hidden": rolled(3, 4, kind=FLOAT, seed=1),
-        "embedding_weight": rolled(4, kind=FLOAT, seed=2),
-        "hidden_weight": rolled(4, kind=FLOAT, seed=3),
-        "embedding_eps": EPS,
-        "hidden_eps": EPS,
+        "embedding_norm": Norm(rolled(4, kind=FLOAT, seed=2), EPS),
+        "hidden_norm": Norm(rolled(4, kind=FLOAT, seed=3), EPS),
         "embedding_first": True,
         **change,
     }
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_join_refuses_what_does_not_fit(backend: Backend) -> None:
+def test_join_refuses_wrong_arguments(backend: Backend) -> None:
     for change, message in (
-        ({"embedding": torch.ones(2, 4), "ids": None}, "one row of 4 .* for each of 2 embeddings"),
-        ({"ids": torch.ones(2, dtype=torch.int64)}, "one row of 4 .* for each of 2 embeddings"),
+        ({"embedding": torch.ones(2, 4), "ids": None}, r"hidden: expected .* \[2, 4\]"),
+        ({"ids": torch.ones(2, dtype=torch.int64)}, r"hidden: expected .* \[2, 4\]"),
         (
             {"ids": torch.ones(3, 1, dtype=torch.int64)},
-            r"ids: expected integers \[T\], .* \[3, 1\]",
+            r"ids: expected integer tensor \[T\], .* \[3, 1\]",
         ),
-        ({"ids": torch.ones(3)}, r"ids: expected integers \[T\], got torch.float32"),
+        ({"ids": torch.ones(3)}, r"ids: expected integer tensor \[T\], got torch.float32"),
         (
-            {"hidden": torch.ones(3, 4).double(), "hidden_weight": torch.ones(4).double()},
-            "hidden: expected one row of 4 torch.float32 .*, got torch.float64",
+            {"hidden": torch.ones(3, 4).double(), "hidden_norm": Norm(torch.ones(4).double(), EPS)},
+            "hidden: expected torch.float32 .*, got torch.float64",
         ),
-        ({"hidden": torch.ones(3, 5)}, r"hidden: expected \[rows, 4\]"),
+        ({"hidden": torch.ones(3, 5)}, r"hidden_norm.weight: expected .* \[5\]"),
     ):
-        moved = {k: v if v is None else v.to(DEVICE) for k, v in change.items()}
+        moved = {
+            k: v.to(DEVICE)
+            if isinstance(v, torch.Tensor)
+            else v and replace(v, weight=v.weight.to(DEVICE))
+            for k, v in change.items()
+        }
         with pytest.raises(TensorContractError, match=message):
             join_norms(**joined(**moved), backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    rows, weight = "x: expected [rows, 5] with contiguous rows", "weight: expected contiguous"
+    rows, weight = "x: expected row-contiguous", "weight: expected contiguous"
     given = {"x": rolled(3, 5, kind=FLOAT), "weight": rolled(5, kind=FLOAT, seed=1)}
     others: dict[str, Any] = {"eps": EPS, "backend": backend}
     check_strided_arguments(rms_norm, given, refused={"x": rows, "weight": weight}, **others)
@@ -156,7 +167,7 @@ def test_strided_arguments(backend: Backend) -> None:
         refused={
             "x": rows,
             "weight": weight,
-            "residual": "residual: expected torch.float32 [3, 5]",
+            "residual": "residual: expected row-contiguous torch.float32",
         },
         **others,
     )
@@ -164,10 +175,10 @@ def test_strided_arguments(backend: Backend) -> None:
         join_norms,
         joined(),
         refused={
-            "embedding": "embedding: expected [rows, 4] with contiguous rows",
-            "hidden": "hidden: expected [rows, 4] with contiguous rows",
-            "embedding_weight": "embedding_weight: expected contiguous",
-            "hidden_weight": "hidden_weight: expected contiguous",
+            "embedding": "embedding: expected row-contiguous",
+            "hidden": "hidden: expected row-contiguous",
+            "embedding_norm.weight": "embedding_norm.weight: expected contiguous",
+            "hidden_norm.weight": "hidden_norm.weight: expected contiguous",
         },
         backend=backend,
     )

@@ -12,7 +12,7 @@ from integration.random_models import random_model
 from mtp_plugin.executor.layers.experts import RouterRule, assign, block_rows_for
 from mtp_plugin.executor.layers.fused_layers import FusedMixture
 from mtp_plugin.executor.layers.mlp import silu_mul
-from mtp_plugin.executor.layers.norm import add_rms_norm, join_norms
+from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import mixture_of
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
@@ -28,11 +28,11 @@ HIDDEN, WIDTH, EXPERT_WIDTH = 4096, 11008, 1408
 ROWS = [1, 4, 8, 64, 256]
 
 
-def drawn(
+def random_tensor(
     *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16
 ) -> torch.Tensor:
-    dice = torch.Generator("cuda").manual_seed(seed)
-    return (scale * torch.randn(shape, generator=dice, device="cuda")).to(dtype)
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return (scale * torch.randn(shape, generator=rng, device="cuda")).to(dtype)
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -49,17 +49,17 @@ def assert_as_good_as(actual: torch.Tensor, theirs: torch.Tensor, truth: torch.T
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_norms(rows: int) -> None:
-    x, residual = drawn(rows, HIDDEN), drawn(rows, HIDDEN, seed=1)
-    weight = drawn(HIDDEN, seed=2)
+    x, residual = random_tensor(rows, HIDDEN), random_tensor(rows, HIDDEN, seed=1)
+    weight = random_tensor(HIDDEN, seed=2)
     normed, total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TRITON)
     expected, expected_total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TORCH)
     assert torch.equal(total, expected_total)
     assert_near(normed, expected)
-    table, ids = drawn(1000, HIDDEN, seed=3), torch.arange(rows, device="cuda") * 3
-    options = {"embedding_eps": 1e-5, "hidden_eps": 1e-5, "embedding_first": True}
+    table, ids = random_tensor(1000, HIDDEN, seed=3), torch.arange(rows, device="cuda") * 3
+    norm = Norm(weight, 1e-5)
     assert_near(
-        join_norms(table, ids, x, weight, weight, **options, backend=Backend.TRITON),
-        join_norms(table, ids, x, weight, weight, **options, backend=Backend.TORCH),
+        join_norms(table, ids, x, norm, norm, embedding_first=True, backend=Backend.TRITON),
+        join_norms(table, ids, x, norm, norm, embedding_first=True, backend=Backend.TORCH),
     )
 
 
@@ -67,11 +67,15 @@ def test_norms(rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 def test_rotation(rows: int, normed: bool) -> None:
     layout = HeadLayout(32, 8, 128)
-    turn = drawn(4096, 32, dtype=torch.float32)
+    turn = random_tensor(4096, 32, dtype=torch.float32)
     index = torch.arange(rows, device="cuda") * 7
     angles = Angles(turn.cos().to(BF16), turn.sin().to(BF16), 32, index)
-    head_norms = HeadNorms(drawn(128, seed=1), drawn(128, seed=2), 1e-5, 1e-5) if normed else None
-    qkv, expected = drawn(rows, layout.width), drawn(rows, layout.width)
+    head_norms = (
+        HeadNorms(random_tensor(128, seed=1), random_tensor(128, seed=2), 1e-5, 1e-5)
+        if normed
+        else None
+    )
+    qkv, expected = random_tensor(rows, layout.width), random_tensor(rows, layout.width)
     rotate(qkv, layout, angles, head_norms, backend=Backend.TRITON)
     rotate(expected, layout, angles, head_norms, backend=Backend.TORCH)
     assert_near(qkv, expected)
@@ -79,7 +83,7 @@ def test_rotation(rows: int, normed: bool) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_gate(rows: int) -> None:
-    both = drawn(rows, 2 * WIDTH)
+    both = random_tensor(rows, 2 * WIDTH)
     assert_near(*(silu_mul(both, backend=backend) for backend in (Backend.TRITON, Backend.TORCH)))
 
 
@@ -98,9 +102,9 @@ def mixture() -> glm.Glm4MoeMoE:
     config._experts_implementation = "eager"
     with torch.device("cuda"):
         module = glm.Glm4MoeMoE(config).to(BF16)
-    module.gate.e_score_correction_bias.data = drawn(8, scale=0.1, dtype=torch.float32)
+    module.gate.e_score_correction_bias.data = random_tensor(8, scale=0.1, dtype=torch.float32)
     for seed, weight in enumerate(module.parameters()):
-        weight.requires_grad_(False).copy_(drawn(*weight.shape, seed=seed, scale=0.02))
+        weight.requires_grad_(False).copy_(random_tensor(*weight.shape, seed=seed, scale=0.02))
     return module.eval()
 
 
@@ -109,7 +113,7 @@ def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
     found = mixture_of(mixture, BF16)
     assert found is not None
     fused = FusedMixture(found, Backend.TRITON, Packer())
-    x = drawn(rows, HIDDEN, seed=rows)
+    x = random_tensor(rows, HIDDEN, seed=rows)
     theirs = mixture(x[None])[0]
     # experts one by one in fp32, for the rows that the router gave them
     _, weights, ids = mixture.gate(x)
@@ -135,8 +139,8 @@ def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
 
 @pytest.mark.parametrize(("rows", "num_experts", "top_k"), [(1, 8, 2), (256, 8, 2), (16, 160, 8)])
 def test_routing(rows: int, num_experts: int, top_k: int) -> None:
-    logits = drawn(rows, num_experts, dtype=torch.float32)
-    bias = drawn(num_experts, seed=1, scale=0.1, dtype=torch.float32)
+    logits = random_tensor(rows, num_experts, dtype=torch.float32)
+    bias = random_tensor(num_experts, seed=1, scale=0.1, dtype=torch.float32)
     rule = RouterRule(top_k, 1, 1, True, 1.0)
     block_rows = block_rows_for(rows)
     ours, theirs = (

@@ -1,4 +1,4 @@
-"""The rotation of heads: story, transformers' functions, torch and kernel agree."""
+"""The rotation of heads: example, transformers' functions, torch and kernel agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.executor.layers import rotary_triton
 from mtp_plugin.executor.layers.norm import rms_norm
-from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, launch, rotate
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments
-from tests.executor.layers import stories
+from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
 from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
@@ -43,22 +44,22 @@ def heads_normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_story(backend: Backend) -> None:
+def test_rotate_matches_the_example(backend: Backend) -> None:
     layout, n = HeadLayout(num_q_heads=2, num_kv_heads=1, head_dim=8), 3
     angles, norms, rows = angles_of(FLOAT, n), norms_of(FLOAT, 8), rows_of(FLOAT, layout)
-    told = []
+    expected = []
     for row, place in zip(rows.tolist(), POSITIONS, strict=True):
         heads = [row[i : i + 8] for i in range(0, len(row), 8)]
         weights = [norms.q_weight.tolist()] * 2 + [norms.k_weight.tolist()]
         normed = [
-            stories.rms_norm(head, weight, eps)
+            example.rms_norm(head, weight, eps)
             for head, weight, eps in zip(heads, weights, (1e-6, 1e-6, 1e-2), strict=False)
         ]
         cos, sin = angles.cos[place].tolist(), angles.sin[place].tolist()
-        turned = [stories.rotate(head, cos, sin) for head in normed]
-        told.append([value for head in [*turned, heads[3]] for value in head])
+        turned = [example.rotate(head, cos, sin) for head in normed]
+        expected.append([value for head in [*turned, heads[3]] for value in head])
     rotate(rows, layout, angles, norms, backend=backend)
-    FLOAT.assert_close(rows, torch.tensor(told, device=DEVICE))
+    FLOAT.assert_close(rows, torch.tensor(expected, device=DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +117,7 @@ def test_positions_beyond_the_table_take_its_ends(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, rotary_triton)
     layout = HeadLayout(1, 1, 6)
     angles = replace(angles_of(FLOAT, 3), index=torch.empty(0, dtype=torch.int64, device=DEVICE))
     rotate(torch.empty(0, layout.width, device=DEVICE), layout, angles, None, backend=backend)
@@ -126,12 +127,15 @@ def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_angles": 4}, "angles: expected up to 3 of them for heads of 6, got 4"),
-        ({"index": torch.zeros(2, dtype=torch.int64)}, r"index: expected integers \[5\] .* \[2\]"),
-        ({"index": torch.zeros(5)}, r"index: expected integers \[5\] .* got torch.float32"),
-        ({"cos": torch.zeros(9, 2)}, "cos: expected torch.float32 rows of at least 3 angles"),
-        ({"sin": torch.zeros(9, 3, dtype=torch.float64)}, "sin: expected torch.float32 rows"),
-        ({"sin": torch.zeros(8, 3)}, "sin: expected 9 rows as cos has, got 8"),
+        ({"num_angles": 4}, "num_angles: expected an integer in 1..3, got 4"),
+        (
+            {"index": torch.zeros(2, dtype=torch.int64)},
+            r"index: expected integer tensor \[5\] .* \[2\]",
+        ),
+        ({"index": torch.zeros(5)}, r"index: expected integer tensor \[5\] .* got torch.float32"),
+        ({"cos": torch.zeros(9, 2)}, r"cos: expected .*torch.float32 tensor \[rows, >= 3\]"),
+        ({"sin": torch.zeros(9, 3, dtype=torch.float64)}, "sin: expected .*torch.float32 tensor"),
+        ({"sin": torch.zeros(8, 3)}, "sin: expected 9 rows .* as cos has, got 8"),
     ],
 )
 def test_angles_that_do_not_fit_are_refused(change: dict, message: str, backend: Backend) -> None:
@@ -144,7 +148,7 @@ def test_angles_that_do_not_fit_are_refused(change: dict, message: str, backend:
 @pytest.mark.parametrize("backend", Backend)
 def test_rows_of_another_width_are_refused(backend: Backend) -> None:
     rows, layout = torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6)
-    with pytest.raises(TensorContractError, match=r"qkv: expected \[T, 18\]"):
+    with pytest.raises(TensorContractError, match=r"qkv: expected .* \[T, 18\]"):
         rotate(rows, layout, angles_of(FLOAT, 3), None, backend=backend)
 
 
@@ -156,7 +160,9 @@ def test_norms_that_do_not_fit_are_refused(
 ) -> None:
     layout = HeadLayout(1, 1, 6)
     norms = replace(norms_of(FLOAT, 6), **{name: weight.to(DEVICE)})
-    with pytest.raises(TensorContractError, match=rf"{name}: expected torch.float32 \[6\], got"):
+    with pytest.raises(
+        TensorContractError, match=rf"{name}: expected torch.float32 tensor \[6\], got"
+    ):
         rotate(rows_of(FLOAT, layout), layout, angles_of(FLOAT, 3), norms, backend=backend)
 
 
@@ -171,9 +177,9 @@ def test_strided_arguments(indexed: bool, backend: Backend) -> None:
         rotate,
         {"qkv": rows_of(FLOAT, layout), "angles": angles, "norms": norms_of(FLOAT, 8)},
         refused={
-            "qkv": "qkv: expected [T, 32] with contiguous rows",
-            "angles.cos": "cos: expected torch.float32 rows of at least 3 angles",
-            "angles.sin": "sin: expected torch.float32 rows of at least 3 angles",
+            "qkv": "qkv: expected row-contiguous",
+            "angles.cos": "cos: expected row-contiguous",
+            "angles.sin": "sin: expected row-contiguous",
         },
         layout=layout,
         backend=backend,

@@ -1,4 +1,4 @@
-"""The ops of fused layers told in plain Python numbers."""
+"""The ops of fused layers on plain Python numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def linear(row: Row, weight: list[Row]) -> Row:
 
 
 def route(logits: Row, bias: Row, rule: RouterRule) -> list[tuple[int, float]]:
-    """(expert, weight) of one row, best choice first; equal choices go to the lower expert."""
+    """(expert, weight) of one row, best choice first; ties go to the lower expert."""
     scores = [1 / (1 + math.exp(-value)) for value in logits]
     choice = [score + b for score, b in zip(scores, bias, strict=True)]
     in_group = len(logits) // rule.num_groups

@@ -1,18 +1,80 @@
-"""Device code of the mixture of experts."""
+"""Triton implementation of `experts`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.executor.layers.mlp.kernel import silu_mul
+from mtp_plugin.executor.layers import experts as torch_experts
+from mtp_plugin.executor.layers.experts import (
+    Blocks,
+    RouterRule,
+    assign_reference,
+    router_logits_reference,
+)
+from mtp_plugin.executor.layers.mlp_triton import silu_mul
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 
-# choices of experts in falling order: by score, NaN scores, experts of groups not chosen, taken
-NAN_CHOICE = tl.constexpr(-3.0e38)
-MASKED_CHOICE = tl.constexpr(-3.2e38)
+NAN_CHOICE = tl.constexpr(torch_experts.NAN_CHOICE)
+MASKED_CHOICE = tl.constexpr(torch_experts.MASKED_CHOICE)
+LOGITS_EXPERTS = 8
+"""Experts per program of the router."""
+LOGITS_BLOCK = 1024
+MOST_PRODUCTS = 4096
+"""Rows times experts up to which the router's own kernel is used; beyond, every row would read the
+router's weight again."""
+MOST_CHOICES = 4096
+"""Rows times experts, both padded to powers of two, that one program can hold."""
+COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes of a product over blocks."""
+
+    tile: int
+    """Weight rows of a program."""
+    block: int
+    """Width that a program reads at a time."""
+    stages: int
+    """Reads in flight."""
+    warps: int = 4
+
+
+GATE_UP = {
+    16: Tiling(tile=64, block=128, stages=5),
+    32: Tiling(tile=128, block=64, stages=5),
+    64: Tiling(tile=128, block=64, stages=5),
+    128: Tiling(tile=128, block=64, stages=4, warps=8),
+}
+"""By rows of a block: the fastest on an H200 of those that fit into the 99 KiB which a program of
+every GPU since Ampere can have."""
+DOWN = {
+    16: Tiling(tile=64, block=128, stages=3),
+    32: Tiling(tile=128, block=64, stages=3),
+    64: Tiling(tile=128, block=64, stages=4),
+    128: Tiling(tile=128, block=64, stages=4, warps=8),
+}
+WIDE = Tiling(tile=32, block=32, stages=2)
+"""For fp32, whose products do not run on tensor cores."""
+
+
+def tiling_for(products: dict[int, Tiling], block_rows: int, dtype: torch.dtype) -> Tiling:
+    """Look up the tiling in ``GATE_UP`` or ``DOWN``."""
+    if dtype == torch.float32:
+        return WIDE
+    return products[min((size for size in products if size >= block_rows), default=128)]
 
 
 @triton.jit
-def logits_kernel(
+def router_logits_kernel(
     x_ptr,  # [T, width]
     weight_ptr,  # [E, width]
     logits_ptr,  # [T, E] fp32
@@ -52,7 +114,7 @@ def _mask_groups(
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
 ):
-    """`choice` without the experts of groups whose two best do not add up to enough."""
+    """Mask the experts of groups that are not among the best by the sum of their two best."""
     IN_GROUP: tl.constexpr = EXPERTS // GROUPS
     grouped = tl.reshape(choice, [ROWS, GROUPS, IN_GROUP])
     best = tl.max(grouped, axis=2)
@@ -72,7 +134,7 @@ def _mask_groups(
 
 
 @triton.jit
-def assign_kernel(
+def assign_experts_kernel(
     logits_ptr,  # [T, E] fp32
     bias_ptr,  # [E] fp32
     weights_ptr,  # [T, slots] fp32
@@ -84,7 +146,7 @@ def assign_kernel(
     num_blocks,
     scale,
     TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,  # experts behind the routed ones that every row goes to
+    SHARED: tl.constexpr,  # experts that every row goes to, numbered after the routed ones
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -94,7 +156,7 @@ def assign_kernel(
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the experts of every row, then the rows of every expert, in blocks."""
+    """One program: choose the experts of every row, then sort the rows into blocks by expert."""
     grid_dependency_synchronize(PDL)
     rows = tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -126,7 +188,7 @@ def assign_kernel(
     if NORMALISE:
         divisor = total + 1e-20
 
-    # places: shared experts first, then the routed ones, each from a new block on
+    # blocks: shared experts first, then the routed ones; each expert starts a new block
     chosen = tl.where((rows < num_rows)[:, None], chosen, 0)
     rank = tl.cumsum(chosen, axis=0) - chosen
     count = tl.sum(chosen, axis=0)
@@ -150,10 +212,10 @@ def assign_kernel(
         tl.store(pairs_ptr + at, rows * SLOTS + slot, mask=rows < num_rows)
 
     blocks = tl.arange(0, BLOCKS)
-    behind = blocks[:, None] - first_block[None, :]
-    owned = (behind >= 0) & (behind < expert_blocks[None, :])
+    nth_block = blocks[:, None] - first_block[None, :]
+    owned = (nth_block >= 0) & (nth_block < expert_blocks[None, :])
     expert = tl.sum(tl.where(owned, experts[None, :], 0), axis=1)
-    filled = tl.sum(tl.where(owned, count[None, :] - behind * BLOCK_ROWS, 0), axis=1)
+    filled = tl.sum(tl.where(owned, count[None, :] - nth_block * BLOCK_ROWS, 0), axis=1)
     is_shared = blocks < SHARED * full_blocks
     expert = tl.where(is_shared, num_experts + blocks // full_blocks, expert)
     filled = tl.where(is_shared, num_rows - (blocks % full_blocks) * BLOCK_ROWS, filled)
@@ -163,7 +225,7 @@ def assign_kernel(
 
 
 @triton.jit
-def gate_up_kernel(
+def expert_gate_up_kernel(
     x_ptr,  # [T, width]
     weight_ptr,  # [experts, 2 * num_columns, width], gates first
     pairs_ptr,
@@ -220,7 +282,7 @@ def gate_up_kernel(
 
 
 @triton.jit
-def down_kernel(
+def expert_down_kernel(
     active_ptr,  # [T * SLOTS, width]
     weight_ptr,  # [experts, num_columns, width]
     row_weights_ptr,  # [T * SLOTS] fp32
@@ -271,7 +333,7 @@ def down_kernel(
 
 
 @triton.jit
-def combine_kernel(
+def combine_experts_kernel(
     parts_ptr,  # [T, SLOTS, width]
     out_ptr,  # [T, width]
     width,
@@ -280,7 +342,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A piece of one row: what its experts gave, then what the shared ones gave."""
+    """A block of columns of one row: sum of its routed experts, then of the shared ones."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -296,3 +358,166 @@ def combine_kernel(
             shared += tl.load(start + (TOP_K + slot) * width, mask=inside, other=0).to(tl.float32)
         total = total.to(dtype).to(tl.float32) + shared.to(dtype).to(tl.float32)
     tl.store(out_ptr + row * width + lanes, total.to(dtype), mask=inside)
+
+
+def router_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One launch for few rows, else torch's product in fp32."""
+    num_rows, width = x.shape
+    num_experts = weight.shape[0]
+    if num_rows * num_experts > MOST_PRODUCTS:
+        return router_logits_reference(x, weight)
+    expect_reachable(router_logits_kernel, "x", x)
+    logits = torch.empty(num_rows, num_experts, dtype=torch.float32, device=x.device)
+    if logits.numel():
+        block = min(LOGITS_BLOCK, triton.next_power_of_2(width))
+        router_logits_kernel[(num_rows, triton.cdiv(num_experts, LOGITS_EXPERTS))](
+            x_ptr=x,
+            weight_ptr=weight,
+            logits_ptr=logits,
+            x_stride=x.stride(0),
+            num_experts=num_experts,
+            width=width,
+            EXPERTS=LOGITS_EXPERTS,
+            PIECES=triton.cdiv(width, block),
+            BLOCK=block,
+            num_warps=8,
+            **pdl_options(x.device),
+        )
+    return logits
+
+
+def assign_triton(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    rule: RouterRule,
+    *,
+    shared: int,
+    block_rows: int,
+    num_blocks: int,
+) -> Blocks:
+    """One launch for few rows and experts, else the torch reference."""
+    num_rows, num_experts = logits.shape
+    rows, experts = triton.next_power_of_2(max(num_rows, 1)), triton.next_power_of_2(num_experts)
+    padded_blocks = triton.next_power_of_2(max(num_blocks, 1))
+    # the kernel separates groups by reshaping, which padding would break
+    grouped = rule.topk_group < rule.num_groups
+    if (
+        max(rows, padded_blocks) * experts > MOST_CHOICES
+        or num_rows == 0
+        or (grouped and (experts != num_experts or num_experts < 2 * rule.num_groups))
+    ):
+        return assign_reference(
+            logits, bias, rule, shared=shared, block_rows=block_rows, num_blocks=num_blocks
+        )
+    expect_reachable(assign_experts_kernel, "logits", logits)
+    device = logits.device
+    blocks = Blocks(
+        weights=torch.empty(num_rows, rule.top_k + shared, dtype=torch.float32, device=device),
+        pairs=torch.empty(num_blocks, block_rows, dtype=torch.int32, device=device),
+        expert=torch.empty(num_blocks, dtype=torch.int32, device=device),
+        filled=torch.empty(num_blocks, dtype=torch.int32, device=device),
+    )
+    assign_experts_kernel[(1,)](
+        logits_ptr=logits,
+        bias_ptr=bias.contiguous(),
+        weights_ptr=blocks.weights,
+        pairs_ptr=blocks.pairs,
+        block_expert_ptr=blocks.expert,
+        block_rows_ptr=blocks.filled,
+        num_rows=num_rows,
+        num_experts=num_experts,
+        num_blocks=num_blocks,
+        scale=rule.scale,
+        TOP_K=rule.top_k,
+        SHARED=shared,
+        GROUPS=rule.num_groups if grouped else 1,
+        CHOSEN_GROUPS=rule.topk_group if grouped else 1,
+        NORMALISE=rule.normalise,
+        ROWS=rows,
+        EXPERTS=experts,
+        BLOCKS=padded_blocks,
+        BLOCK_ROWS=block_rows,
+        num_warps=4 if rows * experts <= 1024 else 8,
+        **pdl_options(logits.device),
+    )
+    return blocks
+
+
+def gate_up_triton(x: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """One launch, which reads each needed expert once per block."""
+    expect_reachable(expert_gate_up_kernel, "x", x)
+    columns, width = weight.shape[1] // 2, weight.shape[2]
+    out = torch.empty(blocks.weights.numel(), columns, dtype=x.dtype, device=x.device)
+    cut = tiling_for(GATE_UP, blocks.block_rows, x.dtype)
+    if out.numel():
+        expert_gate_up_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile // 2),)](
+            x_ptr=x,
+            weight_ptr=weight,
+            pairs_ptr=blocks.pairs,
+            block_expert_ptr=blocks.expert,
+            block_rows_ptr=blocks.filled,
+            out_ptr=out,
+            x_stride=x.stride(0),
+            num_columns=columns,
+            width=width,
+            num_blocks=blocks.num_blocks,
+            SLOTS=blocks.slots,
+            TILE=cut.tile,
+            BLOCK_ROWS=blocks.block_rows,
+            BLOCK=cut.block,
+            EVEN=width % cut.block == 0,
+            STAGES=cut.stages,
+            num_warps=cut.warps,
+            **pdl_options(x.device),
+        )
+    return out
+
+
+def down_triton(active: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """One launch, which reads each needed expert once per block."""
+    expect_reachable(expert_down_kernel, "active", active)
+    columns, width = weight.shape[1], weight.shape[2]
+    out = torch.empty(blocks.weights.numel(), columns, dtype=active.dtype, device=active.device)
+    cut = tiling_for(DOWN, blocks.block_rows, active.dtype)
+    if out.numel():
+        expert_down_kernel[(blocks.num_blocks * triton.cdiv(columns, cut.tile),)](
+            active_ptr=active,
+            weight_ptr=weight,
+            row_weights_ptr=blocks.weights,
+            pairs_ptr=blocks.pairs,
+            block_expert_ptr=blocks.expert,
+            block_rows_ptr=blocks.filled,
+            out_ptr=out,
+            num_columns=columns,
+            width=width,
+            num_blocks=blocks.num_blocks,
+            TILE=cut.tile,
+            BLOCK_ROWS=blocks.block_rows,
+            BLOCK=cut.block,
+            EVEN=width % cut.block == 0,
+            STAGES=cut.stages,
+            num_warps=cut.warps,
+            **pdl_options(active.device),
+        )
+    return out
+
+
+def combine_triton(parts: torch.Tensor, *, top_k: int, shared: int) -> torch.Tensor:
+    """One launch, one program per row and block of columns."""
+    expect_reachable(combine_experts_kernel, "parts", parts)
+    slots = top_k + shared
+    num_rows, width = parts.shape[0] // slots, parts.shape[1]
+    out = torch.empty(num_rows, width, dtype=parts.dtype, device=parts.device)
+    if out.numel():
+        block = min(COMBINE_BLOCK, triton.next_power_of_2(width))
+        combine_experts_kernel[(num_rows, triton.cdiv(width, block))](
+            parts_ptr=parts,
+            out_ptr=out,
+            width=width,
+            TOP_K=top_k,
+            SHARED=shared,
+            BLOCK=block,
+            num_warps=4,
+            **pdl_options(parts.device),
+        )
+    return out

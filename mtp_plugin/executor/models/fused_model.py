@@ -24,10 +24,9 @@ from mtp_plugin.executor.layers.fused_layers import (
     UnfusedLayer,
     normed_stream,
 )
-from mtp_plugin.executor.layers.norm import join_norms
+from mtp_plugin.executor.layers.norm import Norm, join_norms
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import (
-    Norm,
     attention_of,
     is_decoder,
     is_decoder_layer,
@@ -44,14 +43,14 @@ from mtp_plugin.kernels.backend import Backend
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What became of each module, by name: layers, their attention and feed-forward, norms."""
+    """Which modules were fused, by name: layers, their attention and feed-forward, norms."""
 
     fused: tuple[str, ...]
-    """A fused layer has its norms and additions fused; what is inside it stands by itself."""
+    """A fused layer has its norms and additions fused; inner modules are listed too."""
     left: tuple[str, ...]
-    """Run as transformers runs them."""
+    """Modules that run as in transformers."""
     kernels: str
-    """The side of the ops: ``torch`` or ``triton``."""
+    """The implementation of the ops: ``torch`` or ``triton``."""
 
     def __str__(self) -> str:
         """One line, such as `fused with triton: 36 modules; left: 2 self_attn, 1 norm`."""
@@ -61,7 +60,7 @@ class FusionReport:
 
 
 class FusedDecoder:
-    """The target without its head: embedding, layers with the stream handed on, last norm."""
+    """The target without its head: embedding, layers, last norm."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class FusedMTPLayer(nn.Module):
     Args:
         layer: holds the weights, and runs what is not fused.
         block: its decoder layer, fused.
-        norms: of the embedding, of the state, and the last one.
+        norms: of the embedding, of the hidden state, and the last one.
         rotary: the target's rotary embedding.
         backend: of the layer's own norms.
     """
@@ -156,17 +155,15 @@ class FusedMTPLayer(nn.Module):
         output_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As `MTPLayer.forward`; rows that are not returned end behind the attention."""
+        """As `MTPLayer.forward`; rows that are not returned skip the feed-forward layer."""
         traits = self.layer.traits
         gathers = is_embedding(embed_tokens)
         joined = join_norms(
             cast(nn.Embedding, embed_tokens).weight if gathers else embed_tokens(input_ids),
             input_ids if gathers else None,
             hidden_states,
-            self._enorm.weight,
-            self._hnorm.weight,
-            embedding_eps=self._enorm.eps,
-            hidden_eps=self._hnorm.eps,
+            self._enorm,
+            self._hnorm,
             embedding_first=traits.concat == "embed_hidden",
             backend=self._backend,
         )
@@ -215,7 +212,7 @@ def fuse(
     kernels: str = "auto",
     max_positions: int | None = None,
 ) -> FusedModel:
-    """The model with every layer fused that is recognised, and the others as they are.
+    """Fuse every layer that is recognised, and leave the others as they are.
 
     The model's modules stay where they are and go on working, but their weights become views of
     concatenated ones: do not move or cast the model afterwards.
@@ -224,10 +221,10 @@ def fuse(
         model: in its final dtype, on its final device.
         kernels: ``auto``, ``triton`` or ``reference``, see `Backend.of`. In torch, mixtures of
             experts run as transformers runs them.
-        max_positions: how far position ids go; None: one beyond the model's own limit.
+        max_positions: positions of the rotary table; None: one more than the model's own limit.
 
     Returns:
-        A model with a report of what was fused; nothing of it is where no module is recognised.
+        A model with a report of what was fused, possibly nothing.
 
     Raises:
         ConfigError: kernels that cannot run.
@@ -239,7 +236,7 @@ def fuse(
 
 
 class _Fuser:
-    """One run of `fuse`: the names of what was fused and of what was left."""
+    """One run of `fuse`, which collects the names of fused and other modules."""
 
     def __init__(
         self, model: LoadedModel, backend: Backend, weight: torch.Tensor, positions: int
@@ -321,7 +318,7 @@ class _Fuser:
         if mlp is not None:
             self._note(name, True)
             return FusedMLP(mlp, self._backend, self._packer)
-        # the torch side of the products waits for the device
+        # the torch reference of the products waits for the device
         mixture = mixture_of(module, dtype) if self._backend is Backend.TRITON else None
         self._note(name, mixture is not None)
         if mixture is None:

@@ -1,9 +1,20 @@
-"""Device code of the rotary embedding."""
+"""Triton implementation of `rotary`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
 
+from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+
+HEADS = 8
+"""Heads per program."""
 
 
 @triton.jit
@@ -31,7 +42,7 @@ def rotate_kernel(
     REST_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few heads of one row: normed where the model norms heads, then rotated."""
+    """A few heads of one row: normalize them if the model does, then rotate."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -91,3 +102,38 @@ def rotate_kernel(
     turned_second += (wide_first * sin).to(dtype).to(tl.float32)
     tl.store(at_first, turned_first.to(dtype), mask=there)
     tl.store(at_second, turned_second.to(dtype), mask=there)
+
+
+def rotate_triton(
+    qkv: torch.Tensor, layout: HeadLayout, angles: Angles, norms: HeadNorms | None
+) -> None:
+    """One launch, one program per row and :data:`HEADS` heads."""
+    expect_reachable(rotate_kernel, "qkv", qkv)
+    rest = layout.head_dim - 2 * angles.num_angles
+    rotate_kernel[(qkv.shape[0], triton.cdiv(layout.num_rotated, HEADS))](
+        qkv_ptr=qkv,
+        cos_ptr=angles.cos,
+        sin_ptr=angles.sin,
+        index_ptr=qkv if angles.index is None else angles.index,
+        q_weight_ptr=qkv if norms is None else norms.q_weight.contiguous(),
+        k_weight_ptr=qkv if norms is None else norms.k_weight.contiguous(),
+        qkv_stride=qkv.stride(0),
+        index_stride=0 if angles.index is None else angles.index.stride(0),
+        cos_stride=angles.cos.stride(0),
+        num_rows=angles.cos.shape[0],
+        num_q_heads=layout.num_q_heads,
+        num_heads=layout.num_rotated,
+        q_eps=0.0 if norms is None else norms.q_eps,
+        k_eps=0.0 if norms is None else norms.k_eps,
+        HEAD=layout.head_dim,
+        HALF=angles.num_angles,
+        INDEXED=angles.index is not None,
+        NORMED=norms is not None,
+        HEADS=HEADS,
+        LANES=triton.next_power_of_2(angles.num_angles),
+        REST_LANES=triton.next_power_of_2(max(rest, 1)),
+        num_warps=4,
+        # a fused multiply-add would leave out the rounding between product and sum
+        enable_fp_fusion=False,
+        **pdl_options(qkv.device),
+    )
