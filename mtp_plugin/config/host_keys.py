@@ -1,8 +1,8 @@
-"""Keys that TensorRT-LLM's files have and one GPU does without: which values change nothing here.
+"""Keys of TensorRT-LLM's files that one GPU does without, and the values that change nothing here.
 
-A key with such a value is set aside, and one line of the log names them all; with any other value
-it is refused by its name (`schema`). Names and defaults are those of ``llmapi/llm_args.py`` of the
-lines 1.2 and 1.3.
+A key with such a value is set aside, and one line of the log lists them all; any other value is
+refused by name (`schema`). Names and defaults are those of ``llmapi/llm_args.py`` of the lines 1.2
+and 1.3.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True)
 class HostKey:
-    """One key of the host's, and what may stand under it."""
+    """A key of TensorRT-LLM, and the values under which it changes nothing here."""
 
     why: str
-    """What is so here, whatever the key says."""
+    """What holds here whatever the value is."""
     values: tuple[Any, ...] = ()
-    """Values that change nothing."""
+    """Accepted values."""
     kinds: tuple[type, ...] = ()
-    """Types of which every value changes nothing."""
+    """Types of which every value is accepted."""
     inside: Mapping[str, HostKey] | None = None
-    """The keys of the mapping that stands under it."""
+    """Keys of the mapping that is accepted."""
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value changes nothing here."""
         if isinstance(value, Mapping) and self.inside is not None:
             return not list(self.refused(value))
         kinds = (type(value), dict) if isinstance(value, Mapping) else (type(value),)
@@ -45,24 +44,22 @@ class HostKey:
         return alike or any(kind in self.kinds for kind in kinds)
 
     def refused(self, value: Mapping[Any, Any]) -> list[tuple[str, str]]:
-        """(key, sentence) of every key of a mapping under this one that cannot be set aside."""
-        told: list[tuple[str, str]] = []
+        """Return (key, sentence) for every key of the mapping that is refused."""
+        refused: list[tuple[str, str]] = []
         for name, item in value.items():
             key = (self.inside or {}).get(name)
             if key is None:
                 known = ", ".join(self.inside or ())
-                told.append((str(name), f"unknown key; expected one of {known}"))
+                refused.append((str(name), f"unknown key; expected one of {known}"))
             elif not key.accepts(item):
-                told.append((str(name), key.sentence(item)))
-        return told
+                refused.append((str(name), key.sentence(item)))
+        return refused
 
     def sentence(self, value: Any) -> str:
-        """Why a value is refused."""
         return f"{self.why}; expected {self.expected}, got {got(value)}"
 
     @property
     def expected(self) -> str:
-        """What may stand here, in words."""
         shown = [repr(each) if isinstance(each, str) else got(each) for each in self.values]
         words = [*shown, *(_KINDS[kind] for kind in self.kinds)]
         if self.inside is not None:
@@ -70,222 +67,201 @@ class HostKey:
         return " or ".join(words)
 
     def schema(self) -> dict[str, Any]:
-        """As JSON schema."""
-        told: dict[str, Any] = {"description": f"TensorRT-LLM's: {self.why}"}
+        """Return the JSON schema of the value."""
+        schema: dict[str, Any] = {"description": f"TensorRT-LLM's: {self.why}"}
         if not self.kinds and self.inside is None:
-            told["enum"] = list(self.values)
-        return told
+            schema["enum"] = list(self.values)
+        return schema
 
 
-def _only(*values: Any, why: str) -> HostKey:
-    return HostKey(why, values=values)
+def _table(*rows: tuple[str, Any, str]) -> dict[str, HostKey]:
+    """Return the keys of rows (why, what is accepted, names).
 
-
-def _any(kind: type, *values: Any, why: str) -> HostKey:
-    return HostKey(why, values=values, kinds=(kind,))
+    What is accepted: values and types in a tuple, or the keys of a mapping.
+    """
+    table = {}
+    for why, accepted, names in rows:
+        if isinstance(accepted, dict):
+            key = HostKey(why, inside=accepted)
+        else:
+            kinds = tuple(each for each in accepted if isinstance(each, type))
+            key = HostKey(why, tuple(e for e in accepted if not isinstance(e, type)), kinds)
+        table.update(dict.fromkeys(names.split(), key))
+    return table
 
 
 _ONE_GPU = "this executor runs on one GPU"
-_NO_TOLD = "this executor's steps are told by stream, not by such a log"
+_NO_LOG = "steps are reported by stream, not by such a log"
 _NO_LORA = "LoRA is not built here"
 _NO_CODE = "tokenizer and model are read as the checkpoint has them, without code of its own"
 _NO_WAIT = "a waiting request joins the next step"
 _NO_TREE = "drafts are linear"
 _OWN_KERNELS = "kernels are chosen by fused_layers and attn_backend"
-_NO_LOW_PRECISION = "products of experts keep the model's type"
 _OWN_CACHE = "this executor has a KV cache of its own, all of it on the device"
-_NO_EVENTS = "the KV cache tells no events"
+_NO_EVENTS = "the KV cache emits no events"
 _NO_REUSE = "blocks are not reused"
+_IN_PROCESS = "the executor runs in this process"
+_NO_ENCODER = "models have no encoder"
+_NO_MAMBA = "models have no such states"
+_NO_METRICS = "no metrics are written"
+_OWN_WEIGHTS = "weights are read from the checkpoint"
+_HF_LAYOUT = "weights are in Hugging Face layout"
+_NO_BEAMS = "there are no beams"
 
-TOP_LEVEL: Mapping[str, HostKey] = {
-    "backend": _only("pytorch", None, why="there is one backend"),
-    "attn_backend": _only("TRTLLM", why="TensorRT-LLM's attention is read as auto"),
-    # placement
-    "tensor_parallel_size": _only(1, why=_ONE_GPU),
-    "pipeline_parallel_size": _only(1, why=_ONE_GPU),
-    "context_parallel_size": _only(1, why=_ONE_GPU),
-    "moe_cluster_parallel_size": _only(1, -1, None, why=_ONE_GPU),
-    "moe_tensor_parallel_size": _only(1, -1, None, why=_ONE_GPU),
-    "moe_expert_parallel_size": _only(1, -1, None, why=_ONE_GPU),
-    "gpus_per_node": _any(int, None, why=_ONE_GPU),
-    "pp_partition": _only(None, why=_ONE_GPU),
-    "dwdp_config": _only(None, why=_ONE_GPU),
-    "cp_config": _only(None, {}, why=_ONE_GPU),
-    "enable_attention_dp": _only(False, why=_ONE_GPU),
-    "attention_dp_config": _any(dict, None, why="read with enable_attention_dp alone"),
-    "enable_lm_head_tp_in_adp": _only(False, why=_ONE_GPU),
-    "allreduce_strategy": _any(str, None, why="one GPU reduces nothing over others"),
-    "orchestrator_type": _only(None, "rpc", why="the executor runs in this process"),
-    "mpi_session": _only(None, why="the executor runs in this process"),
-    "ray_worker_extension_cls": _only(None, why="the executor runs in this process"),
-    "ray_placement_config": _only(None, why="the executor runs in this process"),
-    "ray_worker_nsight_options": _only(None, why="the executor runs in this process"),
-    "enable_resource_governor": _only(False, why="the executor runs in this process"),
-    "env_overrides": _only(None, {}, why="the environment is read as it is"),
-    # reports
-    "print_iter_log": _any(bool, why=_NO_TOLD),
-    "enable_iter_perf_stats": _any(bool, why=_NO_TOLD),
-    "enable_iter_req_stats": _any(bool, why=_NO_TOLD),
-    "iter_stats_max_iterations": _any(int, None, why=_NO_TOLD),
-    "request_stats_max_iterations": _any(int, None, why=_NO_TOLD),
-    "max_stats_len": _any(int, why=_NO_TOLD),
-    "perf_metrics_max_requests": _any(int, why=_NO_TOLD),
-    "return_perf_metrics": _only(False, why="answers hold no such metrics"),
-    "otlp_traces_endpoint": _only(None, why="no traces are sent"),
-    "perf_metrics_output_dir": _only(None, why="no metrics are written"),
-    "prometheus_metrics_config": _only(None, why="no metrics are written"),
-    "enable_energy_metrics": _only(False, why="no metrics are written"),
-    "telemetry_config": _any(dict, None, why="nothing is sent anywhere"),
-    "layer_wise_benchmarks_config": _only(None, {}, why="benchmarks of layers are separate"),
-    "enable_layerwise_nvtx_marker": _any(bool, why="layers have no markers"),
-    # host processes
-    "num_postprocess_workers": _any(int, why="text is made in this process"),
-    "postprocess_tokenizer_dir": _any(str, None, why="text is made in this process"),
-    "num_serve_frontends": _only(1, why="there is no server"),
-    "post_processor_hook": _only(None, why="text is given as it is decoded"),
-    "reasoning_parser": _any(str, None, why="there is no server that parts answers"),
-    "stream_interval": _only(1, why="a stream tells every step"),
-    "garbage_collection_gen0_threshold": _any(int, why="the collector is frozen while it runs"),
-    "enable_low_latency_host_dispatch": _any(bool, why="no stream calls the host back"),
-    "enable_sleep": _only(False, why="weights stay on the device"),
-    "sleep_config": _only(None, why="weights stay on the device"),
-    # checkpoint and tokenizer
-    "trust_remote_code": _only(False, why=_NO_CODE),
-    "tokenizer": _only(None, why=_NO_CODE),
-    "tokenizer_mode": _only("auto", why=_NO_CODE),
-    "custom_tokenizer": _only(None, why=_NO_CODE),
-    "skip_tokenizer_init": _only(False, why=_NO_CODE),
-    "revision": _only(None, why="model is a directory"),
-    "tokenizer_revision": _only(None, why="model is a directory"),
-    "model_kwargs": _only(None, {}, why="the checkpoint's config is read as it is"),
-    "load_format": _only("auto", why="weights are read from the checkpoint"),
-    "checkpoint_format": _only("HF", None, why="weights are in Hugging Face layout"),
-    "checkpoint_loader": _only(None, why="weights are in Hugging Face layout"),
-    "checkpoint_io_policy": _any(str, why="weights are in Hugging Face layout"),
-    "mx_config": _only(None, {}, why="weights are read from the checkpoint"),
-    "gms_config": _only(None, {}, why="weights are read from the checkpoint"),
-    "force_dynamic_quantization": _only(False, why="quantised weights are not built here"),
-    "nvfp4_gemm_config": _any(dict, why="quantised weights are not built here"),
-    # kernels
-    "moe_config": HostKey(
+
+TOP_LEVEL: Mapping[str, HostKey] = _table(
+    ("there is one backend", ("pytorch", None), "backend"),
+    ("TensorRT-LLM's attention is read as auto", ("TRTLLM",), "attn_backend"),
+    (_ONE_GPU, (1,), "tensor_parallel_size pipeline_parallel_size context_parallel_size"),
+    (_ONE_GPU, (1, -1, None), "moe_cluster_parallel_size moe_tensor_parallel_size"),
+    (_ONE_GPU, (1, -1, None), "moe_expert_parallel_size"),
+    (_ONE_GPU, (int, None), "gpus_per_node"),
+    (_ONE_GPU, (None,), "pp_partition dwdp_config cache_transceiver_config"),
+    (_ONE_GPU, (None, {}), "cp_config"),
+    (_ONE_GPU, (False,), "enable_attention_dp enable_lm_head_tp_in_adp"),
+    ("read with enable_attention_dp alone", (dict, None), "attention_dp_config"),
+    ("one GPU reduces nothing over others", (str, None), "allreduce_strategy"),
+    (_IN_PROCESS, (None, "rpc"), "orchestrator_type"),
+    (_IN_PROCESS, (None,), "mpi_session ray_worker_extension_cls ray_placement_config"),
+    (_IN_PROCESS, (None,), "ray_worker_nsight_options"),
+    (_IN_PROCESS, (False,), "enable_resource_governor"),
+    ("the environment is read as it is", (None, {}), "env_overrides"),
+    (_NO_LOG, (bool,), "print_iter_log enable_iter_perf_stats enable_iter_req_stats"),
+    (_NO_LOG, (int, None), "iter_stats_max_iterations request_stats_max_iterations"),
+    (_NO_LOG, (int,), "max_stats_len perf_metrics_max_requests"),
+    (_NO_METRICS, (False,), "return_perf_metrics enable_energy_metrics"),
+    (_NO_METRICS, (None,), "perf_metrics_output_dir prometheus_metrics_config"),
+    ("no traces are sent", (None,), "otlp_traces_endpoint"),
+    ("nothing is sent anywhere", (dict, None), "telemetry_config"),
+    ("benchmarks of layers are separate", (None, {}), "layer_wise_benchmarks_config"),
+    ("layers have no markers", (bool,), "enable_layerwise_nvtx_marker"),
+    ("text is made in this process", (int,), "num_postprocess_workers"),
+    ("text is made in this process", (str, None), "postprocess_tokenizer_dir"),
+    ("there is no server", (1,), "num_serve_frontends"),
+    ("text is returned as it is decoded", (None,), "post_processor_hook"),
+    ("there is no server that splits answers", (str, None), "reasoning_parser"),
+    ("a stream reports every step", (1,), "stream_interval"),
+    ("a stream reports every step", (bool,), "enable_early_first_token_response"),
+    ("the collector is frozen while it runs", (int,), "garbage_collection_gen0_threshold"),
+    ("no stream calls the host back", (bool,), "enable_low_latency_host_dispatch"),
+    ("weights stay on the device", (False,), "enable_sleep"),
+    ("weights stay on the device", (None,), "sleep_config"),
+    (_NO_CODE, (False,), "trust_remote_code skip_tokenizer_init"),
+    (_NO_CODE, (None,), "tokenizer custom_tokenizer"),
+    (_NO_CODE, ("auto",), "tokenizer_mode"),
+    ("model is a directory", (None,), "revision tokenizer_revision"),
+    ("the checkpoint's config is read as it is", (None, {}), "model_kwargs"),
+    (_OWN_WEIGHTS, ("auto",), "load_format"),
+    (_OWN_WEIGHTS, (None, {}), "mx_config gms_config"),
+    (_HF_LAYOUT, ("HF", None), "checkpoint_format"),
+    (_HF_LAYOUT, (None,), "checkpoint_loader"),
+    (_HF_LAYOUT, (str,), "checkpoint_io_policy"),
+    ("quantised weights are not built here", (False,), "force_dynamic_quantization"),
+    ("quantised weights are not built here", (dict,), "nvfp4_gemm_config"),
+    ("models are not compiled", (None,), "torch_compile_config"),
+    ("prompts run without CUDA graphs", ("disabled",), "prefill_cuda_graph_backend"),
+    ("prompts run without CUDA graphs", (None,), "prefill_capture_num_tokens"),
+    (_OWN_KERNELS, (bool,), "use_cute_dsl_blockscaling_mm use_cute_dsl_blockscaling_bmm"),
+    (_OWN_KERNELS, (bool,), "use_cute_dsl_bf16_bmm use_cute_dsl_bf16_gemm use_fine_grained_sync"),
+    (_OWN_KERNELS, (bool,), "enable_autotuner enable_min_latency"),
+    ("tokens are sampled by kernels of the plugin", (bool,), "disable_flashinfer_sampling"),
+    ("attention takes no such short cut", (False,), "enable_mla_skip_correction"),
+    ("read with enable_mla_skip_correction alone", (float,), "mla_skip_correction_threshold"),
+    ("attention reads all rows", (None,), "sparse_attention_config"),
+    (_NO_BEAMS, (1, None), "max_beam_width"),
+    (_NO_BEAMS, (bool,), "enable_speculative_beam_history_d2h"),
+    ("copies to the host are never waited for early", (bool,), "sampler_force_async_worker"),
+    ("tokens are sampled in the captured step", (bool,), "enable_in_graph_sampling"),
+    ("there is one sampler", ("auto", "TorchSampler"), "sampler_type"),
+    ("the scheduler has no policies to choose from", (None, {}), "scheduler_config"),
+    ("requests are taken as they come", (None,), "reorder_policy_config"),
+    (_NO_WAIT, (0, 0.0), "batch_wait_timeout_ms batch_wait_max_tokens_ratio"),
+    (_NO_WAIT, (0,), "batch_wait_timeout_iters"),
+    ("answers hold no logits", (False,), "gather_generation_logits"),
+    ("grammars are not built here", (None,), "guided_decoding_backend"),
+    ("logits are processed as requests require", (None,), "batched_logits_processor"),
+    ("speculative_config has these options", (None,), "decoding_config"),
+    ("each request has its sampling options", ("trtllm",), "generation_config"),
+    (_NO_LORA, (False,), "enable_lora"),
+    (_NO_LORA, (None,), "lora_config peft_cache_config"),
+    ("this executor generates", (False,), "encode_only"),
+    ("models read text", (False,), "mm_encoder_only"),
+    ("models read text", (bool,), "disable_mm_encoder"),
+    ("models read text", (dict, None), "multimodal_config"),
+    (_NO_ENCODER, (None,), "encoder_cuda_graph_config"),
+    (_NO_ENCODER, (int, None), "encoder_max_batch_size encoder_max_num_tokens"),
+    (_NO_ENCODER, (bool,), "enable_encoder_decoder_mixed_cuda_graph"),
+    ("such prompts are always refused", (bool,), "fail_fast_on_attention_window_too_large"),
+    (_OWN_CACHE, (None,), "kv_connector_config kv_cache_compression_config"),
+    (
         _OWN_KERNELS,
-        inside={
-            "backend": _any(str, why=_OWN_KERNELS),
-            "max_num_tokens": _any(int, None, why=_OWN_KERNELS),
-            "disable_finalize_fusion": _any(bool, why=_OWN_KERNELS),
-            "load_balancer": _only(None, why=_ONE_GPU),
-            "use_low_precision_moe_combine": _only(False, why=_NO_LOW_PRECISION),
-        },
+        _table(
+            (_OWN_KERNELS, (str,), "backend"),
+            (_OWN_KERNELS, (int, None), "max_num_tokens"),
+            (_OWN_KERNELS, (bool,), "disable_finalize_fusion"),
+            (_ONE_GPU, (None,), "load_balancer"),
+            (
+                "products of experts keep the model's type",
+                (False,),
+                "use_low_precision_moe_combine",
+            ),
+        ),
+        "moe_config",
     ),
-    "torch_compile_config": _only(None, why="models are not compiled"),
-    "prefill_cuda_graph_backend": _only("disabled", why="prompts run without CUDA graphs"),
-    "prefill_capture_num_tokens": _only(None, why="prompts run without CUDA graphs"),
-    "use_cute_dsl_blockscaling_mm": _any(bool, why=_OWN_KERNELS),
-    "use_cute_dsl_blockscaling_bmm": _any(bool, why=_OWN_KERNELS),
-    "use_cute_dsl_bf16_bmm": _any(bool, why=_OWN_KERNELS),
-    "use_cute_dsl_bf16_gemm": _any(bool, why=_OWN_KERNELS),
-    "use_fine_grained_sync": _any(bool, why=_OWN_KERNELS),
-    "disable_flashinfer_sampling": _any(bool, why="tokens are drawn by kernels of the plugin"),
-    "enable_mla_skip_correction": _only(False, why="attention takes no such short cut"),
-    "mla_skip_correction_threshold": _any(float, why="read with enable_mla_skip_correction alone"),
-    "enable_autotuner": _any(bool, why=_OWN_KERNELS),
-    "enable_min_latency": _any(bool, why=_OWN_KERNELS),
-    "sparse_attention_config": _only(None, why="attention reads all rows"),
-    # requests
-    "max_beam_width": _only(1, None, why="there are no beams"),
-    "enable_speculative_beam_history_d2h": _any(bool, why="there are no beams"),
-    "sampler_force_async_worker": _any(bool, why="copies to the host are never waited for early"),
-    "enable_in_graph_sampling": _any(bool, why="tokens are drawn in the captured step"),
-    "enable_early_first_token_response": _any(bool, why="a stream tells every step"),
-    "sampler_type": _only("auto", "TorchSampler", why="there is one sampler"),
-    "scheduler_config": _only(None, {}, why="the scheduler has no policies to choose from"),
-    "reorder_policy_config": _only(None, why="requests are taken as they come"),
-    "batch_wait_timeout_ms": _only(0, 0.0, why=_NO_WAIT),
-    "batch_wait_timeout_iters": _only(0, why=_NO_WAIT),
-    "batch_wait_max_tokens_ratio": _only(0, 0.0, why=_NO_WAIT),
-    "gather_generation_logits": _only(False, why="answers hold no logits"),
-    "guided_decoding_backend": _only(None, why="grammars are not built here"),
-    "batched_logits_processor": _only(None, why="logits are edited as requests ask"),
-    "decoding_config": _only(None, why="speculative_config says so"),
-    "generation_config": _only("trtllm", why="requests say how tokens are drawn"),
-    "enable_lora": _only(False, why=_NO_LORA),
-    "lora_config": _only(None, why=_NO_LORA),
-    "peft_cache_config": _only(None, why=_NO_LORA),
-    "encode_only": _only(False, why="this executor generates"),
-    "mm_encoder_only": _only(False, why="models read text"),
-    "disable_mm_encoder": _any(bool, why="models read text"),
-    "multimodal_config": _any(dict, None, why="models read text"),
-    "encoder_cuda_graph_config": _only(None, why="models have no encoder"),
-    "encoder_max_batch_size": _any(int, None, why="models have no encoder"),
-    "encoder_max_num_tokens": _any(int, None, why="models have no encoder"),
-    "enable_encoder_decoder_mixed_cuda_graph": _any(bool, why="models have no encoder"),
-    "fail_fast_on_attention_window_too_large": _any(bool, why="such prompts are always refused"),
-    "cache_transceiver_config": _only(None, why=_ONE_GPU),
-    "kv_connector_config": _only(None, why=_OWN_CACHE),
-    "kv_cache_compression_config": _only(None, why=_OWN_CACHE),
-}
+)
 """At the top level of the file."""
 
-KV_CACHE: Mapping[str, HostKey] = {
-    "dtype": _only("auto", why="the cache has the model's type"),
-    "max_attention_window": _only(None, why="windows are the model's"),
-    "sink_token_length": _only(None, why="windows are the model's"),
-    "host_cache_size": _only(None, 0, why=_OWN_CACHE),
-    "disk_cache_size": _only(None, 0, why=_OWN_CACHE),
-    "disk_cache_path": _any(str, None, why=_OWN_CACHE),
-    "onboard_blocks": _any(bool, why=_OWN_CACHE),
-    "cross_kv_cache_fraction": _only(None, why="models have no encoder"),
-    "secondary_offload_min_priority": _any(int, None, why=_OWN_CACHE),
-    "event_buffer_max_size": _only(0, why=_NO_EVENTS),
-    "kv_events_config": _only(None, why=_NO_EVENTS),
-    "attention_dp_events_gather_period_ms": _any(int, why=_NO_EVENTS),
-    "iteration_stats_interval": _any(int, why=_NO_TOLD),
-    "enable_partial_reuse": _any(bool, why=_NO_REUSE),
-    "copy_on_partial_reuse": _any(bool, why=_NO_REUSE),
-    "use_uvm": _only(False, why=_OWN_CACHE),
-    "max_gpu_total_bytes": _only(0, why="max_tokens and free_gpu_memory_fraction size the cache"),
-    "mamba_ssm_cache_dtype": _any(str, why="models have no such states"),
-    "mamba_ssm_stochastic_rounding": _any(bool, why="models have no such states"),
-    "mamba_ssm_philox_rounds": _any(int, why="models have no such states"),
-    "mamba_state_cache_interval": _any(int, None, why="models have no such states"),
-    "mamba_state_config": _any(dict, why="models have no such states"),
-    "use_kv_cache_manager_v2": _any(bool, "auto", why=_OWN_CACHE),
-    "disk_prefetch_num_reqs": _any(int, why=_OWN_CACHE),
-    "max_util_for_resume": _any(float, why=_OWN_CACHE),
-    "enable_kv_pool_rebalance": _any(bool, why=_OWN_CACHE),
-    "enable_swa_scratch_reuse": _any(bool, why=_OWN_CACHE),
-    "pool_ratio": _only(None, why=_OWN_CACHE),
-    "avg_seq_len": _any(int, None, why=_OWN_CACHE),
-    "fp8_context_mla_kv_len_cap": _any(int, None, why="the cache has the model's type"),
-    "kv_cache_event_hash_algo": _any(str, why=_NO_EVENTS),
-    "block_reuse_policy": _any(str, why=_NO_REUSE),
-    "block_reuse_config": _any(dict, why=_NO_REUSE),
-}
+KV_CACHE: Mapping[str, HostKey] = _table(
+    ("the cache has the model's type", ("auto",), "dtype"),
+    ("the cache has the model's type", (int, None), "fp8_context_mla_kv_len_cap"),
+    ("windows are the model's", (None,), "max_attention_window sink_token_length"),
+    (_OWN_CACHE, (None, 0), "host_cache_size disk_cache_size"),
+    (_OWN_CACHE, (str, None), "disk_cache_path"),
+    (_OWN_CACHE, (bool,), "onboard_blocks enable_kv_pool_rebalance enable_swa_scratch_reuse"),
+    (_OWN_CACHE, (int, None), "secondary_offload_min_priority avg_seq_len"),
+    (_OWN_CACHE, (False,), "use_uvm"),
+    (_OWN_CACHE, (bool, "auto"), "use_kv_cache_manager_v2"),
+    (_OWN_CACHE, (int,), "disk_prefetch_num_reqs"),
+    (_OWN_CACHE, (float,), "max_util_for_resume"),
+    (_OWN_CACHE, (None,), "pool_ratio"),
+    (_NO_ENCODER, (None,), "cross_kv_cache_fraction"),
+    (_NO_EVENTS, (0,), "event_buffer_max_size"),
+    (_NO_EVENTS, (None,), "kv_events_config"),
+    (_NO_EVENTS, (int,), "attention_dp_events_gather_period_ms"),
+    (_NO_EVENTS, (str,), "kv_cache_event_hash_algo"),
+    (_NO_LOG, (int,), "iteration_stats_interval"),
+    (_NO_REUSE, (bool,), "enable_partial_reuse copy_on_partial_reuse"),
+    (_NO_REUSE, (str,), "block_reuse_policy"),
+    (_NO_REUSE, (dict,), "block_reuse_config"),
+    ("max_tokens and free_gpu_memory_fraction size the cache", (0,), "max_gpu_total_bytes"),
+    (_NO_MAMBA, (str,), "mamba_ssm_cache_dtype"),
+    (_NO_MAMBA, (bool,), "mamba_ssm_stochastic_rounding"),
+    (_NO_MAMBA, (int,), "mamba_ssm_philox_rounds"),
+    (_NO_MAMBA, (int, None), "mamba_state_cache_interval"),
+    (_NO_MAMBA, (dict,), "mamba_state_config"),
+)
 """Under ``kv_cache_config``."""
 
-CUDA_GRAPHS: Mapping[str, HostKey] = {
-    "mode": _only("decode", why="steps that generate are captured"),
-    "max_batch_size": _only(0, why="0 is TensorRT-LLM's null"),
-}
+CUDA_GRAPHS: Mapping[str, HostKey] = _table(
+    ("steps that generate are captured", ("decode",), "mode"),
+    ("0 is TensorRT-LLM's null", (0,), "max_batch_size"),
+)
 """Under ``cuda_graph_config``."""
 
-SPECULATIVE: Mapping[str, HostKey] = {
-    "max_total_draft_tokens": _only(None, why=_NO_TREE),
-    "use_dynamic_tree": _only(False, why=_NO_TREE),
-    "dynamic_tree_max_topK": _only(None, why=_NO_TREE),
-    "speculative_model": _only(None, why="the checkpoint holds the MTP layers"),
-    "speculative_model_dir": _only(None, why="the checkpoint holds the MTP layers"),
-    "load_format": _only(None, why="weights are read from the checkpoint"),
-    "sa_config": _only(None, why="suffix automata are not built here"),
-    "moe_backend": _any(str, None, why=_OWN_KERNELS),
-    "draft_skip_top_k_top_p": _only(False, why="drafts are cut as their targets are"),
-    # these have other names here
-    "mtp_eagle_one_model": _only(True, why="MTP always runs in one engine"),
-    "use_rejection_sampling": _only(False, why="mtp.verification says so"),
-    "allow_advanced_sampling": _any(bool, why="sampling is always on"),
-    "advanced_sampling_mode": _only("full", why="every filter is at hand"),
-    "enable_penalty": _any(bool, why="penalties are always on"),
-    "acceptance_rate_window_size": _only(None, 0, why="the gate goes by acceptance_window"),
-    "acceptance_rate_threshold": _only(None, why="the gate goes by acceptance_window"),
-}
+SPECULATIVE: Mapping[str, HostKey] = _table(
+    (_NO_TREE, (None,), "max_total_draft_tokens dynamic_tree_max_topK"),
+    (_NO_TREE, (False,), "use_dynamic_tree"),
+    ("the checkpoint holds the MTP layers", (None,), "speculative_model speculative_model_dir"),
+    (_OWN_WEIGHTS, (None,), "load_format"),
+    ("suffix automata are not built here", (None,), "sa_config"),
+    (_OWN_KERNELS, (str, None), "moe_backend"),
+    ("drafts are truncated as their targets are", (False,), "draft_skip_top_k_top_p"),
+    ("MTP always runs in one engine", (True,), "mtp_eagle_one_model"),
+    ("mtp.verification selects it", (False,), "use_rejection_sampling"),
+    ("sampling is always on", (bool,), "allow_advanced_sampling"),
+    ("every filter is available", ("full",), "advanced_sampling_mode"),
+    ("penalties are always on", (bool,), "enable_penalty"),
+    ("the gate goes by acceptance_window", (None, 0), "acceptance_rate_window_size"),
+    ("the gate goes by acceptance_window", (None,), "acceptance_rate_threshold"),
+)
 """Under a ``speculative_config`` of MTP."""

@@ -121,7 +121,7 @@ REFUSED = [
     ),
     (
         {"print_iter_log": "yes"},
-        "print_iter_log: this executor's steps are told by stream, not by such a log; expected "
+        "print_iter_log: steps are reported by stream, not by such a log; expected "
         "true or false, got 'yes'",
     ),
     (
