@@ -35,7 +35,7 @@ from mtp_plugin.requests.options import (
     Option,
     is_greedy,
 )
-from mtp_plugin.requests.options.values import plain
+from mtp_plugin.requests.options.option import plain
 from mtp_plugin.requests.stopping import stop_words
 
 _CONFIG = "config."

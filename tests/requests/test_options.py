@@ -168,21 +168,21 @@ REFUSED = [
     out_of_range("relaxed_delta", -0.1, "a number >= 0"),
     Refused(
         {"relaxed_topk": 3, "temperature": 0.5},
-        "relaxed_topk=3 needs greedy decoding, and this draws",
+        "relaxed_topk=3 needs greedy decoding, and this request samples",
     ),
     Refused(
         {"relaxed_delta": 0.1, "relaxed_topk": 2, "top_p": 0.5},
-        "relaxed_topk=2 needs greedy decoding, and this draws; relaxed_delta=0.1 needs greedy "
-        "decoding, and this draws",
+        "relaxed_topk=2 needs greedy decoding, and this request samples; relaxed_delta=0.1 needs "
+        "greedy decoding, and this request samples",
     ),
     Refused(
         {"relaxed_topk": 3, "relaxed_acceptance": False},
-        "relaxed_topk=3 asks for what relaxed_acceptance=False declines",
+        "relaxed_topk=3 contradicts relaxed_acceptance=False",
     ),
     Refused(
         {"relaxed_delta": 0.0, "relaxed_topk": 3, "relaxed_acceptance": False},
-        "relaxed_topk=3 asks for what relaxed_acceptance=False declines; relaxed_delta=0.0 asks "
-        "for what relaxed_acceptance=False declines",
+        "relaxed_topk=3 contradicts relaxed_acceptance=False; relaxed_delta=0.0 "
+        "contradicts relaxed_acceptance=False",
     ),
     out_of_range("thinking_token_budget", -2, "an integer >= 0"),
     out_of_range("temperature", -0.1, "a number >= 0"),
@@ -303,7 +303,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
                 "temperature must be a number >= 0, got 'hot'",
                 "logit_bias: at most 1024 are served, got 1025",
                 "min_tokens 50 is above max_tokens 40",
-                "relaxed_topk=3 asks for what relaxed_acceptance=False declines",
+                "relaxed_topk=3 contradicts relaxed_acceptance=False",
             ),
         ),
         (  # what a wrong value would have stood beside, nobody knows
@@ -462,7 +462,7 @@ ELSEWHERE = {
 }
 INSTEAD = {
     "end_id": "; write stop_token_ids, or ignore_eos=True for none",
-    "output_kind": "; write stream, whose events tell what is new",
+    "output_kind": "; write stream, whose events have the new tokens",
 }
 
 
@@ -1094,7 +1094,7 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
         ({"seed": 10**5000}, "seed must be an integer from -2**63 to 2**64 - 1, got an integer of"),
         (
             {"relaxed_topk": 10**5000, "temperature": 1},
-            "relaxed_topk=an integer of 16610 bits needs greedy decoding, and this draws",
+            "relaxed_topk=an integer of 16610 bits needs greedy decoding, and this request samples",
         ),
     ],
     ids=["an array", "an array among names", "least", "most", "beside draws"],

@@ -1,31 +1,34 @@
-"""The table of what a request may ask for.
+"""The table of request options.
 
-`SamplingParams` in `params` is the table: every field carries its range (`values`), what it stands
-for where it changes nothing, its name in TensorRT-LLM's requests and, where kernels read it, its
-column in the slot table (`option`). Admission, error texts, documentation and the slot table follow
-from it. An option is served where a sampler, a verification mode or an op lists its name: see
-``served_options``. `together` has what may stand beside each other, `spellings` how other engines
-write the same, `host` what TensorRT-LLM's requests have beside it, `limits` how long lists may be.
+Every field of `SamplingParams` (`params`) is a row (`option`): its range, its neutral value, its
+names in TensorRT-LLM and other engines and, where kernels read it, its column in the slot table.
+Admission, messages, documentation and the slot table follow from it. An option is served if a
+sampler, a verification method or an op lists its name (``served_options``). `rules` has the values
+that exclude each other, `spellings` the names and values of other engines.
 """
 
-from mtp_plugin.requests.options.host import HOST_OPTIONS
-from mtp_plugin.requests.options.limits import (
+from mtp_plugin.requests.options.option import (
     GREEDY_BELOW,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
     MAX_RANGE,
+    Option,
 )
-from mtp_plugin.requests.options.option import Option
 from mtp_plugin.requests.options.params import (
     LOGPROBS_MODE,
     OPTIONS,
     SamplingParams,
     unserved,
 )
-from mtp_plugin.requests.options.spellings import NEUTRAL_ELSEWHERE, READ_BY_NOBODY, WRITTEN_HERE
-from mtp_plugin.requests.options.together import DRAFTS_OF_VERIFICATION, is_greedy
+from mtp_plugin.requests.options.rules import DRAFTS_OF_VERIFICATION, is_greedy
+from mtp_plugin.requests.options.spellings import (
+    HOST_OPTIONS,
+    NEUTRAL_ELSEWHERE,
+    READ_BY_NOBODY,
+    WRITTEN_HERE,
+)
 
 __all__ = [
     "DRAFTS_OF_VERIFICATION",

@@ -1,60 +1,173 @@
-"""A row of the table, and the field of a dataclass that makes one."""
+"""A row of the table of request options: its range, its neutral value, and where it is read."""
 
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mtp_plugin.requests.options.values import Values
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy."""
+MAX_BIAS_IDS = 1024
+"""Ids of a ``logit_bias``."""
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LEN = 16
+"""Bad words of a request, and tokens of each."""
+MAX_LOGPROBS = 20
+"""Top-k log-probabilities per token."""
+MAX_RANGE = 2**20
+"""Ids of a ``range``: more than any vocabulary has."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that an option accepts, and how messages describe them."""
+
+    words: str
+    allows: Callable[[Any], bool]
+
+
+def plain(value: Any) -> Any:
+    """Convert a number of any kind, zero-dimensional arrays included, to Python's own; return
+    everything else unchanged."""
+    if value is None or type(value) in (int, float, bool, str, tuple):
+        return value
+    try:
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return value
+        return int(value) if isinstance(value, Integral) else float(value)
+    except Exception:  # whatever the classes of others do
+        return value
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the value of an enum member; everything else unchanged."""
+    try:
+        return getattr(value, "value", value)
+    except Exception:  # whatever the classes of others do
+        return value
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def integer(least: int) -> Values:
+    return Values(f"an integer >= {least}", lambda value: is_int(value) and value >= least)
+
+
+def number(least: float, most: float, words: str) -> Values:
+    # NaN is in no range
+    return Values(words, lambda value: is_number(value) and least <= value <= most)
+
+
+def one_of(*names: str) -> Values:
+    def allows(value: Any) -> bool:
+        return value is None or (isinstance(value, str) and value in names)
+
+    return Values(f"one of {', '.join(names)}", allows)
+
+
+def unset_or(values: Values) -> Values:
+    return Values(values.words, lambda value: value is None or values.allows(value))
+
+
+def each(words: str, allows: Callable[[Any], bool]) -> Values:
+    return Values(
+        words, lambda value: isinstance(value, tuple) and all(allows(item) for item in value)
+    )
+
+
+FLAG = Values("True or False", lambda value: isinstance(value, bool))
+ANYTHING = Values("anything", lambda value: True)  # noqa: ARG005
+IDS = each("a sequence of token ids >= 0", lambda value: is_int(value) and value >= 0)
+TEXTS = each(
+    "a string or a sequence of strings, none empty",
+    lambda text: isinstance(text, str) and text != "",
+)
+FINITE = number(-sys.float_info.max, sys.float_info.max, "a finite number")
+NON_NEGATIVE = number(0, sys.float_info.max, "a number >= 0")
+POSITIVE = Values("a finite number > 0", lambda value: FINITE.allows(value) and value > 0)
+SHARE = number(0, 1, "a number from 0 to 1")
+SEED = Values(
+    "an integer from -2**63 to 2**64 - 1", lambda value: is_int(value) and -(2**63) <= value < 2**64
+)
+LOGPROBS = Values(
+    f"an integer from 0 to {MAX_LOGPROBS}",
+    lambda value: value is None or (is_int(value) and 0 <= value <= MAX_LOGPROBS),
+)
+
+
+def is_bad_word(word: Any) -> bool:
+    """Whether a bad word is a non-empty string or tuple of ids."""
+    if isinstance(word, str):
+        return word != ""
+    return isinstance(word, tuple) and len(word) > 0 and IDS.allows(word)
+
+
+def is_bias(value: Any) -> bool:
+    """Whether a value is a mapping of token ids to finite numbers."""
+    return isinstance(value, dict) and all(
+        is_int(token) and token >= 0 and FINITE.allows(bias) for token, bias in value.items()
+    )
+
+
+BAD_WORDS = each("a sequence of strings, or of sequences of token ids, none empty", is_bad_word)
+BIAS = Values("a mapping of token ids >= 0 to finite numbers", is_bias)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A row of the table."""
+    """A row of the table: one option of a request."""
 
     name: str
     values: Values
     about: str
-    """For people: what it does, in a few words."""
+    """What it does, for documentation."""
     neutral: Any
     """The value that changes nothing."""
     host: tuple[str, ...] = ()
-    """Where TensorRT-LLM's request has it, the first that is there counts: ``config.NAME``, of its
-    ``sampling_config``, or the name of a field of its own."""
+    """Where TensorRT-LLM's request has it: ``config.NAME`` (of its ``sampling_config``) or a field.
+    The first that is present counts."""
     host_neutral: Callable[[Any], bool] | None = None
-    """Further values under the host's name that change nothing there; None: no others."""
+    """Accepts further values of the host's field that change nothing."""
     host_reads: tuple[str, ...] = ()
-    """Fields of TensorRT-LLM's request that say it, of which admission need not know: its rule of
-    stopping and its drafts go by them."""
+    """Fields of TensorRT-LLM's request that the stop rule and the drafter read, not admission."""
     draws: bool = False
-    """Says how a token is drawn: changes nothing where decoding is greedy."""
+    """Changes sampling: without effect when decoding is greedy."""
     of_drafts: bool = False
-    """Says how drafts are made or judged: who decodes without any does not read it."""
+    """Changes drafting or verification: without effect without speculative decoding."""
     edits_logits: bool = False
-    """Asks for logits to be changed before tokens are taken from them."""
+    """Needs logits processing."""
     reads_logits: bool = False
-    """Asks for more of the logits than a token."""
+    """Returns more of the logits than a token."""
     column: type[int] | type[float] | None = None
-    """Numbers of this kind stand in the slot table, under the option's name; None: no kernel reads
-    it."""
+    """Type of its column in the slot table, which has the option's name; None: it has none."""
     empty: float = 0
-    """What stands there of a request that does not ask."""
+    """Value of the column for a request without the option."""
     elsewhere: tuple[str, ...] = ()
-    """Names that it has in other engines; `SamplingParams` takes them too."""
+    """Its names in other engines, which `SamplingParams` accepts too."""
     enabled_by: str = ""
     """What to do where the config does not enable the option; empty: nothing enables it."""
     differs: str = ""
-    """For people: where another engine means or presumes something else."""
+    """How other engines differ, for documentation."""
 
     @property
     def beyond_first_choice(self) -> bool:
-        """Steps must be told: the first choice of the logits is not all that is asked for."""
+        """Whether the option needs more than the argmax of the logits."""
         return self.edits_logits or self.reads_logits or self.draws
 
     def is_neutral(self, value: Any) -> bool:
-        """Whether a value changes nothing, also as hosts hold it in float32."""
+        """Whether a value changes nothing, also when a host holds it in float32."""
         if value is None:
             return True
         try:
@@ -70,7 +183,7 @@ def _single(number: float) -> float:
 
 
 def row(default: Any, values: Values, about: str, *host: str, **more: Any) -> Any:
-    """A field of the table; ``more``: as the fields of `Option`."""
+    """Return a dataclass field with a row of the table; ``more``: fields of `Option`."""
     more.setdefault("neutral", default)
     return field(
         default=default,
@@ -84,7 +197,7 @@ _Given = TypeVar("_Given", contravariant=True)
 if TYPE_CHECKING:
 
     class _As(Generic[_Read, _Given]):
-        """To a checker: a field that takes more than it gives back."""
+        """For type checkers: a field that accepts more types than it returns."""
 
         def __get__(self, owner: object, kind: object) -> _Read: ...
         def __set__(self, owner: object, value: _Given) -> None: ...

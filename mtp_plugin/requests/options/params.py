@@ -1,15 +1,26 @@
-"""The table itself: `SamplingParams`, of which every field is a row."""
+"""The table of request options: every field of `SamplingParams` is a row."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import RequestError, told
 from mtp_plugin.requests.options.option import (
+    ANYTHING,
+    BAD_WORDS,
+    BIAS,
+    FINITE,
+    FLAG,
+    IDS,
+    LOGPROBS,
+    NON_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SHARE,
+    TEXTS,
     Float,
     Ids,
     IdsOrNone,
@@ -17,48 +28,20 @@ from mtp_plugin.requests.options.option import (
     Option,
     Texts,
     Words,
-    row,
-)
-from mtp_plugin.requests.options.spellings import (
-    NEUTRAL_TOO,
-    UNSET_ELSEWHERE,
-    by_id,
-    in_order,
-    named_here,
-    says_nothing,
-)
-from mtp_plugin.requests.options.together import (
-    DRAFTS_OF_VERIFICATION,
-    is_greedy,
-    not_together,
-    too_many,
-)
-from mtp_plugin.requests.options.values import (
-    ANYTHING,
-    FINITE,
-    FLAG,
-    IDS,
-    LOGPROBS,
-    TEXTS,
-    Values,
-    each,
     integer,
-    is_bias,
-    is_int,
-    is_word,
-    number,
     one_of,
-    plain,
+    row,
     unset_or,
-    unwrapped,
 )
+from mtp_plugin.requests.options.rules import DRAFTS_OF_VERIFICATION, is_greedy, problems_of
+from mtp_plugin.requests.options.spellings import named_here, normalize_values
 
 # ruff: noqa: RUF009 (a function of ours gives a field, as ``dataclasses.field`` does)
 
 LOGPROBS_MODE = "logprobs_mode"
-"""Served where the config's is ``processed``, and then no other is."""
+"""Served if the config's is ``processed``, and then ``raw`` is not."""
 _SPELLED = "_spelled"
-"""Beside the fields: names that options were given under, by ours."""
+"""Attribute with the names of other engines under which options were given, by our name."""
 
 _ENABLE_RELAXED = "set speculative_config.use_relaxed_acceptance_for_thinking: true"
 _WHERE = "sampling parameters: "
@@ -66,7 +49,7 @@ _Made = TypeVar("_Made")
 
 
 def _checks_names(made: type[_Made]) -> type[_Made]:
-    """Let a dataclass look over the names that it is made with; its signature stays."""
+    """Let a dataclass accept and check other engines' names too; its signature stays."""
     make: Callable[..., None] = made.__init__
 
     @functools.wraps(make)
@@ -86,33 +69,32 @@ def _checks_names(made: type[_Made]) -> type[_Made]:
 @_checks_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What a user asks of one request.
+    """The options of one request.
 
-    A ``temperature`` below 1e-5, ``top_k`` 1 or ``top_p`` 0 mean greedy whatever stands beside
-    them, and so does none of these and no ``min_p``; an unset temperature beside one of the others
-    is 1.
+    Decoding is greedy with a ``temperature`` below 1e-5, ``top_k`` 1 or ``top_p`` 0, and when
+    neither these nor ``min_p`` are set. With one of the others, an unset temperature is 1.
 
     Raises:
-        RequestError: naming every value that cannot be, and every name that there is not.
+        RequestError: lists every wrong value and every unknown name.
     """
 
-    # ---- when it ends
+    # ---- stop conditions
     max_new_tokens: int | None = row(
         32,
         unset_or(integer(1)),
-        "tokens emitted at most; 32 where nobody says, None: as many as max_seq_len has room for",
+        "maximum number of generated tokens (default 32); None: up to max_seq_len",
         neutral=None,
         host_reads=("py_max_new_tokens",),
         elsewhere=("max_tokens",),
-        differs="vLLM presumes 16 as max_tokens",
+        differs="the default of max_tokens is 16 in vLLM",
     )
     min_tokens: Int = row(
         0,
         integer(0),
-        "tokens before which no end id, stop id or stop string ends the text, but where "
-        "allowed_token_ids leave nothing else",
+        "minimum number of generated tokens before an EOS id, stop id or stop string ends the "
+        "output; ignored if allowed_token_ids leave nothing else",
         "config.min_length",
-        differs="TensorRT-LLM holds back end ids alone",
+        differs="TensorRT-LLM masks EOS ids only",
         host_neutral=lambda length: length <= 1,
         edits_logits=True,
         column=int,
@@ -120,103 +102,103 @@ class SamplingParams:
     stop_token_ids: Ids = row(
         (),
         IDS,
-        "ids that end the text and stand in it",
+        "token ids that end the output and are part of it",
         host_reads=("py_stop_words_list", "py_stop_ids"),
     )
     stop: Texts = row(
         (),
         TEXTS,
-        "strings that end the text and are cut off it",
+        "strings that end the output and are removed from it",
         host_reads=("py_stop_words_list",),
         differs="TensorRT-LLM compares ids",
     )
-    include_stop_str_in_output: bool = row(
-        False, FLAG, "leave the stop string that ended the text in it"
-    )
+    include_stop_str_in_output: bool = row(False, FLAG, "keep the stop string in the output")
     ignore_eos: bool = row(
-        False, FLAG, "go on behind the model's end ids", host_reads=("py_end_id",)
+        False, FLAG, "continue after the model's EOS ids", host_reads=("py_end_id",)
     )
-    # ---- how drafts are made and judged
+    # ---- speculative decoding
     speculate: bool = row(
         True,
         FLAG,
-        "False: every draft of this request counts as absent",
+        "False: no draft tokens for this request",
         host_reads=("py_disable_speculative_decoding",),
         of_drafts=True,
     )
     max_draft_len: int | None = row(
         None,
         unset_or(integer(0)),
-        "drafts of this request in a step at most; 0: none",
+        "maximum number of draft tokens per step; 0: none",
         of_drafts=True,
     )
     verification: str | None = row(
         None,
         one_of(*DRAFTS_OF_VERIFICATION),
-        "how drafts of this request are judged; unset: as the config says first",
-        differs="inside TensorRT-LLM coupled alone",
+        "verification method; unset: the first one of the config",
+        differs="only coupled inside TensorRT-LLM",
         of_drafts=True,
     )
     draft_sampling: str | None = row(
         None,
         one_of("coupled", "plain", "greedy"),
-        "how drafts of this request are drawn; unset: as its verification wants them",
+        "how draft tokens are sampled; unset: the default of the verification method",
         of_drafts=True,
     )
     relaxed_acceptance: bool = row(
         True,
         FLAG,
-        "False: strict, where the config allows relaxed acceptance",
+        "False: strict acceptance even if the config enables relaxed acceptance",
         "py_relaxed_acceptance",
         of_drafts=True,
     )
     relaxed_topk: int | None = row(
         None,
         unset_or(integer(1)),
-        "relaxed acceptance: a draft among so many stands",
+        "relaxed acceptance: a draft is among this many most probable tokens",
         of_drafts=True,
         enabled_by=_ENABLE_RELAXED,
     )
     relaxed_delta: float | None = row(
         None,
-        unset_or(number(0, sys.float_info.max, "a number >= 0")),
-        "relaxed acceptance: so much less likely than the first choice stands",
+        unset_or(NON_NEGATIVE),
+        "relaxed acceptance: maximum difference to the highest probability",
         of_drafts=True,
         enabled_by=_ENABLE_RELAXED,
     )
     thinking_token_budget: int | None = row(
         None,
         unset_or(integer(0)),
-        "tokens of thinking behind which its end is forced; -1 or unset: it is not",
+        "maximum number of thinking tokens; the end-of-thinking sequence is forced after that; "
+        "-1 or unset: no limit",
         edits_logits=True,
         column=int,
         empty=-1,
         enabled_by="set begin_thinking_phase_token and end_thinking_phase_token of "
         "speculative_config, or use a tokenizer with <think> and </think>",
     )
-    # ---- how a token is drawn
+    # ---- sampling
     temperature: float | None = row(
         None,
-        unset_or(number(0, sys.float_info.max, "a number >= 0")),
-        "of the distribution; below 1e-5 or unset: greedy",
+        unset_or(NON_NEGATIVE),
+        "sampling temperature; below 1e-5 or unset: greedy",
         "config.temperature",
         draws=True,
         column=float,
-        differs="vLLM presumes 1, and takes 0.01 for all between 0 and that; TensorRT-LLM applies "
-        "it before the additive penalties, and is greedy below 1e-4",
+        differs="the default is 1 in vLLM, which raises values below 0.01 to 0.01; TensorRT-LLM "
+        "applies it before the additive penalties, and is greedy below 1e-4",
     )
     top_k: int | None = row(
         None,
         unset_or(integer(-1)),
-        "draw among so many ids; 0, -1 or unset: all",
+        "sample from this many most probable tokens; 0, -1 or unset: all",
         "config.top_k",
         draws=True,
         column=int,
     )
     top_p: float | None = row(
         None,
-        unset_or(number(0, 1, "a number from 0 to 1")),
-        "draw among the ids of this share; 1 or unset: all",
+        unset_or(SHARE),
+        "nucleus sampling: keep the smallest set of tokens whose cumulative probability reaches "
+        "top_p; 1 or unset: all",
         "config.top_p",
         draws=True,
         column=float,
@@ -224,34 +206,29 @@ class SamplingParams:
     )
     min_p: float | None = row(
         None,
-        unset_or(number(0, 1, "a number from 0 to 1")),
-        "draw among ids at least this likely beside the first; 0 or unset: all",
+        unset_or(SHARE),
+        "keep tokens with at least this share of the highest probability; 0 or unset: all",
         "config.min_p",
         draws=True,
         column=float,
         host_neutral=lambda share: share == 0,
-        differs="vLLM and newer TensorRT-LLM cut by it before top-k and top-p; 1 is greedy in the "
+        differs="vLLM and newer TensorRT-LLM apply it before top-k and top-p; 1 is greedy in the "
         "latter",
     )
     seed: int | None = row(
         None,
-        unset_or(
-            Values(
-                "an integer from -2**63 to 2**64 - 1",
-                lambda value: is_int(value) and -(2**63) <= value < 2**64,
-            )
-        ),
-        "of the draws; modulo 2**64",
+        unset_or(SEED),
+        "seed of the random numbers, modulo 2**64",
         "config.random_seed",
-        differs="unset it is 0 for every request in TensorRT-LLM; -1 is unset in vLLM",
+        differs="if unset, 0 for every request in TensorRT-LLM; -1 is unset in vLLM",
         draws=True,
         elsewhere=("random_seed",),
     )
-    # ---- what is done to the logits
+    # ---- logits processing
     repetition_penalty: Float = row(
         1.0,
-        Values("a finite number > 0", lambda value: FINITE.allows(value) and value > 0),
-        "divides logits above 0 of ids in prompt and text, multiplies those below",
+        POSITIVE,
+        "divides positive logits of tokens in prompt and output, multiplies negative ones",
         "config.repetition_penalty",
         edits_logits=True,
         column=float,
@@ -260,44 +237,44 @@ class SamplingParams:
     presence_penalty: Float = row(
         0.0,
         FINITE,
-        "taken off the logits of ids that were counted",
+        "subtracted from the logits of tokens that already appeared",
         "config.presence_penalty",
         edits_logits=True,
         column=float,
-        differs="vLLM counts the text alone",
+        differs="vLLM counts the output only",
     )
     frequency_penalty: Float = row(
         0.0,
         FINITE,
-        "taken off for every time that an id was counted",
+        "subtracted once per occurrence of the token",
         "config.frequency_penalty",
         edits_logits=True,
         column=float,
-        differs="vLLM counts the text alone",
+        differs="vLLM counts the output only",
     )
     prompt_ignore_length: Int = row(
         0,
         integer(0),
-        "tokens of the prompt that presence and frequency do not count",
+        "leading prompt tokens that presence and frequency penalty do not count",
         "config.prompt_ignore_length",
         edits_logits=True,
     )
     logit_bias: dict[int, float] | None = row(
         None,
-        unset_or(Values("a mapping of token ids >= 0 to finite numbers", is_bias)),
-        "added to the logits of ids; a list or tensor has one of each id",
+        unset_or(BIAS),
+        "added to the logits, by token id; or a dense list or tensor [V]",
         "embedding_bias",
         "py_embedding_bias",
         edits_logits=True,
         elsewhere=("embedding_bias",),
     )
     allowed_token_ids: IdsOrNone = row(
-        None, unset_or(IDS), "no other ids are written", edits_logits=True
+        None, unset_or(IDS), "the only token ids that are generated", edits_logits=True
     )
     bad_words: Words = row(
         (),
-        each("a sequence of strings, or of sequences of token ids, none empty", is_word),
-        "words that are never written",
+        BAD_WORDS,
+        "words that are never generated",
         "py_bad_words",
         "bad_words_list",
         "py_bad_words_list",
@@ -307,15 +284,15 @@ class SamplingParams:
     bad_token_ids: Ids = row(
         (),
         IDS,
-        "ids that are never written",
+        "token ids that are never generated",
         edits_logits=True,
         differs="words of one id in TensorRT-LLM's request",
     )
-    # ---- what is told beside the text
+    # ---- log-probabilities
     logprobs: int | None = row(
         None,
         LOGPROBS,
-        "log-probabilities of emitted tokens, and of so many most likely ones; True: 1",
+        "log-probabilities of generated tokens and of the top k; True: 1",
         "py_return_log_probs",
         differs="0 is none in older releases of TensorRT-LLM; in newer ones, as here, the emitted "
         "token's",
@@ -327,68 +304,70 @@ class SamplingParams:
     prompt_logprobs: int | None = row(
         None,
         LOGPROBS,
-        "log-probabilities of the prompt, and of so many most likely tokens; True: 1",
-        differs="TensorRT-LLM asks for py_return_context_logits",
+        "log-probabilities of prompt tokens and of the top k; True: 1",
+        differs="TensorRT-LLM sets py_return_context_logits for it",
     )
     logprobs_mode: str | None = row(
         None,
         one_of("raw", "processed"),
-        "what log-probabilities of emitted tokens are of; unset: as mtp.logprobs_mode says",
+        "logits that log-probabilities of generated tokens are of; unset: mtp.logprobs_mode",
         "py_logprobs_mode",
         enabled_by="set speculative_config.mtp.logprobs_mode: processed",
         host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     )
-    # ---- what stays refused
+    # ---- always refused
     n: int = row(
         1,
         integer(1),
-        "samples of the prompt",
+        "number of outputs per prompt",
         "config.num_return_sequences",
         host_neutral=lambda count: count >= 1,
-        differs="TensorRT-LLM makes a request of each sample, and these are served",
+        differs="TensorRT-LLM splits it into requests, which are served",
     )
-    best_of: int | None = row(None, ANYTHING, "samples of which the best are told", neutral=1)
-    use_beam_search: bool = row(False, ANYTHING, "beams")
+    best_of: int | None = row(
+        None, ANYTHING, "number of outputs of which the best are returned", neutral=1
+    )
+    use_beam_search: bool = row(False, ANYTHING, "beam search")
     length_penalty: float | None = row(
         1.0,
         ANYTHING,
-        "of beams",
+        "length penalty of beam search",
         "config.length_penalty",
         host_neutral=lambda penalty: penalty == 0,
     )
     no_repeat_ngram_size: int | None = row(
         None,
         ANYTHING,
-        "no so many tokens stand twice",
+        "size of n-grams that occur at most once",
         "config.no_repeat_ngram_size",
         neutral=0,
         host_neutral=lambda size: size <= 0 or size >= 1 << 30,
     )
     top_p_decay: float | None = row(
-        None, ANYTHING, "top_p falls by it", "config.top_p_decay", neutral=1
+        None, ANYTHING, "decay of top_p", "config.top_p_decay", neutral=1
     )
     top_p_min: float | None = row(
-        None, ANYTHING, "top_p falls no further", "config.top_p_min", neutral=1e-6
+        None, ANYTHING, "lower limit of the decay of top_p", "config.top_p_min", neutral=1e-6
     )
     top_p_reset_ids: int | None = row(
-        None, ANYTHING, "top_p begins anew", "config.top_p_reset_ids", neutral=-1
+        None, ANYTHING, "token ids that reset top_p", "config.top_p_reset_ids", neutral=-1
     )
     logits_processor: Any = row(
         None,
         ANYTHING,
-        "functions that change the logits",
+        "logits processors",
         "py_logits_post_processors",
         elsewhere=("logits_processors",),
     )
     guided_decoding: Any = row(
         None,
         ANYTHING,
-        "a grammar that the text follows",
+        "grammar or schema of the output",
         "guided_decoding_params",
         "py_guided_decoding_params",
         elsewhere=("structured_outputs",),
     )
-    # ---- the names of other engines, which the fields above take over
+    # ---- names in other engines, moved to the fields above
     max_tokens: int | None = None
     random_seed: int | None = None
     embedding_bias: Any = None
@@ -397,56 +376,12 @@ class SamplingParams:
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            self._set(name, plain(value))
-        spelled = self._take_over_other_names()
-        for name in _SEQUENCES:
-            value = in_order(vars(self)[name])
-            self._set(name, () if value is None and OPTIONS[name].neutral is not None else value)
-        for name, default in _DEFAULTS.items():
-            value, is_neutral = vars(self)[name], NEUTRAL_TOO.get(name)
-            is_unset = value is None and name in UNSET_ELSEWHERE
-            if is_unset or (is_neutral is not None and is_neutral(value)):
-                self._set(name, default)
-        self._set(LOGPROBS_MODE, unwrapped(self.logprobs_mode))
-        for name in ("logprobs", "prompt_logprobs"):
-            if vars(self)[name] is True:
-                self._set(name, 1)
-        if is_int(self.top_k) and self.top_k == -1:
-            self._set("top_k", 0)
-        bias = by_id(self.logit_bias)
-        if isinstance(bias, dict):
-            bias = {plain(token): plain(value) for token, value in bias.items()} or None
-        self._set("logit_bias", bias)
-        for name in _UNRANGED:
-            if isinstance(vars(self)[name], (list, tuple, dict, str)) and not vars(self)[name]:
-                self._set(name, _DEFAULTS[name])
-        problems = self._problems(spelled)
+        values, spelled = normalize_values(vars(self), OPTIONS, _DEFAULTS)
+        vars(self).update(values)  # the dataclass is frozen against its users
+        problems = problems_of(values, OPTIONS, spelled)
         if problems:
             raise RequestError(_WHERE + "; ".join(problems))
-        self._set(_SPELLED, spelled)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _take_over_other_names(self) -> dict[str, str]:
-        """Move what was given under another engine's name to ours.
-
-        Returns:
-            Those names, by ours.
-        """
-        spelled = {}
-        for name, option in OPTIONS.items():
-            for other in option.elsewhere:
-                ours, theirs = vars(self)[name], vars(self)[other]
-                self._set(other, None)
-                # beside what says nothing the other counts, whichever it is
-                if theirs is not None and (
-                    says_nothing(option, ours) or not says_nothing(option, theirs)
-                ):
-                    self._set(name, theirs)
-                    spelled[name] = other
-        return spelled
+        vars(self)[_SPELLED] = spelled
 
     @property
     def is_greedy(self) -> bool:
@@ -454,13 +389,15 @@ class SamplingParams:
         return is_greedy(vars(self))
 
     def spelled(self, name: str) -> str:
-        """The name under which an option was given: ours, or another engine's."""
+        """Return the name under which an option was given: ours, or another engine's."""
         given: str = vars(self).get(_SPELLED, {}).get(name, name)
         return given
 
     def asked(self) -> dict[str, Any]:
-        """The options that change something, by name; a mode of log-probabilities that are told
-        among them, whichever it is."""
+        """Return the options that change something, by name.
+
+        With log-probabilities their mode is included even if it is neutral.
+        """
         values, ignores_draws = vars(self), self.is_greedy
         asked = {
             name: values[name]
@@ -472,33 +409,19 @@ class SamplingParams:
         return asked
 
     def without_drafts(self) -> SamplingParams:
-        """The same, asked of who makes no drafts."""
+        """Return the same options without those of speculative decoding."""
         unset = {name: option.neutral for name, option in OPTIONS.items() if option.of_drafts}
         return replace(self, **unset)
 
     def unsupported(self, served: Collection[str]) -> list[str]:
-        """As :func:`unserved`, of what this asks for, in the user's spelling."""
+        """Return `unserved` of these options, in the user's spelling."""
         return unserved(self.asked(), served, self.spelled)
-
-    def _problems(self, spelled: Mapping[str, str]) -> list[str]:
-        values = vars(self)
-        wrong = [name for name, row in OPTIONS.items() if not row.values.allows(values[name])]
-        sound = {**values, **{name: OPTIONS[name].neutral for name in wrong}}
-        return [
-            *(
-                f"{spelled.get(name, name)} must be {OPTIONS[name].values.words}, got "
-                f"{told(values[name])}"
-                for name in wrong
-            ),
-            *too_many(sound, spelled),
-            *not_together(sound, spelled),
-        ]
 
 
 def unserved(
     asked: Mapping[str, Any], served: Collection[str], spelled: Callable[[str], str] = str
 ) -> list[str]:
-    """Every option, of those asked for by name, that is not ``served``, as ``name=value``."""
+    """Return ``name=value``, and what enables it, for every option that is not ``served``."""
     told_of = []
     for name, value in asked.items():
         if name == LOGPROBS_MODE and value == "raw":
@@ -518,8 +441,6 @@ OPTIONS: Mapping[str, Option] = {
     for field in fields(SamplingParams)
     if field.metadata
 }
-"""The table, by name, in the order of its fields."""
+"""The rows by name, in the order of the fields."""
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
-_UNRANGED = tuple(name for name, option in OPTIONS.items() if option.values is ANYTHING)
-_SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")

@@ -1,4 +1,4 @@
-"""The names and values by which other engines mean what stands in the table."""
+"""Names and values of other engines: what they are here, and which change nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mtp_plugin.errors import SHOWN, told
-from mtp_plugin.requests.options.limits import MAX_BAD_WORD_LEN, MAX_RANGE
-from mtp_plugin.requests.options.option import Option
-from mtp_plugin.requests.options.values import is_int, is_number, plain, unwrapped
+from mtp_plugin.requests.options.option import (
+    ANYTHING,
+    MAX_BAD_WORD_LEN,
+    MAX_RANGE,
+    Option,
+    is_int,
+    is_number,
+    plain,
+    unwrapped,
+)
 
 NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
@@ -49,11 +56,10 @@ NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
 }
-"""Options of other engines alone, with the values that ask for what is done here; those of beams do
-where there are none. Outputs come whole and have their ids, asked or not."""
+"""Options that only other engines have, with the values that change nothing here."""
 
 READ_BY_NOBODY = frozenset({"pad_id"})
-"""Ids of other engines that nothing here writes, whichever they are."""
+"""Options of other engines of which any id changes nothing here."""
 
 NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
     "best_of": lambda count: is_int(count) and count == 0,
@@ -63,7 +69,7 @@ NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
     "prompt_logprobs": lambda number: number is False,
     "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
 }
-"""Values by which other engines mean that nothing is asked, beside those of the table."""
+"""Values that are neutral in other engines, in addition to those of the table."""
 
 UNSET_ELSEWHERE = frozenset(
     {
@@ -74,7 +80,7 @@ UNSET_ELSEWHERE = frozenset(
         "prompt_ignore_length",
     }
 )
-"""Options that TensorRT-LLM's parameters leave at None, and mean what is presumed here."""
+"""Options for which TensorRT-LLM's None means the default here."""
 
 WRITTEN_HERE: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
@@ -84,21 +90,46 @@ WRITTEN_HERE: Mapping[str, str] = {
     "max_length": "max_new_tokens, which counts the output alone",
     "min_length": "min_tokens",
     "num_return_sequences": "n",
-    "output_kind": "stream, whose events tell what is new",
+    "output_kind": "stream, whose events have the new tokens",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "stop_words": "stop",
     "top_logprobs": "logprobs",
 }
-"""Options of other engines and what stands for them here."""
+"""Options of other engines -> the option here."""
+
+
+def _of_the_host(name: str, about: str, *host: str, **more: Any) -> Option:
+    return Option(name, ANYTHING, about, host=host or (name,), **{"neutral": None, **more})
+
+
+HOST_OPTIONS: tuple[Option, ...] = (
+    _of_the_host(
+        "py_return_context_logits", "logits of the prompt", host_neutral=lambda flag: not flag
+    ),
+    _of_the_host(
+        "py_return_generation_logits", "logits of the output", host_neutral=lambda flag: not flag
+    ),
+    _of_the_host("py_additional_outputs", "additional outputs of the model"),
+    _of_the_host("beam_width", "beam search", "config.beam_width", "py_beam_width", neutral=1),
+    _of_the_host(
+        "beam_width_array",
+        "beam width per step",
+        "config.beam_width_array",
+        neutral=1,
+        host_neutral=lambda widths: all(width == 1 for width in widths),
+    ),
+)
+"""Options of TensorRT-LLM's requests that `SamplingParams` does not have."""
 
 
 def named_here(
     given: dict[str, Any], options: Mapping[str, Option], names: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is given under ``names``, a None under another name alone as one under ours; and what is
-    wrong with names: those that there are not, all but such as change nothing, and options that are
-    given under two with different values.
+    """Return the arguments that are fields, and the problems of all names.
+
+    A name of another engine is a problem unless its value changes nothing, and so is an option that
+    is given under two names with different values. A None under another name counts as ours.
     """
     problems = []
     for name in [name for name in given if name not in names]:
@@ -130,7 +161,7 @@ def named_here(
 
 
 def says_nothing(option: Option, value: Any) -> bool:
-    """Whether an option that is given so is as good as left out, where another name has a value."""
+    """Whether a value yields to a value that is given under another name."""
     if value is None or option.is_neutral(value):
         return True
     is_empty = isinstance(value, (list, tuple, dict, str)) and not value
@@ -138,8 +169,8 @@ def says_nothing(option: Option, value: Any) -> bool:
 
 
 def in_order(value: Any) -> Any:
-    """Lists, and those in them, as tuples of plain numbers; a text as the only one of a tuple; else
-    the value."""
+    """Convert lists, nested ones too, to tuples of plain numbers, and a string to a tuple of it;
+    return everything else unchanged."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, range):
@@ -150,7 +181,6 @@ def in_order(value: Any) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """One of a list, which may be a list or a short range itself."""
     if isinstance(value, range):
         return value if value[MAX_BAD_WORD_LEN:] else tuple(value)
     return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else plain(value)
@@ -171,8 +201,8 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def by_id(bias: Any) -> Any:
-    """A bias that has one of each id, a list or a tensor, as the mapping of those that change
-    something; all else as it is."""
+    """Convert a dense bias, a list or a tensor [V], to a mapping of the ids that are not 0; return
+    everything else unchanged."""
     try:
         values = bias.tolist() if getattr(bias, "ndim", None) == 1 else bias
         if isinstance(values, list):
@@ -185,8 +215,63 @@ def by_id(bias: Any) -> Any:
 
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
-    """What to write instead of an unknown option."""
     if name in WRITTEN_HERE:
         return f"write {WRITTEN_HERE[name]}"
     close = difflib.get_close_matches(name, [*names, *NEUTRAL_ELSEWHERE], n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(options)}"
+
+
+_SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_token_ids")
+
+
+def normalize_values(
+    given: Mapping[str, Any], options: Mapping[str, Option], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of `SamplingParams`' fields in our names and types.
+
+    Numbers become Python's own, lists become tuples, values under other engines' names move to
+    ours, and what means "not set" there becomes our default. Nothing is validated.
+
+    Returns:
+        The values, and the names of other engines under which options were given, by our name.
+    """
+    values = {name: plain(value) for name, value in given.items()}
+    spelled = _take_over_other_names(values, options)
+    for name in _SEQUENCES:
+        value = in_order(values[name])
+        values[name] = () if value is None and options[name].neutral is not None else value
+    for name, default in defaults.items():
+        value, is_neutral = values[name], NEUTRAL_TOO.get(name)
+        is_unset = value is None and name in UNSET_ELSEWHERE
+        if is_unset or (is_neutral is not None and is_neutral(value)):
+            values[name] = default
+    values["logprobs_mode"] = unwrapped(values["logprobs_mode"])
+    for name in ("logprobs", "prompt_logprobs"):
+        if values[name] is True:
+            values[name] = 1
+    if is_int(values["top_k"]) and values["top_k"] == -1:
+        values["top_k"] = 0
+    bias = by_id(values["logit_bias"])
+    if isinstance(bias, dict):
+        bias = {plain(token): plain(value) for token, value in bias.items()} or None
+    values["logit_bias"] = bias
+    for name, option in options.items():
+        value = values[name]
+        is_empty = isinstance(value, (list, tuple, dict, str)) and not value
+        if option.values is ANYTHING and is_empty:
+            values[name] = defaults[name]
+    return values, spelled
+
+
+def _take_over_other_names(values: dict[str, Any], options: Mapping[str, Option]) -> dict[str, str]:
+    spelled = {}
+    for name, option in options.items():
+        for other in option.elsewhere:
+            ours, theirs = values[name], values[other]
+            values[other] = None
+            if theirs is not None and (
+                says_nothing(option, ours) or not says_nothing(option, theirs)
+            ):
+                values[name] = theirs
+                spelled[name] = other
+    return spelled

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.requests.options import limits
+from mtp_plugin.requests import options
 
-GREEDY_BELOW = tl.constexpr(limits.GREEDY_BELOW)
+GREEDY_BELOW = tl.constexpr(options.GREEDY_BELOW)
 NO_COLUMN = tl.constexpr(2147483647)
 """Behind every column of a row."""
 CACHED = tl.constexpr("")

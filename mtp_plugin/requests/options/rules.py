@@ -1,4 +1,4 @@
-"""What values of the table may stand beside each other, and how long lists may be."""
+"""Which values of the table exclude each other, and how long lists may be."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtp_plugin.errors import told
-from mtp_plugin.requests.options.limits import (
+from mtp_plugin.requests.options.option import (
     GREEDY_BELOW,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
+    Option,
 )
 from mtp_plugin.verifications import WAYS, codes
 
 DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
     name: WAYS[name].drafts for name in codes()
 }
-"""How drafts may be drawn for what judges them; the first is presumed."""
+"""How drafts may be sampled for each verification method; the first is the default."""
 
 
 def is_greedy(values: Mapping[str, Any]) -> bool:
-    """Whether options, by name, describe greedy decoding; None or left out: not given."""
+    """Whether options, by name, describe greedy decoding; None and missing are the same."""
     given = {name: values.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     temperature = given["temperature"]
     is_cold = temperature is not None and temperature < GREEDY_BELOW
@@ -30,8 +31,29 @@ def is_greedy(values: Mapping[str, Any]) -> bool:
     return all(value is None for value in given.values())
 
 
-def too_many(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Lists, of options by name, that are longer than there is room for."""
+def problems_of(
+    values: Mapping[str, Any], options: Mapping[str, Option], spelled: Mapping[str, str]
+) -> list[str]:
+    """Return what is wrong with values by name: out of range, too many, or excluding each other.
+
+    Args:
+        spelled: names of other engines under which options were given, by our name.
+    """
+    wrong = [name for name, option in options.items() if not option.values.allows(values[name])]
+    sound = {**values, **{name: options[name].neutral for name in wrong}}
+    return [
+        *(
+            f"{spelled.get(name, name)} must be {options[name].values.words}, got "
+            f"{told(values[name])}"
+            for name in wrong
+        ),
+        *_too_many(sound, spelled),
+        *_not_together(sound, spelled),
+    ]
+
+
+def _too_many(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message per list that is longer than the limit."""
     words = len(values["bad_words"]) + len(values["bad_token_ids"])
     bias, bad = (spelled.get(name, name) for name in ("logit_bias", "bad_words"))
     for name, count, most in (
@@ -45,8 +67,8 @@ def too_many(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[
             yield f"{bad}: at most {MAX_BAD_WORD_LEN} tokens of a word are served, got {len(word)}"
 
 
-def not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """Values, of options by name, that cannot stand beside each other."""
+def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message per pair of values that exclude each other."""
     least, most = values["min_tokens"], values["max_new_tokens"]
     if most is not None and least > most:
         name = spelled.get("max_new_tokens", "max_new_tokens")
@@ -54,9 +76,9 @@ def not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Itera
     for name in ("relaxed_topk", "relaxed_delta"):
         value = values[name]
         if value is not None and not is_greedy(values):
-            yield f"{name}={told(value)} needs greedy decoding, and this draws"
+            yield f"{name}={told(value)} needs greedy decoding, and this request samples"
         if value is not None and not values["relaxed_acceptance"]:
-            yield f"{name}={told(value)} asks for what relaxed_acceptance=False declines"
+            yield f"{name}={told(value)} contradicts relaxed_acceptance=False"
     verification, drafts = values["verification"], values["draft_sampling"]
     if verification is not None and drafts is not None:
         expected = DRAFTS_OF_VERIFICATION[verification]
