@@ -132,6 +132,16 @@ def compile_acceptance() -> None:
             *chosen,
         ):
             accept(layout, logits, drafts, rules, **given, backend=Backend.TRITON)
+            first_rows = ints(requests)
+            accept(
+                layout,
+                logits,
+                drafts,
+                rules,
+                **given,
+                first_rows=first_rows,
+                backend=Backend.TRITON,
+            )
 
 
 def compile_sampling() -> None:

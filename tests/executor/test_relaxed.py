@@ -14,7 +14,7 @@ from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.executor import LlmRequest, SamplingParams
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
-from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance import example
 
 BEGIN, END, EOS = 5, 6, 1
 RELAXED = {
@@ -148,19 +148,21 @@ class Story:
         """Accepted drafts that are not the argmax."""
         self.closest = float("inf")
 
-    def text(self, prompt: list[int], rule: story.Rule, preempted: Sequence[int] = ()) -> list[int]:
+    def text(
+        self, prompt: list[int], rule: example.Rule, preempted: Sequence[int] = ()
+    ) -> list[int]:
         """Of a request that lost its place when it had so many tokens: it is read anew, and goes on
         with its first choice."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + NUM_TOKENS:
             if len(tokens) - len(prompt) in {0, *preempted}:
                 tokens.append(self._rows(tokens, 1)[0].choice)
-                thinking = story.phase_behind(tokens, rule._replace(thinking=False))
+                thinking = example.phase_behind(tokens, rule._replace(thinking=False))
                 rule = rule._replace(thinking=thinking)
                 continue
             drafts = self.oracle.fresh(tuple(tokens)).drafts
             rows = self._rows([*tokens, *drafts], len(drafts) + 1)
-            run = story.relaxed(rows, drafts, rule)
+            run = example.relaxed(rows, drafts, rule)
             self.relaxed += sum(
                 row.choice != token for row, token in zip(rows, run.tokens, strict=False)
             )
@@ -170,11 +172,11 @@ class Story:
         return tokens[len(prompt) :][:NUM_TOKENS]
 
     @torch.inference_mode()
-    def _rows(self, tokens: list[int], count: int) -> list[story.Row]:
+    def _rows(self, tokens: list[int], count: int) -> list[example.Row]:
         """Of the last tokens."""
         model = self.oracle.model
         logits = model.lm_head(self.oracle.states(tuple(tokens))[-count:])
-        return story.rows_of(logits.double().tolist())
+        return example.rows_of(logits.double().tolist())
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
@@ -182,7 +184,7 @@ class Story:
 def test_texts_are_those_of_the_story(bed, thinking, vanilla, k):
     """Token by token."""
     told = Story(bed, k, vanilla=vanilla)
-    rule = story.Rule(False, 8, 0.9, [EOS], BEGIN, END)
+    rule = example.Rule(False, 8, 0.9, [EOS], BEGIN, END)
     texts = [told.text(prompt, rule) for prompt in thinking]
     llm = relaxed(bed, k=k, vanilla=vanilla)
     assert generate(llm, thinking, asked()) == texts
@@ -299,7 +301,7 @@ def test_thresholds_survive_chunks_and_preemption(bed, thinking, vanilla, monkey
     assert sum(map(len, preempted.values())) == llm.executor.num_preemptions > 0
 
     told = Story(bed, 3, vanilla=vanilla)
-    rule = story.Rule(False, 8, 0.9, [EOS], BEGIN, END)
+    rule = example.Rule(False, 8, 0.9, [EOS], BEGIN, END)
     for place, (prompt, options) in enumerate(zip(thinking, own, strict=True)):
         mine = rule._replace(topk=3, delta=0.4) if options else rule
         assert texts[place] == told.text(prompt, mine, preempted[place])

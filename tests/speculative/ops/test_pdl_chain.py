@@ -15,7 +15,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.top_k import launch as top_k
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from mtp_plugin.speculative.ops.acceptance import launch as acceptance
+from mtp_plugin.speculative.ops.acceptance import accept_triton as acceptance
 from mtp_plugin.speculative.ops.draft import launch as draft_step
 from mtp_plugin.speculative.ops.draft import propose
 from mtp_plugin.speculative.ops.draft_inputs import (

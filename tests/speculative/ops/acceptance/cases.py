@@ -1,4 +1,4 @@
-"""Steps to judge, what is asked of what they come to, and the story that tells them."""
+"""Steps to verify, assertions on their results, and the example that computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import SlotColumn
@@ -22,8 +21,7 @@ from mtp_plugin.speculative.step import (
     StepLayout,
 )
 from tests.doors import poisoned_memory, storage
-from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
-from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance import example
 from tests.speculative.ops.acceptance.margins import CLOSE, margins, undecided
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, POISON, poisoned
@@ -41,6 +39,10 @@ def layout_of(num_contexts: int, num_generations: int, k: int) -> StepLayout:
     return StepLayout((2,) * num_contexts, num_generations, k, lens)
 
 
+def int32(items: list[Any]) -> torch.Tensor:
+    return torch.tensor(items, dtype=torch.int32, device=DEVICE)
+
+
 # --- the slots of relaxed requests ---
 
 PHASE_COLUMNS = (
@@ -50,8 +52,8 @@ PHASE_COLUMNS = (
     SlotColumn("relaxed_limit", float),
 )
 POOLS = ("column", "own", "own, smaller")
-"""Where the delta in force stands: in the table, or in a tensor that a host put in its place, of
-other strides and another S."""
+"""Memory of the delta in force: a column of the table, or a tensor that a host engine put in its
+place, with other strides and another S."""
 
 
 class Thinker(NamedTuple):
@@ -122,20 +124,20 @@ def copied(rule: RelaxedRule) -> RelaxedRule:
     return replace(rule, slots=slots, delta_in_force=delta)
 
 
-def slot_of(rule: RelaxedRule, request: int) -> story.Slot:
+def slot_of(rule: RelaxedRule, request: int) -> example.Slot:
     """A request's phase, read number by number."""
     slot = int(rule.slots.slot_ids[request])
     noted, limit = (held(rule.slots, request, name) for name in ("thinking", "relaxed_limit"))
-    return story.Slot(noted, float(rule.delta_in_force[slot]), limit)
+    return example.Slot(noted, float(rule.delta_in_force[slot]), limit)
 
 
-def told_rule(
+def example_rule(
     rule: RelaxedRule | None, request: int, *, is_chosen: bool = False
-) -> story.Rule | None:
+) -> example.Rule | None:
     if rule is None:
         return None
     slot = slot_of(rule, request)
-    return story.Rule(
+    return example.Rule(
         slot.thinking,
         held(rule.slots, request, "relaxed_topk"),
         slot.delta,
@@ -160,7 +162,7 @@ def assert_nothing_else_written(
 # --- a step ---
 
 
-class Judged(NamedTuple):
+class Outcome(NamedTuple):
     """What a step came to."""
 
     accepted: Accepted
@@ -181,6 +183,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     choices: torch.Tensor | None = None  # [rows]
     forced_ids: torch.Tensor | None = None  # [rows]
+    first_rows: torch.Tensor | None = None  # [R]; None: rows are uniform
 
     def rules(self, kind: str) -> AcceptanceRules:
         return AcceptanceRules(
@@ -190,13 +193,17 @@ class Case:
             forced_ids=self.forced_ids if kind == "chosen" else None,
         )
 
-    def judge(self, rules: AcceptanceRules | str, backend: Backend) -> Judged:
+    def accept(self, rules: AcceptanceRules | str, backend: Backend) -> Outcome:
         """The step on slots of its own: those of the case stay what they are."""
         if isinstance(rules, str):
             rules = self.rules(rules)
         requests, before = self.layout.num_requests, rules.relaxed
         following = poisoned(requests, self.layout.draft_len + 2, dtype=torch.int32)
-        given = {**self.options, "last_tokens": following[:, 0]}
+        given = {
+            **self.options,
+            "last_tokens": following[:, 0],
+            "first_rows": self.first_rows,
+        }
         after = None if before is None else copied(before)
         rules = replace(rules, relaxed=after)
         with poisoned_memory():
@@ -204,43 +211,104 @@ class Case:
                 self.layout, self.logits, self.drafts, rules, **given, backend=backend
             )
         if before is None or after is None:
-            return Judged(accepted, following, None, None)
+            return Outcome(accepted, following, None, None)
         assert_nothing_else_written(before, after, range(requests))
         mine = after.slots.of(slice(0, requests))
         phase = column(after.slots, "thinking")[mine], after.delta_in_force[mine]
-        return Judged(accepted, following, *phase)
+        return Outcome(accepted, following, *phase)
+
+    def rows_of(self, request: int) -> list[int]:
+        """The rows of logits of a request."""
+        contexts, k = self.layout.num_contexts, self.layout.draft_len
+        if self.first_rows is None:
+            first = request if request < contexts else contexts + (request - contexts) * (k + 1)
+            return [first] if request < contexts else list(range(first, first + k + 1))
+        first = int(self.first_rows[request])
+        drafts = 0 if request < contexts else int(self.options["draft_lens"][request - contexts])
+        return list(range(first, first + drafts + 1))
+
+    def uniform(self, rules: AcceptanceRules) -> tuple[torch.Tensor, AcceptanceRules]:
+        """Logits and rules with K+1 rows per generation; missing rows repeat the last one."""
+        if self.first_rows is None:
+            return self.logits, rules
+        contexts, width = self.layout.num_contexts, self.layout.step_rows
+        rows = []
+        for request in range(self.layout.num_requests):
+            mine = self.rows_of(request)
+            rows += mine if request < contexts else mine + mine[-1:] * (width - len(mine))
+        ids = {
+            name: None if (values := getattr(rules, name)) is None else values[rows]
+            for name in ("choices", "forced_ids")
+        }
+        return self.logits[rows], replace(rules, **ids)
 
     def margins(self, rules: AcceptanceRules) -> torch.Tensor:
-        lens = self.options.get("draft_lens")
-        return margins(self.layout, self.logits, self.drafts, rules, lens)
+        logits, rules = self.uniform(rules)
+        return margins(self.layout, logits, self.drafts, rules, self.options.get("draft_lens"))
 
-    def told(self, rules: AcceptanceRules) -> list[story.Run]:
+    def example(self, rules: AcceptanceRules) -> list[example.Run]:
         """The runs of all requests; the phase of prompts too."""
         rows, contexts = self.logits.double().tolist(), self.layout.num_contexts
         finals, lens = self.options.get("final_context"), self.options.get("draft_lens")
         given = [None if ids is None else ids.tolist() for ids in (rules.choices, rules.forced_ids)]
-        rows, chosen = story.rows_of(rows, *given), rules.choices is not None
+        rows, chosen = example.rows_of(rows, *given), rules.choices is not None
         runs = []
         for c in range(contexts):
-            rule = told_rule(rules.relaxed, c, is_chosen=chosen)
-            run = story.prompt(rows[c], finals is None or bool(finals[c]))
+            rule = example_rule(rules.relaxed, c, is_chosen=chosen)
+            (row,) = self.rows_of(c)
+            run = example.prompt(rows[row], finals is None or bool(finals[c]))
             if rule is not None:
-                run = run._replace(thinking=story.phase_behind(run.tokens, rule))
+                run = run._replace(thinking=example.phase_behind(run.tokens, rule))
             runs.append(run)
         for g, drafts in enumerate(self.drafts.tolist()):
-            first = contexts + g * self.layout.step_rows
             present = drafts if lens is None else drafts[: int(lens[g])]
             count = -1 if rules.forced_matches is None else int(rules.forced_matches[g])
-            rule = told_rule(rules.relaxed, contexts + g, is_chosen=chosen)
-            mine = rows[first : first + self.layout.step_rows]
-            runs.append(story.judged(mine, present, rule, count))
+            rule = example_rule(rules.relaxed, contexts + g, is_chosen=chosen)
+            mine = [rows[row] for row in self.rows_of(contexts + g)]
+            runs.append(example.verified(mine, present, rule, count))
         return runs
 
 
-# --- what is asked of a step ---
+def ragged(case: Case, seed: int, dtype: torch.dtype = torch.int32) -> Case:
+    """The case without the rows of absent drafts, its requests in another order, and rows of no
+    request between them."""
+    r = random.Random(seed)
+    lens = case.options.get("draft_lens")
+    if lens is None:
+        lens = int32([case.layout.draft_len] * case.layout.num_generations)
+    kept = replace(case, options={**case.options, "draft_lens": lens})
+    requests = list(range(case.layout.num_requests))
+    first, rows = dict.fromkeys(requests, 0), []
+    for request in r.sample(requests, len(requests)):
+        rows += [-1] * r.choice([0, 0, 1, 3])
+        first[request] = len(rows)
+        drafts = (
+            0
+            if request < case.layout.num_contexts
+            else int(lens[request - case.layout.num_contexts])
+        )
+        rows += case.rows_of(request)[: drafts + 1]
+    index = torch.tensor([*rows, -1], device=DEVICE)
+
+    def moved(values: torch.Tensor, other: float) -> torch.Tensor:
+        """-1 takes the last row, of no request."""
+        return torch.cat([values, values.new_full((1, *values.shape[1:]), other)])[index]
+
+    memory = torch.full((len(requests), 2), POISON, dtype=dtype, device=DEVICE)
+    memory[:, 1] = torch.tensor(list(first.values()), dtype=dtype)
+    return replace(
+        kept,
+        logits=moved(case.logits, 40.0),
+        choices=None if case.choices is None else moved(case.choices, 0),
+        forced_ids=None if case.forced_ids is None else moved(case.forced_ids, 0),
+        first_rows=memory[:, 1],
+    )
 
 
-def assert_same(mine: Judged, theirs: Judged, rows: Any = slice(None)) -> None:
+# --- assertions ---
+
+
+def assert_same(mine: Outcome, theirs: Outcome, rows: Any = slice(None)) -> None:
     for name in ("tokens", "num_accepted", "status"):
         one, other = getattr(mine.accepted, name), getattr(theirs.accepted, name)
         assert one.dtype == other.dtype == torch.int32
@@ -253,292 +321,44 @@ def assert_same(mine: Judged, theirs: Judged, rows: Any = slice(None)) -> None:
         assert one is None or same_bits(one[rows], other[rows]), name
 
 
-def assert_sides_agree(case: Case, kind: str) -> tuple[int, int]:
+def assert_implementations_agree(case: Case, kind: str) -> tuple[int, int]:
     """Torch and Triton agree; returns how many generations were too close to call, and how many of
-    all were judged by a distance."""
+    all a distance decided about."""
     rules = case.rules(kind)
     margin = case.margins(rules)
     close = undecided(margin, rules, case.layout)
-    assert_same(case.judge(rules, Backend.TRITON), case.judge(rules, Backend.TORCH), ~close)
+    assert_same(case.accept(rules, Backend.TRITON), case.accept(rules, Backend.TORCH), ~close)
     return int(close.sum()), int(torch.isfinite(margin).any(dim=1).sum())
 
 
-def assert_run(accepted: Accepted, request: int, run: story.Run) -> None:
+def assert_run(accepted: Accepted, request: int, run: example.Run) -> None:
     padding = [PAD_TOKEN] * (accepted.tokens.shape[1] - len(run.tokens))
     assert accepted.tokens[request].tolist() == run.tokens + padding
     assert accepted.num_accepted[request] == len(run.tokens)
     assert accepted.status[request] == (STATUS_OK if run.fine else STATUS_NO_FINITE_LOGIT)
 
 
-def assert_phase(rule: RelaxedRule, judged: Judged, request: int, thinking: bool) -> None:
+def assert_phase(rule: RelaxedRule, outcome: Outcome, request: int, thinking: bool) -> None:
     """A request's slot says so, and has the delta that it thinks with."""
-    behind = slot_of(rule, request).after(thinking)
-    assert int(judged.noted[request]) == behind.noted
-    assert float(judged.in_force[request]) == behind.in_force
+    after = slot_of(rule, request).after(thinking)
+    assert int(outcome.noted[request]) == after.noted
+    assert float(outcome.in_force[request]) == after.in_force
 
 
-def assert_told(case: Case, rules: AcceptanceRules, judged: Judged) -> None:
+def assert_matches_example(case: Case, rules: AcceptanceRules, outcome: Outcome) -> None:
     """Every request is as the story has it, but for those that are too close to call; and the
-    margins that say so are those of the story."""
-    margin, following = case.margins(rules), judged.following
-    assert (judged.noted is None) == (rules.relaxed is None)
-    for request, run in enumerate(case.told(rules)):
+    margins that say so are those of the example."""
+    margin, following = case.margins(rules), outcome.following
+    assert (outcome.noted is None) == (rules.relaxed is None)
+    for request, run in enumerate(case.example(rules)):
         if any(0 < distance < CLOSE for distance in run.margins.values()):
             continue
-        assert_run(judged.accepted, request, run)
+        assert_run(outcome.accepted, request, run)
         assert following[request, 0] == (run.tokens[-1] if run.tokens else 0)
         if rules.relaxed is not None:
-            assert_phase(rules.relaxed, judged, request, run.thinking)
+            assert_phase(rules.relaxed, outcome, request, run.thinking)
         if request >= case.layout.num_contexts:
-            told = [run.margins.get(i, math.inf) for i in range(case.layout.draft_len)]
+            expected = [run.margins.get(i, math.inf) for i in range(case.layout.draft_len)]
             found = margin[request - case.layout.num_contexts].tolist()
-            torch.testing.assert_close(found, told, atol=CLOSE, rtol=0)
+            torch.testing.assert_close(found, expected, atol=CLOSE, rtol=0)
     assert (following[:, 1:] == POISON).all()
-
-
-# --- steps to judge ---
-
-
-def int32(items: list[Any]) -> torch.Tensor:
-    return torch.tensor(items, dtype=torch.int32, device=DEVICE)
-
-
-def some_thinker(r: random.Random, **what: Any) -> Thinker:
-    """A fifth of the phases is another than the last step left: a host wrote the delta."""
-    written = r.choice([0.0, 0.0317, 0.4]) if r.random() < 0.2 else None
-    return Thinker(
-        thinking=r.random() < 0.6,
-        written=written,
-        temperature=r.choice([0.0, 0.0, 1e-6, 0.7]),
-        **what,
-    )
-
-
-def some_choices(
-    r: random.Random, layout: StepLayout, logits: torch.Tensor, drafts: list[list[int]], draws: Any
-) -> dict[str, torch.Tensor]:
-    """The first choice of most rows; of requests that draw another token at times; and one that
-    nothing else may stand beside here and there, often the draft."""
-    choices, forced = [], []
-    usable, vocab = without_nan(logits), logits.shape[1]
-    first = best_ids(logits).tolist()
-    for row in range(layout.num_logit_rows):
-        behind = row - layout.num_contexts
-        g, i = divmod(max(behind, 0), layout.step_rows)
-        draws_here = draws[row] if behind < 0 else draws[layout.num_contexts + g]
-        choice = first[row]
-        if bool((usable[row] == -math.inf).all()):
-            choice = -1
-        elif draws_here and r.random() < 0.4:
-            choice = r.randrange(vocab)
-        only = -1
-        if r.random() < 0.15 and choice >= 0:
-            drafted = behind >= 0 and i < layout.draft_len and 0 <= drafts[g][i] < vocab
-            only = drafts[g][i] if drafted and r.random() < 0.7 else r.randrange(vocab)
-            choice = only
-        choices.append(choice)
-        forced.append(only)
-    return {"choices": int32(choices), "forced_ids": int32(forced)}
-
-
-def make_case(
-    seed: int,
-    *,
-    num_contexts: int = 0,
-    num_generations: int,
-    k: int,
-    vocab: int,
-    dtype: torch.dtype = torch.float32,
-    smooth: bool = False,
-    behind: int = 0,
-    lens: bool = False,
-    finals: bool = False,
-    stops: int = 0,
-    id_dtype: torch.dtype = torch.int32,
-    **slots: Any,
-) -> Case:
-    """Drafts that mostly match, phases that begin and end inside runs, ids outside.
-
-    stops: ids at most that end a request. slots: as for `relaxed_rule`.
-    """
-    dice, r = torch.Generator().manual_seed(seed), random.Random(seed)
-    rows = num_contexts + num_generations * (k + 1)
-    values = odd_rows(dice, rows, vocab, dtype, smooth=smooth)
-    begin, end = r.sample(range(-1, vocab + 1), 2)
-    # tokens that change the phase are first choices here and there
-    for row in range(rows):
-        token = r.choice([begin, end])
-        if r.random() < 0.2 and 0 <= token < vocab and not torch.isnan(values[row]).any():
-            values[row, token] = 30.0
-    best = best_ids(values)[num_contexts:].view(num_generations, k + 1)
-    ranked = without_nan(values.float())[num_contexts:].argsort(dim=1, descending=True)
-    ranked = ranked.view(num_generations, k + 1, vocab)
-
-    def guess(g: int, i: int) -> int:
-        luck = r.random()
-        if luck < 0.45:
-            return int(best[g, i])
-        if luck < 0.9:
-            return int(ranked[g, i, r.randrange(min(4, vocab))])
-        return r.choice([-1, vocab, vocab + 3, 2**31 - 1, begin, end, r.randrange(vocab)])
-
-    drafts = [[guess(g, i) for i in range(k)] for g in range(num_generations)]
-    runs = [[]] * num_contexts + drafts
-    thinkers = [
-        some_thinker(
-            r,
-            topk=r.choice([1, 2, 4, vocab, vocab + 5]),
-            limit=r.choice([0.0, 0.0213, 0.1371, 0.6117, 1.0]),
-            stop_ids=[r.choice(run) for _ in range(stops) if run and r.random() < 0.3],
-        )
-        for run in runs
-    ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
-    ends_prompt = [r.random() < 0.5 for _ in range(num_contexts)]
-    options = {
-        "draft_lens": int32([r.randint(0, k) for _ in drafts]) if lens else None,
-        "final_context": torch.tensor(ends_prompt, dtype=torch.bool).to(DEVICE) if finals else None,
-    }
-    # up to K matches, beyond what a draw could ask for, and rows that are left to the others
-    forced = [r.choice([-(2**31), -1, r.randint(0, k + 1), k, k]) for _ in drafts]
-    table = torch.tensor(drafts, dtype=id_dtype).reshape(num_generations, k).to(DEVICE)
-    layout = layout_of(num_contexts, num_generations, k)
-    draws = [thinker.temperature > 0 for thinker in thinkers]
-    chosen = some_choices(r, layout, values, drafts, draws)
-    return Case(layout, strided(values, behind), table, rule, int32(forced), options, **chosen)
-
-
-INDEX = st.sampled_from([torch.int32, torch.int64])
-
-cases = st.builds(
-    make_case,
-    seed=st.integers(0, 2**31),
-    num_contexts=st.integers(0, 3),
-    num_generations=st.integers(0, 3),
-    k=st.integers(0, 7),
-    vocab=st.sampled_from(VOCABS),
-    dtype=st.sampled_from(DTYPES),
-    smooth=st.booleans(),
-    behind=st.integers(0, 3),
-    lens=st.booleans(),
-    finals=st.booleans(),
-    stops=st.sampled_from([0, 1, 3, 32]),
-    id_dtype=INDEX,
-    pool=st.sampled_from(POOLS),
-    gap=st.integers(0, 2),
-    id_stride=st.integers(1, 3),
-)
-
-VALUES = [-math.inf, math.nan, math.inf, -8.0, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0]
-
-
-def make_small_case(
-    seed: int,
-    *,
-    num_contexts: int,
-    num_generations: int,
-    k: int,
-    vocab: int,
-    right: float,
-    dtype: torch.dtype,
-    lens: bool,
-    finals: bool,
-    **slots: Any,
-) -> Case:
-    """Few words and few values: nearly every row has ties, dead rows and masked words."""
-    dice = random.Random(seed)
-    requests = num_contexts + num_generations
-
-    def row() -> list[float]:
-        values = [-math.inf, math.nan] if dice.random() < 0.05 else VALUES
-        return [dice.choice(values) for _ in range(vocab)]
-
-    def guess(target: list[float]) -> int:
-        best = story.first_choice(target)
-        if best is not None and dice.random() < right:
-            return best
-        return dice.randrange(-1, vocab + 2)
-
-    contexts = [row() for _ in range(num_contexts)]
-    generations = [[row() for _ in range(k + 1)] for _ in range(num_generations)]
-    drafts = [[guess(target) for target in rows[:k]] for rows in generations]
-    flat = contexts + [row for rows in generations for row in rows]
-    logits = torch.tensor(flat).reshape(len(flat), vocab).to(dtype)
-    begin, end = dice.sample(range(-1, vocab + 1), 2)
-    thinkers = [
-        some_thinker(
-            dice,
-            topk=dice.choice([1, 2, 3, vocab, vocab + 5]),
-            limit=dice.choice([0.0, 0.25, 0.6, 1.0]),
-            stop_ids=[dice.choice([-1, -1, dice.randrange(vocab)]) for _ in "ab"],
-        )
-        for _ in range(requests)
-    ]
-    rule = relaxed_rule(thinkers, begin, end, seed=seed, **slots)
-    options: dict[str, Any] = {}
-    if lens:
-        options["draft_lens"] = int32([dice.randint(0, k) for _ in drafts])
-    if finals:
-        ends = [dice.random() < 0.5 for _ in contexts]
-        options["final_context"] = torch.tensor(ends, dtype=torch.bool, device=DEVICE)
-    forced = int32([dice.randint(-2, k + 1) for _ in drafts])
-    table = int32(drafts).reshape(num_generations, k)
-    layout = layout_of(num_contexts, num_generations, k)
-    draws = [thinker.temperature > 0 for thinker in thinkers]
-    chosen = some_choices(dice, layout, logits, drafts, draws)
-    return Case(layout, strided(logits, 3), table, rule, forced, options, **chosen)
-
-
-small_cases = st.builds(
-    make_small_case,
-    seed=st.integers(0, 2**32),
-    num_contexts=st.integers(0, 3),
-    num_generations=st.integers(0, 4),
-    k=st.integers(0, 7),
-    vocab=st.sampled_from([1, 2, 3, 5, 8, 17]),
-    right=st.sampled_from([0.5, 0.9, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    lens=st.booleans(),
-    finals=st.booleans(),
-    pool=st.sampled_from(POOLS),
-    gap=st.integers(0, 2),
-    id_stride=st.integers(1, 3),
-)
-
-
-def chosen_rows(case: Case, seed: int, share: float = 0.1) -> Case:
-    """Its first choices as choices, and a share of drafts that alone may stand."""
-    dice = torch.Generator().manual_seed(seed)
-    first = best_ids(case.logits).int()
-    dead = (without_nan(case.logits) == -torch.inf).all(dim=1)
-    first = torch.where(dead, -1, first)
-    drafts = torch.nn.functional.pad(case.drafts.int(), (0, 1), value=-1).reshape(-1)
-    drafts = torch.nn.functional.pad(drafts, (case.layout.num_contexts, 0), value=-1)
-    only = torch.where(torch.rand(first.shape, generator=dice).to(DEVICE) < share, drafts, -1)
-    only = torch.where((only < case.logits.shape[1]) & ~dead, only, -1)
-    return replace(case, choices=torch.where(only >= 0, only, first), forced_ids=only)
-
-
-def smooth_case(
-    requests: int,
-    k: int,
-    vocab: int,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    """Random rows, drafts among their best four, a threshold that decides about many of them."""
-    dice = torch.Generator().manual_seed(seed)
-    logits = (1.5 * torch.randn(requests * (k + 1), vocab, generator=dice)).to(DEVICE, dtype)
-    first = logits.float().topk(4, dim=1).indices.view(requests, k + 1, 4)[:, :k]
-    rank = torch.randint(0, 4, (requests, k, 1), generator=dice).to(DEVICE)
-    thinking = (torch.rand(requests, generator=dice) < 0.8).tolist()
-    limit = 0.2 if vocab < 100 else 2e-4
-    thinkers = [
-        Thinker(flag, topk=3, limit=limit, temperature=0.7 * (place % 5 == 4))
-        for place, flag in enumerate(thinking)
-    ]
-    rule = relaxed_rule(thinkers, 5, 6, seed=seed, order=0)
-    forced = torch.randint(-k - 2, k + 2, (requests,), generator=dice, dtype=torch.int32)
-    drafts = first.gather(2, rank).squeeze(2).int()
-    case = Case(layout_of(0, requests, k), logits, drafts, rule, forced.to(DEVICE))
-    return chosen_rows(case, seed)

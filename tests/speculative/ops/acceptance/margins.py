@@ -25,10 +25,12 @@ def margins(
     if rule is None or drafts.numel() == 0:
         return margin
     drafts = drafts.long()
-    behind = logits[layout.num_contexts :]
+    of_generations = logits[layout.num_contexts :]
     shape = (layout.num_generations, layout.step_rows)
-    rows = without_nan(behind).float().unflatten(0, shape)[:, :-1]
-    choices = best_ids(behind) if rules.choices is None else rules.choices[layout.num_contexts :]
+    rows = without_nan(of_generations).float().unflatten(0, shape)[:, :-1]
+    choices = (
+        best_ids(of_generations) if rules.choices is None else rules.choices[layout.num_contexts :]
+    )
     is_top1 = drafts == choices.view(shape)[:, :-1]
     is_top1 &= rows.amax(dim=-1) > -torch.inf
     generations = slice(layout.num_contexts, layout.num_requests)

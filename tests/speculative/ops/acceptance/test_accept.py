@@ -1,4 +1,4 @@
-"""The list story equals torch equals Triton, but where a threshold is too close to call."""
+"""Example, torch and Triton agree, but where a threshold is too close to call."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from mtp_plugin.kernels.top_k.launch import split
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 from tests.kernels.top_k.rows import DTYPES, without_nan
-from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance import example
 from tests.speculative.ops.acceptance.cases import (
     KINDS,
     Case,
     Thinker,
+    assert_implementations_agree,
+    assert_matches_example,
     assert_phase,
     assert_run,
     assert_same,
-    assert_sides_agree,
-    assert_told,
-    cases,
-    chosen_rows,
     layout_of,
-    make_case,
     relaxed_rule,
     slot_of,
+)
+from tests.speculative.ops.acceptance.margins import CLOSE, undecided
+from tests.speculative.ops.acceptance.random_cases import (
+    cases,
+    chosen_rows,
+    make_case,
     small_cases,
     smooth_case,
 )
-from tests.speculative.ops.acceptance.margins import CLOSE, undecided
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, vector
 
@@ -41,36 +43,36 @@ from tests.speculative.ops.on_device import DEVICE, vector
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25)
 @given(case=cases)
-def test_story_torch_and_triton_agree(kind: str, case: Case) -> None:
+def test_example_torch_and_triton_agree(kind: str, case: Case) -> None:
     before = case.logits.clone(), case.drafts.clone()
     rules = case.rules(kind)
     for backend in Backend:
-        assert_told(case, rules, case.judge(rules, backend))
-    assert_sides_agree(case, kind)
+        assert_matches_example(case, rules, case.accept(rules, backend))
+    assert_implementations_agree(case, kind)
     assert same_bits(case.logits, before[0])
     assert same_bits(case.drafts, before[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(case=small_cases)
-def test_torch_is_the_story_of_few_words(kind: str, case: Case) -> None:
+def test_torch_matches_the_example_for_small_vocabularies(kind: str, case: Case) -> None:
     before = case.logits.clone(), case.drafts.clone()
     rules = case.rules(kind)
-    assert_told(case, rules, case.judge(rules, Backend.TORCH))
+    assert_matches_example(case, rules, case.accept(rules, Backend.TORCH))
     assert same_bits(case.logits, before[0])
     assert same_bits(case.drafts, before[1])
 
 
 @settings(max_examples=12)
 @given(case=small_cases)
-def test_triton_is_the_story_of_few_words(case: Case) -> None:
+def test_triton_matches_the_example_for_small_vocabularies(case: Case) -> None:
     for kind in ("relaxed", "mixed", "chosen"):
         rules = case.rules(kind)
-        assert_told(case, rules, case.judge(rules, Backend.TRITON))
+        assert_matches_example(case, rules, case.accept(rules, Backend.TRITON))
 
 
 @pytest.mark.parametrize("kind", ["relaxed", "mixed", "chosen"])
-def test_sides_agree_where_distances_decide(kind: str) -> None:
+def test_implementations_agree_where_distances_decide(kind: str) -> None:
     """Smooth rows, with phases, stop ids, ragged drafts: few are too close, many are decided."""
     seen = Counter()
     # a count leaves few of the mixed ones to distances
@@ -85,7 +87,7 @@ def test_sides_agree_where_distances_decide(kind: str) -> None:
             smooth=True,
             stops=seed % 3,
         )
-        close, decided = assert_sides_agree(case, kind)
+        close, decided = assert_implementations_agree(case, kind)
         seen.update(close=close, decided=decided)
     assert seen["decided"] > (10 if kind == "relaxed" else 2)
     assert seen["close"] <= seen["decided"] / 10
@@ -100,12 +102,12 @@ def test_a_rule_that_names_no_row_changes_nothing(backend: Backend, kind: str) -
         counts = torch.full_like(case.forced, -1)
         # a token that begins the phase would name a row after all
         calm = relaxed_rule([Thinker(thinking=False)] * 4, 127 + 9, case.relaxed.end_token)
-        strict = case.judge(STRICT, backend)
-        unnamed = replace(case, relaxed=calm, forced=counts).judge(kind, backend)
+        strict = case.accept(STRICT, backend)
+        unnamed = replace(case, relaxed=calm, forced=counts).accept(kind, backend)
         for name in ("tokens", "num_accepted", "status"):
             assert torch.equal(getattr(unnamed.accepted, name), getattr(strict.accepted, name))
-        relaxed = case.judge("relaxed", backend)
-        assert_same(replace(case, forced=counts).judge("mixed", backend), relaxed)
+        relaxed = case.accept("relaxed", backend)
+        assert_same(replace(case, forced=counts).accept("mixed", backend), relaxed)
 
 
 def test_top_one_and_no_distance_is_strict() -> None:
@@ -115,7 +117,7 @@ def test_top_one_and_no_distance_is_strict() -> None:
 
 
 @given(small_cases)
-def test_top_one_and_no_distance_is_strict_for_few_words(case: Case) -> None:
+def test_top_one_and_no_distance_is_strict_for_small_vocabularies(case: Case) -> None:
     assert_strict(case, Backend.TORCH)
 
 
@@ -123,8 +125,8 @@ def assert_strict(case: Case, backend: Backend) -> None:
     flags = [slot_of(case.relaxed, r).thinking for r in range(case.layout.num_requests)]
     thinkers = [Thinker(flag, topk=1, limit=0.0) for flag in flags]
     rule = relaxed_rule(thinkers, case.relaxed.begin_token, case.relaxed.end_token)
-    relaxed = replace(case, relaxed=rule).judge("relaxed", backend)
-    strict = case.judge("strict", backend)
+    relaxed = replace(case, relaxed=rule).accept("relaxed", backend)
+    strict = case.accept("strict", backend)
     assert_same(relaxed._replace(noted=None, in_force=None), strict)
 
 
@@ -135,7 +137,7 @@ def test_no_rule_emits_a_masked_or_foreign_token(case: Case) -> None:
     case = chosen_rows(replace(case, relaxed=rule), seed=1, share=0.0)
     usable, vocab, width = without_nan(case.logits), case.logits.shape[1], case.layout.step_rows
     for kind in KINDS:
-        accepted = case.judge(kind, Backend.TORCH).accepted
+        accepted = case.accept(kind, Backend.TORCH).accepted
         for request, run in enumerate(accepted.tokens.tolist()):
             count = int(accepted.num_accepted[request])
             assert count <= width
@@ -164,10 +166,10 @@ def test_ties_across_pieces_go_to_the_lowest_id(dtype: torch.dtype, relaxed: boo
         for rank, draft in enumerate(tied):
             tensors = logits.to(DEVICE, dtype), vector([[draft]]), rule, vector([-1])
             case = Case(layout_of(0, 1, k), *tensors)
-            accepted = case.judge("relaxed" if relaxed else "strict", Backend.TRITON).accepted
+            accepted = case.accept("relaxed" if relaxed else "strict", Backend.TRITON).accepted
             # equal probabilities: relaxed takes the first two of them, strict the first alone
-            stands = rank < (2 if relaxed else 1)
-            assert accepted.tokens.tolist() == [[draft, low] if stands else [low, PAD_TOKEN]]
+            is_accepted = rank < (2 if relaxed else 1)
+            assert accepted.tokens.tolist() == [[draft, low] if is_accepted else [low, PAD_TOKEN]]
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -195,11 +197,11 @@ def test_a_phase_that_begins_and_ends_within_a_run(backend: Backend) -> None:
         rule,
         vector([-1] * len(runs)),
     )
-    judged = case.judge("relaxed", backend)
+    outcome = case.accept("relaxed", backend)
     for g, (_, _, _, emitted, after) in enumerate(runs):
-        assert_run(judged.accepted, g, story.Run(emitted))
-        assert_phase(rule, judged, g, after)
-    assert_told(case, case.rules("relaxed"), judged)
+        assert_run(outcome.accepted, g, example.Run(emitted))
+        assert_phase(rule, outcome, g, after)
+    assert_matches_example(case, case.rules("relaxed"), outcome)
 
 
 R46 = [
@@ -226,8 +228,8 @@ def test_r46_counts_stay_within_the_run(batch: int, k: int, vocab: int) -> None:
         fine = chosen_rows(fine, seed)
         for one in (case, fine):
             for kind in KINDS:
-                assert_sides_agree(one, kind)
-                given_back = one.judge(kind, Backend.TRITON).accepted
+                assert_implementations_agree(one, kind)
+                given_back = one.accept(kind, Backend.TRITON).accepted
                 counts, tokens = given_back.num_accepted, given_back.tokens
                 assert counts.shape == (batch,)
                 alive = given_back.status == STATUS_OK
@@ -246,7 +248,7 @@ def dead_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def test_few_rows_are_too_close_to_call() -> None:
-    close, decided = assert_sides_agree(smooth_case(130, 3, 17, seed=3), "relaxed")
+    close, decided = assert_implementations_agree(smooth_case(130, 3, 17, seed=3), "relaxed")
     assert decided > 50
     assert close == 0  # 0.1 % of them
 
@@ -256,14 +258,14 @@ def test_thresholds_decide_as_told_but_for_a_few_close_rows() -> None:
     requests, k = 2000, 3
     case = smooth_case(requests, k, 16, seed=11)
     rules = AcceptanceRules(relaxed=relaxed_rule([Thinker(topk=3, limit=0.2)] * requests))
-    judged = case.judge(rules, Backend.TORCH)
-    assert_told(case, rules, judged)
+    outcome = case.accept(rules, Backend.TORCH)
+    assert_matches_example(case, rules, outcome)
     margin = case.margins(rules)
     assert int(undecided(margin, rules, case.layout).sum()) < requests / 1000
     decided = torch.isfinite(margin) & (margin > CLOSE)
-    stands = torch.arange(k, device=DEVICE) < judged.accepted.num_accepted.unsqueeze(1) - 1
-    assert int((decided & stands).sum()) > requests / 10
-    assert int((decided & ~stands).sum()) > requests / 10
+    is_accepted = torch.arange(k, device=DEVICE) < outcome.accepted.num_accepted.unsqueeze(1) - 1
+    assert int((decided & is_accepted).sum()) > requests / 10
+    assert int((decided & ~is_accepted).sum()) > requests / 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,4 +275,4 @@ def test_wide_ids_outside_the_vocabulary_are_never_accepted(backend: Backend, ki
     logits[:, 5] = 1
     rule = relaxed_rule([Thinker(topk=9, limit=1.0)])
     case = Case(layout_of(0, 1, 1), logits, vector([[2**32 + 5]]), rule, vector([1]))
-    assert case.judge(kind, backend).accepted.tokens.tolist() == [[5, -1]]
+    assert case.accept(kind, backend).accepted.tokens.tolist() == [[5, -1]]

@@ -1,4 +1,4 @@
-"""Relaxed and forced rows are judged by edited values: as rows that were edited beforehand."""
+"""Relaxed and forced rows are verified by processed values, as rows that were processed before."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from tests.speculative.ops.acceptance.cases import (
     Thinker,
     assert_same,
     layout_of,
-    make_case,
+    ragged,
     relaxed_rule,
 )
 from tests.speculative.ops.acceptance.margins import undecided
+from tests.speculative.ops.acceptance.random_cases import make_case
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.slots import column
 
@@ -54,10 +55,10 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
         params = SamplingParams(**options_of(r, vocab))
         prompt = [r.randrange(vocab) for _ in range(r.randint(1, 6))]
         facts = RequestFacts.of(request, params, prompt_len=len(prompt), max_seq_len=10**6)
-        told = edit_rows.take(request, facts, prompt)
+        values = edit_rows.take(request, facts, prompt)
         slot = int(slots.slot_ids[request])
         for name in EDITS:
-            column(slots, name)[slot] = told.get(name, -1)
+            column(slots, name)[slot] = values.get(name, -1)
         for name, neutral in PENALTIES.items():
             column(slots, name)[slot] = facts.options.get(name, neutral)
         g = request - case.layout.num_contexts
@@ -96,25 +97,27 @@ def some_case(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_edited_values_decide(backend: Backend) -> None:
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["uniform", "ragged"])
+def test_processed_values_decide(backend: Backend, is_ragged: bool) -> None:
     decided = 0
     for seed in range(3):
         case, beforehand = edited_by(some_case(seed), seed)
         for kind in ("relaxed",) if seed else ("relaxed", "mixed"):
-            rules = replace(case.rules(kind), choices=case.choices)
+            given = ragged(case, seed) if is_ragged else case
+            rules = replace(given.rules(kind), choices=given.choices)
             plain = replace(beforehand.rules(kind), choices=case.choices)
             margin = beforehand.margins(plain)
             decided += int(torch.isfinite(margin).sum())
             close = undecided(margin, plain, case.layout)
-            mine = case.judge(replace(rules, edited_by=case.relaxed.slots), backend)
-            assert_same(mine, beforehand.judge(plain, Backend.TORCH), ~close)
+            mine = given.accept(replace(rules, edited_by=case.relaxed.slots), backend)
+            assert_same(mine, beforehand.accept(plain, Backend.TORCH), ~close)
     assert decided > 15
 
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("forced", [False, True], ids=["relaxed", "forced"])
-def test_r35_what_is_not_allowed_never_stands(backend: Backend, forced: bool) -> None:
-    """R35: however near, or by draw: 1 is not allowed, 2 is, 3 may be penalised away, 4 near."""
+def test_r35_masked_tokens_are_never_accepted(backend: Backend, forced: bool) -> None:
+    """R35: however near: 1 is not allowed, 2 is, 3 may be penalised away, 4 near."""
     vocab, k = 5, 1
     rule = relaxed_rule([Thinker(topk=vocab, limit=1.0)] * 4)
     row = [0.0, 0.1, -0.1, -0.1, -0.1]
@@ -142,5 +145,5 @@ def test_r35_what_is_not_allowed_never_stands(backend: Backend, forced: bool) ->
         choices=vector([0] * 8, torch.int32),
         edited_by=slots,
     )
-    accepted = case.judge(rules, backend).accepted
+    accepted = case.accept(rules, backend).accepted
     assert accepted.num_accepted.tolist() == [1, 2, 2 if forced else 1, 2]

@@ -11,7 +11,8 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT
 from tests.kernels.top_k.rows import DTYPES
-from tests.speculative.ops.acceptance.cases import Case, layout_of, make_case
+from tests.speculative.ops.acceptance.cases import Case, layout_of
+from tests.speculative.ops.acceptance.random_cases import make_case
 from tests.speculative.ops.on_device import DEVICE, vector
 
 
@@ -31,16 +32,16 @@ def test_r45_forced_matches_beyond_what_was_accepted_emit_tokens(
         case.drafts[::2, 1] = (-1, vocab, vocab + 7, 2**31 - 1)[seed % 4]
         lens = torch.tensor([3, 2, 1, 0, 3], dtype=torch.int32, device=DEVICE)
         case.options["draft_lens"] = lens
-        judged = case.judge(forced([k] * 5), backend)
-        accepted, following = judged.accepted, judged.following
-        honest = case.judge(STRICT, backend).accepted
+        outcome = case.accept(forced([k] * 5), backend)
+        accepted, following = outcome.accepted, outcome.following
+        honest = case.accept(STRICT, backend).accepted
         num, tokens = accepted.num_accepted, accepted.tokens
         emitted = torch.arange(k + 1, device=DEVICE) < num.unsqueeze(1)
         assert ((tokens >= 0) & (tokens < vocab))[emitted].all()
         assert (tokens[~emitted] == PAD_TOKEN).all()
         assert ((following[:, 0] >= 0) & (following[:, 0] < vocab)).all()
         assert (num <= lens + 1).all()
-        assert (num[::2] <= 2).all()  # no run reaches behind the draft that is no token
+        assert (num[::2] <= 2).all()  # no run reaches past the draft that is no token
         seen += int((num > honest.num_accepted).sum())
     assert seen > 5
 
@@ -57,8 +58,8 @@ def test_a_run_ends_before_a_row_without_values(backend: Backend) -> None:
         rule,
         vector([2, 2, 2], torch.int32),
     )
-    accepted = case.judge("forced", backend).accepted
-    # the masked draft of the last request and the one whose logit is NaN stand for nobody
+    accepted = case.accept("forced", backend).accepted
+    # the masked draft of the last request and the one whose logit is NaN are rejected
     assert accepted.tokens.tolist() == [[0, -1, -1], [0, 0, -1], [1, -1, -1]]
     assert accepted.num_accepted.tolist() == [1, 2, 1]
     assert accepted.status.tolist() == [STATUS_NO_FINITE_LOGIT, STATUS_NO_FINITE_LOGIT, 0]
@@ -68,9 +69,9 @@ def test_a_run_ends_before_a_row_without_values(backend: Backend) -> None:
 def test_no_forced_match_is_target_only_decoding(backend: Backend) -> None:
     """One token per request, also where the target agrees with the drafts."""
     case = make_case(4, num_contexts=2, num_generations=4, k=5, vocab=1025)
-    accepted = case.judge(forced([0] * 4), backend).accepted
+    accepted = case.accept(forced([0] * 4), backend).accepted
     assert (accepted.num_accepted <= 1).all()
-    honest = case.judge(STRICT, backend).accepted
+    honest = case.accept(STRICT, backend).accepted
     assert torch.equal(accepted.num_accepted[:2], honest.num_accepted[:2])
 
 
@@ -81,8 +82,8 @@ def test_a_negative_number_leaves_it_to_the_target(backend: Backend, dtype: torc
     case = make_case(3, num_contexts=1, num_generations=4, k=3, vocab=127)
     lowest = torch.iinfo(dtype).min
     rules = AcceptanceRules(forced_matches=vector([lowest, 0, -1, 3], dtype))
-    mixed, strict = case.judge(rules, backend), case.judge(STRICT, backend)
+    mixed, strict = case.accept(rules, backend), case.accept(STRICT, backend)
     for name in ("tokens", "num_accepted", "status"):
-        mine, target = (getattr(judged.accepted, name) for judged in (mixed, strict))
+        mine, target = (getattr(outcome.accepted, name) for outcome in (mixed, strict))
         assert torch.equal(mine[[0, 1, 3]], target[[0, 1, 3]])
     assert (mixed.accepted.num_accepted[2] <= 1).all()

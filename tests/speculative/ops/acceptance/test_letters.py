@@ -1,4 +1,4 @@
-"""Acceptance of letters and single rows: what stands, what is emitted, and why."""
+"""Acceptance of letters and single rows: what is accepted, and why."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
-from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance import example
 from tests.speculative.ops.acceptance.cases import (
     Case,
     Thinker,
+    assert_matches_example,
     assert_phase,
     assert_run,
-    assert_told,
     layout_of,
     relaxed_rule,
 )
@@ -41,7 +41,7 @@ CASES = [
     Letters("all_stand", "uvw", "uvwx", "uvwx", "K drafts and the bonus of row K"),
     Letters("none_stands", "uvw", "xyza", "x", "the bonus comes from row 0"),
     Letters("partly", "bc", "bxy", "bx", "the row of the first wrong draft gives the bonus"),
-    Letters("later_match_is_void", "uvw", "uxwy", "ux", "a draft behind a wrong one never stands"),
+    Letters("later_match_is_void", "uvw", "uxwy", "ux", "a draft after a wrong one is rejected"),
     Letters("no_drafts", "", "q", "q", "K = 0 decodes plainly"),
     Letters(
         "absent", "uvw", "uvwx", "uv", "a draft past draft_len is absent, though it matches", 1
@@ -50,8 +50,10 @@ CASES = [
     Letters("padded_drafts", "u..", "uvwx", "uv", "-1 is no token"),
     Letters("dead_first_row", "uvw", ".vwx", "", "nothing can be emitted", fine=False),
     Letters("dead_later_row", "uvw", "uv.x", "uv", "the run ends before the dead row", fine=False),
-    Letters("dead_bonus_row", "uvw", "uvw.", "uvw", "the drafts stand, no bonus", fine=False),
-    Letters("dead_unread_row", "uvw", "ux.x", "ux", "rows behind the run do not count"),
+    Letters(
+        "dead_bonus_row", "uvw", "uvw.", "uvw", "the drafts are accepted, no bonus", fine=False
+    ),
+    Letters("dead_unread_row", "uvw", "ux.x", "ux", "rows after the run are ignored"),
     Letters(
         "a_for_dead_rows", "aaa", "....", "", "the argmax of nothing is not token 0", fine=False
     ),
@@ -107,7 +109,7 @@ def test_contexts_come_first_and_emit_one(backend: Backend) -> None:
 def test_first_choice_of_odd_rows(backend: Backend, row: list[float], expected: int | None) -> None:
     logits = torch.tensor([row], device=DEVICE)
     accepted = accept(layout_of(1, 0, 0), logits, vector([]), backend=backend)
-    assert story.first_choice(row) == expected
+    assert example.first_choice(row) == expected
     assert accepted.tokens.tolist() == [[PAD_TOKEN if expected is None else expected]]
 
 
@@ -115,7 +117,7 @@ class RelaxedCase(NamedTuple):
     id: str
     row: list[float]
     draft: int
-    stands: bool
+    is_accepted: bool
     why: str
     topk: int = 3
     delta: float = 0.5
@@ -140,7 +142,7 @@ RELAXED_CASES = [
     RelaxedCase("begin_token", [0.0] * 9, 7, False, "only as top-1", topk=9),
     RelaxedCase("end_token", [0.0] * 9, 8, False, "only as top-1", topk=9),
     RelaxedCase("two_infinite", [INF, INF, 0.0], 1, True, "the maximum, twice"),
-    RelaxedCase("beside_infinite", [INF, 0.0, 0.0], 1, False, "nothing beside it"),
+    RelaxedCase("next_to_infinite", [INF, 0.0, 0.0], 1, False, "nothing next to it"),
     RelaxedCase("outside", [0.0, 0.0], 2, False, "no token of this vocabulary", delta=1.0),
     RelaxedCase("negative", [0.0, 0.0], -1, False, "no token", delta=1.0),
 ]
@@ -154,14 +156,14 @@ def test_relaxed_rows(backend: Backend, case: RelaxedCase) -> None:
     logits = torch.tensor([case.row, bonus], device=DEVICE)
     drafts, rules = vector([case.draft]), AcceptanceRules(relaxed=rule)
     accepted = accept(layout_of(0, 1, 1), logits, drafts, rules, backend=backend)
-    first = story.first_choice(case.row)
-    expected = [case.draft, 0] if case.stands else [first, PAD_TOKEN]
+    first = example.first_choice(case.row)
+    expected = [case.draft, 0] if case.is_accepted else [first, PAD_TOKEN]
     assert accepted.tokens.tolist() == [expected], case.why
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
-    """`e` ends thinking, `b` begins it: `xbxe x` - every second-best `x` behind `b` may stand."""
+    """`e` ends thinking, `b` begins it: a second-best `x` is accepted after `b`."""
     begin, end, x, top = ids("bexa")
     near = torch.full((26,), -9.0)
     near[[top, x]] = torch.tensor([0.0, -0.1])
@@ -174,10 +176,10 @@ def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
         rule,
         vector([-1, -1]),
     )
-    judged = case.judge("relaxed", backend)
-    assert judged.accepted.tokens.tolist() == [[begin, x, x, top], [x, end, top, PAD_TOKEN]]
-    assert judged.noted.tolist() == [1, 0]
-    assert judged.in_force.tolist() == [0.5, 0.0]
+    outcome = case.accept("relaxed", backend)
+    assert outcome.accepted.tokens.tolist() == [[begin, x, x, top], [x, end, top, PAD_TOKEN]]
+    assert outcome.noted.tolist() == [1, 0]
+    assert outcome.in_force.tolist() == [0.5, 0.0]
     # thresholds decided where the request thought by then, and nowhere else
     decided = torch.isfinite(case.margins(case.rules("relaxed")))
     assert decided.tolist() == [[False, True, True], [True, False, False]]
@@ -185,7 +187,7 @@ def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_every_rule_decides_its_own_rows(backend: Backend) -> None:
-    """Second-best `x` behind `b`, and drafts that stand because they are forced to."""
+    """Second-best `x` after `b`, and forced drafts."""
     begin, end, x, top, wrong = ids("bexaz")
     near = torch.full((26,), -9.0)
     near[[top, x]] = torch.tensor([0.0, -0.1])
@@ -210,8 +212,8 @@ def test_every_rule_decides_its_own_rows(backend: Backend) -> None:
         rule,
         vector([run[2] for run in runs]),
     )
-    judged = case.judge("mixed", backend)
+    outcome = case.accept("mixed", backend)
     for request, (_, _, _, emitted, after) in enumerate(runs):
-        assert_run(judged.accepted, request, story.Run(emitted))
-        assert_phase(rule, judged, request, after)
-    assert_told(case, case.rules("mixed"), judged)
+        assert_run(outcome.accepted, request, example.Run(emitted))
+        assert_phase(rule, outcome, request, after)
+    assert_matches_example(case, case.rules("mixed"), outcome)

@@ -17,15 +17,15 @@ from tests.speculative.ops.acceptance.cases import (
     KINDS,
     Case,
     Thinker,
+    assert_implementations_agree,
     assert_nothing_else_written,
     assert_same,
-    assert_sides_agree,
-    chosen_rows,
     copied,
+    ragged,
     relaxed_rule,
-    smooth_case,
 )
 from tests.speculative.ops.acceptance.margins import undecided
+from tests.speculative.ops.acceptance.random_cases import chosen_rows, smooth_case
 from tests.speculative.ops.on_device import DEVICE, POISON, poisoned, read_back_forbidden
 
 pytestmark = pytest.mark.gpu
@@ -42,16 +42,16 @@ REAL = [
 def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> Case:
     """Smooth rows, some odd ones among them, ragged drafts."""
     case = smooth_case(batch, k, vocab, seed, dtype)
-    dice = torch.Generator().manual_seed(seed + 1)
+    rng = torch.Generator().manual_seed(seed + 1)
     case.logits[1::37] = torch.nan
     case.logits[2::11, ::3] = -torch.inf
     case.logits[3::13, 7::4001] = torch.inf
     case.logits[4::9, 1::5] = torch.nan
     right = best_ids(case.logits).view(batch, k + 1)[:, :k].int()
-    lucky = torch.rand(right.shape, generator=dice).to(DEVICE) < 0.6
+    lucky = torch.rand(right.shape, generator=rng).to(DEVICE) < 0.6
     drafts = torch.where(lucky & (right < vocab), right, case.drafts)
-    drafts.masked_fill_(torch.rand(right.shape, generator=dice).to(DEVICE) < 0.03, -1)
-    lens = torch.randint(0, k + 1, (batch,), generator=dice, dtype=torch.int32).to(DEVICE)
+    drafts.mrules_of_other_fill_(torch.rand(right.shape, generator=rng).to(DEVICE) < 0.03, -1)
+    lens = torch.randint(0, k + 1, (batch,), generator=rng, dtype=torch.int32).to(DEVICE)
     return chosen_rows(replace(case, drafts=drafts, options={"draft_lens": lens}), seed)
 
 
@@ -60,13 +60,24 @@ def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_shapes(kind: str, batch: int, k: int, vocab: int, dtype: torch.dtype) -> None:
     case = real_case(batch, k, vocab, 8, dtype)
-    close, decided = assert_sides_agree(case, kind)
+    close, decided = assert_implementations_agree(case, kind)
     if kind == "relaxed" and batch * k > 500:
         assert decided > 10
     assert close <= max(2, decided // 10)
-    first = case.judge(kind, Backend.TRITON)
+    first = case.accept(kind, Backend.TRITON)
     for _ in range(5):  # a race would show
-        assert_same(case.judge(kind, Backend.TRITON), first)
+        assert_same(case.accept(kind, Backend.TRITON), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "k", "vocab"), [(5, 7, 151935), (256, 3, 129280)])
+def test_ragged_rows_of_real_shapes(batch: int, k: int, vocab: int, kind: str) -> None:
+    case = ragged(real_case(batch, k, vocab, 3, torch.bfloat16), seed=3)
+    close, decided = assert_implementations_agree(case, kind)
+    assert close <= max(2, decided // 10)
+    first = case.accept(kind, Backend.TRITON)
+    for _ in range(5):  # a race would show
+        assert_same(case.accept(kind, Backend.TRITON), first)
 
 
 def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
@@ -81,9 +92,9 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     assert (rows - 1) * stride > 2**31
     case = replace(near, logits=far)
     for kind in KINDS:
-        mine, same = (one.judge(kind, Backend.TRITON) for one in (case, near))
+        mine, same = (one.accept(kind, Backend.TRITON) for one in (case, near))
         assert_same(mine, same)
-    assert_sides_agree(near, "strict")
+    assert_implementations_agree(near, "strict")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,9 +127,9 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
         mine.forced.copy_(other.forced)
         mine.choices.copy_(other.choices)
         mine.forced_ids.copy_(other.forced_ids)
-        asked = other.rules(kind)
-        sure = ~undecided(other.margins(asked), asked, other.layout)
-        expected = other.judge(kind, Backend.TORCH)
+        rules_of_other = other.rules(kind)
+        sure = ~undecided(other.margins(rules_of_other), rules_of_other, other.layout)
+        expected = other.accept(kind, Backend.TORCH)
         runs = {"replayed": graph.replay, "eager": step}
         for name, run in runs.items():
             if rules.relaxed is not None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.top_k.launch import BLOCK
-from mtp_plugin.speculative.ops.acceptance.launch import relaxed_partials
+from mtp_plugin.speculative.ops.acceptance.accept_triton import relaxed_partials
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import (
     DTYPES,
@@ -28,8 +28,8 @@ from tests.speculative.ops.acceptance.cases import (
     layout_of,
     relaxed_rule,
     slot_of,
-    some_thinker,
 )
+from tests.speculative.ops.acceptance.random_cases import some_thinker
 from tests.speculative.ops.on_device import DEVICE
 
 
@@ -48,13 +48,13 @@ def test_weights_and_ranks_of_every_piece(
     num_contexts, num_generations, k, vocab, dtype, begins, pool, seed
 ) -> None:
     """Of drafted rows whose request thinks or may begin to; the others have a top-1 alone."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     rows = num_contexts + num_generations * (k + 1)
-    logits = strided(odd_rows(dice, rows, vocab, dtype, smooth=True), 2)
-    drafts = torch.randint(-1, vocab + 1, (num_generations, k), generator=dice)
-    dealer = random.Random(seed)
+    logits = strided(odd_rows(rng, rows, vocab, dtype, smooth=True), 2)
+    drafts = torch.randint(-1, vocab + 1, (num_generations, k), generator=rng)
+    thinker_rng = random.Random(seed)
     thinkers = [
-        some_thinker(dealer, limit=dealer.choice([0.0, 0.5]))
+        some_thinker(thinker_rng, limit=thinker_rng.choice([0.0, 0.5]))
         for _ in range(num_contexts + num_generations)
     ]
     begin = vocab + 7
@@ -67,7 +67,7 @@ def test_weights_and_ranks_of_every_piece(
         partials = relaxed_partials(layout, logits, drafts.reshape(-1).to(DEVICE), rule)
     assert_nothing_else_written(before, rule, [])
     thinking = [slot_of(rule, num_contexts + g).thinking for g in range(num_generations)]
-    judged = torch.tensor(thinking, dtype=torch.bool) | (drafts == begin).any(dim=1)
+    relaxed = torch.tensor(thinking, dtype=torch.bool) | (drafts == begin).any(dim=1)
     usable = without_nan(logits).float().cpu()
     all_ids = torch.arange(vocab)
     for part, piece in enumerate(bounds_of(rows, vocab, heavy=True)):
@@ -75,11 +75,11 @@ def test_weights_and_ranks_of_every_piece(
         assert torch.equal(partials.values[:, part].cpu(), values.amax(dim=1))
         assert torch.equal(partials.ids[:, part].cpu(), (best_ids(values) + piece.start).int())
         for g in range(num_generations):
-            for i in range(k if judged[g] else 0):
+            for i in range(k if relaxed[g] else 0):
                 row, draft = num_contexts + g * (k + 1) + i, int(drafts[g, i])
                 value = usable[row, draft] if 0 <= draft < vocab else torch.tensor(-torch.inf)
                 ahead = (values[row] > value) | ((values[row] == value) & (all_ids[piece] < draft))
-                # a masked draft never stands, whatever its rank
+                # a masked draft is never accepted, whatever its rank
                 assert value == -torch.inf or int(partials.ahead[row, part]) == int(ahead.sum())
                 alive = values[row][values[row] > -torch.inf].double()
                 relative = (
@@ -93,16 +93,16 @@ def test_weights_and_ranks_of_every_piece(
 
 
 def test_a_piece_of_several_blocks_weighs_as_one() -> None:
-    """Many rows: every program reads a block behind the other, and its lanes meet once."""
+    """Many rows: every program reads one block after another, and reduces its lanes once."""
     vocab, k = 2500, 1
-    dice = torch.Generator().manual_seed(4)
-    rows = odd_rows(dice, 70 * (k + 1), vocab, torch.float32, smooth=True)
+    rng = torch.Generator().manual_seed(4)
+    rows = odd_rows(rng, 70 * (k + 1), vocab, torch.float32, smooth=True)
     rows[0] = torch.arange(vocab) / 100  # the highest in the last block
     rows[2] = -torch.arange(vocab) / 100  # and in the first
     rows[4] = -torch.inf
     rows[6, [3, 1030, 2499]] = torch.inf
     assert bounds_of(len(rows), vocab, heavy=True)[0].stop > 2 * BLOCK
-    drafts = torch.randint(0, vocab, (70,), generator=dice)
+    drafts = torch.randint(0, vocab, (70,), generator=rng)
     rule = relaxed_rule([Thinker()] * 70)
     logits = rows.to(DEVICE)
     partials = relaxed_partials(layout_of(0, 70, k), logits, drafts.to(DEVICE), rule)

@@ -1,4 +1,4 @@
-"""The thinking phase where it stands: what begins and ends it, and what lies around it."""
+"""The thinking phase in the slots: what begins and ends it, and memory around it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.step import Accepted
-from tests.speculative.ops.acceptance import story
+from tests.speculative.ops.acceptance import example
 from tests.speculative.ops.acceptance.cases import (
     POOLS,
     Case,
     Thinker,
+    assert_matches_example,
     assert_nothing_else_written,
-    assert_told,
     copied,
     layout_of,
-    make_case,
     relaxed_rule,
     slot_of,
 )
+from tests.speculative.ops.acceptance.random_cases import make_case
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.slots import POISON, column
@@ -82,10 +82,10 @@ def test_the_delta_in_force_says_who_thinks(backend: Backend, pool: str) -> None
     rule = relaxed_rule(thinkers, BEGIN, END, pool=pool)
     emitted = one_step(rule, [[NEAR]] * len(thinkers), None, backend)
     assert emitted == [STRICT, RELAXED, RELAXED, STRICT, STRICT, RELAXED]
-    behind = [slot_of(rule, request) for request in range(len(thinkers))]
-    assert [slot.noted for slot in behind] == [0, 1, 1, 0, 1, 1]
+    after = [slot_of(rule, request) for request in range(len(thinkers))]
+    assert [slot.noted for slot in after] == [0, 1, 1, 0, 1, 1]
     deltas = [0.0, 0.5, 0.5, 0.0, 0.001, 0.5]
-    assert [slot.in_force for slot in behind] == pytest.approx(deltas)
+    assert [slot.in_force for slot in after] == pytest.approx(deltas)
 
 
 @EVERY_POOL
@@ -140,7 +140,7 @@ def test_a_phase_ends_and_begins_over_steps(backend: Backend, pool: str) -> None
     ]
     for draft, firsts, emitted, noted, in_force in steps:
         assert one_step(rule, [draft], firsts, backend) == [emitted]
-        assert slot_of(rule, 0) == story.Slot(noted, in_force, 0.5)
+        assert slot_of(rule, 0) == example.Slot(noted, in_force, 0.5)
 
 
 # --- what lies around a slot ---
@@ -149,7 +149,7 @@ def test_a_phase_ends_and_begins_over_steps(backend: Backend, pool: str) -> None
 @BACKENDS
 @pytest.mark.parametrize("place", [0, 1, MAX_STOP_IDS - 1])
 def test_stop_ids_are_those_of_the_row_and_no_others(backend: Backend, place: int) -> None:
-    """Columns on both sides of them, other slots and gaps hold a token that may stand."""
+    """Columns on both sides of them, other slots and gaps hold a token that may be accepted."""
     stops = [[-1] * place + [NEAR], [-1] * place + [50], []]
     thinkers = [Thinker(topk=3, stop_ids=ids) for ids in stops]
     rule = relaxed_rule(thinkers, gap=2)
@@ -168,9 +168,9 @@ def test_stop_ids_are_those_of_the_row_and_no_others(backend: Backend, place: in
 def test_slots_of_any_integers(backend: Backend, dtype: torch.dtype) -> None:
     case = make_case(7, num_contexts=1, num_generations=3, k=3, vocab=127, pool="own")
     slots = case.relaxed.slots
-    wide = case.judge("relaxed", backend)
+    wide = case.accept("relaxed", backend)
     narrow = replace(slots, slot_ids=slots.slot_ids[:4].to(dtype))
-    other = replace(case, relaxed=replace(case.relaxed, slots=narrow)).judge("relaxed", backend)
+    other = replace(case, relaxed=replace(case.relaxed, slots=narrow)).accept("relaxed", backend)
     for name in ("tokens", "num_accepted", "status"):
         assert torch.equal(getattr(wide.accepted, name), getattr(other.accepted, name))
     assert same_bits(wide.noted, other.noted)
@@ -197,7 +197,7 @@ def test_padding_rows_that_share_a_slot_harm_nobody(
     slot_ids[real : real + padding] = slot_ids[real]
     padded = replace(rule, slots=replace(rule.slots, slot_ids=slot_ids))
     rules = AcceptanceRules(relaxed=padded)
-    alone = replace(case, relaxed=rule).told(AcceptanceRules(relaxed=rule))
+    alone = replace(case, relaxed=rule).example(AcceptanceRules(relaxed=rule))
     margin = case.margins(rules)[:generations]
     for backend in Backend:
         after = copied(padded)
@@ -218,8 +218,8 @@ def test_padding_rows_that_share_a_slot_harm_nobody(
 @BACKENDS
 def test_no_request_writes_no_slot(backend: Backend) -> None:
     case = make_case(3, num_generations=0, k=2, vocab=7)
-    judged = case.judge("relaxed", backend)
-    assert judged.noted.shape == judged.in_force.shape == (0,)
+    outcome = case.accept("relaxed", backend)
+    assert outcome.noted.shape == outcome.in_force.shape == (0,)
 
 
 @BACKENDS
@@ -234,10 +234,10 @@ def test_drafts_may_be_absent_altogether(backend: Backend) -> None:
         rule,
         vector([-1, -1], torch.int32),
     )
-    judged = case.judge("relaxed", backend)
-    assert judged.noted.tolist() == [1, 0, 1]
-    assert judged.in_force.tolist() == [0.5, 0.0, 0.5]
-    assert_told(case, case.rules("relaxed"), judged)
+    outcome = case.accept("relaxed", backend)
+    assert outcome.noted.tolist() == [1, 0, 1]
+    assert outcome.in_force.tolist() == [0.5, 0.0, 0.5]
+    assert_matches_example(case, case.rules("relaxed"), outcome)
 
 
 def test_a_copy_of_a_rule_has_its_pool_where_the_rule_had_it() -> None:

@@ -1,11 +1,13 @@
-"""Acceptance in torch: the CPU path and the oracle of the kernels."""
+"""Torch reference of `accept`."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
-from mtp_plugin.speculative.ops.acceptance.contract import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
     STATUS_NO_FINITE_LOGIT,
@@ -16,7 +18,7 @@ from mtp_plugin.speculative.step import (
 )
 
 
-def accept(
+def accept_reference(
     layout: StepLayout,
     logits: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -25,9 +27,12 @@ def accept(
     draft_lens: torch.Tensor | None,
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
+    first_rows: torch.Tensor | None,
 ) -> Accepted:
-    """As at the door."""
-    top1, alive = _top1(logits) if rules.choices is None else _chosen(rules.choices)
+    if first_rows is not None and draft_lens is not None:
+        rows = _uniform_rows(layout, first_rows, draft_lens)
+        logits, rules = logits[rows], _of_rows(rules, rows)
+    top1, alive = _top1(logits) if rules.choices is None else _target_tokens(rules.choices)
     if rules.edited_by is not None and (
         rules.relaxed is not None or rules.forced_matches is not None
     ):
@@ -43,8 +48,8 @@ def accept(
         possible = _possible(_draft_rows(logits, layout), drafts)
         if only is not None:
             possible = torch.where(only >= 0, drafts == only, possible)
-        stands = present & _present(drafts, forced) & possible
-        matches = torch.where((forced >= 0).unsqueeze(1), stands, matches)
+        leading = present & _present(drafts, forced) & possible
+        matches = torch.where((forced >= 0).unsqueeze(1), leading, matches)
     rule = rules.relaxed
     if rule is not None:
         thinking, delta = rule.phase(slice(0, layout.num_requests))
@@ -53,7 +58,7 @@ def accept(
         if forced is not None:
             near &= (forced < 0).unsqueeze(1)
         if rules.choices is not None:
-            near &= ~_draws(rule, layout).unsqueeze(1)
+            near &= ~_has_temperature(rule, layout).unsqueeze(1)
         if only is not None:
             near &= only < 0
         matches, thinking = _follow_phase(matches, near, drafts, thinking, rule, layout)
@@ -67,33 +72,55 @@ def accept(
     return accepted
 
 
+def _uniform_rows(
+    layout: StepLayout, first_rows: torch.Tensor, draft_lens: torch.Tensor
+) -> torch.Tensor:
+    """The row of every logit of a uniform step [C + G*(K+1)] int64.
+
+    In place of rows that a generation lacks its last one is repeated; their drafts are absent.
+    """
+    first = first_rows.to(torch.int64)
+    columns = torch.arange(layout.step_rows, device=first.device)
+    lens = draft_lens.to(torch.int64).clamp(0, layout.draft_len).unsqueeze(1)
+    generations = first[layout.num_contexts :].unsqueeze(1) + torch.minimum(columns, lens)
+    return torch.cat([first[: layout.num_contexts], generations.reshape(-1)])
+
+
+def _of_rows(rules: AcceptanceRules, rows: torch.Tensor) -> AcceptanceRules:
+    choices, forced_ids = rules.choices, rules.forced_ids
+    return replace(
+        rules,
+        choices=None if choices is None else choices[rows],
+        forced_ids=None if forced_ids is None else forced_ids[rows],
+    )
+
+
 def _top1(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest id of the highest value per row [rows] int64, and whether the row has any
-    value."""
+    """The lowest id of the highest value of every row [rows] int64, and whether it has any."""
     usable = logits.masked_fill(torch.isnan(logits), -torch.inf)
     top1 = usable.argmax(dim=-1)
     return top1, usable.gather(1, top1.unsqueeze(1)).squeeze(1) > -torch.inf
 
 
-def _chosen(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`_top1`, of the target's choices [rows]."""
+def _target_tokens(choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`_top1`, of target tokens [rows]."""
     return choices.to(torch.int64).clamp_min(0), choices >= 0
 
 
 def _edited(
     layout: StepLayout, logits: torch.Tensor, draft_tokens: torch.Tensor, slots: SlotRows
 ) -> torch.Tensor:
-    """Logits [rows, V] as their requests change them; what is edited depends on no position."""
+    """Logits [rows, V] after logits processing, which depends on no position."""
     drafts = None
     if layout.draft_len > 0:
         drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len)
-    nowhere = torch.zeros_like(slots.of(slice(0, layout.num_requests)))
-    rows = DrawnRows(layout.num_contexts, layout.step_rows, nowhere, drafts=drafts)
+    positions = torch.zeros_like(slots.of(slice(0, layout.num_requests)))
+    rows = DrawnRows(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
     return edited(logits, rows, slots)
 
 
 def _draft_rows(rows: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-    """The rows that judge a draft: [C + G*(K+1), ...] -> [G, K, ...]."""
+    """The rows that verify a draft: [C + G*(K+1), ...] -> [G, K, ...]."""
     shape = (layout.num_generations, layout.step_rows)
     per_generation: torch.Tensor = rows[layout.num_contexts :].unflatten(0, shape)
     return per_generation[:, : layout.draft_len]
@@ -107,7 +134,7 @@ def _present(drafts: torch.Tensor, draft_lens: torch.Tensor | None) -> torch.Ten
 
 
 def _possible(rows: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Whether each draft is a token that its row does not mask; rows [G, K, V], [G, K] bool."""
+    """Whether each draft [G, K] is a token that its row [G, K, V] does not mask."""
     vocab = rows.shape[-1]
     value = rows.gather(-1, drafts.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
     return (drafts >= 0) & (drafts < vocab) & (value > -torch.inf)
@@ -121,7 +148,7 @@ def _emit(
     num_contexts: int,
     final_context: torch.Tensor | None,
 ) -> Accepted:
-    """Emit the longest prefix of matching drafts and the argmax of the row behind it."""
+    """Output the longest prefix of matching drafts and the target token of the row after it."""
     num_generations, max_draft_len = drafts.shape
     width = max_draft_len + 1
     generation_alive = alive[num_contexts:].view(num_generations, width)
@@ -156,20 +183,27 @@ def _follow_phase(
     rule: RelaxedRule,
     layout: StepLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands where drafts that are ``near`` do so too while the request thinks [G, K] bool,
-    and the phase of every request behind its drafts [R] bool; ``before`` them: [R] bool."""
+    """Accept ``near`` drafts too while the request is thinking.
+
+    Args:
+        matches: [G, K] bool: drafts that another rule accepts. near: [G, K] bool.
+        before: [R] bool: whether each request is thinking before the step.
+
+    Returns:
+        Accepted drafts [G, K] bool, and whether each request is thinking after its drafts [R] bool.
+    """
     thinking = before[layout.num_contexts :]
     running = torch.ones_like(thinking)
-    stands = torch.zeros_like(matches)
+    accepted = torch.zeros_like(matches)
     # the phase before row i depends on the drafts accepted before it
     for i in range(layout.draft_len):
         running = running & (matches[:, i] | (thinking & near[:, i]))
-        stands[:, i] = running
+        accepted[:, i] = running
         thinking = _next_phase(thinking, drafts[:, i], running, rule)
-    return stands, torch.cat([before[: layout.num_contexts], thinking])
+    return accepted, torch.cat([before[: layout.num_contexts], thinking])
 
 
-def _draws(rule: RelaxedRule, layout: StepLayout) -> torch.Tensor:
+def _has_temperature(rule: RelaxedRule, layout: StepLayout) -> torch.Tensor:
     """Whether each generation has a temperature [G] bool."""
     generations = slice(layout.num_contexts, layout.num_requests)
     return rule.slots.read("temperature", generations) >= GREEDY_BELOW
@@ -182,8 +216,7 @@ def _near(
     rule: RelaxedRule,
     layout: StepLayout,
 ) -> torch.Tensor:
-    """Whether each draft may stand in the thinking phase without being the top-1 [G, K] bool;
-    ``delta`` [R]."""
+    """Whether relaxed acceptance takes each draft in the thinking phase [G, K] bool; delta [R]."""
     generations = slice(layout.num_contexts, layout.num_requests)
     topk = rule.slots.read("relaxed_topk", generations)
     eligible, distance = _distances(rows, drafts, topk, delta[generations])
@@ -193,7 +226,7 @@ def _near(
 def _distances(
     rows: torch.Tensor, drafts: torch.Tensor, topk: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each draft has a value among its row's top-k, and p(draft) - (p_max - delta of row).
+    """Whether each draft is among its row's top-k, and p(draft) - (p_max - delta).
 
     rows [G, K, V], drafts [G, K], topk [G], delta [G] -> bool [G, K], float32 [G, K].
     """
@@ -203,8 +236,8 @@ def _distances(
     ids = drafts.clamp(0, vocab - 1).unsqueeze(-1)
     value = values.gather(-1, ids)
     all_ids = torch.arange(vocab, device=rows.device)
-    ahead = (values > value) | ((values == value) & (all_ids < ids))
-    in_topk = ahead.sum(dim=-1) < topk.to(torch.int64).unsqueeze(1)
+    better = (values > value) | ((values == value) & (all_ids < ids))
+    in_topk = better.sum(dim=-1) < topk.to(torch.int64).unsqueeze(1)
 
     highest = values.amax(dim=-1, keepdim=True)
     # the maximum itself may be +inf: its distance to itself is zero, not NaN
@@ -218,7 +251,7 @@ def _distances(
 
 
 def _protected(drafts: torch.Tensor, rule: RelaxedRule, generations: slice) -> torch.Tensor:
-    """Drafts that only the strict rule may accept [G, K] bool."""
+    """Drafts that are accepted only as argmax [G, K] bool."""
     protected = (drafts == rule.begin_token) | (drafts == rule.end_token)
     stop_ids = rule.slots.read("stop_ids", generations).to(torch.int64)
     return protected | (drafts.unsqueeze(-1) == stop_ids.unsqueeze(1)).any(dim=-1)
@@ -227,7 +260,7 @@ def _protected(drafts: torch.Tensor, rule: RelaxedRule, generations: slice) -> t
 def _next_phase(
     thinking: torch.Tensor, token: torch.Tensor, emitted: torch.Tensor, rule: RelaxedRule
 ) -> torch.Tensor:
-    """The phase after ``token`` where it was emitted [R] bool."""
+    """The phase after ``token`` where it is an output token [R] bool."""
     begins = emitted & (token == rule.begin_token) & (token >= 0)
     ends = emitted & (token == rule.end_token) & (token >= 0)
     return (thinking | begins) & ~ends

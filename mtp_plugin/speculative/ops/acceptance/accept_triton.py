@@ -1,10 +1,23 @@
-"""Triton kernels of acceptance: a reduction of relaxed rows, and what follows from reductions."""
+"""Triton implementation of `accept`: one reduction of the logits, and one launch that accepts."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.columns import request_column
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.logit_rows.edits_kernel import (
     ALLOWED_ROW,
     Pools,
@@ -14,6 +27,8 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     num_words,
 )
 from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW
+from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
+from mtp_plugin.speculative.step import Accepted, StepLayout
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 TEMPERATURE = tl.constexpr(request_column("temperature"))
@@ -21,30 +36,29 @@ TEMPERATURE = tl.constexpr(request_column("temperature"))
 
 @triton.jit
 def _slot_of(slot_ptr, slot_stride, request):
-    """A request's slot. Whoever reads its row waits for this first, so it is asked for early."""
+    """A request's slot. Loads of the slot's row depend on it, so it is loaded early."""
     return tl.load(slot_ptr + request.to(tl.int64) * slot_stride).to(tl.int64)
 
 
 @triton.jit
 def _phase_of(slot_row, in_force_ptr, thinking_column, limit_column):
-    """Whether a request thinks, and the delta that it has or would have."""
+    """Whether a request is thinking, and the delta that it has then."""
     in_force = tl.load(in_force_ptr)
     limit = tl.load(slot_row + limit_column).to(tl.float32, bitcast=True)
-    noted = tl.load(slot_row + thinking_column)
-    begins = in_force > 0
-    # one without a delta of its own shows its phase in the column alone
-    unseen = (noted > 0) & (limit == 0)
-    return begins | unseen, tl.where(begins, in_force, limit)
+    thinking = tl.load(slot_row + thinking_column)
+    has_delta = in_force > 0
+    # the phase of a request whose limit is 0 is in the column alone
+    only_in_column = (thinking > 0) & (limit == 0)
+    return has_delta | only_in_column, tl.where(has_delta, in_force, limit)
 
 
 @triton.jit
-def _draws(slot_row):
-    """Whether a request has a temperature: its tokens are drawn."""
+def _has_temperature(slot_row):
     return tl.load(slot_row + TEMPERATURE).to(tl.float32, bitcast=True) >= GREEDY_BELOW
 
 
 @triton.jit
-def relaxed_kernel(
+def relaxed_partials_kernel(
     # inputs
     logits_ptr,
     draft_ptr,
@@ -55,6 +69,8 @@ def relaxed_kernel(
     allowed_ptr,
     count_ptr,
     seen_ptr,
+    draft_len_ptr,
+    first_row_ptr,
     # outputs
     value_ptr,
     id_ptr,
@@ -80,14 +96,18 @@ def relaxed_kernel(
     BLOCK: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As top1_kernel; for drafted rows of requests that think also the sum of weights and a rank.
+    """As top1_kernel; for drafted rows of thinking requests also the sum of weights and a rank.
 
-    ``weight``: sum of exp(value - piece maximum). ``ahead``: tokens of the piece that come before
-    the row's draft in order of falling value, then rising id; of a masked draft anything.
-    Where the target's tokens are chosen, rows that need none of these are not read, and have -inf.
-    With edits all of this is of edited values, and ``near`` the draft's.
+    ``weight``: sum of exp(value - block maximum). ``ahead``: tokens of the block that precede the
+    row's draft in descending order of values, then ascending order of ids; undefined for a masked
+    draft. Given the target tokens, rows that need none of these are not read, and have -inf. With
+    logits processing all values are processed ones, and ``near`` is the draft's.
+
+    One program per row of a uniform step and block of the vocabulary; with RAGGED the programs of
+    rows that a request lacks return at once, and outputs are at the rows of the logits.
     """
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -98,11 +118,20 @@ def relaxed_kernel(
 
     generation = (row - num_contexts) // WIDTH
     column = (row - num_contexts) % WIDTH
-    drafted = (row >= num_contexts) & (column < WIDTH - 1)
+    is_generation = row >= num_contexts
+    drafted = is_generation & (column < WIDTH - 1)
     request = tl.where(row < num_contexts, row, num_contexts + generation)
     slot = _slot_of(slot_ptr, slot_stride, request)
+    if RAGGED:
+        length = tl.load(draft_len_ptr + generation, mask=is_generation, other=0)
+        column = tl.where(is_generation, column, 0)
+        if column > tl.maximum(length, 0):
+            return
+        drafted = drafted & (column < length)
+        row = tl.load(first_row_ptr + request).to(tl.int64) + column
+        out = row * num_pieces + part
     columns = tl.arange(0, COLUMNS)
-    in_run = (columns < WIDTH - 1) & (row >= num_contexts)
+    in_run = (columns < WIDTH - 1) & is_generation
     run_ptr = draft_ptr + generation * (WIDTH - 1)
     drafts = tl.load(run_ptr + columns, mask=in_run, other=-1)
     draft = tl.load(run_ptr + column, mask=drafted, other=-1)
@@ -110,24 +139,23 @@ def relaxed_kernel(
     row_ptr = logits_ptr + row * row_stride
     value = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
 
-    # wide ids are judged before they are narrowed
+    # 64-bit ids are compared before they are narrowed
     known = (draft >= 0) & (draft < vocab)
     draft = tl.minimum(tl.maximum(draft, -1), vocab).to(tl.int32)
     draft_value = tl.load(row_ptr + draft, mask=known, other=float("-inf")).to(tl.float32)
     in_force_ptr = delta_ptr + slot * delta_stride
     slot_row = table_ptr + slot * table_stride
     thinking, _ = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
-    # a phase that begins within the run needs its later rows judged too
+    # a phase that begins within the run needs the later rows too
     begins = tl.max((in_run & (drafts == begin_token)).to(tl.int32), axis=0) == 1
-    judged = drafted & (thinking | begins)
+    relaxed = drafted & (thinking | begins)
     if HAS_CHOICES:
-        judged = judged & ~_draws(slot_row)
+        relaxed = relaxed & ~_has_temperature(slot_row)
 
-    # lanes know nothing of each other until the piece is read; each asks for its next value before
-    # it works on the one that it has
+    # lanes are independent until the block is read; each prefetches its next value
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + lanes
-    if judged:
+    if relaxed:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
         if HAS_EDITS:
             pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
@@ -181,7 +209,7 @@ def _at(vector, columns, column):
 
 
 @triton.jit
-def emit_kernel(
+def accept_kernel(
     # inputs
     value_ptr,
     id_ptr,
@@ -202,9 +230,11 @@ def emit_kernel(
     count_ptr,
     status_ptr,
     last_ptr,
-    # read, and moved on
+    # updated in place
     table_ptr,
     delta_ptr,
+    # input
+    first_row_ptr,
     # sizes
     num_contexts,
     num_pieces,
@@ -233,18 +263,23 @@ def emit_kernel(
     HAS_CHOICES: tl.constexpr,
     HAS_FORCED_IDS: tl.constexpr,
     HAS_EDITS: tl.constexpr,
+    RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: its run of accepted drafts, its bonus token, count, status and phase."""
+    """One program per request: its accepted drafts, bonus token, count, status and phase."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0)
     is_context = request < num_contexts
     generation = (request - num_contexts).to(tl.int64)
     first_row = tl.where(is_context, request, num_contexts + generation * (K + 1)).to(tl.int64)
     num_rows = tl.where(is_context, 1, K + 1)
+    if RAGGED:
+        first_row = tl.load(first_row_ptr + request).to(tl.int64)
+        length = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
+        num_rows = tl.minimum(tl.maximum(length, 0), K) + 1
 
-    # what waits for nothing is asked for first, then what waits for a slot or a draft: that is how
-    # often the program waits for memory
+    # independent loads first, then those that depend on a slot or a draft: the program waits for
+    # memory once per level
     if RELAXED or HAS_EDITS:
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
@@ -269,7 +304,7 @@ def emit_kernel(
     if HAS_FINAL:
         final = tl.load(final_ptr + request, mask=request < num_contexts, other=1).to(tl.int32)
 
-    # an id outside the vocabulary is no draft; wide ids are judged before they are narrowed
+    # an id outside the vocabulary is no draft; 64-bit ids are compared before they are narrowed
     drafts = tl.where((drafts >= 0) & (drafts < vocab), drafts, -1).to(tl.int32)
     present = drafted
     if HAS_DRAFT_LENS:
@@ -281,8 +316,7 @@ def emit_kernel(
         topk = tl.load(slot_row + topk_column)
         stops = tl.load(slot_row + STOP_IDS + tl.arange(0, STOPS))
         if HAS_CHOICES:
-            # among none
-            topk = tl.where(_draws(slot_row), 0, topk)
+            topk = tl.where(_has_temperature(slot_row), 0, topk)
     if RELAXED or HAS_FORCED:
         known = present & (drafts >= 0)
         entry = (first_row + columns) * row_stride + drafts
@@ -293,12 +327,12 @@ def emit_kernel(
             asks = known & (allowed_row >= 0)
             is_allowed = ~asks | (bits_of(words_ptr, drafts, asks) != 0)
             draft_value = tl.where(is_allowed, draft_value, float("-inf"))
-        # a comparison with NaN is false: neither NaN nor a masked token stands
+        # a comparison with NaN is false: neither NaN nor a masked token is accepted
         possible = known & (draft_value > float("-inf"))
         if RELAXED and HAS_EDITS:
             draft_value = tl.load(near_ptr + first_row + columns, mask=known, other=float("-inf"))
     if RELAXED:
-        # here rather than where it decides, which would be one more wait for its loads
+        # computed here, since its loads would be waited for once more where it is used
         barred = ~possible[:, None] | (drafts[:, None] == stops[None, :])
         barred = tl.max(barred.to(tl.int32), axis=1) == 1
         if HAS_FORCED_IDS:
@@ -319,7 +353,7 @@ def emit_kernel(
 
     if RELAXED:
         begins = tl.max((drafted & (drafts == begin_token)).to(tl.int32), axis=0) == 1
-        # without a phase now or within the run no distance decides
+        # without a phase now or within the run no probability is compared
         if (thinking | begins) & (request >= num_contexts):
             scale = tl.where(values == top[:, None], 1.0, tl.exp(values - top[:, None]))
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
@@ -379,3 +413,200 @@ def emit_kernel(
         after = tl.where(emitted_bonus & (bonus == end_token), 0, after)
         tl.store(slot_row + thinking_column, after)
         tl.store(in_force_ptr, tl.where(after == 1, delta, 0.0))
+
+
+@dataclass(frozen=True)
+class RelaxedPartials(Top1Partials):
+    """Also, for drafted rows of thinking requests, the draft's rank and what softmax needs."""
+
+    weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
+    ahead: torch.Tensor  # [rows, pieces] int32: tokens that precede an unmasked draft
+    near: torch.Tensor | None = None
+    """[rows] float32: the draft's processed value; None: there is no logits processing."""
+
+    @classmethod
+    @override
+    def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
+        _, pieces, _ = split(rows, vocab, heavy=True)
+        return cls(
+            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+            weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
+            ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+        )
+
+
+def accept_triton(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    rules: AcceptanceRules,
+    *,
+    draft_lens: torch.Tensor | None,
+    final_context: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    first_rows: torch.Tensor | None,
+) -> Accepted:
+    """Two launches; one where the target tokens are given and nothing is relaxed."""
+    expect_reachable(accept_kernel, "logits", logits)
+    drafts = draft_tokens.reshape(-1).contiguous()
+    lens = None if draft_lens is None else draft_lens.contiguous()
+    rows = None if first_rows is None else first_rows.contiguous()
+    accepted = Accepted.unwritten(layout.num_requests, layout.draft_len, logits.device)
+    rule = rules.relaxed
+    pools = None if rules.edited_by is None else rules.edited_by.pools
+    if rule is None:
+        # given the target tokens, only the logits of forced drafts are read
+        partials = top1_partials(logits) if rules.choices is None else no_partials(logits)
+    else:
+        partials = relaxed_partials(
+            layout,
+            logits,
+            drafts,
+            rule,
+            has_choices=rules.choices is not None,
+            pools=pools,
+            draft_lens=lens,
+            first_rows=rows,
+        )
+    if layout.num_requests == 0:
+        return accepted
+    k, forced = layout.draft_len, rules.forced_matches
+    columns = None if rule is None else rule.slots.columns
+    relaxed = partials if isinstance(partials, RelaxedPartials) else None
+    slots = rules.edited_by if rule is None else rule.slots
+    unused = accepted.num_accepted  # a pointer that the kernel never reads
+    accept_kernel[(layout.num_requests,)](
+        # inputs
+        partials.values,
+        partials.ids,
+        unused if relaxed is None else relaxed.weights,
+        unused if relaxed is None else relaxed.ahead,
+        logits,
+        drafts if drafts.numel() else unused,
+        lens if lens is not None else unused,
+        final_context.contiguous() if final_context is not None else unused,
+        slots.slot_ids if slots is not None else unused,
+        forced.contiguous() if forced is not None else unused,
+        rules.choices.contiguous() if rules.choices is not None else unused,
+        rules.forced_ids.contiguous() if rules.forced_ids is not None else unused,
+        unused if relaxed is None or relaxed.near is None else relaxed.near,
+        unused if pools is None else pools.allowed,
+        # outputs
+        accepted.tokens,
+        accepted.num_accepted,
+        accepted.status,
+        last_tokens if last_tokens is not None else unused,
+        # updated in place
+        slots.table if slots is not None else unused,
+        rule.delta_in_force if rule is not None else unused,
+        # input, no parameter of the kernel of uniform rows
+        rows,
+        # sizes
+        layout.num_contexts,
+        partials.num_pieces,
+        logits.stride(0),
+        logits.shape[1],
+        0 if pools is None else pools.vocab_size,
+        0 if last_tokens is None else last_tokens.stride(0),
+        slots.slot_ids.stride(0) if slots is not None else 0,
+        slots.table.stride(0) if slots is not None else 0,
+        rule.delta_in_force.stride(0) if rule is not None else 0,
+        columns.offset("thinking") if columns is not None else 0,
+        columns.offset("relaxed_topk") if columns is not None else 0,
+        columns.offset("relaxed_limit") if columns is not None else 0,
+        rule.begin_token if rule is not None else -1,
+        rule.end_token if rule is not None else -1,
+        # constants
+        K=k,
+        COLUMNS=triton.next_power_of_2(k + 1),
+        PIECES=triton.next_power_of_2(max(partials.num_pieces, 1)),
+        STOPS=MAX_STOP_IDS,
+        RELAXED=rule is not None,
+        HAS_DRAFT_LENS=lens is not None,
+        HAS_FINAL=final_context is not None,
+        HAS_LAST=last_tokens is not None,
+        HAS_FORCED=forced is not None,
+        HAS_CHOICES=rules.choices is not None,
+        HAS_FORCED_IDS=rules.forced_ids is not None,
+        HAS_EDITS=pools is not None and (rule is not None or forced is not None),
+        RAGGED=rows is not None,
+        num_warps=1 if k < 8 else 4,
+        **pdl_options(logits.device),
+    )
+    return accepted
+
+
+def relaxed_partials(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    rule: RelaxedRule,
+    *,
+    has_choices: bool = False,
+    pools: EditPools | None = None,
+    draft_lens: torch.Tensor | None = None,
+    first_rows: torch.Tensor | None = None,
+) -> RelaxedPartials:
+    """As `top1_partials`, and what relaxed acceptance needs of drafted rows, in the same pass.
+
+    Args:
+        drafts: [G*K] contiguous.
+        has_choices: target tokens are given: rows that cannot be relaxed are not read.
+        pools: of logits processing, with the rule's slots; None: there is none.
+        draft_lens: [G] contiguous. first_rows: [R] contiguous; None: rows are uniform.
+    """
+    rows, vocab = logits.shape
+    piece, pieces, block = split(rows, vocab, heavy=True)
+    partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
+    if pools is not None:
+        near = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        partials = replace(partials, near=near)
+    if rows == 0 or layout.num_requests == 0:
+        return partials
+    slots, columns = rule.slots, rule.slots.columns
+    relaxed_partials_kernel[(layout.num_logit_rows, pieces)](
+        # inputs
+        logits,
+        drafts if drafts.numel() else partials.ids,
+        slots.slot_ids,
+        slots.table,
+        rule.delta_in_force,
+        *(
+            (partials.ids,) * 4  # never read
+            if pools is None
+            else (pools.bias, pools.allowed, pools.counts, pools.seen)
+        ),
+        # None adds no parameter to the kernel of uniform rows
+        None if first_rows is None else draft_lens,
+        first_rows,
+        # outputs
+        partials.values,
+        partials.ids,
+        partials.weights,
+        partials.ahead,
+        partials.weights if partials.near is None else partials.near,
+        # sizes
+        logits.stride(0),
+        vocab,
+        0 if pools is None else pools.vocab_size,
+        piece,
+        pieces,
+        layout.num_contexts,
+        slots.slot_ids.stride(0),
+        slots.table.stride(0),
+        rule.delta_in_force.stride(0),
+        columns.offset("thinking"),
+        columns.offset("relaxed_limit"),
+        rule.begin_token,
+        # constants
+        WIDTH=layout.step_rows,
+        COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
+        BLOCK=block,
+        HAS_CHOICES=has_choices,
+        HAS_EDITS=pools is not None,
+        RAGGED=first_rows is not None,
+        num_warps=4,
+        **pdl_options(logits.device),
+    )
+    return partials

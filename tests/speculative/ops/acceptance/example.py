@@ -1,4 +1,4 @@
-"""Acceptance told over lists of numbers.
+"""Acceptance in plain Python, over lists of numbers.
 
 A row is a list of logits. A request has one row (a prompt) or one more than it has drafts.
 """
@@ -65,11 +65,11 @@ def first_choice(row: list[float]) -> int | None:
 
 
 class Row(NamedTuple):
-    """What judges one draft."""
+    """What verifies one draft."""
 
     values: list[float]
-    choice: int | None  # what the target says there; None: nothing
-    only: int | None = None  # the only token that may stand there
+    choice: int | None  # the target token; None: there is none
+    only: int | None = None  # the only token that is accepted there
 
 
 def rows_of(
@@ -102,7 +102,7 @@ def _with_bonus(emitted: list[int], row: Row) -> Run:
 
 
 def strict(rows: list[Row], drafts: list[int]) -> Run:
-    """Drafts stand while they are what the target would have said; then the target speaks once."""
+    """Accept drafts while they are the target tokens, then add the bonus."""
     emitted: list[int] = []
     for row, draft in zip(rows, drafts, strict=False):
         if draft != row.choice:
@@ -112,7 +112,7 @@ def strict(rows: list[Row], drafts: list[int]) -> Run:
 
 
 def forced(rows: list[Row], drafts: list[int], count: int) -> Run:
-    """So many drafts stand, up to one that is no token or that its row rules out."""
+    """Accept a number of drafts, up to one that is no token or that its row masks."""
     emitted: list[int] = []
     for row, draft in zip(rows, drafts[:count], strict=False):
         if row.only is not None:
@@ -125,7 +125,7 @@ def forced(rows: list[Row], drafts: list[int], count: int) -> Run:
 
 
 def relaxed(rows: list[Row], drafts: list[int], rule: Rule) -> Run:
-    """As `strict`; a request that thinks also lets near-best drafts stand."""
+    """As `strict`; while a request is thinking, also accept drafts near the best one."""
     emitted: list[int] = []
     margins: dict[int, float] = {}
     thinking = rule.thinking
@@ -146,7 +146,7 @@ def relaxed(rows: list[Row], drafts: list[int], rule: Rule) -> Run:
     return ended._replace(thinking=thinking, margins=margins)
 
 
-def judged(rows: list[Row], drafts: list[int], rule: Rule | None, count: int) -> Run:
+def verified(rows: list[Row], drafts: list[int], rule: Rule | None, count: int) -> Run:
     """A count of 0 and more decides alone, then the rule, if there is one; the phase goes on."""
     if count < 0:
         return strict(rows, drafts) if rule is None else relaxed(rows, drafts, rule)
@@ -169,10 +169,10 @@ def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
     return thinking or token == rule.begin
 
 
-def _may_be_near(judge: Row, draft: int, rule: Rule) -> bool:
-    """A draft that could stand if only it is probable enough."""
-    row = judge.values
-    if judge.choice is None or judge.only is not None or rule.draws:
+def _may_be_near(verifier: Row, draft: int, rule: Rule) -> bool:
+    """Whether a draft is accepted if it is probable enough."""
+    row = verifier.values
+    if verifier.choice is None or verifier.only is not None or rule.draws:
         return False
     if draft in (rule.begin, rule.end, *rule.stop_ids) or not 0 <= draft < len(row):
         return False

@@ -1,4 +1,4 @@
-"""What the door of acceptance refuses, and tensors that lie apart in memory."""
+"""Arguments that `accept` refuses, and strided ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.speculative.ops.on_device import DEVICE, poisoned, vector
 
 
 def arguments() -> dict[str, Any]:
-    """Two prompts and six generations with K = 2, in which every number decides about something."""
+    """Two prompts and six generations with K = 2, in which every number matters."""
     thinkers = [
         Thinker(True, 1, 0.1),
         Thinker(False, 2, 0.2, [0]),
@@ -45,24 +45,25 @@ def arguments() -> dict[str, Any]:
     }
 
 
-REFUSED = {"logits": "contiguous rows", "rules.relaxed.slots.table": "rows without gaps"}
+REFUSED = {"logits": "row-contiguous", "rules.relaxed.slots.table": "rows without gaps"}
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    told = arguments()
-    with_rows = {**told, "draft_tokens": told["draft_tokens"].reshape(-1)}
-    for given in (told, with_rows):
+    uniform = arguments()
+    flat = {**uniform, "draft_tokens": uniform["draft_tokens"].reshape(-1)}
+    ragged = {**uniform, "first_rows": vector([1, 0, 2, 5, 8, 11, 14, 17], torch.int32)}
+    for given in (uniform, flat, ragged):
         check_strided_arguments(accept, given, refused=REFUSED, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_strided_step_uses_every_rule(backend: Backend) -> None:
-    """Else a wrong stride would go unseen."""
+def test_strided_arguments_use_every_rule(backend: Backend) -> None:
+    """A wrong stride changes the output."""
     given = arguments()
     rules = given.pop("rules")
     accepted = accept(**given, rules=rules, backend=backend)
-    # no prompt's end; strict; beyond the top-k twice; too far; one is absent; the second would stop
+    # no prompt end; strict; beyond the top-k twice; too far; one draft absent; a stop id second
     assert accepted.num_accepted.tolist() == [1, 0, 3, 1, 1, 1, 2, 2]
     rules = arguments()["rules"]
     for less in (replace(rules, relaxed=None), replace(rules, forced_matches=None)):
@@ -71,34 +72,45 @@ def test_the_strided_step_uses_every_rule(backend: Backend) -> None:
 
 
 META = torch.zeros(6, dtype=torch.int32, device="meta")
+FIRST = torch.zeros(8, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(8)}, r"logits: expected a floating \[rows, V\] tensor"),
-        ({"logits": torch.zeros(20, 7, dtype=torch.int32)}, "logits: expected a floating"),
-        ({"logits": torch.zeros(20, 0)}, r"logits: expected a floating .* \[20, 0\]"),
+        ({"logits": torch.zeros(8)}, r"logits: expected .*floating-point tensor \[rows, >= 1\]"),
+        ({"logits": torch.zeros(20, 7, dtype=torch.int32)}, "logits: expected .*floating-point"),
+        ({"logits": torch.zeros(20, 0)}, r"logits: expected .* \[20, 0\]"),
         ({"logits": torch.zeros(19, 7)}, r"2 context rows and K\+1 = 3 rows .* got 19 rows"),
-        ({"logits": torch.zeros(7, 20).t()}, "logits: expected contiguous rows"),
+        ({"logits": torch.zeros(7, 20).t()}, "logits: expected row-contiguous"),
+        ({"logits": [[0.0] * 7] * 20}, r"logits: expected .*tensor .*got \["),
         ({"layout": layout_of(9, 1, 2)}, "logits: expected 9 context rows"),
         ({"layout": layout_of(1, 2, 2)}, "logits: expected 1 context rows .* of 2 generations"),
         ({"draft_tokens": vector([1] * 3)}, r"draft_tokens: expected G\*K = 12 .* got 3"),
-        ({"draft_tokens": torch.zeros(6, 2)}, "draft_tokens: .*integer ids .*torch.float32"),
+        ({"draft_tokens": torch.zeros(6, 2)}, "draft_tokens: expected integer .*torch.float32"),
         ({"draft_tokens": torch.zeros(6, 2).bool()}, "draft_tokens: .*torch.bool"),
         ({"draft_tokens": META.expand(2, 6)}, "draft_tokens: .* on meta"),
-        ({"draft_lens": vector([1] * 2)}, r"draft_lens: expected integers \[6\] .* \[2\]"),
-        ({"draft_lens": torch.zeros(6)}, "draft_lens: expected integers"),
+        ({"draft_tokens": [[1, 2]] * 6}, r"draft_tokens: expected integer tensor .*got \["),
+        ({"draft_lens": vector([1] * 2)}, r"draft_lens: expected integer tensor \[6\] .* \[2\]"),
+        ({"draft_lens": torch.zeros(6)}, "draft_lens: expected integer"),
         ({"draft_lens": META}, "draft_lens: .* on meta"),
-        ({"final_context": vector([1], torch.bool)}, r"final_context: expected torch.bool \[2"),
+        ({"draft_lens": 2}, r"draft_lens: expected integer tensor \[6\] .*got 2"),
+        ({"final_context": vector([1], torch.bool)}, r"final_context: .*torch.bool tensor \[2\]"),
         ({"final_context": vector([1, 1])}, "final_context: expected torch.bool"),
-        ({"last_tokens": vector([1] * 3, torch.int32)}, r"last_tokens: expected torch.int32 \[8\]"),
+        ({"last_tokens": vector([1] * 3, torch.int32)}, r"last_tokens: .*torch.int32 tensor \[8\]"),
         ({"last_tokens": vector([1] * 8)}, "last_tokens: .*got torch.int64"),
+        ({"first_rows": vector([1] * 7)}, r"first_rows: expected integer tensor \[8\] .*\[7\]"),
+        ({"first_rows": torch.zeros(8).bool()}, "first_rows: .*got torch.bool"),
+        ({"first_rows": META[:1].expand(8)}, "first_rows: .* on meta"),
+        ({"first_rows": FIRST, "draft_lens": None}, "first_rows: expected draft_lens .*got None"),
+        ({"first_rows": FIRST, "logits": torch.zeros(7, 7)}, "each of 8 requests, got 7 rows"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 @pytest.mark.parametrize("backend", Backend)
-def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
+def test_tensors_of_another_shape_or_type_are_refused(
+    backend: Backend, change: dict[str, Any], message: str
+) -> None:
     moved = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
         for name, value in change.items()
@@ -184,12 +196,12 @@ def without(*names: str) -> Callable[[Any], dict[str, Any]]:
         ),
         pytest.param(
             as_pool(lambda pool: pool.double()),
-            r"delta_in_force: expected torch.float32 \[S\] .*torch.float64",
+            r"delta_in_force: expected torch.float32 tensor \[S\] .*torch.float64",
             id="pool-of-doubles",
         ),
         pytest.param(
             as_pool(lambda pool: pool.unsqueeze(1)),
-            r"delta_in_force: expected torch.float32 \[S\] .*\[16, 1\]",
+            r"delta_in_force: expected torch.float32 tensor \[S\] .*\[16, 1\]",
             id="pool-as-a-matrix",
         ),
         pytest.param(
@@ -198,7 +210,7 @@ def without(*names: str) -> Callable[[Any], dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("backend", Backend)
-def test_slots_that_do_not_fit(
+def test_slots_of_another_shape_or_type_are_refused(
     backend: Backend, change: Callable[[RelaxedRule], RelaxedRule], message: str
 ) -> None:
     given = arguments()
@@ -207,7 +219,7 @@ def test_slots_that_do_not_fit(
         accept(**{**given, "rules": AcceptanceRules(relaxed=rule)}, backend=backend)
 
 
-def test_columns_that_every_table_has_are_no_relaxed_ones() -> None:
+def test_relaxed_acceptance_needs_its_columns() -> None:
     given = arguments()
     columns, slots = TableColumns(REQUEST_COLUMNS), given["rules"].relaxed.slots
     bare = replace(slots, columns=columns, table=slots.table[:, : columns.width])
@@ -220,7 +232,29 @@ def test_columns_that_every_table_has_are_no_relaxed_ones() -> None:
 
 @pytest.mark.parametrize("counts", [[0, 0], [0.0] * 6])
 @pytest.mark.parametrize("backend", Backend)
-def test_a_whole_number_per_generation(backend: Backend, counts: list[float]) -> None:
+def test_forced_matches_are_an_integer_per_generation(
+    backend: Backend, counts: list[float]
+) -> None:
     rules = AcceptanceRules(forced_matches=torch.tensor(counts, device=DEVICE))
-    with pytest.raises(TensorContractError, match=r"forced_matches: expected integers \[6\]"):
+    with pytest.raises(TensorContractError, match=r"forced_matches: expected integer tensor \[6\]"):
         accept(**{**arguments(), "rules": rules}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("name", ["forced_ids", "edited_by"])
+def test_forced_ids_and_processing_need_target_tokens(backend: Backend, name: str) -> None:
+    given = arguments()
+    parts = {"forced_ids": vector([1] * 20, torch.int32), "edited_by": given["rules"].relaxed.slots}
+    rules = AcceptanceRules(**{name: parts[name]})
+    with pytest.raises(TensorContractError, match=f"{name}: expected choices together with it"):
+        accept(**{**given, "rules": rules}, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("name", ["choices", "forced_ids"])
+def test_target_tokens_are_an_int32_per_row(backend: Backend, name: str) -> None:
+    fine = vector([1] * 20, torch.int32)
+    for ids in (fine[:19], fine.long(), [1] * 20):
+        rules = AcceptanceRules(**{"choices": fine, name: ids})
+        with pytest.raises(TensorContractError, match=rf"{name}: expected torch.int32 .*\[20\]"):
+            accept(**{**arguments(), "rules": rules}, backend=backend)

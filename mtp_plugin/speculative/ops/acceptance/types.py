@@ -1,0 +1,68 @@
+"""Acceptance rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtp_plugin.speculative.step import SlotRows
+
+
+@dataclass(frozen=True)
+class RelaxedRule:
+    """Relaxed acceptance: state and limits of every request, in slots that a step updates in place.
+
+    A request is in its thinking phase while its delta in force is above 0. A request whose own
+    limit is 0 never has such a delta; its phase is in the column ``thinking`` alone.
+    """
+
+    slots: SlotRows
+    """With ``thinking``, ``relaxed_topk`` (>= 1), ``relaxed_limit`` (>= 0, the distance to the
+    highest probability that the request allows) and ``stop_ids`` (accepted only as top-1)."""
+    delta_in_force: torch.Tensor
+    """[S] float32, any stride: the delta that applies, 0 outside the thinking phase. A host engine
+    may write it between steps."""
+    begin_token: int  # -1 where the vocabulary has none
+    end_token: int
+
+    def phase(self, requests: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether each request is thinking [N] bool, and the delta that it has then [N] float32."""
+        in_force = self.delta_in_force[self.slots.of(requests)]
+        limit = self.slots.read("relaxed_limit", requests)
+        has_delta = in_force > 0
+        only_in_column = (self.slots.read("thinking", requests) > 0) & (limit == 0)
+        return has_delta | only_in_column, torch.where(has_delta, in_force, limit)
+
+    def set_phase(self, requests: slice, thinking: torch.Tensor, delta: torch.Tensor) -> None:
+        """Write the phase of requests: ``thinking`` [N] bool, ``delta`` [N] of those that are."""
+        slots = self.slots.of(requests)
+        self.slots.table[slots, self.slots.columns.offset("thinking")] = thinking.to(torch.int32)
+        self.delta_in_force[slots] = torch.where(thinking, delta, 0.0)
+
+
+@dataclass(frozen=True)
+class AcceptanceRules:
+    """How drafts are verified; rows that no rule names are verified strictly.
+
+    Tensors [rows] have one entry per row of logits.
+    """
+
+    relaxed: RelaxedRule | None = None  # applies to requests in their thinking phase
+    choices: torch.Tensor | None = None
+    """[rows] int32: the target token of every row, -1 where it has none; None: the row's argmax.
+    Strict and forced rows and every bonus use it. With it, requests with a temperature are never
+    relaxed."""
+    forced_ids: torch.Tensor | None = None
+    """[rows] int32: the only token that a row allows, which is its target token; -1: any. Whatever
+    the rule, a draft is accepted there only if it is that token."""
+    edited_by: SlotRows | None = None
+    """The requests' slots with the pools of their logits processing, together with ``choices`` that
+    followed from it: relaxed rows are verified by processed values, and no rule accepts a masked
+    token. None: logits are used as they are."""
+    forced_matches: torch.Tensor | None = None
+    """[G] integer: the number of leading drafts that are accepted, without any other rule;
+    negative: the other rules decide."""
+
+
+STRICT = AcceptanceRules()
