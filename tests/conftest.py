@@ -46,8 +46,8 @@ MakeText = Callable[[Path], str]
 """What makes a text; it may leave files in the folder."""
 
 
-MATRIX = frozenset({"no_overlap", "vanilla", "k"})
-"""Parameters whose combinations multiply engines: loop, worker and draft length."""
+MATRIX = frozenset({"no_overlap", "vanilla", "k", "keep_warm"})
+"""Parameters whose combinations multiply engines: loop, worker, draft length, idle drafter."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

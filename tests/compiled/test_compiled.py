@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,22 +81,22 @@ def compiled(capability: int, cache: Path) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def ended(once_per_run) -> dict[int, Ended]:
-    """The children by capability."""
+def compile_for(once_per_run) -> Callable[[int], Ended]:
+    """Compile for a capability, once per run of the tests."""
 
-    def compile_all(folder: Path) -> str:
-        caches = [folder / f"compiled-{capability}" for capability in MODULES]
-        with ThreadPoolExecutor() as pool:
-            return json.dumps(list(pool.map(compiled, MODULES, caches)))
+    def ended(capability: int) -> Ended:
+        def compile_all(folder: Path) -> str:
+            return json.dumps(compiled(capability, folder / f"compiled-{capability}"))
 
-    told = json.loads(once_per_run("compiled", compile_all))
-    return {capability: Ended(*each) for capability, each in zip(MODULES, told, strict=True)}
+        return Ended(*json.loads(once_per_run(f"compiled-{capability}", compile_all)))
+
+    return ended
 
 
 @pytest.fixture
-def report(ended: dict[int, Ended]) -> Report:
+def report(compile_for: Callable[[int], Ended]) -> Report:
     """Of the Hopper GPU."""
-    return ended[90].report()
+    return compile_for(90).report()
 
 
 def test_every_launch_compiles(report: Report) -> None:
@@ -105,9 +105,10 @@ def test_every_launch_compiles(report: Report) -> None:
         pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
 
 
-def test_smaller_gpus_can_hold_every_program(ended: dict[int, Ended]) -> None:
+@pytest.mark.full
+def test_smaller_gpus_can_hold_every_program(compile_for: Callable[[int], Ended]) -> None:
     """But for prompts with wide heads, for which the attention backend refuses such a device."""
-    report = ended[89].report()
+    report = compile_for(89).report()
     wide = "executor.attention.kernel.ragged_kernel"
     failed = [name for name in report.errors if name != wide]
     if failed:
