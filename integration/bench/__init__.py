@@ -1,1 +1,1 @@
-"""Benchmarks that give no figure for a result that differs from the reference."""
+"""Benchmarks of kernels, steps and whole decoding; results are reported only after a match."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from integration.bench.case import POISON, Case, Trial
-from integration.bench.random_inputs import Dice
+from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import REFERENCE, Shape
 from integration.bench.targets import BOOKKEEPING, STATE_COPY
 from mtp_plugin.hosts.megatron.ops.bookkeeping import (
@@ -46,7 +46,7 @@ def bookkeeping_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=read,
             bytes_written=written,
-            prepare=lambda seed: _bookkeeping(shape, Dice(seed, device), fused=True),
+            prepare=lambda seed: _bookkeeping(shape, RandomInputs(seed, device), fused=True),
             target=BOOKKEEPING.get(shape.batch) if at_reference else None,
         ),
         Case(
@@ -54,7 +54,7 @@ def bookkeeping_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=read,
             bytes_written=written,
-            prepare=lambda seed: _bookkeeping(shape, Dice(seed, device), fused=False),
+            prepare=lambda seed: _bookkeeping(shape, RandomInputs(seed, device), fused=False),
         ),
     ]
 
@@ -69,17 +69,17 @@ def state_copy_case(shape: Shape, device: torch.device, state: tuple[int, ...]) 
         shape=shape,
         bytes_read=moved,
         bytes_written=moved,
-        prepare=lambda seed: _state_copy(shape, Dice(seed, device), state, num_layers),
+        prepare=lambda seed: _state_copy(shape, RandomInputs(seed, device), state, num_layers),
         target=STATE_COPY if large else None,
     )
 
 
-def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
-    batch, k, device = shape.batch, shape.k, dice.device
+def _bookkeeping(shape: Shape, rng: RandomInputs, *, fused: bool) -> Trial:
+    batch, k, device = shape.batch, shape.k, rng.device
     width = k + 1
-    outputs = dice.integers(0, shape.vocab, batch, width, dtype=torch.int64)
-    drafts = torch.where(dice.chance(0.7, batch, k), outputs[:, :-1], outputs[:, :-1] + 1)
-    base = dice.integers(0, shape.vocab, batch, 1, dtype=torch.int64)
+    outputs = rng.integers(0, shape.vocab, batch, width, dtype=torch.int64)
+    drafts = torch.where(rng.chance(0.7, batch, k), outputs[:, :-1], outputs[:, :-1] + 1)
+    base = rng.integers(0, shape.vocab, batch, 1, dtype=torch.int64)
     inputs = torch.cat([base, drafts], dim=1).reshape(-1)
     outputs = outputs.reshape(-1)
     indices = torch.arange(batch * width, device=device)
@@ -89,9 +89,9 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
         value = True if dtype == torch.bool else POISON
         return torch.full(sizes, value, dtype=dtype, device=device)
 
-    lens = dice.integers(width, BLOCK_TOKENS * MAX_BLOCKS, batch)
+    lens = rng.integers(width, BLOCK_TOKENS * MAX_BLOCKS, batch)
     counts = (lens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    blocks = dice.permutation(batch * MAX_BLOCKS).to(torch.int32).view(batch, MAX_BLOCKS)
+    blocks = rng.permutation(batch * MAX_BLOCKS).to(torch.int32).view(batch, MAX_BLOCKS)
     table = blocks.masked_fill(torch.arange(MAX_BLOCKS, device=device) >= counts.unsqueeze(1), -1)
     last = (counts - 1).to(torch.int64).unsqueeze(1)
     kv = KVBlockState(
@@ -171,13 +171,13 @@ def _bookkeeping(shape: Shape, dice: Dice, *, fused: bool) -> Trial:
     return Trial(run_fused if fused else run_three, state)
 
 
-def _state_copy(shape: Shape, dice: Dice, state: tuple[int, ...], num_layers: int) -> Trial:
+def _state_copy(shape: Shape, rng: RandomInputs, state: tuple[int, ...], num_layers: int) -> Trial:
     batch, width = shape.batch, shape.k + 1
-    after = dice.states(num_layers, batch, width, *state)
-    current = dice.states(num_layers, batch, *state)
-    prefill_status = torch.zeros(batch, dtype=torch.int32, device=dice.device)
-    slots = dice.permutation(batch)
-    counts = dice.integers(0, width, batch)
+    after = rng.states(num_layers, batch, width, *state)
+    current = rng.states(num_layers, batch, *state)
+    prefill_status = torch.zeros(batch, dtype=torch.int32, device=rng.device)
+    slots = rng.permutation(batch)
+    counts = rng.integers(0, width, batch)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         mamba_state_selective_copy(

@@ -15,7 +15,7 @@ from mtp_plugin.tools.command_group import CommandGroup
 
 app = typer.Typer(
     name="bench",
-    help="Time kernels and whole steps; no figure without a result like the reference's.",
+    help="Benchmarks; results are reported only after they match the reference.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,36 +26,39 @@ app = typer.Typer(
 RESULTS = Path("integration/results")
 
 Batches = Annotated[
-    str | None, typer.Option("--batch", metavar="N,N", help="Batch sizes, with commas between.")
+    str | None, typer.Option("--batch", metavar="N,N", help="Batch sizes, separated by commas.")
 ]
 Hidden = Annotated[int | None, typer.Option("--hidden", metavar="H", help="Hidden size.")]
 Vocab = Annotated[int | None, typer.Option("--vocab", metavar="V", help="Vocabulary size.")]
-DraftLen = Annotated[int | None, typer.Option("--k", metavar="K", help="Drafts per request.")]
+DraftLen = Annotated[int | None, typer.Option("--k", metavar="K", help="Draft length.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="NAME", help="Of logits: float32 or bfloat16.")
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="Dtype of logits: float32 or bfloat16."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Fewer batch sizes and samples, no other sizes.")
+    bool,
+    typer.Option("--quick", help="Fewer batch sizes and samples, no variations of other sizes."),
 ]
 Filter = Annotated[
-    str | None, typer.Option("--filter", metavar="TEXT", help="Only cases with this in the name.")
+    str | None,
+    typer.Option("--filter", metavar="TEXT", help="Only cases whose name contains this."),
 ]
 Output = Annotated[
     Path | None,
     typer.Option(
         "--output",
         metavar="FILE",
-        help=f"JSON; the plot goes beside it. Default: in {RESULTS}; of a run without a GPU, or a "
-        "quick one, nowhere.",
+        help=f"JSON file; the plot is written next to it. Default: in {RESULTS}; nothing for "
+        "a run without a GPU or with --quick.",
     ),
 ]
 Cpu = Annotated[
-    bool, typer.Option("--cpu", help="Compare results on tiny shapes without a GPU; no benchmark.")
+    bool, typer.Option("--cpu", help="Only compare results, on tiny shapes without a GPU.")
 ]
 
 
 def main() -> None:
-    """Run on its own; named errors become one line each and exit code 2."""
+    """Run the command line; a named error is printed as one line, with exit code 2."""
     from mtp_plugin.tools.terminal.console import run_to_the_end
 
     run_to_the_end(app)
@@ -73,9 +76,9 @@ def ops(
     output: Output = None,
     cpu: Cpu = False,
 ) -> None:
-    """Acceptance, draft inputs, drafts, bookkeeping and state copies, one at a time.
+    """Time single ops: acceptance, draft inputs, drafts, bookkeeping and state copies.
 
-    Exit code 1: a result differs from the reference's. 2: a named error.
+    Exit code 1: a result differs from the reference. 2: a named error.
     """
     _run("ops", batch, hidden, vocab, k, dtype, quick, only, output, cpu)
 
@@ -92,9 +95,9 @@ def step(
     output: Output = None,
     cpu: Cpu = False,
 ) -> None:
-    """Whole steps of the workers around a model that costs nothing.
+    """Time whole steps of the workers, with an empty model.
 
-    Exit code 1: a result differs from the reference's. 2: a named error.
+    Exit code 1: a result differs from the reference. 2: a named error.
     """
     _run("step", batch, hidden, vocab, k, dtype, quick, only, output, cpu)
 
@@ -108,7 +111,9 @@ def e2e(
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape", metavar="NAME", help="Random weights of a named size, made on the device."
+            "--shape",
+            metavar="NAME",
+            help="Random weights of a named size, generated on the device.",
         ),
     ] = None,
     batch: Batches = None,
@@ -116,10 +121,10 @@ def e2e(
         int | None, typer.Option("--isl", metavar="N", help="Tokens of each prompt.")
     ] = None,
     osl: Annotated[
-        int | None, typer.Option("--osl", metavar="N", help="Tokens that each request emits.")
+        int | None, typer.Option("--osl", metavar="N", help="Output tokens of each request.")
     ] = None,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="N,N", help="Drafts per step. Default: 1,3.")
+        str | None, typer.Option("--k", metavar="N,N", help="Draft lengths. Default: 1,3.")
     ] = None,
     worker: Annotated[
         str | None,
@@ -130,8 +135,8 @@ def e2e(
         typer.Option(
             "--acceptance",
             metavar="P,P",
-            help="Synthetic acceptance: a rate per draft, or the shares of steps that accept "
-            "drafts 1..i. Default: real for a checkpoint, 0.8 for a shape.",
+            help="Synthetic acceptance: one rate per draft, or the acceptance rate at each "
+            "position. Default: real for a checkpoint, 0.8 for a shape.",
         ),
     ] = None,
     ask: Annotated[
@@ -139,24 +144,29 @@ def e2e(
         typer.Option(
             "--ask",
             metavar="NAME,NAME",
-            help="Kinds of requests that take turns in one executor: greedy, sampled, "
-            "sampled-logprob, sampled-top5, sampled-penalty, one-sampled; of a checkpoint also "
+            help="Kinds of requests, run alternately in one executor: greedy, sampled, "
+            "sampled-logprob, sampled-top5, sampled-penalty, one-sampled; with a checkpoint also "
             "coupled, rejection, block or greedy-drafts with -t0.6 or -t1.0. Default: greedy.",
         ),
     ] = None,
     draft_vocab: Annotated[
         int | None,
         typer.Option(
-            "--draft-vocab", metavar="N", min=1, help="Ids that may be drafted. Default: all."
+            "--draft-vocab",
+            metavar="N",
+            min=1,
+            help="Number of token ids that may be drafted. Default: all.",
         ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (no benchmark).")
+        str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (not a benchmark).")
     ] = "auto",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of weights and prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Seed of weights and prompts.")
+    ] = 0,
     graphs: Annotated[
         bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")
     ] = True,
@@ -165,10 +175,10 @@ def e2e(
         typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text/--ids", help="Make text of a checkpoint's tokens as well.")
+        bool, typer.Option("--text/--ids", help="Detokenize the output of a checkpoint.")
     ] = False,
     phases: Annotated[
-        bool, typer.Option("--phases/--no-phases", help="Split a step's time by phase.")
+        bool, typer.Option("--phases/--no-phases", help="Report the time of each phase of a step.")
     ] = True,
     generate: Annotated[
         bool,
@@ -188,20 +198,20 @@ def e2e(
         typer.Option(
             "--tie-tolerance",
             metavar="ULPS",
-            help="In half precision; see `mtp-plugin parity`. Default: 4; with random weights 16.",
+            help="In half precision; see `mtp-plugin parity`. Default: 4; 16 for random weights.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small batches, few tokens.")] = False,
     only: Filter = None,
     output: Output = None,
 ) -> None:
-    """Decode whole batches with MTP and without, and split a step's time by phase.
+    """Decode whole batches with and without MTP, and report the time of each phase of a step.
 
-    Steps that only generate are timed apart from prompts; tokens per second are told for both. No
-    figure without a match: with real acceptance the tokens are those of the run without MTP, and
-    that run's are those of target-only decoding.
+    Steps that only generate are timed separately from prompts; tokens per second are reported for
+    both. Results are reported only after the output matches: with real acceptance, output with MTP
+    is compared with that without, and output without MTP with target-only decoding.
 
-    Exit code 1: a case did not match or failed. 2: a named error.
+    Exit code 1: a case differs or failed. 2: a named error.
     """
     from integration.bench.e2e.cases import E2EOptions
     from integration.bench.e2e.request_kinds import GREEDY
@@ -243,27 +253,29 @@ def e2e(
 def soak(
     model: Annotated[Path, typer.Option("--model", "-m", metavar="DIR", help="Checkpoint.")],
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="How long requests arrive.")
+        float, typer.Option("--seconds", metavar="S", help="Seconds during which requests arrive.")
     ] = 60.0,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", help="So many steps instead, the same everywhere."),
+        typer.Option(
+            "--steps", metavar="N", help="Number of steps instead, for a reproducible run."
+        ),
     ] = None,
     worker: Annotated[
         str, typer.Option("--worker", metavar="NAME", help="eagle or vanilla.")
     ] = "eagle",
-    k: Annotated[int, typer.Option("--k", metavar="N", help="Drafts per step.")] = 3,
+    k: Annotated[int, typer.Option("--k", metavar="N", help="Draft length.")] = 3,
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", help="Requests per step.")
     ] = 8,
     num_prompts: Annotated[
-        int, typer.Option("--num-prompts", metavar="N", help="Different prompts.")
+        int, typer.Option("--num-prompts", metavar="N", help="Number of different prompts.")
     ] = 24,
     longest_prompt: Annotated[
-        int, typer.Option("--longest-prompt", metavar="N", help="Tokens of a prompt at most.")
+        int, typer.Option("--longest-prompt", metavar="N", help="Maximum tokens of a prompt.")
     ] = 96,
     longest_output: Annotated[
-        int, typer.Option("--longest-output", metavar="N", help="Tokens of an output at most.")
+        int, typer.Option("--longest-output", metavar="N", help="Maximum tokens of an output.")
     ] = 96,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
@@ -284,14 +296,15 @@ def soak(
             "--tie-tolerance", metavar="ULPS", help="In half precision; see `mtp-plugin parity`."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the traffic.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the traffic.")] = 0,
     output: Output = None,
 ) -> None:
-    """Random arrivals, lengths, chunks, aborts and memory pressure for a while; then the checks.
+    """Run random traffic: arrivals, lengths, chunks, aborts and memory pressure; then check.
 
-    Nothing may leak, acceptance may not drift, and every output must be target-only decoding's.
+    No resource may leak, acceptance may not drift, and each output must be identical to target-only
+    decoding.
 
-    Exit code 1: a check does not hold. 2: a named error.
+    Exit code 1: a check failed. 2: a named error.
     """
     from integration.bench.soak.run import SoakOptions, run
 
@@ -378,10 +391,10 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
 
 
 def _interpret_kernels() -> None:
-    """Switch Triton's interpreter on; triton looks when it is imported."""
+    """Enable Triton's interpreter; triton reads the variable when it is imported."""
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is not None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    # numpy's view of infinities, which the kernels handle on purpose
+    # numpy warns of infinities, which the kernels handle
     warnings.filterwarnings(
         "ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter"
     )

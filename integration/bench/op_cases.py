@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from integration.bench.case import Case, Trial
-from integration.bench.random_inputs import Dice
+from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import (
     ACCEPT_RELAXED,
@@ -66,7 +66,7 @@ def op_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=shape.target_bytes,
             bytes_written=ids,
-            prepare=lambda seed: _strict(shape, Dice(seed, device)),
+            prepare=lambda seed: _strict(shape, RandomInputs(seed, device)),
             target=target(ACCEPT_STRICT),
         ),
         Case(
@@ -74,7 +74,7 @@ def op_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=shape.target_bytes,
             bytes_written=ids,
-            prepare=lambda seed: _relaxed(shape, Dice(seed, device)),
+            prepare=lambda seed: _relaxed(shape, RandomInputs(seed, device)),
             target=target(ACCEPT_RELAXED),
         ),
         first_pass_case("first-pass/vanilla", shape, device, None, target(VANILLA_FIRST_PASS)),
@@ -83,14 +83,14 @@ def op_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=3 * ids,
             bytes_written=ids + 2 * 8 * shape.batch,
-            prepare=lambda seed: _eagle(shape, Dice(seed, device)),
+            prepare=lambda seed: _eagle(shape, RandomInputs(seed, device)),
         ),
         Case(
             name="draft/propose",
             shape=shape,
             bytes_read=shape.draft_bytes // shape.k,
             bytes_written=3 * INT * shape.batch,
-            prepare=lambda seed: _propose(shape, Dice(seed, device)),
+            prepare=lambda seed: _propose(shape, RandomInputs(seed, device)),
         ),
     ]
 
@@ -119,23 +119,23 @@ def first_pass_case(
         shape=shape,
         bytes_read=generations * (shape.k + 1) + prompts,
         bytes_written=generations * (2 * shape.k + 1) + prompts + pools,
-        prepare=lambda seed: _vanilla(shape, Dice(seed, device), mixture),
+        prepare=lambda seed: _vanilla(shape, RandomInputs(seed, device), mixture),
         target=target,
     )
 
 
-def _generations(shape: Shape, dice: Dice) -> StepLayout:
-    none = torch.empty(0, dtype=torch.int32, device=dice.device)
+def _generations(shape: Shape, rng: RandomInputs) -> StepLayout:
+    none = torch.empty(0, dtype=torch.int32, device=rng.device)
     return StepLayout((), shape.batch, shape.k, none)
 
 
-def _strict(shape: Shape, dice: Dice) -> Trial:
-    layout = _generations(shape, dice)
-    logits = dice.logits(shape.rows, shape)
-    drafts = dice.drafts(logits, shape)
+def _strict(shape: Shape, rng: RandomInputs) -> Trial:
+    layout = _generations(shape, rng)
+    logits = rng.logits(shape.rows, shape)
+    drafts = rng.drafts(logits, shape)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
-        last = torch.empty(shape.batch, dtype=torch.int32, device=dice.device)
+        last = torch.empty(shape.batch, dtype=torch.int32, device=rng.device)
         accepted = accept(layout, logits, drafts, last_tokens=last, backend=backend)
         return {
             "tokens": accepted.tokens,
@@ -147,14 +147,14 @@ def _strict(shape: Shape, dice: Dice) -> Trial:
     return Trial(run)
 
 
-def _relaxed(shape: Shape, dice: Dice) -> Trial:
+def _relaxed(shape: Shape, rng: RandomInputs) -> Trial:
     """All requests think, and stay in that phase."""
-    logits = dice.logits(shape.rows, shape)
+    logits = rng.logits(shape.rows, shape)
     topk = min(TOPK, shape.vocab)
     # the thinking tokens are never chosen
     logits[:, -2:] = -20
-    drafts = dice.drafts(logits, shape, best_of=topk)
-    batch, device = shape.batch, dice.device
+    drafts = rng.drafts(logits, shape, best_of=topk)
+    batch, device = shape.batch, rng.device
     in_force = SlotColumn("delta", float, DELTA)
     columns = TableColumns(
         (
@@ -167,12 +167,12 @@ def _relaxed(shape: Shape, dice: Dice) -> Trial:
     )
     table = torch.tensor([columns.row({})] * (batch + 2), dtype=torch.int32, device=device)
     rule = RelaxedRule(
-        slots=SlotRows(table, dice.permutation(batch + 2)[:batch], columns),
+        slots=SlotRows(table, rng.permutation(batch + 2)[:batch], columns),
         delta_in_force=table[:, columns.offset(in_force.name)].view(torch.float32),
         begin_token=shape.vocab - 2,
         end_token=shape.vocab - 1,
     )
-    layout, rules = _generations(shape, dice), AcceptanceRules(relaxed=rule)
+    layout, rules = _generations(shape, rng), AcceptanceRules(relaxed=rule)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         last = torch.empty(batch, dtype=torch.int32, device=device)
@@ -187,27 +187,27 @@ def _relaxed(shape: Shape, dice: Dice) -> Trial:
     return Trial(run, {"slots": table})
 
 
-def _vanilla(shape: Shape, dice: Dice, mixture: Mixture) -> Trial:
-    batch, k, device = shape.batch, shape.k, dice.device
+def _vanilla(shape: Shape, rng: RandomInputs, mixture: Mixture) -> Trial:
+    batch, k, device = shape.batch, shape.k, rng.device
     num_contexts, num_prompt_rows = mixture.num_contexts, mixture.num_tokens
     num_generations = batch - num_contexts
     rows = num_prompt_rows + num_generations * (k + 1)
-    slots = dice.permutation(batch + 2)[:batch]
-    tokens_pool = dice.integers(0, shape.vocab, batch + 2, k)
-    states_pool = dice.states(batch + 2, k, shape.hidden)
-    input_ids = dice.integers(0, shape.vocab, rows)
-    hidden_states = dice.states(rows, shape.hidden)
-    lens = dice.integers(100, 4000, num_generations, dtype=torch.int64)
+    slots = rng.permutation(batch + 2)[:batch]
+    tokens_pool = rng.integers(0, shape.vocab, batch + 2, k)
+    states_pool = rng.states(batch + 2, k, shape.hidden)
+    input_ids = rng.integers(0, shape.vocab, rows)
+    hidden_states = rng.states(rows, shape.hidden)
+    lens = rng.integers(100, 4000, num_generations, dtype=torch.int64)
     prompt = torch.arange(mixture.prompt_len, device=device).repeat(num_contexts)
     steps = lens.unsqueeze(1) + torch.arange(k + 1, device=device)
     positions = torch.cat([prompt, steps.reshape(-1)])
-    num_accepted = dice.integers(1, k + 2, batch)
+    num_accepted = rng.integers(1, k + 2, batch)
     num_accepted[:num_contexts] = 1
     # a column of the next tokens, as a worker hands it over
-    next_tokens = dice.integers(0, shape.vocab, batch, k + 1)
+    next_tokens = rng.integers(0, shape.vocab, batch, k + 1)
     chunk_lens = [mixture.prompt_len] * num_contexts
     context_lens = torch.tensor(chunk_lens, dtype=torch.int32, device=device)
-    successors = dice.integers(0, shape.vocab, num_contexts) if num_contexts else None
+    successors = rng.integers(0, shape.vocab, num_contexts) if num_contexts else None
     layout = StepLayout(tuple(chunk_lens), num_generations, k, context_lens, positions)
     history = History(tokens_pool, states_pool, slots)
     target_rows = TargetRows(input_ids, hidden_states)
@@ -235,16 +235,16 @@ def _vanilla(shape: Shape, dice: Dice, mixture: Mixture) -> Trial:
     return Trial(run, {"past_tokens": tokens_pool, "past_states": states_pool})
 
 
-def _eagle(shape: Shape, dice: Dice) -> Trial:
-    batch, k, device = shape.batch, shape.k, dice.device
-    num_accepted = dice.integers(1, k + 2, batch)
-    tokens = dice.integers(0, shape.vocab, batch, k + 1)
+def _eagle(shape: Shape, rng: RandomInputs) -> Trial:
+    batch, k, device = shape.batch, shape.k, rng.device
+    num_accepted = rng.integers(1, k + 2, batch)
+    tokens = rng.integers(0, shape.vocab, batch, k + 1)
     behind = torch.arange(k + 1, device=device) >= num_accepted.unsqueeze(1)
     tokens = tokens.masked_fill(behind, -1)
-    input_ids = dice.integers(0, shape.vocab, shape.rows)
-    lens = dice.integers(100, 4000, batch, dtype=torch.int64)
+    input_ids = rng.integers(0, shape.vocab, shape.rows)
+    lens = rng.integers(100, 4000, batch, dtype=torch.int64)
     positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)
-    hidden_states = dice.states(shape.rows, shape.hidden)
+    hidden_states = rng.states(shape.rows, shape.hidden)
     context_lens = torch.empty(0, dtype=torch.int32, device=device)
     layout = StepLayout((), batch, k, context_lens, positions)
     target_rows = TargetRows(input_ids, hidden_states)
@@ -271,14 +271,14 @@ def _eagle(shape: Shape, dice: Dice) -> Trial:
     return Trial(run)
 
 
-def _propose(shape: Shape, dice: Dice) -> Trial:
+def _propose(shape: Shape, rng: RandomInputs) -> Trial:
     """The first draft of each request, written to its three places."""
     batch, k = shape.batch, shape.k
-    logits = dice.logits(batch, shape)
-    drafts = dice.integers(0, shape.vocab, batch, k)
-    next_tokens = dice.integers(0, shape.vocab, batch, k + 1)
-    shifted = dice.integers(0, shape.vocab, shape.rows + k - 1)
-    last_rows = torch.arange(batch, device=dice.device) * (k + 1) + k
+    logits = rng.logits(batch, shape)
+    drafts = rng.integers(0, shape.vocab, batch, k)
+    next_tokens = rng.integers(0, shape.vocab, batch, k + 1)
+    shifted = rng.integers(0, shape.vocab, shape.rows + k - 1)
+    last_rows = torch.arange(batch, device=rng.device) * (k + 1) + k
     shifts = k > 1
     place = DraftColumn(
         drafts, next_tokens, 0, shifted if shifts else None, last_rows if shifts else None

@@ -1,4 +1,4 @@
-"""Random inputs that look like those of a step."""
+"""Random inputs of ops and steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from integration.bench.shapes import Shape
 
 
-class Dice:
-    """Draws on the device of a run."""
+class RandomInputs:
+    """Samples tensors on a device, by seed."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from integration.bench.case import Case, Trial
-from integration.bench.random_inputs import Dice
+from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import DRAWS, graph_target
 from mtp_plugin.kernels.backend import Backend
@@ -93,10 +93,10 @@ def sampling_cases(shape: Shape, device: torch.device) -> list[Case]:
 
 
 def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
-    batch, k, dice = shape.batch, shape.k, Dice(seed, device)
-    logits = _logits(shape, dice, is_peaked=kind.is_peaked)
-    drafts = dice.drafts(logits, shape)
-    lens = dice.integers(100, 4000, batch, dtype=torch.int64)
+    batch, k, rng = shape.batch, shape.k, RandomInputs(seed, device)
+    logits = _logits(shape, rng, is_peaked=kind.is_peaked)
+    drafts = rng.drafts(logits, shape)
+    lens = rng.integers(100, 4000, batch, dtype=torch.int64)
     positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)
     none = torch.empty(0, dtype=torch.int32, device=device)
     layout = StepLayout((), batch, k, none, positions)
@@ -107,9 +107,9 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
     ]
     slots = SlotRows(
         torch.tensor(table, dtype=torch.int32, device=device),
-        dice.permutation(batch + 2)[:batch],
+        rng.permutation(batch + 2)[:batch],
         columns,
-        _pools(shape, dice) if kind.has_pools else None,
+        _pools(shape, rng) if kind.has_pools else None,
     )
     rows = DrawnRows.of_target(layout, drafts)
 
@@ -123,26 +123,26 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
     return Trial(run, approximate=frozenset({"masses"}))
 
 
-def _logits(shape: Shape, dice: Dice, *, is_peaked: bool) -> torch.Tensor:
-    logits = dice.logits(shape.rows, shape)
+def _logits(shape: Shape, rng: RandomInputs, *, is_peaked: bool) -> torch.Tensor:
+    logits = rng.logits(shape.rows, shape)
     if not is_peaked:
         return logits.mul_(2)
     likely = min(40, shape.vocab)
-    at = dice.integers(0, shape.vocab, shape.rows, likely, dtype=torch.int64)
+    at = rng.integers(0, shape.vocab, shape.rows, likely, dtype=torch.int64)
     heights = 10 + 12 * torch.rand_like(at, dtype=torch.float32)
     heights[:, 0] = 20 + heights[:, 0] / 6
     return logits.mul_(2.2).scatter_(1, at, heights.to(logits.dtype))
 
 
-def _pools(shape: Shape, dice: Dice) -> EditPools:
+def _pools(shape: Shape, rng: RandomInputs) -> EditPools:
     """A row that all requests share, which nothing here writes."""
-    words, device = num_words(shape.vocab), dice.device
-    seen = dice.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
+    words, device = num_words(shape.vocab), rng.device
+    seen = rng.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
     counts = torch.zeros(1, shape.vocab, dtype=torch.int16, device=device)
     counts[0, seen] = 2
-    allowed = dice.integers(-(2**31), 2**31 - 1, 1, words + 1)
+    allowed = rng.integers(-(2**31), 2**31 - 1, 1, words + 1)
     return EditPools(
-        bias=dice.normal(1, shape.vocab, dtype=torch.float32),
+        bias=rng.normal(1, shape.vocab, dtype=torch.float32),
         allowed=allowed,
         counts=counts,
         seen=packed_bits(seen, shape.vocab).unsqueeze(0),

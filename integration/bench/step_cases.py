@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from integration.bench.case import Case, Trial
-from integration.bench.random_inputs import Dice
+from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
@@ -165,13 +165,15 @@ def _case(
         shape=shape,
         bytes_read=shape.target_bytes + shape.draft_bytes + read,
         bytes_written=written,
-        prepare=lambda seed: _trial(shape, Dice(seed, device), chain, write_limits, kind),
+        prepare=lambda seed: _trial(shape, RandomInputs(seed, device), chain, write_limits, kind),
         target=target,
     )
 
 
-def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind: Kind) -> Trial:
-    batch, k, device = shape.batch, shape.k, dice.device
+def _trial(
+    shape: Shape, rng: RandomInputs, chain: str | None, write_limits: bool, kind: Kind
+) -> Trial:
+    batch, k, device = shape.batch, shape.k, rng.device
     width = k + 1
     config = MTPDecodingConfig(
         max_draft_len=k,
@@ -188,12 +190,12 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind
         num_seq_slots=batch,
         vocab_size=shape.vocab if kind.draws else None,
     )
-    requests = dice.permutation(batch).tolist()
-    asked = [_Request(request, kind.options, dice, shape) for request in sorted(requests)]
+    requests = rng.permutation(batch).tolist()
+    asked = [_Request(request, kind.options, rng, shape) for request in sorted(requests)]
     manager.prepare_resources(SimpleNamespace(context_requests=asked, generation_requests=[]))
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
-    tokens.copy_(dice.integers(0, shape.vocab, *tokens.shape))
-    states.copy_(dice.states(*states.shape))
+    tokens.copy_(rng.integers(0, shape.vocab, *tokens.shape))
+    states.copy_(rng.states(*states.shape))
     mode = SpeculativeDecodingMode
     spec = MTPSpecMetadata(
         max_num_requests=batch,
@@ -205,21 +207,21 @@ def _trial(shape: Shape, dice: Dice, chain: str | None, write_limits: bool, kind
         device=device,
         is_cuda_graph=True,
     )
-    lens = dice.integers(100, 4000, batch)
+    lens = rng.integers(100, 4000, batch)
     attention = GenerationAttention(width, lens + width, write_limits=write_limits)
-    logits = dice.logits(batch * width, shape)
+    logits = rng.logits(batch * width, shape)
     spec.request_ids = requests
-    spec.draft_tokens = dice.drafts(logits, shape)
+    spec.draft_tokens = rng.drafts(logits, shape)
     spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
     spec.edits_logits, spec.only_draws = kind.draws, kind.draws and kind.only_draws
     spec.prepare()
-    ready = [dice.logits(batch, shape) for _ in range(k)]
+    ready = [rng.logits(batch, shape) for _ in range(k)]
     layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]
     positions = lens.to(torch.int64).unsqueeze(1) + torch.arange(width, device=device)
     inputs = {
-        "input_ids": dice.integers(0, shape.vocab, batch * width),
+        "input_ids": rng.integers(0, shape.vocab, batch * width),
         "position_ids": positions.view(1, -1),
-        "hidden_states": dice.states(batch * width, shape.hidden),
+        "hidden_states": rng.states(batch * width, shape.hidden),
         "logits": logits,
     }
     worker: SpecWorker = (
@@ -247,12 +249,12 @@ class _Request:
     is_first_context_chunk = True
 
     def __init__(
-        self, request_id: int, options: Mapping[str, Any], dice: Dice, shape: Shape
+        self, request_id: int, options: Mapping[str, Any], rng: RandomInputs, shape: Shape
     ) -> None:
         self.request_id = request_id
         self._tokens: list[int] = []
         if options:
-            self._tokens = dice.integers(0, shape.vocab, PROMPT_TOKENS).tolist()
+            self._tokens = rng.integers(0, shape.vocab, PROMPT_TOKENS).tolist()
         self.facts = RequestFacts.of(
             request_id,
             SamplingParams(ignore_eos=True, **options),

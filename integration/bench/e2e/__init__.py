@@ -1,1 +1,1 @@
-"""Whole decoding, MTP on beside MTP off, with phases of a step; no figure without a match."""
+"""Whole decoding with and without MTP, and the phases of a step."""

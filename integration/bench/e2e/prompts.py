@@ -21,19 +21,19 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
         BenchmarkError: a bundled prompt without a token.
         RequestError: bundled prompts that cannot be read.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     texts = _bundled(subject)
     if not texts:
         vocab = subject.model.facts.vocab_size
-        return [[dice.randrange(vocab) for _ in range(length)] for _ in range(count)]
+        return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
     whole = [encode(subject.tokenizer, text) for text in texts]
     expect(all(whole), BenchmarkError, f"{_file(subject)}: expected no prompt without a token")
     prompts = []
     for number in range(count):
         last = whole[number % len(whole)]
         if number >= len(whole):
-            last = last[: dice.randint(len(last) // 2, len(last))]
-        order = [*dice.sample(whole, len(whole)), last]
+            last = last[: rng.randint(len(last) // 2, len(last))]
+        order = [*rng.sample(whole, len(whole)), last]
         stream = [token for ids in order for token in ids]
         while len(stream) < length:
             stream = stream + stream
@@ -48,9 +48,9 @@ def make_pieces(subject: Subject, count: int, longest: int, seed: int) -> list[l
         BenchmarkError: a bundled prompt without a token.
         RequestError: bundled prompts that cannot be read.
     """
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     prompts = make_prompts(subject, count, longest, seed)
-    return [prompt[-dice.randint(1, longest) :] for prompt in prompts]
+    return [prompt[-rng.randint(1, longest) :] for prompt in prompts]
 
 
 def _bundled(subject: Subject) -> list[str]:

@@ -39,7 +39,7 @@ class Traffic:
     """
 
     def __init__(self, seed: int, num_prompts: int, longest_output: int, batch_size: int) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._num_prompts = num_prompts
         self._longest_output = longest_output
         # a step serves batch_size requests by about two tokens each
@@ -48,20 +48,20 @@ class Traffic:
 
     def arrivals(self) -> list[Wish]:
         """Those of the next step."""
-        dice = self._dice
-        if dice.random() >= self._chance:
+        rng = self._rng
+        if rng.random() >= self._chance:
             return []
-        return [self._wish() for _ in range(dice.randint(1, BURST))]
+        return [self._wish() for _ in range(rng.randint(1, BURST))]
 
     def _wish(self) -> Wish:
-        dice = self._dice
-        impatient = dice.random() < IMPATIENT
+        rng = self._rng
+        impatient = rng.random() < IMPATIENT
         return Wish(
-            prompt=dice.randrange(self._num_prompts),
-            max_new_tokens=dice.randint(1, self._longest_output),
-            ignore_eos=dice.random() >= STOPPING,
-            speculate=dice.random() >= SILENT,
-            patience=dice.randint(0, self._longest_output // 4) if impatient else None,
+            prompt=rng.randrange(self._num_prompts),
+            max_new_tokens=rng.randint(1, self._longest_output),
+            ignore_eos=rng.random() >= STOPPING,
+            speculate=rng.random() >= SILENT,
+            patience=rng.randint(0, self._longest_output // 4) if impatient else None,
         )
 
 

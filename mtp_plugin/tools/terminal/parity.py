@@ -299,16 +299,16 @@ def make_prompts(
     texts: Sequence[str], tokenizer: Any, vocab_size: int, count: int | None, seed: int
 ) -> list[list[int]]:
     """Prompts as token ids: the texts, then seeded pieces of them, or random ids without texts."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     if tokenizer is None or not texts:
         return [
-            [dice.randrange(vocab_size) for _ in range(dice.randint(1, LONGEST_RANDOM_PROMPT))]
+            [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_RANDOM_PROMPT))]
             for _ in range(count or RANDOM_PROMPTS)
         ]
     whole = [encode(tokenizer, text) for text in texts]
     prompts = whole[:count]
     while count is not None and len(prompts) < count:
-        ids = dice.choice(whole)
-        end = dice.randint(1, len(ids))
-        prompts.append(ids[dice.randrange(end) : end])
+        ids = rng.choice(whole)
+        end = rng.randint(1, len(ids))
+        prompts.append(ids[rng.randrange(end) : end])
     return prompts
