@@ -79,9 +79,11 @@ def expect_int(
     Raises:
         error: anything else.
     """
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+    # the check of the type first is faster, and nearly always enough
+    is_integer = type(value) is int or isinstance(value, SupportsIndex)
+    if is_integer and not isinstance(value, bool):
         try:
-            number = operator.index(value)
+            number = operator.index(value)  # type: ignore[arg-type]
         except Exception:  # tensors that are no integer scalar have __index__ too
             pass
         else:

@@ -87,6 +87,7 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     Raises:
         ConfigError: one line per mistake, as `load_config` has them.
     """
+    _source_of(path)
     data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
     options = MTPPluginOptions.model_validate(data, context={"source": source})
     return _found_options(Path(path).parent, options, f"{source}: ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, told
 
 
 class SpeculativeDecodingMode(IntEnum):
@@ -21,12 +21,10 @@ class SpeculativeDecodingMode(IntEnum):
         """The member with this name in any case; ``None`` is `NONE`."""
         if name is None:
             return cls.NONE
-        try:
+        if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
-        except KeyError:
-            allowed = ", ".join(member.name for member in cls)
-            message = f"speculative decoding mode: expected one of {allowed}, got {name!r}"
-            raise ConfigError(message) from None
+        allowed = ", ".join(member.name for member in cls)
+        raise ConfigError(f"speculative decoding mode: expected one of {allowed}, got {told(name)}")
 
     def is_none(self) -> bool:
         return self is SpeculativeDecodingMode.NONE

@@ -22,7 +22,7 @@ from mtp_plugin.config.values import (
     TokenIds,
     Verification,
 )
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, expect_int
 from mtp_plugin.verifications import WAYS, Way, codes
 
 
@@ -230,6 +230,7 @@ class MTPPluginOptions(ConfigModel):
         Raises:
             ConfigError: no rates, or not one per draft.
         """
+        draft_len = expect_int("draft_len", draft_len, 0, error=ConfigError)
         rates = self.synthetic_acceptance
         if isinstance(rates, tuple) and len(rates) == draft_len:
             return rates

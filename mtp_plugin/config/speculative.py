@@ -33,7 +33,7 @@ from mtp_plugin.config.schema import (
     allowed,
 )
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, expect_int
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -166,6 +166,7 @@ class MTPDecodingConfig(ConfigModel):
             ConfigError: the checkpoint has no MTP layer, or too few of them for vanilla, or an
                 option is given that the mode does not read.
         """
+        num_mtp_layers = expect_int("num_mtp_layers", num_mtp_layers, error=ConfigError)
         if num_mtp_layers < 1:
             raise ConfigError(
                 f"speculative_config: expected a checkpoint with MTP layers, got {num_mtp_layers}"
@@ -186,6 +187,7 @@ class MTPDecodingConfig(ConfigModel):
 
     def draft_len_for(self, batch_size: int) -> int:
         """Drafts per request in a batch of this size, by the schedule or the concurrency limit."""
+        batch_size = expect_int("batch_size", batch_size, 0, error=ConfigError)
         if self.max_concurrency is not None:
             return self.draft_len if batch_size <= self.max_concurrency else 0
         if self.draft_len_schedule is None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mtp_plugin.errors import NoFreeSlotsError
+from mtp_plugin.errors import MetadataError, NoFreeSlotsError, expect_int
 from mtp_plugin.requests.states import is_graph_dummy_id
 
 
@@ -22,6 +22,7 @@ class SlotManager:
     """
 
     def __init__(self, num_slots: int) -> None:
+        num_slots = expect_int("num_slots", num_slots, 0, error=MetadataError)
         self.max_num_requests = num_slots
         self.slot_mapping: dict[int, int] = {}
         self.free_slots: list[int] = list(range(num_slots))
@@ -35,7 +36,9 @@ class SlotManager:
 
         Raises:
             NoFreeSlotsError: every slot is taken.
+            MetadataError: the id is no integer.
         """
+        request_id = expect_int("request_id", request_id, error=MetadataError)
         slot = self.slot_mapping.get(request_id)
         if slot is not None:
             return slot

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError, error_told, told
+from mtp_plugin.errors import RequestError, error_told, expect_int, told
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import is_failure
@@ -58,7 +58,8 @@ class StopRule:
     ends it. Where one token does several of these, the reason is the first in this order.
 
     Raises:
-        RequestError: ``min_tokens`` beside more ids than a slot has room for.
+        RequestError: a number or an id that is no integer, or ``min_tokens`` with more ids than a
+            slot has room for.
     """
 
     max_length: int
@@ -76,6 +77,11 @@ class StopRule:
     _ends: frozenset[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("max_length", "prompt_len", "min_tokens"):
+            vars(self)[name] = expect_int(name, vars(self)[name], 0, error=RequestError)
+        for name in ("end_ids", "ignored_ids"):
+            ids = tuple(expect_int(name, token, error=RequestError) for token in vars(self)[name])
+            vars(self)[name] = ids
         vars(self)["_ends"] = frozenset(self.end_ids)  # frozen against others
         count = len(self.device_ids)
         if self.min_tokens > 0 and count > MAX_STOP_IDS:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_plugin.config.values import MAX_THINKING_END
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError, expect, expect_int
 
 DEFAULT_BEGIN = "<think>"
 DEFAULT_END = "</think>"
@@ -31,6 +31,8 @@ class ThinkingEnd:
     """Ends thinking by itself, but within an ``end`` that is forced."""
 
     def __post_init__(self) -> None:
+        for token in (self.begin, self.end_token, *self.end):
+            expect_int("thinking_end", token, error=ConfigError)
         expect(
             1 <= len(self.end) <= MAX_THINKING_END and min(self.begin, *self.end) >= 0,
             ConfigError,
@@ -80,7 +82,7 @@ def read_thinking_token(config: Any, edge: str) -> int:
     for spelling in (name, name.upper()):
         value = getattr(config, spelling, None)
         if value is not None:
-            return int(value)
+            return expect_int(spelling, value, NO_TOKEN, error=ConfigError)
     return NO_TOKEN
 
 
