@@ -764,12 +764,6 @@ def test_missing_file(tmp_path: Path) -> None:
     assert str(error.value) == f"{path}: no such file; expected a YAML file"
 
 
-def test_path_that_none_can_be() -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config("a\0b")
-    assert str(error.value) == "'a\\x00b': expected a path: embedded null byte"
-
-
 def test_numbers_that_all_versions_of_yaml_read_alike(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -934,90 +928,83 @@ def test_direct_construction(model: type, options: dict[str, object], message: s
     assert isinstance(error.value, (ValueError, MTPPluginError))
 
 
-def test_mapping_of_another_kind() -> None:
-    with pytest.raises(ConfigError) as error:
-        parse_config(["model"])  # type: ignore[arg-type]
-    assert str(error.value) == "<mapping>: expected a mapping of keys to values, got a list"
-
-
-def test_other_decoding_config_of_another_kind() -> None:
-    with pytest.raises(ConfigError) as error:
-        OtherDecodingConfig.model_validate("Toy")
-    assert str(error.value) == "OtherDecodingConfig: expected a mapping, got 'Toy'"
-
-
-def test_r44_vanilla_on_a_checkpoint_with_one_layer() -> None:
-    config = MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True)
-    with pytest.raises(ConfigError) as error:
-        config.resolve(num_mtp_layers=1)
-    assert str(error.value) == (
+SYNTHETIC = {"verification": "synthetic", "synthetic_acceptance": (0.8, 0.6)}
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "a path with a NUL": (
+        lambda: load_config("a\0b"),
+        "'a\\x00b': expected a path: embedded null byte",
+    ),
+    "a list for a config": (
+        lambda: parse_config(["model"]),  # type: ignore[arg-type]
+        "<mapping>: expected a mapping of keys to values, got a list",
+    ),
+    "text for the config of another plugin": (
+        lambda: OtherDecodingConfig.model_validate("Toy"),
+        "OtherDecodingConfig: expected a mapping, got 'Toy'",
+    ),
+    "R44: vanilla on a checkpoint with one layer": (
+        lambda: MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True).resolve(1),
         "max_draft_len: 3 is more than the checkpoint's 1 MTP layer, and vanilla needs one per "
-        "draft; expected at most 1, or use_mtp_vanilla: false"
-    )
-
-
-def test_checkpoint_without_mtp_layers() -> None:
-    with pytest.raises(ConfigError) as error:
-        MTPDecodingConfig().resolve(num_mtp_layers=0)
-    assert str(error.value) == "speculative_config: expected a checkpoint with MTP layers, got 0"
-
-
-def test_draft_len_before_resolution() -> None:
-    with pytest.raises(ConfigError) as error:
-        _ = MTPDecodingConfig().draft_len
-    assert str(error.value) == (
+        "draft; expected at most 1, or use_mtp_vanilla: false",
+    ),
+    "a checkpoint without MTP layers": (
+        lambda: MTPDecodingConfig().resolve(0),
+        "speculative_config: expected a checkpoint with MTP layers, got 0",
+    ),
+    "K before resolution": (
+        lambda: MTPDecodingConfig().draft_len,
         "max_draft_len: not known yet; expected a value in the config, or resolve() with the "
-        "checkpoint's number of MTP layers first"
-    )
-
-
-@pytest.mark.parametrize("rates", [(0.8, 0.6), ()])
-def test_rates_are_counted_once_k_is_known(rates: tuple[float, ...]) -> None:
-    options = {"verification": "synthetic", "synthetic_acceptance": rates}
-    with pytest.raises(ConfigError) as error:
-        MTPDecodingConfig(mtp=options).resolve(num_mtp_layers=1)
-    assert str(error.value) == (
+        "checkpoint's number of MTP layers first",
+    ),
+    "rates of two drafts for one": (
+        lambda: MTPDecodingConfig(mtp=SYNTHETIC).resolve(1),
         "MTPDecodingConfig: mtp.synthetic_acceptance: expected 1 rate, one per draft "
-        f"(max_draft_len), got {len(rates)}"
-    )
-
-
-def test_shares_of_another_number_of_drafts() -> None:
-    options = MTPPluginOptions(verification="synthetic", synthetic_acceptance=[0.8, 0.6])
-    for draft_len in (1, 3):
-        with pytest.raises(ConfigError, match=f"expected {draft_len} rates?, one per draft"):
-            options.acceptance_shares(draft_len)
-    with pytest.raises(ConfigError, match=r"expected 3 rates, one per draft .*, got null"):
-        MTPPluginOptions().acceptance_shares(3)
-
-
-def test_vanilla_options_are_refused_when_the_mode_is_settled() -> None:
-    # a host that picks MTPWorker itself may construct this config
-    config = MTPDecodingConfig(max_draft_len=3, mtp={"chain": "none"})
-    with pytest.raises(ConfigError) as error:
-        config.resolve(num_mtp_layers=3)
-    assert str(error.value) == (
-        "mtp.chain: 'none' is for vanilla only; expected use_mtp_vanilla: true beside it"
-    )
-
-
-def test_token_budget_is_checked_again_once_k_is_known() -> None:
-    spec = MTPDecodingConfig(use_mtp_vanilla=True)
-    config = LLMConfig(model="m", max_num_tokens=16, speculative_config=spec)
-    with pytest.raises(ConfigError) as error:
-        config.resolve(num_mtp_layers=3)
-    assert str(error.value) == (
+        "(max_draft_len), got 2",
+    ),
+    "rates of no draft": (
+        lambda: MTPDecodingConfig(mtp={**SYNTHETIC, "synthetic_acceptance": ()}).resolve(1),
+        "MTPDecodingConfig: mtp.synthetic_acceptance: expected 1 rate, one per draft "
+        "(max_draft_len), got 0",
+    ),
+    "shares of fewer drafts": (
+        lambda: MTPPluginOptions(**SYNTHETIC).acceptance_shares(1),
+        "synthetic_acceptance: expected 1 rate, one per draft (max_draft_len), got 2",
+    ),
+    "shares of more drafts": (
+        lambda: MTPPluginOptions(**SYNTHETIC).acceptance_shares(3),
+        "synthetic_acceptance: expected 3 rates, one per draft (max_draft_len), got 2",
+    ),
+    "shares without rates": (
+        lambda: MTPPluginOptions().acceptance_shares(3),
+        "synthetic_acceptance: expected 3 rates, one per draft (max_draft_len), got null",
+    ),
+    # a host that chooses MTPWorker itself may construct such a config
+    "options of vanilla, once the mode is known": (
+        lambda: MTPDecodingConfig(
+            max_draft_len=3, mtp={"chain": "none", "draft_window": "trtllm"}
+        ).resolve(3),
+        "mtp.draft_window: 'trtllm' is for vanilla only; expected use_mtp_vanilla: true beside it\n"
+        "mtp.chain: 'none' is for vanilla only; expected use_mtp_vanilla: true beside it",
+    ),
+    "a token budget, once K is known": (
+        lambda: LLMConfig(
+            model="m",
+            max_num_tokens=16,
+            speculative_config=MTPDecodingConfig(use_mtp_vanilla=True),
+        ).resolve(3),
         "LLMConfig: max_num_tokens: expected at least max_batch_size (8) times "
-        "max_draft_len + 1 (4), which is 32, got 16"
-    )
+        "max_draft_len + 1 (4), which is 32, got 16",
+    ),
+    "a mode of another name": (
+        lambda: SpeculativeDecodingMode.from_string("ngram"),
+        "speculative decoding mode: expected one of NONE, MTP, MTP_EAGLE_ONE_MODEL, got 'ngram'",
+    ),
+}
 
 
-def test_unknown_mode_name() -> None:
-    with pytest.raises(ConfigError) as error:
-        SpeculativeDecodingMode.from_string("ngram")
-    assert str(error.value) == (
-        "speculative decoding mode: expected one of NONE, MTP, MTP_EAGLE_ONE_MODEL, got 'ngram'"
-    )
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_call_is_refused(call: Callable[[], object], message: str) -> None:
+    assert message_of(call) == message
 
 
 yaml_values = st.recursive(
