@@ -229,7 +229,8 @@ class MTPSampler:
             outputs: the same, as newer hosts call it.
 
         Raises:
-            ExecutorError: no mapping, or a request without a sequence slot of its own.
+            ExecutorError: no mapping, more tokens per request than the store holds, or a request
+                without a sequence slot of its own.
         """
         given = model_outputs if model_outputs is not None else outputs
         if given is None:
@@ -241,6 +242,7 @@ class MTPSampler:
         rows = [self._with_refusal(self._pending(request, is_context=True)) for request in contexts]
         rows += [self._pending(request, is_context=False) for request in generations]
         model_outputs = _behind(given, num_skipped)
+        self._expect_width(model_outputs)
         self._write_store(rows, model_outputs)
         copy = self.store.to_host()
         for request in contexts:
@@ -417,6 +419,20 @@ class MTPSampler:
         return [self._with_refusal(row) if row.is_context else row for row in rows]
 
     # ---- tensors ----------------------------------------------------------------------------
+
+    def _expect_width(self, outputs: dict[str, Any]) -> None:
+        """Refuse a step with more drafts than ``nextn``, whose tokens would be cut silently.
+
+        Raises:
+            ExecutorError: with both numbers.
+        """
+        drafted = int(outputs["next_draft_tokens"].shape[1])
+        drafted = max(drafted, int(outputs["new_tokens"].shape[1]) - 1)
+        if drafted > self.draft_len:
+            raise ExecutorError(
+                f"sample_async: the worker's step has {drafted} drafts per request, MTPSampler was "
+                f"built with nextn={self.draft_len}; expected at least the worker's max_draft_len"
+            )
 
     def _write_store(self, rows: list[PendingRow], outputs: dict[str, Any]) -> None:
         if not rows:

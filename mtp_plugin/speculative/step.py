@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,13 +40,16 @@ def to_device(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """Numbers on ``device``; of the host from pinned memory, so that nobody waits for the copy.
+    """Return a copy of ``values`` on ``device``; from the host through pinned memory, without a
+    synchronization.
 
-    Whoever gave them may write over them at once.
+    The caller may overwrite ``values`` at once.
     """
-    host = torch.as_tensor(values, dtype=dtype)
+    host = (
+        values.to(dtype) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    )
     if host.device.type != "cpu" or torch.device(device).type != "cuda":
-        return host.to(device)
+        return host.to(device, copy=host is values)
     if host is values and host.is_pinned():
         host = host.clone()
     return host.pin_memory().to(device, non_blocking=True)
@@ -117,9 +121,17 @@ class StepLayout:
             _expect_vector("positions", self.positions, self.num_tokens)
 
     def drawn_positions(self, reader: str) -> torch.Tensor:
-        """Positions of the first row of logits of every request [R]: the last of a chunk, the first
-        of a generation; for a ``reader`` as :meth:`expect_positions`."""
-        positions = self.expect_positions(reader)
+        """Return the position of the first logits row of every request [R]: the last row of a
+        chunk, the first row of a generation; for a ``reader`` as :meth:`expect_positions`.
+
+        They are computed once a step: verification and every draft pass read them.
+        """
+        self.expect_positions(reader)
+        return self._logit_positions
+
+    @cached_property
+    def _logit_positions(self) -> torch.Tensor:
+        positions = self.expect_positions("logits")
         of_generations = positions[self.num_ctx_tokens :: self.step_rows]
         if self.num_contexts == 0:
             return of_generations

@@ -14,6 +14,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop, draft_loop
+from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting.contract import snapshot
@@ -452,6 +453,17 @@ def test_views_of_windows() -> None:
             each.feed_window(int32([1, 3]), step_rows=4, window=3)
         assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
     assert attn.kv_lens_cuda_runtime.tolist() == [13, 14]
+
+
+def test_trace_check_leaves_out_only_fields_that_are_declared_as_derived() -> None:
+    """Private names of one engine's fields may mean anything in another."""
+    attn = SimpleNamespace(_layout_rows=1, _table=2, derived_fields=frozenset({"_table"}))
+    before = MetadataFingerprint.take(attn)
+    attn._table = 3
+    before.compare(attn)
+    attn._layout_rows = 4
+    with pytest.raises(MetadataError, match=r"left changes in: _layout_rows$"):
+        before.compare(attn)
 
 
 # --- hosts that read the list of cached tokens ---

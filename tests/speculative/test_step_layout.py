@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import StepLayout, to_device
 
 
 def layout(**changed: object) -> StepLayout:
@@ -50,3 +54,21 @@ def test_positions_are_asked_for_by_name() -> None:
         layout().expect_positions("draws")
     positions = torch.arange(10)
     assert layout(positions=positions).expect_positions("draws") is positions
+
+
+def test_logit_positions_are_computed_once_a_step() -> None:
+    """Verification and every draft pass read them."""
+    step = layout(positions=torch.tensor([5, 6, 7, 0, 9, 10, 11, 20, 21, 22]))
+    first = step.drawn_positions("sampling")
+    assert first.tolist() == [7, 0, 9, 20]
+    assert step.drawn_positions("sampling") is first
+    with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
+        layout().drawn_positions("sampling")
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_to_device_copies_what_it_is_given(kind: Callable[[list[int]], Any]) -> None:
+    given = kind([1, 2])
+    moved = to_device(given, torch.int64, "cpu")
+    given[0] = 9
+    assert moved.tolist() == [1, 2]

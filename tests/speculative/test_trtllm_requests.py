@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -452,6 +453,40 @@ def test_a_captured_step_of_first_choices_is_not_replayed_for_more() -> None:
     graph_of(host, edits_logits=True).prepare()
     host.manager.always_edits = True
     graph_of(host).prepare()
+
+
+# --- the public acceptance step ---
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("has_kv_lens", [True, False])
+def test_public_acceptance_samples_like_forward(vanilla: bool, has_kv_lens: bool) -> None:
+    """Positions, by which noise is keyed, follow from KV lengths or are passed."""
+    host = Host(vanilla=vanilla)
+    worker: Any = host.worker
+
+    def compare(**inputs: Any) -> dict[str, torch.Tensor]:
+        given = [inputs[n] for n in ("input_ids", "logits", "spec_metadata", "attn_metadata")]
+        named = {}
+        if not has_kv_lens:
+            given[3] = copy.copy(given[3])
+            del given[3].kv_lens_cuda
+            with pytest.raises(MetadataError, match=r"expected position_ids, or kv_lens_cuda"):
+                worker.sample_and_accept_draft_tokens(*given)
+            named = {"position_ids": inputs["position_ids"]}
+        tokens, counts = worker.sample_and_accept_draft_tokens(*given, **named)
+        outputs: dict[str, torch.Tensor] = worker(**inputs)
+        assert torch.equal(tokens, outputs["new_tokens"])
+        assert torch.equal(counts, outputs["new_tokens_lens"])
+        return outputs
+
+    host.worker = compare  # type: ignore[assignment]
+    requests = [LlmRequest(7, PROMPT, sampling=DRAWS), LlmRequest(8, PROMPT[:3], sampling=DRAWS)]
+    first = host.step(requests[:1])
+    live = [requests[1], *first]
+    while live:
+        live = host.step(live)
+    assert requests[0].output == text_of(Host(), LlmRequest(7, PROMPT, sampling=DRAWS))
 
 
 # --- prompts in chunks ---

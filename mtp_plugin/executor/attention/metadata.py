@@ -45,6 +45,8 @@ class PagedAttentionMetadata:
 
     supports_dead_rows = True
     reads_cached_token_counts = False
+    derived_fields = frozenset({"_layout", "_layout_captured", "_layout_of", "_layout_rows"})
+    """Attributes that are computed from the others when they are read."""
 
     def __init__(
         self,

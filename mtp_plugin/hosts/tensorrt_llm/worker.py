@@ -53,18 +53,23 @@ class WorkerBody:
         spec_metadata: Any,
         draft_model: Any,
         resource_manager: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> dict[str, torch.Tensor]:
         """A step; arguments and result as :meth:`SpecWorker.forward`."""
-        return self._prepared(attn_metadata, resource_manager).forward(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            hidden_states=hidden_states,
-            logits=logits,
-            attn_metadata=attn_metadata,
-            spec_metadata=spec_metadata,
-            draft_model=draft_model,
-        )
+        own = self._prepared(attn_metadata, resource_manager)
+        try:
+            return own.forward(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden_states,
+                logits=logits,
+                attn_metadata=attn_metadata,
+                spec_metadata=spec_metadata,
+                draft_model=draft_model,
+                **others,
+            )
+        finally:
+            vars(attn_metadata).pop("after_acceptance", None)
 
     def skip_forward(
         self,
@@ -99,15 +104,19 @@ class WorkerBody:
         resource_manager: Any = None,
     ) -> dict[str, torch.Tensor]:
         """A step without drafts: one token a request."""
-        return self._prepared(attn_metadata, resource_manager).skip_drafting(
-            input_ids,
-            position_ids,
-            hidden_states,
-            logits,
-            attn_metadata,
-            spec_metadata,
-            draft_model,
-        )
+        own = self._prepared(attn_metadata, resource_manager)
+        try:
+            return own.skip_drafting(
+                input_ids,
+                position_ids,
+                hidden_states,
+                logits,
+                attn_metadata,
+                spec_metadata,
+                draft_model,
+            )
+        finally:
+            vars(attn_metadata).pop("after_acceptance", None)
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:
         """False: no mask is applied, and the host must not take the requests."""
@@ -118,9 +127,12 @@ class WorkerBody:
         self.mtp_plugin_worker.set_draft_model(draft_model)
 
     def _prepared(self, attn_metadata: Any, resource_manager: Any) -> SpecWorker:
-        """Ours, told of what the host keeps beside a step."""
+        """Return our worker with the host's draft KV cache; ``after_acceptance`` of the attention
+        metadata updates the host's recurrent states until the caller removes it."""
         own = self.mtp_plugin_worker
-        attn_metadata.after_acceptance = _recurrent_states(self, attn_metadata)
+        update = _recurrent_states(self, attn_metadata)
+        if update is not None:
+            attn_metadata.after_acceptance = update
         if self.mtp_plugin_draft_kv:
             host = cast(Any, self)
             cache = host.get_draft_kv_cache_manager(resource_manager)

@@ -48,7 +48,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
             step.rows,
             accepted.tokens,
             accepted.num_accepted,
-            step.context_successors(next_tokens[:, 0]),
+            step.host.context_successors(next_tokens[:, 0]),
             max_position=max_position,
             kv=step.kv(1),
             backend=self.backend,

@@ -1,11 +1,12 @@
-"""What a worker's ``forward`` was called with, checked, and with its layout."""
+"""The arguments of a worker's step, checked, and with the step's layout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
@@ -15,8 +16,50 @@ from mtp_plugin.speculative.step import StepLayout
 
 
 @dataclass(frozen=True)
+class WorkerArguments:
+    """What a host engine passes to a worker's step, under TensorRT-LLM's names."""
+
+    input_ids: torch.Tensor  # [T]
+    position_ids: torch.Tensor  # [1, T] or [T]
+    hidden_states: torch.Tensor  # [T, H]
+    logits: torch.Tensor  # [C + G*(K+1), V], or [V] for one row
+    lm_head: Any = None
+    embed_tokens: Any = None
+    attn_metadata: Any = None
+    spec_metadata: Any = None
+    mtp_layers: Any = None
+    draft_model: Any = None
+
+    @classmethod
+    def read(cls, method: str, /, *args: Any, **named: Any) -> Self:
+        """Bind the arguments of ``method``, without those that only TensorRT-LLM reads.
+
+        Raises:
+            ConfigError: a keyword that no version of a host engine passes.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in _UNREAD:
+            named.pop(name, None)
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"{method}: unknown keyword {', '.join(unknown)}; expected {', '.join(known)}"
+            )
+        return cls(*args, **named)
+
+    def resolve(self, name: str) -> Any:
+        """Return ``lm_head``, ``embed_tokens`` or ``mtp_layers``, else that of ``draft_model``."""
+        value = getattr(self, name)
+        return value if value is not None else part_of(self.draft_model, name)
+
+
+_UNREAD = ("resource_manager",)
+"""Keywords that TensorRT-LLM passes and that no step reads."""
+
+
+@dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of one ``forward``, with flat ids and positions."""
+    """The inputs of one step, with flat ids and positions."""
 
     host: HostStep
     rows: TargetRows  # ids [T] and the target's states [T, H]
@@ -35,52 +78,36 @@ class ForwardInputs:
 
     @classmethod
     def read(
-        cls,
-        max_draft_len: int,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        hidden_states: torch.Tensor,
-        logits: torch.Tensor,
-        lm_head: Any,
-        embed_tokens: Any,
-        attn_metadata: AttentionMetadata,
-        spec_metadata: Any,
-        mtp_layers: Any,
-        draft_model: Any,
-        *,
-        draft_len: int | None = None,
-    ) -> ForwardInputs:
-        """Check them, and read what a ``draft_model`` has of them.
+        cls, max_draft_len: int, given: WorkerArguments, *, draft_len: int | None = None
+    ) -> Self:
+        """Check the arguments, and take those that are missing from ``draft_model``.
 
         Args:
-            draft_len: K of the step, whatever the host's metadata says; None: as they say.
+            draft_len: K of the step; None: as the host engine's metadata says.
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
-        ids, positions = input_ids.reshape(-1), position_ids.reshape(-1)
-        rows = ids.shape[0]
+        ids, positions = given.input_ids.reshape(-1), given.position_ids.reshape(-1)
+        rows, states = ids.shape[0], given.hidden_states
         expect(
-            positions.shape[0] == rows and hidden_states.shape[0] == rows,
+            positions.shape[0] == rows and states.shape[0] == rows,
             TensorContractError,
             f"forward: expected T = {rows} positions and states like input_ids, got "
-            f"{positions.shape[0]} and {hidden_states.shape[0]}",
+            f"{positions.shape[0]} and {states.shape[0]}",
         )
-
-        def given(value: Any, name: str) -> Any:
-            return value if value is not None else part_of(draft_model, name)
-
+        attn_metadata, spec_metadata = given.attn_metadata, given.spec_metadata
         return cls(
             host=HostStep.read(
                 attn_metadata, spec_metadata, max_draft_len, positions, draft_len=draft_len
             ),
-            rows=TargetRows(ids, hidden_states),
+            rows=TargetRows(ids, states),
             positions=positions,
-            logits=as_rows(logits),
-            lm_head=given(lm_head, "lm_head"),
-            embed_tokens=given(embed_tokens, "embed_tokens"),
+            logits=as_rows(given.logits),
+            lm_head=given.resolve("lm_head"),
+            embed_tokens=given.resolve("embed_tokens"),
             attn_metadata=attn_metadata,
-            mtp_layers=given(mtp_layers, "mtp_layers"),
+            mtp_layers=given.resolve("mtp_layers"),
             spec_metadata=spec_metadata,
         )
 
@@ -104,22 +131,6 @@ class ForwardInputs:
         """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""
         lens = self.host.kv_lens
         return None if lens is None else LoopKVLens(lens, kv_floor(self.attn_metadata, fed_rows))
-
-    def context_successors(self, last_tokens: torch.Tensor) -> torch.Tensor | None:
-        """The token behind each context's last row [C]: emitted, or the known next prompt token;
-        None without contexts.
-
-        Args:
-            last_tokens: [R] that each request emitted last.
-        """
-        contexts = self.layout.num_contexts
-        if contexts == 0:
-            return None
-        emitted = last_tokens[:contexts]
-        if self.host.known_successors is None:
-            return emitted
-        known = self.host.known_successors.to(emitted.dtype)
-        return torch.where(known >= 0, known, emitted)
 
 
 def read_history(step: HostStep, max_draft_len: int) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.forward_inputs import as_rows, read_history
-from mtp_plugin.speculative.host import HostStep
+from mtp_plugin.speculative.host import HostStep, read_positions
 from mtp_plugin.speculative.ops.draft import draft_argmax
 from mtp_plugin.speculative.ops.draft_inputs import (
     TargetRows,
@@ -41,9 +42,22 @@ class PublicSteps:
         logits: torch.Tensor,
         spec_metadata: Any,
         attn_metadata: Any,
+        position_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Emitted tokens [R, K+1] int32 (tail -1) and their counts [R] int32."""
-        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
+        """Return the output tokens [R, K+1] int32 (tail -1) and their counts [R] int32.
+
+        Args:
+            position_ids: [1, T] or [T], read where a request samples; None: they follow from
+                ``kv_lens_cuda`` of the attention metadata.
+
+        Raises:
+            MetadataError: a request samples, and there are neither positions nor KV lengths.
+        """
+        positions = None if position_ids is None else position_ids.reshape(-1)
+        step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
+        if step.edits_logits and positions is None:
+            positions = read_positions(attn_metadata, step.layout)
+            step = replace(step, layout=replace(step.layout, positions=positions))
         flat = None if input_ids is None else input_ids.reshape(-1)
         inputs = VerificationInputs(step, as_rows(logits), flat)
         accepted = self.verifier.verify(inputs, backend=self.backend)
@@ -142,7 +156,7 @@ class VanillaPublicSteps(PublicSteps):
                     positions[:chunks],
                     hidden_states[:chunks],
                     layout.context_lens,
-                    last[:contexts],
+                    step.next_context_tokens(last),
                 )
             )
         if layout.num_generations > 0:
@@ -171,7 +185,7 @@ class EaglePublicSteps(PublicSteps):
         hidden_states: torch.Tensor,
         accepted_tokens: torch.Tensor,
         attn_metadata: Any,
-        spec_metadata: Any,  # noqa: ARG002 - TensorRT-LLM's signature
+        spec_metadata: Any,
     ) -> dict[str, Any]:
         """TensorRT-LLM's inputs of pass 1: shifted prompts, all accepted columns of generations.
 
@@ -184,13 +198,15 @@ class EaglePublicSteps(PublicSteps):
         parts: list[DraftInputs] = []
         if contexts > 0:
             ends = last_tokens_idx[:contexts].to(torch.int64)
+            step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
+            sampled = accepted_tokens[:, 0].clamp_min(0)  # a run without a token has none
             parts.append(
                 context_rows(
                     input_ids.reshape(-1)[:chunks],
                     positions[:chunks],
                     hidden_states[:chunks],
                     torch.diff(ends, prepend=ends.new_full((1,), -1)),
-                    accepted_tokens[:contexts, 0].clamp_min(0),  # a run without a token has none
+                    step.next_context_tokens(sampled),
                 )
             )
         if accepted_tokens.shape[0] > contexts:

@@ -46,7 +46,10 @@ def deferred_checks() -> Iterator[list[DeferredCheck]]:
 
 
 class MetadataFingerprint:
-    """Values and identities of every public field of an attention metadata object."""
+    """Values and identities of the fields of an attention metadata object.
+
+    Fields that it names in ``derived_fields`` are left out.
+    """
 
     def __init__(self, fields: dict[str, Any], originals: dict[str, Any]) -> None:
         self._fields = fields
@@ -98,7 +101,8 @@ class MetadataFingerprint:
 
     @staticmethod
     def _walk(attn_metadata: Any) -> list[tuple[str, Any]]:
-        fields = [(n, v) for n, v in vars(attn_metadata).items() if not n.startswith("_layout")]
+        derived = getattr(attn_metadata, "derived_fields", ())
+        fields = [(n, v) for n, v in vars(attn_metadata).items() if n not in derived]
         params = getattr(attn_metadata, "kv_cache_params", None)
         if params is not None and hasattr(params, "__dict__"):
             fields += [(f"kv_cache_params.{n}", v) for n, v in vars(params).items()]

@@ -53,7 +53,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             step.rows,
             accepted.num_accepted,
             next_tokens[:, 0],
-            step.context_successors(next_tokens[:, 0]),
+            step.host.context_successors(next_tokens[:, 0]),
             window=self._window,
             history_lens=history_lens,
             spare_rows=self.max_draft_len - 1 if self.chain == "target_shift" else 0,

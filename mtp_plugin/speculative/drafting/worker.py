@@ -15,13 +15,14 @@ from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
-from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
+from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, WorkerArguments
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.host import (
     DecodingOptions,
     Ranks,
     own_vocabulary,
     part_of,
+    read_num_seqs,
     read_step_draft_len,
     refuse_unserved,
     unserved_ranks,
@@ -136,7 +137,7 @@ class SpecWorker(nn.Module, ABC):
         spec_metadata: Any = None,
         mtp_layers: Any = None,
         draft_model: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> dict[str, torch.Tensor]:
         """Accept this step's drafts and draft the next ones.
 
@@ -153,24 +154,23 @@ class SpecWorker(nn.Module, ABC):
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
-            ConfigError: a stage of a pipeline that is not the last.
+            ConfigError: a stage of a pipeline that is not the last, or an unknown keyword.
         """
-        return self._run(
-            ForwardInputs.read(
-                self.max_draft_len,
-                input_ids,
-                position_ids,
-                hidden_states,
-                logits,
-                lm_head,
-                embed_tokens,
-                attn_metadata,
-                spec_metadata,
-                mtp_layers,
-                draft_model,
-            ),
+        given = self._arguments(
+            "forward",
+            input_ids,
+            position_ids,
+            hidden_states,
             logits,
+            lm_head,
+            embed_tokens,
+            attn_metadata,
+            spec_metadata,
+            mtp_layers,
+            draft_model,
+            **others,
         )
+        return self._run(ForwardInputs.read(self.max_draft_len, given), logits)
 
     @torch.no_grad()
     def skip_drafting(
@@ -182,39 +182,34 @@ class SpecWorker(nn.Module, ABC):
         attn_metadata: Any,
         spec_metadata: Any,
         draft_model: Any = None,
-        *,
-        lm_head: Any = None,
-        embed_tokens: Any = None,
-        mtp_layers: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> dict[str, torch.Tensor]:
         """One token per request and no draft: :meth:`forward` of a step with K = 0, whatever
         ``spec_metadata.runtime_draft_len`` says.
 
         Args:
-            logits: [C + G, V], one row per request; the others as :meth:`forward`.
+            logits: [C + G, V], one row per request.
+            others: ``lm_head``, ``embed_tokens``, ``mtp_layers``, as :meth:`forward`.
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
-            ConfigError: a stage of a pipeline that is not the last.
+            ConfigError: a stage of a pipeline that is not the last, or an unknown keyword.
         """
-        return self._run(
-            ForwardInputs.read(
-                self.max_draft_len,
-                input_ids,
-                position_ids,
-                hidden_states,
-                logits,
-                lm_head,
-                embed_tokens,
-                attn_metadata,
-                spec_metadata,
-                mtp_layers,
-                draft_model,
-                draft_len=0,
-            ),
+        given = self._arguments(
+            "skip_drafting",
+            input_ids,
+            position_ids,
+            hidden_states,
             logits,
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+            draft_model=draft_model,
+            **others,
         )
+        return self._run(ForwardInputs.read(self.max_draft_len, given, draft_len=0), logits)
+
+    def _arguments(self, method: str, *args: Any, **named: Any) -> WorkerArguments:
+        return WorkerArguments.read(f"{type(self).__name__}.{method}", *args, **named)
 
     def _run(self, step: ForwardInputs, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """A step; ``logits`` as the host gave them."""
@@ -284,23 +279,18 @@ class SpecWorker(nn.Module, ABC):
     ) -> None:
         """Fill ``drafts`` [R, K] and columns 1.. of ``next_tokens`` [R, K+1]; column 0 is there."""
 
-    def skip_forward(
-        self,
-        input_ids: torch.Tensor,  # noqa: ARG002
-        position_ids: torch.Tensor,  # noqa: ARG002
-        hidden_states: torch.Tensor,  # noqa: ARG002
-        logits: torch.Tensor,
-        lm_head: Any = None,  # noqa: ARG002
-        embed_tokens: Any = None,  # noqa: ARG002
-        attn_metadata: Any = None,
-        spec_metadata: Any = None,
-        mtp_layers: Any = None,  # noqa: ARG002
-        **_: Any,
-    ) -> dict[str, torch.Tensor]:
-        """The keys and shapes of :meth:`forward` with valid ids, for ranks without the last
-        stage."""
-        num_seqs = attn_metadata.num_seqs
-        draft_len = read_step_draft_len(spec_metadata, self.max_draft_len)
+    def skip_forward(self, *args: Any, **named: Any) -> dict[str, torch.Tensor]:
+        """Return the keys and shapes of :meth:`forward` with valid ids, for ranks without the last
+        stage; arguments as there.
+
+        Raises:
+            MetadataError: no attention metadata.
+            ConfigError: an unknown keyword.
+        """
+        given = self._arguments("skip_forward", *args, **named)
+        num_seqs = read_num_seqs(given.attn_metadata)
+        draft_len = read_step_draft_len(given.spec_metadata, self.max_draft_len)
+        logits, attn_metadata = given.logits, given.attn_metadata
         device = logits.device if logits is not None else attn_metadata.seq_lens_cuda.device
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         tokens = torch.full((num_seqs, draft_len + 1), PAD_TOKEN, **int32)

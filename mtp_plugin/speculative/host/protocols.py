@@ -88,7 +88,9 @@ class AttentionMetadata(Protocol):
     ``on_update_kv_lens()``, called after every other one; ``all_rank_num_tokens`` (rows of the
     target per rank). ``reads_cached_token_counts`` says whether the backend reads the host list in
     every pass, so that the draft loop must change it; without it, a host without ``kv_lens_cuda``
-    does. Three more are the embedded executor's: ``supports_dead_rows`` (rows at negative positions
+    does. ``request_ids`` are compared with those of the speculative metadata. ``derived_fields``
+    names attributes that the check of a draft loop's traces leaves out. Three more are the embedded
+    executor's: ``supports_dead_rows`` (rows at negative positions
     are legal; elsewhere KV lengths are clamped to the query rows), ``kv_write_limit`` [R] int32
     (rows at or past it write to the sentinel block), ``kv_capacity`` [R] int32 (rows that the
     request has reserved). ``after_acceptance(num_accepted)`` [R] int32 is called between

@@ -75,6 +75,7 @@ class HostStep:
         """
         if draft_len is None:
             draft_len = read_step_draft_len(spec_metadata, max_draft_len)
+        read_num_seqs(attn_metadata)
         layout = read_layout(attn_metadata, spec_metadata, draft_len, positions)
         drafts = getattr(spec_metadata, "draft_tokens", None)
         if drafts is None:
@@ -124,6 +125,23 @@ class HostStep:
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
             ranks=RankRows.read(attn_metadata, spec_metadata),
         )
+
+    def context_successors(self, last_tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return the token after each context's last row [C]: the sampled one, or the next token
+        of a prompt whose chunk does not end it; None without contexts.
+
+        Args:
+            last_tokens: [R], the last output token of each request.
+        """
+        return self.next_context_tokens(last_tokens) if self.layout.num_contexts else None
+
+    def next_context_tokens(self, last_tokens: torch.Tensor) -> torch.Tensor:
+        """As :meth:`context_successors`, of a step with contexts."""
+        sampled = last_tokens[: self.layout.num_contexts]
+        if self.known_successors is None:
+            return sampled
+        known = self.known_successors.to(sampled.dtype)
+        return torch.where(known >= 0, known, sampled)
 
     @property
     def draft_probs(self) -> torch.Tensor | None:
@@ -278,6 +296,21 @@ def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | No
     return told
 
 
+def read_num_seqs(attn_metadata: Any) -> int:
+    """Return R.
+
+    Raises:
+        MetadataError: the host engine passed no attention metadata.
+    """
+    num_seqs = getattr(attn_metadata, "num_seqs", None)
+    if num_seqs is None:
+        raise MetadataError(
+            "attn_metadata: expected the step's attention metadata with num_seqs, got "
+            f"{told(attn_metadata)}"
+        )
+    return int(num_seqs)
+
+
 def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
     """K of this step: ``runtime_draft_len`` of the host's metadata, or ``max_draft_len``.
 
@@ -355,6 +388,27 @@ def read_layout(
         context_lens=attn_metadata.seq_lens_cuda[:contexts],
         positions=positions,
     )
+
+
+def read_positions(attn_metadata: Any, layout: StepLayout) -> torch.Tensor:
+    """Return the position of every row [T] int64, from the KV lengths of the attention metadata.
+
+    Raises:
+        MetadataError: it has no ``kv_lens_cuda``.
+    """
+    kv_lens = getattr(attn_metadata, "kv_lens_cuda", None)
+    if kv_lens is None:
+        raise MetadataError(
+            "this step samples and needs positions: expected position_ids, or kv_lens_cuda in the "
+            "attention metadata, got neither"
+        )
+    requests, device = layout.num_requests, kv_lens.device
+    lens = attn_metadata.seq_lens_cuda[:requests].to(torch.int64)
+    first_positions = kv_lens[:requests] - lens
+    first_rows = lens.cumsum(0) - lens
+    size = layout.num_tokens
+    offsets = torch.repeat_interleave(first_positions - first_rows, lens, output_size=size)
+    return torch.arange(size, device=device) + offsets
 
 
 def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from mtp_plugin.hosts.tensorrt_llm.worker import _recurrent_states
+from mtp_plugin.hosts.tensorrt_llm.worker import _recurrent_states, worker_class
 
 ACCEPTED = torch.tensor([1, 3])
 INDICES = torch.tensor([5, 4, 9])
@@ -74,3 +76,25 @@ def test_states_beside_the_cache() -> None:
 def test_steps_without_any() -> None:
     assert _recurrent_states(SimpleNamespace(), step(Cache(), generations=0)) is None
     assert _recurrent_states(SimpleNamespace(_auxiliary_state_handlers=[]), step(object())) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_hosts_metadata_is_as_before_after_a_step(fails: bool) -> None:
+    seen: list[Any] = []
+
+    def forward(**inputs: Any) -> dict[str, torch.Tensor]:
+        seen.append(inputs["attn_metadata"].after_acceptance)
+        if fails:
+            raise RuntimeError("broken")
+        return {}
+
+    worker: Any = worker_class(object, "forward")()
+    worker.mtp_plugin_draft_kv = False
+    worker.mtp_plugin_make = lambda: SimpleNamespace(forward=forward)
+    metadata = step(Cache())
+    before = dict(vars(metadata))
+    names = ("input_ids", "position_ids", "hidden_states", "logits", "spec_metadata", "draft_model")
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        worker.forward(**dict.fromkeys(names), attn_metadata=metadata)
+    assert callable(seen[0])
+    assert vars(metadata) == before

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, TensorContractError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.speculative.verification import RelaxedVerification
-from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.drafting.host import Attention, H, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots, phases, set_phases
 from tests.speculative.drafting.story import VOCAB
 
@@ -107,11 +107,11 @@ def test_stops_without_a_least_are_left_to_the_sampler() -> None:
     assert run(step, [[EOS]], [None])["new_tokens"].tolist() == [[EOS, -1]]
 
 
-def test_the_bare_step_cannot_count() -> None:
-    step = Step(1, [Prompt([1, 2])])
+def test_public_acceptance_needs_positions_or_kv_lens_to_edit_logits() -> None:
+    step = Step(1, [Prompt([1, 2])], attention=Attention)
     step.spec.edits_logits = True
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
-    with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
+    with pytest.raises(MetadataError, match="expected position_ids, or kv_lens_cuda in the"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 

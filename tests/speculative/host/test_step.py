@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.errors import MetadataError, TensorContractError
+from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
@@ -194,6 +194,66 @@ def test_ids_listed_twice_are_refused_except_padding_and_dummies() -> None:
     step.attn.request_ids = None
     with pytest.raises(MetadataError, match=message):
         HostStep.read(step.attn, theirs, K)
+
+
+@pytest.mark.parametrize("kind", [MTPWorker, MTPEagleWorker])
+@pytest.mark.parametrize("method", ["forward", "skip_drafting", "skip_forward"])
+def test_unknown_keywords_and_missing_metadata_are_named(kind: Any, method: str) -> None:
+    step = Step(K, [Prompt([3, 4, 5])])
+    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    inputs = step.inputs() | {"mtp_layers": [ScriptedLayer(depth) for depth in range(K)]}
+    call = getattr(worker, method)
+    call(**inputs, resource_manager=object())  # TensorRT-LLM 1.3 passes it
+    message = rf"^{kind.__name__}.{method}: unknown keyword lm_haed, scale; expected input_ids, "
+    with pytest.raises(ConfigError, match=message):
+        call(**inputs, lm_haed=None, scale=0)
+    with pytest.raises(MetadataError, match=r"^attn_metadata: expected the step's .* got None$"):
+        call(**inputs | {"attn_metadata": None})
+
+
+@pytest.mark.parametrize("kind", [MTPWorker, MTPEagleWorker])
+@pytest.mark.parametrize("has_look_ahead", [True, False])
+def test_public_inputs_after_an_unfinished_chunk_are_those_of_forward(
+    kind: Any, has_look_ahead: bool
+) -> None:
+    """The prompt's next token, whether the metadata or the manager knows it."""
+    prompts = [Prompt([3, 4, 5]), Prompt([6, 7, 8, 9], 0, 2)]
+    steps = [Step(K, prompts, look_ahead=has_look_ahead) for _ in range(2)]
+    for step in steps:
+        if not has_look_ahead:
+            step.manager._contexts = [
+                SimpleNamespace(
+                    request_id=number,
+                    is_last_context_chunk=prompt.is_final,
+                    context_current_position=prompt.start,
+                    context_chunk_size=prompt.end - prompt.start,
+                    get_tokens=lambda _, prompt=prompt: prompt.tokens,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+    seen: list[Any] = []
+    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
+    worker(**steps[0].inputs(), mtp_layers=[ScriptedLayer(depth, seen) for depth in range(K)])
+    step = steps[1]
+    tokens, counts = worker.sample_and_accept_draft_tokens(
+        step.input_ids, step.logits, step.spec, step.attn
+    )
+    given = {
+        "input_ids": step.input_ids,
+        "position_ids": step.position_ids,
+        "hidden_states": step.hidden_states,
+        "accepted_tokens": tokens,
+        "spec_metadata": step.spec,
+        "attn_metadata": step.attn,
+    }
+    if kind is MTPEagleWorker:
+        given["last_tokens_idx"] = step.attn.seq_lens_cuda.cumsum(0) - 1
+    else:
+        given["num_accepted_tokens"] = counts
+    assert counts.tolist() == [1, 0]
+    read = worker.prepare_drafter_inputs(**given)["input_ids"].tolist()
+    assert read == seen[0].ids
+    assert read[-1] == 8
 
 
 def test_drafts_that_are_no_tensor_are_refused() -> None:
