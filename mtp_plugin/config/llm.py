@@ -36,7 +36,7 @@ class KVCacheConfig(ConfigModel):
     )
     enable_block_reuse: bool = Field(
         default=False,
-        description="share blocks of equal prefixes; true is refused, it is not built yet",
+        description="reuse blocks of equal prefixes; not implemented, true is refused",
     )
 
     @override
@@ -127,12 +127,12 @@ class LLMConfig(ConfigModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the model runs; auto: CUDA when present"
     )
-    max_batch_size: int = Field(default=8, ge=1, description="requests in one step at most")
-    max_num_tokens: int = Field(default=2048, ge=1, description="tokens in one step at most")
+    max_batch_size: int = Field(default=8, ge=1, description="maximum number of requests per step")
+    max_num_tokens: int = Field(default=2048, ge=1, description="maximum number of tokens per step")
     max_seq_len: int | None = Field(
         default=None,
         ge=1,
-        description="prompt plus output of a request at most; null: from the model",
+        description="maximum length of prompt plus output; null: from the model",
     )
     kv_cache_config: KVCacheConfig = Field(
         default_factory=KVCacheConfig, description="the paged KV cache"

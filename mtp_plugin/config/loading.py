@@ -98,7 +98,7 @@ def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any
     spec = data.get("speculative_config")
     if not isinstance(spec, Mapping) or not is_mtp(spec):
         raise ConfigError(
-            f"{source}: speculative_config: expected one of decoding_type 'MTP' beside {path}, got "
+            f"{source}: speculative_config: expected one of decoding_type 'MTP' with {path}, got "
             f"{got(spec)}"
         )
     if "mtp" in spec:

@@ -1,4 +1,4 @@
-"""Which drafter runs, asked as TensorRT-LLM's executor asks it."""
+"""Which drafter runs, with the methods that TensorRT-LLM's executor calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mtp_plugin.errors import ConfigError, told
 
 
 class SpeculativeDecodingMode(IntEnum):
-    """Which drafter runs; answers what TensorRT-LLM's executor asks of its own enum."""
+    """Which drafter runs; has the methods of TensorRT-LLM's enum of this name."""
 
     NONE = 0
     MTP = 1

@@ -1,4 +1,4 @@
-"""``speculative_config.mtp``: how drafts are drawn, verified and gated."""
+"""``speculative_config.mtp``: how drafts are sampled, verified and gated."""
 
 from __future__ import annotations
 
@@ -26,24 +26,22 @@ from mtp_plugin.errors import ConfigError, expect_int
 from mtp_plugin.verifications import WAYS, Way, codes
 
 
-def _alike(names: Iterable[str], told: Callable[[Way], str]) -> Iterator[tuple[str, list[str]]]:
-    """What is told of ways to judge drafts, each with the names of those that it is told of."""
-    names_of: dict[str, list[str]] = {}
+def _grouped(names: Iterable[str], text_of: Callable[[Way], str]) -> dict[str, list[str]]:
+    """Group verification methods by a text, in order."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        names_of.setdefault(told(WAYS[name]), []).append(name)
-    yield from names_of.items()
+        groups.setdefault(text_of(WAYS[name]), []).append(name)
+    return groups
 
 
-def _told(names: Iterable[str]) -> str:
-    """How these judge drafts."""
-    told = _alike(names, lambda way: way.words)
-    return "; ".join(f"{', '.join(alike)}: {words}" for words, alike in told)
+def _methods_text(names: Iterable[str]) -> str:
+    groups = _grouped(names, lambda way: way.words)
+    return "; ".join(f"{', '.join(alike)}: {words}" for words, alike in groups.items())
 
 
-def _told_of_drafts(names: Iterable[str]) -> str:
-    """How drafts are drawn for these where nobody says."""
-    told = _alike(names, lambda way: way.drafts[0])
-    return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in told)
+def _default_drafts_text(names: Iterable[str]) -> str:
+    groups = _grouped(names, lambda way: way.drafts[0])
+    return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in groups.items())
 
 
 _RELAXED_REMOVED = (
@@ -62,20 +60,21 @@ class MTPPluginOptions(ConfigModel):
 
     verification: Verification = Field(
         default="coupled",
-        description=f"how drafts are verified; {_told(codes())}; a list: what requests may ask "
-        f"for, the first is presumed; {_told(name for name in WAYS if name not in codes())}",
+        description=f"how drafts are verified; {_methods_text(codes())}; a list: "
+        "methods that requests may choose, the first is the default; "
+        f"{_methods_text(name for name in WAYS if name not in codes())}",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
         description="synthetic: list: share of steps that accept drafts 1..i; number: rate of each",
     )
     synthetic_seed: int = Field(
-        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the draws"
+        default=0, ge=0, le=MAX_SEED, description="synthetic: seed of the random numbers"
     )
     draft_sampling: Literal["coupled", "plain", "greedy"] | None = Field(
         default=None,
         description="how drafts are drawn for sampled requests; null: as their verification has it "
-        f"first, {_told_of_drafts(codes())}; greedy: for all requests",
+        f"first, {_default_drafts_text(codes())}; greedy: for all requests",
     )
     seed: int = Field(
         default=0,
@@ -100,8 +99,9 @@ class MTPPluginOptions(ConfigModel):
     )
     draft_vocab: DraftVocab | None = Field(
         default=None,
-        description="ids that may be drafted; N: 0..N-1, in the order of byte-pair merges roughly "
-        "the most frequent; path: of a JSON list, relative: from the YAML file's folder; null: all",
+        description="token ids that may be drafted; N: 0..N-1, in the order of byte-pair merges "
+        "roughly the most frequent; path: of a JSON list, relative: from the YAML file's folder; "
+        "null: all",
     )
     keep_warm: bool = Field(
         default=True,
@@ -111,7 +111,7 @@ class MTPPluginOptions(ConfigModel):
         default=0.1,
         ge=0,
         le=MAX_DRAFT_LEN,
-        description="the gate drafts more again from this far above the threshold on",
+        description="margin above the threshold from which the gate drafts more again",
     )
     gate_probe_interval: int = Field(
         default=256,
@@ -119,7 +119,7 @@ class MTPPluginOptions(ConfigModel):
         description="steps until the gate tries to draft more again; each failed try doubles them",
     )
     gate_max_probe_interval: int = Field(
-        default=4096, ge=1, description="most steps between two tries of the gate"
+        default=4096, ge=1, description="maximum number of steps between two tries of the gate"
     )
     kernels: Literal["auto", "triton", "reference"] = Field(
         default="auto",
@@ -136,8 +136,8 @@ class MTPPluginOptions(ConfigModel):
     )
     thinking_end: TokenIds | None = Field(
         default=None,
-        description="ids that end the thinking of a request whose budget is spent; null: those of "
-        "end_thinking_phase",
+        description="token ids that end the thinking phase when the budget is spent; null: those "
+        "of end_thinking_phase",
     )
 
     @override
@@ -189,15 +189,13 @@ class MTPPluginOptions(ConfigModel):
                 if value != type(self).model_fields[name].default:
                     yield (
                         name,
-                        f"{got(value)} would be ignored; expected verification: synthetic beside "
-                        "it",
+                        f"{got(value)} would be ignored; expected verification: synthetic with it",
                     )
             return
         if rates is None:
             yield (
                 "synthetic_acceptance",
-                f"expected {expected(SyntheticAcceptance)} beside verification: synthetic, got "
-                "null",
+                f"expected {expected(SyntheticAcceptance)} with verification: synthetic, got null",
             )
         elif isinstance(rates, tuple):
             for i, (before, rate) in enumerate(itertools.pairwise(rates), 1):
@@ -209,19 +207,18 @@ class MTPPluginOptions(ConfigModel):
 
     @property
     def verifications(self) -> tuple[str, ...]:
-        """What requests may ask for; the first is presumed."""
-        asked = self.verification
-        return (asked,) if isinstance(asked, str) else asked
+        """The methods that requests may choose; the first is the default."""
+        listed = self.verification
+        return (listed,) if isinstance(listed, str) else listed
 
     def drafts_of(self, verification: str) -> str:
-        """How drafts are drawn for one of `verifications`, where a request does not say."""
+        """The default of a request's ``draft_sampling`` with one of `verifications`."""
         allowed = WAYS[verification].drafts
-        asked = self.draft_sampling
-        return asked if asked is not None and asked in allowed else allowed[0]
+        return self.draft_sampling if self.draft_sampling in allowed else allowed[0]
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether draws accept the drafts, so that the text is not the model's."""
+        """Whether random numbers accept the drafts, so that the output is not the model's."""
         return self.verification == "synthetic"
 
     def acceptance_shares(self, draft_len: int) -> tuple[float, ...]:

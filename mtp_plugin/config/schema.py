@@ -197,7 +197,7 @@ def set_aside(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
 
 
 def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
-    """What may stand at a path under a model, in words."""
+    """Describe the values that a path under a model accepts."""
     return expected(_find(root, steps)[1])
 
 
@@ -248,7 +248,7 @@ def _config_error(model: type[ConfigModel], error: ValidationError, source: str)
         for key, message in itertools.islice(problems, MAX_PROBLEMS)
     ]
     if next(problems, None) is not None:
-        lines.append(f"{source}: and more; only the first {MAX_PROBLEMS} problems are told")
+        lines.append(f"{source}: and more; only the first {MAX_PROBLEMS} problems are listed")
     return ConfigError("\n".join(lines))
 
 
@@ -278,7 +278,7 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
 
 
 def _find(root: type[ConfigModel], steps: Sequence[Any]) -> tuple[type[ConfigModel], Any]:
-    """The model that a path leads to, and the annotation of what stands there."""
+    """The model that owns a path, and the annotation of its value."""
     tags = _tags(ConfigModel.outermost)
     owner: type[ConfigModel] = root
     annotation: Any = root

@@ -64,7 +64,7 @@ class MTPDecodingConfig(ConfigModel):
         "num_draft_tokens": "write max_draft_len",
         "num_speculative_tokens": "write max_draft_len",
         "max_total_draft_tokens": "write max_draft_len (drafts are linear)",
-        "num_nextn_predict_layers_from_model_config": "the checkpoint is asked; leave it out",
+        "num_nextn_predict_layers_from_model_config": "read from the checkpoint; leave it out",
         "mtp_eagle_one_model": "MTP always runs in one engine; leave it out",
         "BEGIN_THINKING_PHASE_TOKEN": "write begin_thinking_phase_token",
         "END_THINKING_PHASE_TOKEN": "write end_thinking_phase_token",
@@ -88,7 +88,8 @@ class MTPDecodingConfig(ConfigModel):
         description="false: first MTP layer reused (eagle); true: one MTP layer per depth",
     )
     use_relaxed_acceptance_for_thinking: bool = Field(
-        default=False, description="accept near-best drafts of greedy requests while they think"
+        default=False,
+        description="accept drafts near the argmax in the thinking phase of greedy requests",
     )
     relaxed_topk: int = Field(
         default=1, ge=1, description="relaxed: a draft is among this many most probable tokens"
@@ -107,10 +108,11 @@ class MTPDecodingConfig(ConfigModel):
         description="id of the token that ends thinking; null: from the tokenizer",
     )
     draft_len_schedule: DraftLenSchedule | None = Field(
-        default=None, description="up to this batch size -> so many drafts; beyond the last key 0"
+        default=None,
+        description="batch size limit -> draft tokens per request; 0 above the last limit",
     )
     max_concurrency: int | None = Field(
-        default=None, ge=1, description="no drafts while the batch is larger than this"
+        default=None, ge=1, description="no draft tokens while the batch is larger than this"
     )
     acceptance_window: int | None = Field(
         default=None,
@@ -199,7 +201,7 @@ class MTPDecodingConfig(ConfigModel):
         """Options that eagle would ignore: a mistake where the mode chooses the worker."""
         if self.use_mtp_vanilla:
             return
-        needs = "is for vanilla only; expected use_mtp_vanilla: true beside it"
+        needs = "is for vanilla only; expected use_mtp_vanilla: true with it"
         if self.mtp.draft_window != "exact":
             yield "mtp.draft_window", f"{self.mtp.draft_window!r} {needs}"
         if self.mtp.chain in ("target_shift", "none"):
@@ -279,7 +281,7 @@ class MTPDecodingConfig(ConfigModel):
             return
         draft_len = self.max_draft_len
         if draft_len is None:
-            yield key, "expected max_draft_len beside it, got null"
+            yield key, "expected max_draft_len with it, got null"
             return
         smallest = min(schedule)
         if schedule[smallest] != draft_len:
@@ -301,8 +303,8 @@ class MTPDecodingConfig(ConfigModel):
         if self.use_relaxed_acceptance_for_thinking:
             yield (
                 "mtp.verification",
-                "'synthetic' asks the target nothing; expected "
-                "use_relaxed_acceptance_for_thinking: false beside it",
+                "'synthetic' does not verify with the target; expected "
+                "use_relaxed_acceptance_for_thinking: false with it",
             )
         rates, draft_len = self.mtp.synthetic_acceptance, self.max_draft_len
         if isinstance(rates, tuple) and draft_len is not None and len(rates) != draft_len:
@@ -314,7 +316,7 @@ class MTPDecodingConfig(ConfigModel):
             given, other = "acceptance_window", "acceptance_length_threshold"
             if window is None:
                 given, other = other, given
-            yield given, f"expected {other} beside it: the gate needs both"
+            yield given, f"expected {other} too: the gate needs both"
         elif threshold is None:
             for name in ("gate_margin", "gate_probe_interval", "gate_max_probe_interval"):
                 value = getattr(self.mtp, name)
@@ -322,7 +324,7 @@ class MTPDecodingConfig(ConfigModel):
                     yield (
                         f"mtp.{name}",
                         f"{got(value)} would be ignored; expected acceptance_window and "
-                        "acceptance_length_threshold beside it",
+                        "acceptance_length_threshold with it",
                     )
         elif (
             self.max_draft_len is not None
@@ -355,7 +357,7 @@ class MTPDecodingConfig(ConfigModel):
                 yield (
                     name,
                     f"{got(value)} would be ignored; expected "
-                    "use_relaxed_acceptance_for_thinking: true beside it",
+                    "use_relaxed_acceptance_for_thinking: true with it",
                 )
 
 

@@ -503,7 +503,7 @@ COMBINATION_CASES = [
     Case(
         "schedule without K",
         mtp("draft_len_schedule: {4: 3}"),
-        "speculative_config.draft_len_schedule: expected max_draft_len beside it, got null",
+        "speculative_config.draft_len_schedule: expected max_draft_len with it, got null",
     ),
     Case(
         "empty schedule",
@@ -521,13 +521,13 @@ COMBINATION_CASES = [
         "half a gate: window",
         mtp("acceptance_window: 100"),
         "speculative_config.acceptance_window: "
-        "expected acceptance_length_threshold beside it: the gate needs both",
+        "expected acceptance_length_threshold too: the gate needs both",
     ),
     Case(
         "half a gate: threshold",
         mtp("acceptance_length_threshold: 1.5"),
         "speculative_config.acceptance_length_threshold: "
-        "expected acceptance_window beside it: the gate needs both",
+        "expected acceptance_window too: the gate needs both",
     ),
     Case(
         "a gate under decoding without drafts",
@@ -545,7 +545,7 @@ COMBINATION_CASES = [
         "gate options without a gate",
         mtp("mtp: {gate_margin: 0.2}"),
         "speculative_config.mtp.gate_margin: 0.2 would be ignored; expected acceptance_window and "
-        "acceptance_length_threshold beside it",
+        "acceptance_length_threshold with it",
     ),
     Case(
         "probes at most sooner than at least",
@@ -591,7 +591,7 @@ COMBINATION_CASES = [
         "synthetic verification without rates",
         mtp("mtp: {verification: synthetic}"),
         "speculative_config.mtp.synthetic_acceptance: expected a number from 0 to 1 or a list "
-        "(each item a number from 0 to 1) beside verification: synthetic, got null",
+        "(each item a number from 0 to 1) with verification: synthetic, got null",
     ),
     Case(
         "rising rates",
@@ -609,13 +609,13 @@ COMBINATION_CASES = [
         "rates without synthetic verification",
         mtp("mtp: {synthetic_acceptance: 0.8}"),
         "speculative_config.mtp.synthetic_acceptance: 0.8 would be ignored; expected "
-        "verification: synthetic beside it",
+        "verification: synthetic with it",
     ),
     Case(
         "seed without synthetic verification",
         mtp("mtp: {synthetic_seed: 7}"),
         "speculative_config.mtp.synthetic_seed: 7 would be ignored; expected "
-        "verification: synthetic beside it",
+        "verification: synthetic with it",
     ),
     Case(
         "synthetic and relaxed",
@@ -623,14 +623,14 @@ COMBINATION_CASES = [
             "use_relaxed_acceptance_for_thinking: true",
             "mtp: {verification: synthetic, synthetic_acceptance: 0.8}",
         ),
-        "speculative_config.mtp.verification: 'synthetic' asks the target nothing; expected "
-        "use_relaxed_acceptance_for_thinking: false beside it",
+        "speculative_config.mtp.verification: 'synthetic' does not verify with the target; "
+        "expected use_relaxed_acceptance_for_thinking: false with it",
     ),
     Case(
         "relaxed option while strict",
         mtp("relaxed_topk: 10"),
         "speculative_config.relaxed_topk: 10 would be ignored; expected "
-        "use_relaxed_acceptance_for_thinking: true beside it",
+        "use_relaxed_acceptance_for_thinking: true with it",
     ),
     *(
         Case(
@@ -684,13 +684,13 @@ COMBINATION_CASES = [
         "vanilla's window with eagle",
         mtp("mtp: {draft_window: trtllm}"),
         "speculative_config.mtp.draft_window: 'trtllm' is for vanilla only; "
-        "expected use_mtp_vanilla: true beside it",
+        "expected use_mtp_vanilla: true with it",
     ),
     Case(
         "vanilla's chain with eagle",
         mtp("mtp: {chain: target_shift}"),
         "speculative_config.mtp.chain: 'target_shift' is for vanilla only; "
-        "expected use_mtp_vanilla: true beside it",
+        "expected use_mtp_vanilla: true with it",
     ),
     Case(
         "block reuse",
@@ -872,7 +872,7 @@ def test_one_line_per_impossible_combination() -> None:
     spec = {"decoding_type": "MTP", "relaxed_topk": 4, "relaxed_delta": 0.5}
     with pytest.raises(ConfigError) as error:
         parse_config({"model": "m", "speculative_config": spec}, source="job")
-    ending = "would be ignored; expected use_relaxed_acceptance_for_thinking: true beside it"
+    ending = "would be ignored; expected use_relaxed_acceptance_for_thinking: true with it"
     assert str(error.value).splitlines() == [
         f"job: speculative_config.relaxed_topk: 4 {ending}",
         f"job: speculative_config.relaxed_delta: 0.5 {ending}",
@@ -983,8 +983,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: MTPDecodingConfig(
             max_draft_len=3, mtp={"chain": "none", "draft_window": "trtllm"}
         ).resolve(3),
-        "mtp.draft_window: 'trtllm' is for vanilla only; expected use_mtp_vanilla: true beside it\n"
-        "mtp.chain: 'none' is for vanilla only; expected use_mtp_vanilla: true beside it",
+        "mtp.draft_window: 'trtllm' is for vanilla only; expected use_mtp_vanilla: true with it\n"
+        "mtp.chain: 'none' is for vanilla only; expected use_mtp_vanilla: true with it",
     ),
     "a token budget, once K is known": (
         lambda: LLMConfig(
@@ -1148,7 +1148,7 @@ def test_many_problems_are_cut() -> None:
         parse_config({"model": "m", **{f"key{i}": 1 for i in range(150)}})
     lines = str(refused.value).splitlines()
     assert len(lines) == 101
-    assert lines[-1] == "<mapping>: and more; only the first 100 problems are told"
+    assert lines[-1] == "<mapping>: and more; only the first 100 problems are listed"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "plugin.yaml"])

@@ -282,7 +282,7 @@ class TestFilesBeside:
             load_config(file, model="m", plugin_options=options)
         assert str(caught.value) == (
             f"{file}: speculative_config.mtp.gate_margin: 0.2 would be ignored; expected "
-            "acceptance_window and acceptance_length_threshold beside it"
+            "acceptance_window and acceptance_length_threshold with it"
         )
 
     def test_options_twice(self, file: Path, options: Path) -> None:
@@ -301,7 +301,7 @@ class TestFilesBeside:
         with pytest.raises(ConfigError) as caught:
             load_config(file, model="m", plugin_options=options)
         assert str(caught.value) == (
-            f"{file}: speculative_config: expected one of decoding_type 'MTP' beside {options}, "
+            f"{file}: speculative_config: expected one of decoding_type 'MTP' with {options}, "
             f"got {got}"
         )
 
