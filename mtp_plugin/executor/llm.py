@@ -13,7 +13,7 @@ from mtp_plugin.executor import collector_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
-from mtp_plugin.executor.build import build_executor
+from mtp_plugin.executor.build import BuiltExecutor, build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher
 from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.executor.handle import RequestHandle
@@ -77,26 +77,36 @@ class LLM:
     ) -> None:
         asked = asked_config(config, model, options, on_progress)
         tokenizer = asked_tokenizer(tokenizer)
+        built: BuiltExecutor | None = None
+        self._thaw: Callable[[], Any] = lambda: None
         try:
-            with loading_told(on_progress) as tell:
-                built = build_executor(
-                    asked.config,
-                    model=asked.model,
-                    tokenizer=tokenizer,
-                    on_progress=tell,
-                    chunk_policy=chunk_policy,
-                    kv_fill=kv_fill,
-                )
-        except ConfigError as error:
-            if asked.file is not None:
-                raise ConfigError(f"{asked.file}: {error}") from error
-            raise
-        if stop_callback is not None:
             try:
-                _set_stop_callback(built.pieces, stop_callback)
-            except ConfigError:
-                built.executor.shutdown()
+                with loading_told(on_progress) as tell:
+                    built = build_executor(
+                        asked.config,
+                        model=asked.model,
+                        tokenizer=tokenizer,
+                        on_progress=tell,
+                        chunk_policy=chunk_policy,
+                        kv_fill=kv_fill,
+                    )
+            except ConfigError as error:
+                if asked.file is not None:
+                    raise ConfigError(f"{asked.file}: {error}") from error
                 raise
+            if stop_callback is not None:
+                _set_stop_callback(built.pieces, stop_callback)
+            self._set_up(built)
+            if on_progress is not None:
+                on_progress("ready")
+        except BaseException:
+            # the model may be shared: release its attention, and all memory with it
+            if built is not None:
+                built.executor.shutdown()
+            self._thaw()
+            raise
+
+    def _set_up(self, built: BuiltExecutor) -> None:
         self.executor = built.executor
         self.config = built.config
         self.device = built.device
@@ -118,11 +128,8 @@ class LLM:
             is_stepping_here=lambda: dispatcher.is_stepping_here,
         )
         self._async_steps = AsyncSteps(self._dispatcher)
-        self._thaw: Callable[[], Any] = lambda: None
         if built.device.type == "cuda":
             self._thaw = collector_freeze.of_process.hold(self)
-        if on_progress is not None:
-            on_progress("ready")
 
     # ---- use --------------------------------------------------------------------------------
 

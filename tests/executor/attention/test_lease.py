@@ -6,6 +6,7 @@ import pytest
 
 from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.executor import llm as llm_module
 from mtp_plugin.executor.attention import SDPA_BACKEND, TRITON_BACKEND
 from mtp_plugin.executor.models import LoadedModel, load_model
 from tests.executor.conftest import Bed
@@ -74,4 +75,23 @@ def test_one_that_could_not_be_built_keeps_nothing(bed: Bed, model: LoadedModel)
     assert attention_of(model) == "sdpa"
     with pytest.raises(ConfigError, match="stop_callback"):
         LLM({"model": bed.path}, model=model, stop_callback=3)
+    assert attention_of(model) == "sdpa"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", ["AsyncSteps", "Admission", "_set_stop_callback", "on_progress"])
+def test_error_after_the_build_releases_the_attention(
+    bed: Bed, model: LoadedModel, monkeypatch, part: str, error: type[BaseException]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("after the build")
+
+    def report(line: str) -> None:
+        if line == "ready" and part == "on_progress":
+            fail()
+
+    if part != "on_progress":
+        monkeypatch.setattr(llm_module, part, fail)
+    with pytest.raises(error, match="after the build"):
+        LLM({"model": bed.path}, model=model, on_progress=report, stop_callback=lambda _: [])
     assert attention_of(model) == "sdpa"
