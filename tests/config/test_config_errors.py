@@ -126,11 +126,6 @@ FILE_CASES = [
         "line 19, column 8: expected at most 100000 values, aliases followed, got more",
     ),
     Case(
-        "path with a NUL",
-        'model: "a\\0b"\n',
-        "model: expected a path, got 'a\\x00b': embedded null byte",
-    ),
-    Case(
         "home of nobody",
         "model: ~nosuchuser/x\n",
         "model: expected the home of a user, got '~nosuchuser'",
@@ -764,6 +759,18 @@ def test_missing_file(tmp_path: Path) -> None:
     assert str(error.value) == f"{path}: no such file; expected a YAML file"
 
 
+def test_path_with_a_nul(tmp_path: Path) -> None:
+    """Python's own words follow; they differ between its versions."""
+    with pytest.raises(ConfigError) as error:
+        load_config("a\0b")
+    assert str(error.value).startswith("'a\\x00b': expected a path: ")
+    path = tmp_path / "config.yaml"
+    path.write_text('model: "a\\0b"\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: model: expected a path, got 'a\\x00b': ")
+
+
 def test_numbers_that_all_versions_of_yaml_read_alike(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -930,10 +937,6 @@ def test_direct_construction(model: type, options: dict[str, object], message: s
 
 SYNTHETIC = {"verification": "synthetic", "synthetic_acceptance": (0.8, 0.6)}
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "a path with a NUL": (
-        lambda: load_config("a\0b"),
-        "'a\\x00b': expected a path: embedded null byte",
-    ),
     "a list for a config": (
         lambda: parse_config(["model"]),  # type: ignore[arg-type]
         "<mapping>: expected a mapping of keys to values, got a list",

@@ -81,7 +81,6 @@ def test_a_file_is_as_readable_as_others(tmp_path: Path) -> None:
         ("/tmp", "/tmp is a folder, expected a file"),
         ("/dev/null/x.json", "/dev/null/x.json cannot be written: File exists"),
         ("results.png", "expected a file for JSON, got results.png, where the plot goes"),
-        ("a\0b", "a\0b cannot be written: embedded null byte"),
         ("x" * 300, f"{'x' * 300} cannot be written: File name too long"),
     ],
 )
@@ -89,6 +88,13 @@ def test_what_is_no_file_is_refused_first(output: str, message: str) -> None:
     with pytest.raises(BenchmarkError) as refused:
         files.results_file(Path(output), DEFAULT, is_full=False)
     assert str(refused.value) == f"--output: {message}"
+
+
+def test_output_path_with_a_nul_is_refused() -> None:
+    """Python's own words follow; they differ between its versions."""
+    with pytest.raises(BenchmarkError) as refused:
+        files.results_file(Path("a\0b"), DEFAULT, is_full=False)
+    assert str(refused.value).startswith("--output: a\0b cannot be written: ")
 
 
 def test_a_check_leaves_nothing(tmp_path: Path) -> None:
