@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, MTPPluginError
+from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError
 from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
@@ -76,6 +77,8 @@ class CapturedSteps:
         previous: the sampler's store as the next step reads it; its addresses are captured.
         make_spec_metadata: batch size -> speculative metadata with buffers of its own.
         replay_checks: entered around a capture; what to check behind each of its replays.
+        pools: returns the tensors that must stay the same objects after capture.
+        pool_name: index in these -> name for an error.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class CapturedSteps:
         previous: Any,
         make_spec_metadata: Callable[[int], Any],
         replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]],
+        pools: Callable[[], list[torch.Tensor]],
+        pool_name: Callable[[int], str],
     ) -> None:
         self._launch = launch
         self._table = table
@@ -93,6 +98,9 @@ class CapturedSteps:
         self._previous = previous
         self._make_spec_metadata = make_spec_metadata
         self._replay_checks = replay_checks
+        self._pools = pools
+        self._pool_name = pool_name
+        self._captured_pools: list[torch.Tensor] = []
         self._steps: dict[StepShape, CapturedStep] = {}
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the launch of every graph, for who wants to time it."""
@@ -136,6 +144,7 @@ class CapturedSteps:
 
         try:
             self._steps[shape] = self._record(launch, spec_metadata)
+            self._captured_pools = self._pools()
         except MTPPluginError:
             raise
         except RuntimeError as error:
@@ -168,10 +177,21 @@ class CapturedSteps:
 
         Raises:
             MetadataError: in debug mode, where the draft loop left metadata changed.
+            ExecutorError: a pool was replaced after capture.
         """
         captured = self._steps.get(shape)
         if captured is None:
             return None
+        pools = self._pools()
+        if not all(map(is_, pools, self._captured_pools)):
+            replaced = next(
+                i for i, pool in enumerate(pools) if pool is not self._captured_pools[i]
+            )
+            raise ExecutorError(
+                f"CUDA graphs: {self._pool_name(replaced)} was replaced after capture, and the "
+                "graphs access the captured tensor; write into that one with copy_(), or create a "
+                "new LLM"
+            )
         self._table.upload(rows)
         with self.around_replay():
             captured.graph.replay()

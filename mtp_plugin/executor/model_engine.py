@@ -111,6 +111,13 @@ class ModelEngine:
             raise ConfigError(
                 f"cuda_graph_config: expected null with pieces that have no {missing}"
             )
+        # TensorRT-LLM's names of attributes that may be replaced as long as no graph was captured
+        manager = self.pieces.manager
+        names = [
+            name
+            for name, value in getattr(manager, "__dict__", {}).items()
+            if name.endswith("_pool") and isinstance(value, torch.Tensor)
+        ]
         captured = CapturedSteps(
             self.launch,
             self.make_table(),
@@ -118,6 +125,8 @@ class ModelEngine:
             store(),
             partial(make_metadata, self.spec_metadata),
             self.pieces.replay_checks,
+            lambda: [getattr(manager, name) for name in names] + self.pools.tensors(),
+            lambda index: names[index] if index < len(names) else "a KV pool",
         )
         ordered = sorted(sizes, reverse=True)
         served = {

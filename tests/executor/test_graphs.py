@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_plugin.errors import ConfigError, MetadataError, RequestError
+from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError, RequestError
 from mtp_plugin.executor import SamplingParams, model_engine, row_table
 from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
@@ -355,6 +355,27 @@ def test_every_replay_verifies_its_deferred_checks(graphed, target, prompts):
     with pytest.raises(MetadataError, match=r"the draft loop left changes in: kv_lens_cuda"):
         watched.generate(prompts[:2], greedy(6))
     assert_drained(watched.llm)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool", "a KV pool"]
+)
+def test_pool_replaced_after_capture_is_refused(graphed, target, prompts, name: str):
+    watched = graphed(vanilla=True)
+    llm = watched.llm
+    manager, pools = llm.pieces.manager, llm.executor.engine.pools
+    if name == "a KV pool":
+        owner, attribute = pools, "_layers"
+        other = {layer: (k.clone(), v.clone()) for layer, (k, v) in pools._layers.items()}
+    else:
+        owner, attribute, other = manager, name, getattr(manager, name).clone()
+    captured = getattr(owner, attribute)
+    setattr(owner, attribute, other)
+    with pytest.raises(ExecutorError, match=rf"^CUDA graphs: {name} was replaced after capture"):
+        watched.generate(prompts[:2], greedy(6))
+    assert_drained(llm)
+    setattr(owner, attribute, captured)
+    assert watched.generate(prompts[:2], greedy(6)) == [target.greedy(p, 6) for p in prompts[:2]]
 
 
 def test_a_step_that_fails_poisons_nothing(graphed, target, prompts):

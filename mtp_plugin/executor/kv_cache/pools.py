@@ -65,9 +65,13 @@ class PagedKVPools:
         """Forget every row."""
         self._layers.clear()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the key and value pool of every layer."""
+        return [tensor for pools in self._layers.values() for tensor in pools]
+
     def num_bytes(self) -> int:
         """Device bytes of all pools."""
-        return sum(t.numel() * t.element_size() for pools in self._layers.values() for t in pools)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def _new(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.num_rows, like.shape[1], like.shape[-1])
