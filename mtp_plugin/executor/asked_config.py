@@ -164,11 +164,16 @@ def _parsed(config: LLMConfig | Mapping[str, Any], folder: str | Path | None) ->
 
 def _validated(values: Mapping[str, Any]) -> LLMConfig:
     """A config from the attributes of one, which `model_construct` makes without validation."""
-    plain = {
-        name: value.model_dump(warnings=False) if isinstance(value, BaseModel) else value
+    checked = {
+        # a section may be of a class that a host derives from ours
+        name: type(value).model_validate(
+            value.model_dump(warnings=False), context={"source": f"LLMConfig: {name}"}
+        )
+        if isinstance(value, BaseModel)
+        else value
         for name, value in values.items()
     }
-    return parse_config(plain, "LLMConfig")
+    return parse_config(checked, "LLMConfig")
 
 
 def _name_of(config: object) -> str:

@@ -14,7 +14,7 @@ from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError, ConfigError, told
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.asked_config import config_of_checkpoint
+from mtp_plugin.executor.asked_config import asked_config, config_of_checkpoint
 
 CACHE = {"tokens_per_block": 4, "max_tokens": 256}
 SMALL: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, "kv_cache_config": CACHE}
@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
             ),
         ),
         {},
-        "LLMConfig: kv_cache_config.max_tokens: expected an integer of at least 1 or null, got 0",
+        "LLMConfig: kv_cache_config: max_tokens: expected an integer of at least 1 or null, got 0",
     ),
     "no path at all": (("x" * 5000,), {}, f"{'x' * 200!r}...: File name too long"),
     "progress to nobody": (
@@ -327,6 +327,16 @@ def test_calls_that_cannot_be(bed, file, arguments, options, message) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(*map(filled, arguments), **options)
     assert str(caught.value) == filled(message)
+
+
+def test_section_of_a_derived_class_stays() -> None:
+    class Derived(MTPDecodingConfig):
+        extra: int = 0
+
+    config = LLMConfig(model="m", speculative_config=Derived(max_draft_len=1, extra=3))
+    speculative = asked_config(config, None, {}, None).config.speculative_config
+    assert type(speculative) is Derived
+    assert speculative.extra == 3
 
 
 def test_a_loaded_model_alone(bed) -> None:
