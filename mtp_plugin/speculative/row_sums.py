@@ -7,6 +7,7 @@ what a few neighbouring threads of the program that reads it hold: some segments
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -19,13 +20,12 @@ LOAD_BYTES = 16
 """What a thread reads at once."""
 
 
-@dataclass(frozen=True)
-class ChunkLayout:
-    """Which columns of a row are a chunk.
+class ChunkLayout(NamedTuple):
+    """Which columns of a row form a chunk.
 
     Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
-    piece, those from ``t * each`` on. Kernels take it as one constant, which Triton's cache knows
-    by these fields.
+    piece, starting at ``t * each``. Kernels take the layout as one constant. It is a tuple of
+    integers because Triton passes constants to JIT hooks as JSON.
     """
 
     piece: int  # columns

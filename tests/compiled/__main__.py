@@ -30,6 +30,7 @@ def main(capability: str, *module_names: str) -> None:
         "triton": triton.__version__,
         "binaries": {name: len(hashes) for name, hashes in compilations.binaries.items()},
         "errors": compilations.errors,
+        "hooked": sorted(compilations.hooked),
         "contracted": sorted(compilations.contracted),
         "kernels": sorted(launched_kernels()),
         "seconds": seconds,

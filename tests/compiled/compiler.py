@@ -65,6 +65,8 @@ class Compilations:
         self.capability = capability
         self.binaries: dict[str, set[str]] = defaultdict(set)
         self.errors: dict[str, list[str]] = defaultdict(list)
+        self.hooked: set[str] = set()
+        """Kernels that Triton's JIT hook was called for."""
         self.contracted: set[str] = set()
         """Kernels in which a half-precision product and a sum became one instruction."""
 
@@ -94,10 +96,15 @@ class Compilations:
                 self.contracted.add(name)
             return binary
 
+        def hook(*, fn: Any, **_: Any) -> None:
+            self.hooked.add(full_name(fn.jit_function))
+
         driver.set_active(AbsentDriver(self.capability))
         with ExitStack() as patches:
             for target, name, stand_in in (
                 (triton.JITFunction, "run", run),
+                # as a profiler or vLLM's JIT monitor sets it: constants are then written as JSON
+                (triton.knobs.runtime, "jit_cache_hook", hook),
                 (CompiledKernel, "__getitem__", AbsentBinary.__getitem__),
                 # tensors count as tensors of the GPU
                 (launching, "expect", lambda *_: None),

@@ -37,6 +37,7 @@ class Report:
     triton: str
     binaries: dict[str, int]
     errors: dict[str, list[str]]
+    hooked: list[str]
     contracted: list[str]
     kernels: list[str]
     seconds: dict[str, float]
@@ -120,6 +121,12 @@ def test_smaller_gpus_can_hold_every_program(compile_for: Callable[[int], Ended]
 def test_the_triton_is_that_of_this_process(report: Report) -> None:
     """So that a run over another version is one."""
     assert report.triton == triton.__version__
+
+
+def test_kernels_compile_with_a_jit_hook_set(report: Report) -> None:
+    """Triton writes all constants of a kernel as JSON for the hook; one that cannot be written
+    fails the first compile, see `test_every_launch_compiles`."""
+    assert {name for name in report.binaries if not name.startswith(BAD)} <= set(report.hooked)
 
 
 def test_no_rounding_of_half_precision_is_left_out(report: Report) -> None:
