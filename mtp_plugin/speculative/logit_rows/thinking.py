@@ -1,31 +1,32 @@
-"""What ends thinking, and where requests stand, in torch: the CPU path and the oracle."""
+"""The rule that ends thinking and the state of requests, in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.errors import TensorContractError
+from mtp_plugin.kernels.checks import AtLeast, expect_tensor
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.step import SlotRows
 
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """A `ThinkingEnd` whose M ids captured graphs read where they lie."""
+    """A `ThinkingEnd` of M ids as tensors that captured graphs read."""
 
     begin_token: int
-    end_token: int  # ends thinking by itself, but within an end that is forced; -1: none does
-    end_ids: torch.Tensor  # [M] int32: written where a budget is spent
+    end_token: int  # ends thinking alone, except within a forced end sequence; -1: none
+    end_ids: torch.Tensor  # [M] int32: the forced end sequence
     next_places: torch.Tensor
-    """[M, M] int32: at place p, behind an id that is ``end_ids[j]``, so many of them stand last."""
+    """[M, M] int32: progress in the end sequence after progress p and the id ``end_ids[j]``."""
 
     @classmethod
     def of(cls, end: ThinkingEnd, device: torch.device | str) -> Self:
-        """On a device."""
+        """Create the tensors on a device."""
         return cls(
             end.begin,
             end.end_token,
@@ -37,33 +38,21 @@ class ThinkingRule:
         """Check the tensors.
 
         Raises:
-            TensorContractError: another shape, type or device.
+            TensorContractError: another shape, dtype or device.
         """
+        layout: dict[str, Any] = {"dtype": torch.int32, "device": device, "contiguous": True}
+        expect_tensor("end_ids", self.end_ids, shape=(AtLeast(1),), **layout)
         length = self.end_ids.numel()
-        for name, tensor, shape in (
-            ("end_ids", self.end_ids, (length,)),
-            ("next_places", self.next_places, (length, length)),
-        ):
-            if not (
-                length
-                and tensor.shape == shape
-                and tensor.dtype == torch.int32
-                and tensor.device == device
-                and tensor.is_contiguous()
-            ):
-                raise TensorContractError(
-                    f"{name}: expected torch.int32 {list(shape)} without gaps on {device}, of 1 id "
-                    f"or more, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                )
+        expect_tensor("next_places", self.next_places, shape=(length, length), **layout)
 
     def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """With its tensors where ``to`` puts them."""
+        """Return the rule with ``to`` applied to its tensors."""
         return replace(self, end_ids=to(self.end_ids), next_places=to(self.next_places))
 
 
 @dataclass(frozen=True)
 class ThinkingState:
-    """Of some requests, all [N] int64."""
+    """Thinking budget, thinking-token count and end-sequence progress of requests, [N] int64."""
 
     budget: torch.Tensor
     thought: torch.Tensor
@@ -71,24 +60,24 @@ class ThinkingState:
 
     @classmethod
     def read(cls, slots: SlotRows, requests: slice) -> Self:
-        """As the slots have it."""
+        """Read the state from the slots."""
         names = ("thinking_token_budget", "thought", "end_place")
         return cls(*(slots.read(name, requests).to(torch.int64) for name in names))
 
     @property
     def forces(self) -> torch.Tensor:
-        """Whether the end must go on [N] bool."""
+        """Whether the end sequence is forced [N] bool."""
         return (self.thought >= 0) & (self.budget >= 0) & (self.thought >= self.budget)
 
     def forced(self, rule: ThinkingRule) -> torch.Tensor:
-        """The id that must come next, -1: any."""
+        """The forced next id [N]; -1: any id may follow."""
         place = self.place.clamp(0, len(rule.end_ids) - 1)
         return torch.where(self.forces, rule.end_ids[place], -1)
 
     def behind(
         self, tokens: torch.Tensor, is_there: torch.Tensor, rule: ThinkingRule
     ) -> ThinkingState:
-        """The state behind ``tokens`` [N], where they are."""
+        """The state after ``tokens`` [N], for requests where ``is_there``."""
         length = len(rule.end_ids)
         hits = tokens.unsqueeze(1) == rule.end_ids
         places = rule.next_places[self.place.clamp(0, length - 1)]

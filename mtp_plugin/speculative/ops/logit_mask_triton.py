@@ -17,9 +17,14 @@ from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchr
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows.bans_kernel import early_stops, leaves_some, word_ends
-from mtp_plugin.speculative.logit_rows.edits_kernel import ALLOWED_ROW, num_words
-from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.processing_triton import (
+    ALLOWED_ROW,
+    early_stops,
+    leaves_some,
+    num_words,
+    word_ends,
+)
+from mtp_plugin.speculative.logit_rows.rows_triton import place_of
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens_reference
 from mtp_plugin.speculative.step import SlotRows
 

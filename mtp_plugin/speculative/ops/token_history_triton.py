@@ -15,11 +15,12 @@ from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.options import MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows.bans_kernel import RECENT, ban_next
-from mtp_plugin.speculative.logit_rows.edits_kernel import (
+from mtp_plugin.speculative.logit_rows.processing_triton import (
     MOST_COUNTED,
+    RECENT,
     WORD_BITS,
     WORD_SHIFT,
+    ban_next,
     num_words,
 )
 from mtp_plugin.speculative.step import Accepted, SlotRows

@@ -18,7 +18,7 @@ from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_part
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.edit_pools import EditPools
-from mtp_plugin.speculative.logit_rows.edits_kernel import (
+from mtp_plugin.speculative.logit_rows.processing_triton import (
     ALLOWED_ROW,
     Pools,
     bits_of,
@@ -26,7 +26,7 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edits_of,
     num_words,
 )
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW
+from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW
 from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import Accepted, StepLayout
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edited, edits_of
+from mtp_plugin.speculative.logit_rows.processing_triton import Pools, edited, edits_of
 
 OF_SLOTS = ["table_stride", "slot_stride", "pool_vocab", "draft_stride", "column"]
 SHIFTING = ["table_ptr", "slot_ptr", "draft_ptr"]

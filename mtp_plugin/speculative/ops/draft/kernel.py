@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.bans_kernel import ban_next
-from mtp_plugin.speculative.logit_rows.thinking_kernel import forced_behind
+from mtp_plugin.speculative.logit_rows.processing_triton import ban_next
+from mtp_plugin.speculative.logit_rows.thinking_triton import forced_behind
 
 OF_SLOTS = ["drawn_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
 OF_SLOTS += ["begin_token", "end_token", "end_length"]

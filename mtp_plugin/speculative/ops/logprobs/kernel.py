@@ -20,19 +20,20 @@ from mtp_plugin.requests.logprobs import (
     VALUE_PLACE,
 )
 from mtp_plugin.requests.options import MAX_LOGPROBS
-from mtp_plugin.speculative.logit_rows.chunks_kernel import (
+from mtp_plugin.speculative.logit_rows.rows_triton import (
     LOG2_E,
+    NO_COLUMN,
     columns_of,
     masses_of,
     number_of,
     number_or_zero,
+    order_of,
     picked_of,
     piece_of,
     row_mass_of,
     thread_tops,
+    value_of,
 )
-from mtp_plugin.speculative.logit_rows.order_kernel import order_of, value_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)

@@ -5,9 +5,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E, spread_of, starts_of
-from mtp_plugin.speculative.logit_rows.order_kernel import highest_of, order_of, value_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.rows_triton import (
+    LOG2_E,
+    NO_COLUMN,
+    highest_of,
+    order_of,
+    spread_of,
+    starts_of,
+    value_of,
+)
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     BOUND_SLACK,
     gumbel,

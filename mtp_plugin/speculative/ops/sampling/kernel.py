@@ -14,16 +14,7 @@ from mtp_plugin.kernels.programmatic_launch.kernel import (
     grid_dependency_synchronize,
     grid_dependency_synchronize_ahead,
 )
-from mtp_plugin.speculative.logit_rows.chunks_kernel import (
-    LOG2_E,
-    masses_of,
-    number_of,
-    number_or_zero,
-    piece_of,
-    row_mass_of,
-    thread_tops,
-)
-from mtp_plugin.speculative.logit_rows.edits_kernel import (
+from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
     edited,
     edited_piece,
@@ -33,8 +24,19 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     shared_edits,
     unknown_shared_edits,
 )
-from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN, place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import (
+    GREEDY_BELOW,
+    LOG2_E,
+    NO_COLUMN,
+    highest_of,
+    masses_of,
+    number_of,
+    number_or_zero,
+    piece_of,
+    place_of,
+    row_mass_of,
+    thread_tops,
+)
 from mtp_plugin.speculative.ops.sampling.best_kernel import best_noisy, everywhere
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import PLACES
 from mtp_plugin.speculative.ops.sampling.cuts.cut_kernel import drawn_of_cut

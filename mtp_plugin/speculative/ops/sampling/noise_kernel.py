@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E
-from mtp_plugin.speculative.logit_rows.edits_kernel import Edits, edited
-from mtp_plugin.speculative.logit_rows.rows_kernel import CACHED
+from mtp_plugin.speculative.logit_rows.processing_triton import Edits, edited
+from mtp_plugin.speculative.logit_rows.rows_triton import CACHED, LOG2_E
 from mtp_plugin.speculative.ops.sampling.contract import DraftedBy, JudgedBy, Role
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))

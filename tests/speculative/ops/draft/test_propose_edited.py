@@ -95,8 +95,8 @@ def test_strided_arguments(backend: Backend) -> None:
         "slot_ids": slots.slot_ids,
     }
     refused = {
-        "logits": "contiguous rows",
-        "rows.drafts": "rows without gaps",
+        "logits": "row-contiguous",
+        "rows.drafts": "row-contiguous",
         "table": "rows without gaps",
     }
     check_strided_arguments(placed, arguments, refused=refused)

@@ -524,7 +524,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "logits": batch.logits.nan_to_num(nan=0.25),
         "slots": replace(batch.slots, pools=replace(batch.slots.pools, bias=bias)),
     }
-    refused = {"slots.table": "rows without gaps", "rows.drafts": "rows without gaps"}
+    refused = {"slots.table": "rows without gaps", "rows.drafts": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in POOLS}
     check_strided_arguments(mask_disallowed_tokens, arguments, refused=refused, backend=backend)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows.edits_kernel import (
+from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
     edited,
     edited_piece,
@@ -22,7 +22,7 @@ from mtp_plugin.speculative.logit_rows.edits_kernel import (
     edits_of_piece,
     shared_edits,
 )
-from mtp_plugin.speculative.logit_rows.rows_kernel import place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import place_of
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits import story as edits
 from tests.speculative.ops.logits.pools import pools_of

@@ -53,7 +53,7 @@ def test_strided_arguments(backend: Backend) -> None:
     slots = given.pop("slots")
     given |= {"table": slots.table, "slot_ids": slots.slot_ids}
     refused = {
-        "logits": "contiguous rows",
+        "logits": "row-contiguous",
         "table": "rows without gaps",
         "vocab_ids": "contiguous vector",
     }
@@ -72,7 +72,7 @@ def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
     sums = RowSums.unwritten(given["logits"])
     given |= {"table": slots.table, "slot_ids": slots.slot_ids, "sums": sums}
     refused = {
-        "logits": "contiguous rows",
+        "logits": "row-contiguous",
         "table": "rows without gaps",
         "sums.tops": "without gaps",
         "sums.masses": "without gaps",
@@ -118,17 +118,17 @@ EDITED = replace(SLOTS, pools=pools_of([Asks()], 70, random.Random(1))[0])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(9)}, r"logits: expected a floating \[rows, V\] tensor"),
-        ({"logits": torch.zeros(9, 70).int()}, "logits: expected a floating .*torch.int32"),
-        ({"logits": torch.zeros(9, 0)}, r"logits: expected .* V >= 1, .* \[9, 0\]"),
-        ({"logits": torch.zeros(8, 70)}, "logits: expected 9 rows, got 8"),
-        ({"logits": torch.zeros(70, 9).t()}, "logits: expected contiguous rows"),
+        ({"logits": torch.zeros(9)}, r"logits: expected floating-point tensor \[rows, >= 1\]"),
+        ({"logits": torch.zeros(9, 70).int()}, "logits: expected floating-point .*torch.int32"),
+        ({"logits": torch.zeros(9, 0)}, r"logits: expected .*>= 1\], got .* \[9, 0\]"),
+        ({"logits": torch.zeros(8, 70)}, r"logits: expected .*\[9, V\], got .* \[8, 70\]"),
+        ({"logits": torch.zeros(70, 9).t()}, "logits: expected row-contiguous"),
         ({"rows": replace(ROWS, num_contexts=6)}, "expected 0 to 5 contexts"),
         ({"rows": replace(ROWS, num_contexts=5, width=0)}, "a width of 1 or more"),
         ({"rows": replace(ROWS, column=-1)}, "a column of 0 or more"),
         ({"rows": replace(ROWS, positions=vector([1.0] * 5, torch.float32))}, "positions: "),
         ({"rows": replace(ROWS, positions=META)}, "positions: .* on meta"),
-        ({"rows": replace(ROWS, ahead=vector([1] * 4))}, r"ahead: expected integers \[5\]"),
+        ({"rows": replace(ROWS, ahead=vector([1] * 4))}, r"ahead: expected integer tensor \[5\]"),
         ({"rows": replace(ROWS, ahead=META)}, "ahead: .* on meta"),
         ({"slots": replace(SLOTS, table=SLOTS.table.float())}, "slot table: expected torch.int32"),
         ({"slots": replace(SLOTS, table=SLOTS.table[:, 1:])}, "slot table: "),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.logit_rows import edits as reference
+from mtp_plugin.speculative.logit_rows import processing as reference
 from mtp_plugin.speculative.ops.sampling import Role, draw, launch
 from mtp_plugin.speculative.step import StepLayout
 from tests.doors import check_strided_arguments, storage
@@ -319,7 +319,7 @@ def test_strided_arguments(backend: Backend, cut: bool) -> None:
         "vocab_ids": batch.vocab_ids,
     }
     gaps = "rows without gaps"
-    refused = {"slots.table": gaps, "rows.drafts": gaps, "logits": "expected contiguous rows"}
+    refused = {"slots.table": gaps, "rows.drafts": "row-contiguous", "logits": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
     refused |= {"vocab_ids": "expected a contiguous vector"} if cut else {}
     check_strided_arguments(draw, arguments, refused=refused, backend=backend)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked, columns_of
-from mtp_plugin.speculative.logit_rows.edits_kernel import allowed_fours
+from mtp_plugin.speculative.logit_rows.processing_triton import allowed_fours
+from mtp_plugin.speculative.logit_rows.rows_triton import Picked, columns_of
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     ids_of,
     values_of,

@@ -8,10 +8,8 @@ are searched for by passes over them; a flat nucleus from which only a token is 
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked, picked_of
-from mtp_plugin.speculative.logit_rows.edits_kernel import only_lower
-from mtp_plugin.speculative.logit_rows.order_kernel import highest_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.processing_triton import only_lower
+from mtp_plugin.speculative.logit_rows.rows_triton import NO_COLUMN, Picked, highest_of, picked_of
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     Candidates,

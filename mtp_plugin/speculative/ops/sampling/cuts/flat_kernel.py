@@ -12,9 +12,8 @@ the last of them goes on.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import number_of, piece_of
-from mtp_plugin.speculative.logit_rows.edits_kernel import edited
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.processing_triton import edited
+from mtp_plugin.speculative.logit_rows.rows_triton import NO_COLUMN, number_of, piece_of
 from mtp_plugin.speculative.ops.sampling.best_kernel import Place, best_noisy, everywhere, is_ahead
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import depths_of
 from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import LEAST_NEED, reach_of

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import spread_of, starts_of
+from mtp_plugin.speculative.logit_rows.rows_triton import spread_of, starts_of
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import LISTED
 from mtp_plugin.speculative.ops.sampling.noise_kernel import values_of
 

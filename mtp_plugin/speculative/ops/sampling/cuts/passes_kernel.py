@@ -8,8 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import LOG2_E, columns_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.rows_triton import LOG2_E, NO_COLUMN, columns_of
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     depths_of,

@@ -11,8 +11,7 @@ Where rows are few several programs share that pass of a row, and the last of th
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.rows_triton import NO_COLUMN, Picked
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import (
     LISTED,
     PLACES,

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.chunks_kernel import Picked
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.rows_triton import NO_COLUMN, Picked
 from mtp_plugin.speculative.ops.sampling.cuts.candidates_kernel import LISTED, PLACES
 from mtp_plugin.speculative.ops.sampling.cuts.passes_kernel import (
     Drawn,

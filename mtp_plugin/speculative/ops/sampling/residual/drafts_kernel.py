@@ -6,7 +6,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.rows_kernel import NO_COLUMN
+from mtp_plugin.speculative.logit_rows.rows_triton import NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import stream_of, unit, words_of
 

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
-from mtp_plugin.speculative.logit_rows.edits_kernel import Pools
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN, place_of
+from mtp_plugin.speculative.logit_rows.processing_triton import Pools
+from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, place_of
 from mtp_plugin.speculative.ops.sampling.contract import Role
 from mtp_plugin.speculative.ops.sampling.noise_kernel import (
     DRAFTED_PLAIN,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.edits_kernel import Pools, edits_of
-from mtp_plugin.speculative.logit_rows.rows_kernel import GREEDY_BELOW, NO_COLUMN
+from mtp_plugin.speculative.logit_rows.processing_triton import Pools, edits_of
+from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN
 from mtp_plugin.speculative.ops.sampling.noise_kernel import Row, options_of, values_of
 
 NUM_CUTS = tl.constexpr(4)

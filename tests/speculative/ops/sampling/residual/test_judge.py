@@ -413,7 +413,7 @@ def test_strided_arguments(backend: Backend) -> None:
         return [told.matches, told.choices]
 
     refused = {
-        "logits": "contiguous rows",
+        "logits": "row-contiguous",
         "table": "rows without gaps",
         "draft_probs": "without gaps",
         "cuts": "without gaps",
@@ -438,7 +438,7 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
         "vocab_ids": vector(range(3, 15), torch.int32),
     }
     refused = {
-        "logits": "contiguous rows",
+        "logits": "row-contiguous",
         "table": "rows without gaps",
         "draft_probs": "without gaps",
         "cuts": "without gaps",

@@ -1,4 +1,9 @@
-"""Edits of logits on the device, where values are loaded: bias, allowed ids, penalties."""
+"""Logits processing on the device: bias, allowed ids, penalties and disallowed next tokens.
+
+Values are processed where they are loaded, so no kernel writes processed logits to memory.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from typing import NamedTuple
 
@@ -14,24 +19,29 @@ COUNT_ROW = tl.constexpr(request_column("count_row"))
 REPETITION = tl.constexpr(request_column("repetition_penalty"))
 PRESENCE = tl.constexpr(request_column("presence_penalty"))
 FREQUENCY = tl.constexpr(request_column("frequency_penalty"))
+PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
+MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
+STOP_IDS = tl.constexpr(request_column("stop_ids"))
+WORDS_ROW = tl.constexpr(request_column("words_row"))
+RECENT = tl.constexpr(request_column("recent"))
 MOST_COUNTED = tl.constexpr(edit_pools.MOST_COUNTED)
 WORD_BITS = tl.constexpr(edit_pools.WORD_BITS)
 WORD_SHIFT = tl.constexpr(edit_pools.WORD_BITS.bit_length() - 1)
-"""An id so far to the right is the number of its word."""
+"""``id >> WORD_SHIFT`` is the word that holds the bit of an id."""
 NO_ID = tl.constexpr(2147483647)
 DRAFTS = tl.constexpr(16)
-"""In front of a row, that are compared with a piece at once."""
+"""Draft tokens before a row that are compared with a piece at once."""
 MOST_INVERTED = tl.constexpr(1e30)
-"""The highest divisor whose inverse is a number of full precision."""
+"""The largest divisor whose inverse is a normal number."""
 COUNT_BASE = tl.constexpr(2.0**23)
-"""A float32 whose last bit counts ones."""
+"""A float32 whose last bit has the value 1."""
 MOST_SCALED = tl.constexpr(1e30)
-"""The largest factor whose product with that is a number."""
+"""The largest factor whose product with COUNT_BASE is finite."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Pools(NamedTuple):
-    """What requests' edits need per id, a row each."""
+    """Pointers to the pools of per-token state, one row per request."""
 
     bias_ptr: tl.tensor
     allowed_ptr: tl.tensor
@@ -41,11 +51,11 @@ class Pools(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """What is done to one row; pointers stand at the request's rows of the pools."""
+    """Logits processing of one row; pointers are those of the request's rows of the pools."""
 
     slot: tl.tensor
     pools: Pools
-    bias_row: tl.tensor  # a row below 0: nothing is done
+    bias_row: tl.tensor  # below 0: not used
     allowed_row: tl.tensor
     count_row: tl.tensor
     bias_ptr: tl.tensor
@@ -56,44 +66,44 @@ class Edits(NamedTuple):
     presence: tl.tensor
     frequency: tl.tensor
     draft_ptr: tl.tensor
-    num_before: tl.tensor  # drafts in front of the row
+    num_before: tl.tensor  # draft tokens before the row
 
 
 @triton.jit
 def num_words(vocab):
-    """Words that hold a bit per id."""
+    """Number of words that hold a bit per id."""
     return (vocab + (WORD_BITS - 1)) // WORD_BITS
 
 
 @triton.jit
 def bits_of(words_ptr, ids, inside):
-    """Bits of ids in a row of a pool, 0 or 1; 0 of ids that are not ``inside``."""
+    """Bits of ids in a row of a pool, 0 or 1; 0 for ids that are not ``inside``."""
     words = tl.load(words_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
     return (words >> (ids & (WORD_BITS - 1))) & 1
 
 
 @triton.jit
 def _draft_of(draft_ptr, place):
-    """A draft as int32, NO_ID of one that is no id."""
+    """A draft token as int32; NO_ID for one that is no valid id."""
     draft = tl.load(draft_ptr + place)
     return tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
 
 
 @triton.jit
 def _allowed_of(row, pools):
-    """Where the allowed ids of a pool's row stand."""
+    """Pointer to the allowed ids of a row of the pool."""
     return pools.allowed_ptr + row * (num_words(pools.vocab) + 1)
 
 
 @triton.jit
 def _seen_of(row, pools):
-    """Where the ids seen of a pool's row stand."""
+    """Pointer to the seen ids of a row of the pool."""
     return pools.seen_ptr + row * num_words(pools.vocab)
 
 
 @triton.jit
 def edits_of(slot, pools, draft_ptr, num_before):
-    """The edits of a row, of its request's slot."""
+    """Load the logits processing of a row from its request's slot."""
     bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
     allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
     count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
@@ -117,29 +127,28 @@ def edits_of(slot, pools, draft_ptr, num_before):
 
 @triton.jit
 def is_edited(slot):
-    """Whether anything is done to the rows of a request."""
+    """Whether the logits of a request are changed at all."""
     row = tl.maximum(tl.load(slot + BIAS_ROW), tl.load(slot + ALLOWED_ROW))
     return tl.maximum(row, tl.load(slot + COUNT_ROW)) >= 0
 
 
 @triton.jit
 def only_lower(edits):
-    """Whether no value of a row is higher edited than it was."""
+    """Whether processing increases no value of the row."""
     is_lowered = (edits.repetition >= 1) & (edits.presence >= 0) & (edits.frequency >= 0)
     return (edits.bias_row < 0) & ((edits.count_row < 0) | is_lowered)
 
 
 @triton.jit
 def allowed_fours(edits, ids, inside):
-    """The bits of the ids from ``ids`` on, of four each, in the row of what is allowed; of those
-    inside."""
+    """The allowed bits of four ids each, starting at ``ids``; 0 for those that are not inside."""
     words = tl.load(edits.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
     return words >> (ids & (WORD_BITS - 1))
 
 
 @triton.jit
 def _biased(x, ids, inside, row, bias_ptr):
-    """Values of ids with a row of bias; a row below 0: without."""
+    """Add a row of bias; a row below 0 adds none."""
     if row >= 0:
         x += tl.load(bias_ptr + ids, mask=inside, other=0.0)
         x = tl.where(x == x, x, float("-inf"))
@@ -148,7 +157,7 @@ def _biased(x, ids, inside, row, bias_ptr):
 
 @triton.jit
 def _repeated(x, seen, edits):
-    """Values of which some were ``seen``, with the row's repetition penalty."""
+    """Apply the repetition penalty to the values that were ``seen``."""
     if edits.repetition != 1:
         lowered = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
         x = tl.where(seen, lowered, x)
@@ -157,23 +166,23 @@ def _repeated(x, seen, edits):
 
 @triton.jit
 def _counted(x, count, edits):
-    """Values of ids that were counted so often, with the row's presence and frequency penalties."""
+    """Apply the presence and frequency penalties to values with these counts."""
     count = tl.minimum(count, MOST_COUNTED)
     if edits.presence != 0:
         x = x - tl.where(count > 0, edits.presence, 0.0)
-    # chosen, not subtracted at once: a product that is rounded with the difference differs
+    # the select keeps the product apart: fused with the subtraction it would round differently
     return x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
 
 
 @triton.jit
 def _counts_of(count_ptr, ids, is_read):
-    """How often ids were counted; what was never seen never was: most of a row is not read."""
+    """Counts of ids; only those that were seen are read, as most of a row was not."""
     return tl.load(count_ptr + ids, mask=is_read, other=0).to(tl.int32) & MOST_COUNTED
 
 
 @triton.jit
 def edited(x, ids, inside, edits):
-    """Values of ids as the row's edits change them; float32, none of them NaN, as before."""
+    """Process values of ids; float32 without NaN, before and after."""
     if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
         x = _biased(x, ids, inside, edits.bias_row, edits.bias_ptr)
         if edits.allowed_row >= 0:
@@ -191,30 +200,29 @@ def edited(x, ids, inside, edits):
 
 
 class PieceEdits(NamedTuple):
-    """What is done to some ids in a row, asked for before their values are needed."""
+    """Processing of a piece of a row, loaded before the values are needed."""
 
-    bias_row: tl.tensor  # a row below 0: nothing is done
+    bias_row: tl.tensor  # below 0: not used
     allowed_row: tl.tensor
     count_row: tl.tensor
     repetition: tl.tensor
     presence: tl.tensor
     frequency: tl.tensor
-    allowed: tl.tensor  # bits of fours of ids, as a number of each four [F]
+    allowed: tl.tensor  # four bits per group of four ids [F]
     seen: tl.tensor
     counts: tl.tensor  # [F, 4]
 
 
 class SharedEdits(NamedTuple):
-    """What is done to ids of a row wherever they stand."""
+    """Processing that all pieces of a row share."""
 
     inverse: tl.tensor  # of the repetition penalty
-    is_near_draft: tl.tensor  # one of them may be a draft in front of the row
+    is_near_draft: tl.tensor  # a draft token before the row may be in one of the pieces
 
 
 @triton.jit
 def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
-    """The bits of the ids 4f to 4f + 3 behind a word's first, as a number of each f; 0 of what is
-    not read."""
+    """Four bits per group f of ids 4f to 4f + 3, counted from a word's first id; 0 if not read."""
     fours = tl.arange(0, FOURS)
     words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=is_read, other=0)
     return (words >> ((fours & (WORD_BITS // 4 - 1)) * 4)) & 15
@@ -222,10 +230,10 @@ def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
 
 @triton.jit
 def edits_of_piece(first, vocab, edits, SIZE: tl.constexpr):
-    """What a row's edits do to the ids from ``first`` on, which begins a word, of whole words.
+    """Load the processing of the ``SIZE`` ids from ``first`` on; both are multiples of a word.
 
-    Where it stands is asked anew for every piece: to remember that takes registers. Bits are read
-    by fours of ids, which a thread holds.
+    The rows of the pools are loaded again for every piece, since keeping them takes registers. A
+    thread reads the bits of four neighbouring ids.
     """
     slot, pools = edits.slot, edits.pools
     bias_row = tl.load(slot + BIAS_ROW)
@@ -234,7 +242,7 @@ def edits_of_piece(first, vocab, edits, SIZE: tl.constexpr):
     presence = tl.load(slot + PRESENCE).to(tl.float32, bitcast=True)
     frequency = tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True)
     FOURS: tl.constexpr = SIZE // 4
-    # counted from the first id, so that what each thread reads lies evenly apart
+    # relative to the first id, so that the accesses of threads have an even stride
     inside = tl.arange(0, FOURS) * 4 < vocab - first
     words = first // WORD_BITS
     allowed = tl.zeros([FOURS], tl.int32)
@@ -271,35 +279,37 @@ def _bits_of_fours(fours):
 
 @triton.jit
 def _repeated_piece(x, seen, repetition, inverse):
-    """As `_repeated`, of values [F, 4] of fours of ids, whose bits ``seen`` are.
+    """`_repeated` for values [F, 4], with ``seen`` as four bits per group.
 
-    A quotient whose divisor all values share is the product with the rounded inverse, corrected by
-    what that leaves of x: see Markstein, "Computation of elementary functions on the IBM RISC
-    System/6000", 1990. With a penalty of 1 or more the lower of quotient and product counts,
-    whatever sign x has. Values below 1e-30, whose remainders are not numbers of full precision, may
-    be one unit off.
+    All values share the divisor, so the quotient is the product with its rounded inverse, corrected
+    by the remainder: see Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000", 1990. With a penalty of 1 or more, the smaller of quotient and product is the
+    result for either sign of x. Values below 1e-30 have denormal remainders and may be one unit in
+    the last place off.
     """
-    # the interpreter rounds a product before it adds; with a penalty below 1 a quotient may be
-    # infinite
+    # the interpreter has no fused multiply-add; with a penalty below 1 a quotient may be infinite
     if INTERPRETED or repetition < 1 or repetition > MOST_INVERTED:
-        product = tl.fma(x, repetition, 0.0)  # not the other branch's, or both would keep it
+        product = tl.fma(x, repetition, 0.0)  # apart from the other branch's, or both keep it
         lowered = tl.where(x > 0, tl.div_rn(x, repetition), product)
     else:
         about = x * inverse
         quotient = tl.fma(tl.fma(about, -repetition, x), inverse, about)
-        # of infinite x it is no number, and loses
+        # the quotient of an infinite x is NaN, which minimum drops
         lowered = tl.minimum(quotient, x * repetition)
-    # the bits are taken apart here: above the branch they would be kept for it, packed again
+    # unpacked here: before the branch the bits would be packed again to keep them
     return tl.where(_bits_of_fours(seen), lowered, x)
 
 
 @triton.jit
 def _above_base(counts):
-    """COUNT_BASE and counts, which are uint16 in int16: a count is a float's last bits, so that
-    nothing is converted, which a device does at an eighth of the rate of additions."""
+    """COUNT_BASE plus counts (uint16 in int16) as float32.
+
+    The count is the mantissa's last bits, so no conversion is needed, which runs at an eighth of
+    the rate of additions.
+    """
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0x4B00, 0x5410; prmt.b32 $1, $2, 0x4B00, 0x5432;",
-        "=&r,=&r,r",  # the first is written before the last is read again
+        "=&r,=&r,r",  # early clobber: $0 is written before $2 is read again
         [counts],
         dtype=tl.float32,
         is_pure=True,
@@ -309,11 +319,11 @@ def _above_base(counts):
 
 @triton.jit
 def _products_of(counts, frequency):
-    """Products of counts and a penalty, rounded as such, in one step each.
+    """Products of counts and a penalty, rounded once.
 
-    What is subtracted for the base is exact, so that it is rounded once.
+    The product with the base is exact, so one fused multiply-add gives the rounded product.
     """
-    # the interpreter rounds a product before it adds
+    # the interpreter has no fused multiply-add
     if INTERPRETED or tl.abs(frequency) > MOST_SCALED:
         numbers = (counts.to(tl.int32) & MOST_COUNTED).to(tl.float32)
         products = tl.fma(numbers, frequency, 0.0)
@@ -324,7 +334,7 @@ def _products_of(counts, frequency):
 
 @triton.jit
 def _penalised(x, piece, inverse):
-    """Penalised values [F, 4] of fours of ids, as if there were no drafts."""
+    """Apply penalties to values [F, 4], without the draft tokens before the row."""
     if piece.repetition != 1:
         x = _repeated_piece(x, piece.seen, piece.repetition, inverse)
     if (piece.presence != 0) | (piece.frequency != 0):
@@ -336,7 +346,7 @@ def _penalised(x, piece, inverse):
 
 @triton.jit
 def _has_draft(edits, first, end):
-    """Whether a draft in front of a row is one of the ids from ``first`` to ``end``, or may be."""
+    """Whether a draft token before the row is, or may be, one of the ids ``first`` to ``end``."""
     places = tl.arange(0, DRAFTS)
     drafts = tl.load(edits.draft_ptr + places, mask=places < edits.num_before, other=-1)
     is_here = (drafts >= first) & (drafts < end)
@@ -345,19 +355,19 @@ def _has_draft(edits, first, end):
 
 @triton.jit
 def shared_edits(edits, first, end):
-    """What edits of all pieces between two ids share."""
+    """Load what all pieces between two ids share."""
     return SharedEdits(tl.div_rn(1.0, edits.repetition), _has_draft(edits, first, end))
 
 
 @triton.jit
 def unknown_shared_edits():
-    """Stands for that until it is asked for."""
+    """A neutral value until `shared_edits` is loaded."""
     return SharedEdits(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
 
 
 @triton.jit
 def _drafted(x, first, vocab, row_ptr, edits):
-    """Values of the ids from ``first`` on, those of drafts in front of the row edited anew."""
+    """Process the ids of draft tokens before the row again, with these drafts counted."""
     SIZE: tl.constexpr = x.shape[0]
     if _has_draft(edits, first, first + SIZE):
         again = edits_of(edits.slot, edits.pools, edits.draft_ptr, edits.num_before)
@@ -372,10 +382,9 @@ def _drafted(x, first, vocab, row_ptr, edits):
 
 @triton.jit
 def edited_piece(x, piece, first, vocab, row_ptr, edits, shared):
-    """As `edited`, of the ids from ``first`` on that `edits_of_piece` was asked for; what was NaN
-    may be.
+    """`edited` for a piece whose processing `edits_of_piece` loaded; NaN may remain.
 
-    Drafts are few, so most pieces hold none.
+    Draft tokens are few, so most pieces hold none.
     """
     SIZE: tl.constexpr = x.shape[0]
     if piece.bias_row >= 0:
@@ -389,3 +398,134 @@ def edited_piece(x, piece, first, vocab, row_ptr, edits, shared):
         if shared.is_near_draft:
             x = _drafted(x, first, vocab, row_ptr, edits)
     return x
+
+
+@triton.jit
+def early_stops(slot, index, vocab, STOPS: tl.constexpr):
+    """The stop ids of a request [STOPS], and which ones ``min_tokens`` disallows at ``index``."""
+    stops = tl.load(slot + STOP_IDS + tl.arange(0, STOPS))
+    first = tl.load(slot + PROMPT_LEN).to(tl.int64) + tl.load(slot + MIN_TOKENS)
+    return stops, (index < first) & (stops >= 0) & (stops < vocab)
+
+
+@triton.jit
+def word_ends(
+    slot,
+    offset,
+    words_ptr,
+    draft_ptr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+):
+    """The ids [WORDS] that would complete a bad word after the slot's recent tokens and ``offset``
+    draft tokens; -1: none."""
+    words_row = tl.load(slot + WORDS_ROW).to(tl.int64)
+    lanes = tl.arange(0, WORDS)
+    ends = tl.full([WORDS], -1, tl.int32)
+    if words_row >= 0:
+        places = tl.arange(0, LENGTH)
+        word_ptr = words_ptr + words_row * (WORDS * LENGTH)
+        parts = tl.load(word_ptr + lanes[:, None] * LENGTH + places[None, :])
+        # a word's last token follows the slot's recent tokens, then draft tokens
+        back = LENGTH - 1 - places
+        from_slot = LENGTH + offset - back
+        tokens = tl.load(
+            slot + RECENT + from_slot,
+            mask=(back > 0) & (from_slot < LENGTH),
+            other=-1,
+        ).to(tl.int64)
+        if HAS_DRAFTS:
+            at = from_slot - LENGTH
+            drafts = tl.load(draft_ptr + at, mask=(back > 0) & (from_slot >= LENGTH), other=-1).to(
+                tl.int64
+            )
+            tokens = tl.where(from_slot < LENGTH, tokens, drafts)
+        fits = (parts < 0) | (back == 0)[None, :] | (parts == tokens[None, :])
+        begins = tl.min(fits.to(tl.int32), axis=1) == 1
+        last = tl.max(tl.where((back == 0)[None, :], parts, -1), axis=1)
+        ends = tl.where(begins, last, -1)
+    return ends
+
+
+@triton.jit
+def _taken(row_allowed, ids, pool_vocab):
+    """Whether ids are allowed, 0 or 1."""
+    inside = (ids >= 0) & (ids < pool_vocab)
+    return bits_of(row_allowed, ids, inside)
+
+
+@triton.jit
+def leaves_some(
+    row_allowed, stops, hidden, ends, pool_vocab, STOPS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Whether an allowed id remains without the ``hidden`` stop ids and the ends of bad words."""
+    columns = tl.arange(0, STOPS)
+    lanes = tl.arange(0, WORDS)
+    held = tl.where(hidden, stops, -1)
+    again = (held[:, None] == held[None, :]) & (columns[None, :] < columns[:, None])
+    again = tl.max(again.to(tl.int32), axis=1)
+    again_word = tl.max((held[:, None] == ends[None, :]).to(tl.int32), axis=1)
+    taken = _taken(row_allowed, held, pool_vocab) & (1 - again) & (1 - again_word)
+    twice = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
+    twice = tl.max(twice.to(tl.int32), axis=1)
+    left = tl.load(row_allowed + num_words(pool_vocab)) - tl.sum(taken, axis=0)
+    left -= tl.sum(_taken(row_allowed, ends, pool_vocab) & (1 - twice), axis=0)
+    return left > 0
+
+
+@triton.jit
+def _take_out(row_allowed, ids):
+    """Clear the bits of ids (-1: none); returns the ids whose bits were set, each once."""
+    is_id = ids >= 0
+    known = tl.where(is_id, ids, 0)
+    bit = 1 << (known & (WORD_BITS - 1))
+    old = tl.atomic_and(row_allowed + (known >> WORD_SHIFT), ~bit, mask=is_id)
+    return tl.where(is_id & ((old & bit) != 0), ids, -1)
+
+
+@triton.jit
+def _put_back(row_allowed, ids):
+    """Set the bits of ids (-1: none)."""
+    is_id = ids >= 0
+    known = tl.where(is_id, ids, 0)
+    bit = 1 << (known & (WORD_BITS - 1))
+    tl.atomic_or(row_allowed + (known >> WORD_SHIFT), bit, mask=is_id)
+
+
+@triton.jit
+def ban_next(
+    slot,
+    index,
+    offset,
+    allowed_ptr,
+    hidden_ptr,
+    words_ptr,
+    draft_ptr,
+    pool_vocab,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+):
+    """Update the draft mask of a request for its draft at ``index``, after ``offset`` other drafts.
+
+    Ids masked for the previous draft are allowed again. The caller synchronizes the program's
+    threads if it wrote the tokens before this draft.
+    """
+    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
+    if allowed_row >= 0:
+        row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
+        columns = tl.arange(0, STOPS)
+        lanes = tl.arange(0, WORDS)
+        row_hidden = hidden_ptr + allowed_row * (STOPS + WORDS)
+        _put_back(row_allowed, tl.load(row_hidden + columns))
+        _put_back(row_allowed, tl.load(row_hidden + STOPS + lanes))
+        tl.debug_barrier()
+        stops, hidden = early_stops(slot, index, pool_vocab, STOPS)
+        ends = word_ends(slot, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
+        hidden = hidden & leaves_some(row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS)
+        tl.debug_barrier()
+        ends = tl.where(ends < pool_vocab, ends, -1)
+        tl.store(row_hidden + columns, _take_out(row_allowed, tl.where(hidden, stops, -1)))
+        tl.store(row_hidden + STOPS + lanes, _take_out(row_allowed, ends))

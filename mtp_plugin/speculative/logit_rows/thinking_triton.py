@@ -1,4 +1,6 @@
-"""Where requests stand that have a budget of thinking, on the device."""
+"""State of the thinking budget of requests, on the device."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ PLACE = tl.constexpr(request_column("end_place"))
 
 @triton.jit
 def behind(token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes):
-    """What is thought, and the place in the end, behind a token."""
+    """Thinking-token count and end-sequence progress after a token."""
     row = tl.load(next_ptr + place * length + lanes, mask=lanes < length, other=0)
     place = tl.max(tl.where(end_ids == token, row, 0), axis=0)
     thinks = thought >= 0
@@ -35,7 +37,7 @@ def forced_behind(
     length,
     LANES: tl.constexpr,
 ):
-    """The id that must come behind ``number`` drafts of a request, -1: any."""
+    """The forced id after ``number`` draft tokens of a request; -1: any id may follow."""
     forced = tl.full([], -1, tl.int32)
     budget = tl.load(slot + BUDGET)
     if budget >= 0:
