@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
+import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,32 +52,58 @@ MATRIX = frozenset({"no_overlap", "vanilla", "k", "keep_warm"})
 """Parameters whose combinations multiply engines: loop, worker, draft length, idle drafter."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` without a CUDA device; leave ``full`` ones to ``-m full``.
+def group_of_combinations(item: pytest.Function) -> tuple[int, tuple[object, ...]] | None:
+    """How many combinations of a test's parameters run by default, and what these combine."""
+    params, marker = item.callspec.params, item.get_closest_marker("thinned")
+    combined: Set[str]
+    others: tuple[object, ...]
+    if marker is not None:
+        combined, count = frozenset(marker.args) or params.keys(), marker.kwargs.get("cases", 1)
+        if not combined <= params.keys():
+            raise pytest.UsageError(f"{item.nodeid}: thinned by {marker.args}, has {[*params]}")
+        places = item.callspec.indices.items()
+        others = tuple(place for name, place in places if name not in combined)
+    elif (
+        MATRIX & params.keys()
+        and "executor" in item.path.parts
+        and "losslessness" not in item.path.name
+    ):
+        combined, count = MATRIX, 1
+        others = tuple(repr(value) for name, value in params.items() if name not in combined)
+    else:
+        return None
+    return count, (item.path, item.cls, item.originalname, *others)
 
-    Every scenario of the executor runs with one combination of :data:`MATRIX`, another one from
-    scenario to scenario; the other combinations get the marker ``full``. Those of losslessness
-    keep all.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` without a CUDA device; mark combinations ``full``.
+
+    A test with the marker ``thinned`` runs few combinations of the parameters that it names, and
+    every scenario of the executor, except losslessness, one of :data:`MATRIX`. Which ones differs
+    from test to test; the others get the marker ``full`` and run with ``-m "full or not full"``.
     """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    scenarios: dict[tuple[Any, ...], list[pytest.Function]] = {}
+    groups: dict[tuple[int, tuple[Any, ...]], list[pytest.Function]] = {}
     for item in items:
-        is_scenario = "executor" in item.path.parts and "losslessness" not in item.path.name
-        if is_scenario and isinstance(item, pytest.Function):
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            if MATRIX & params.keys():
-                others = [repr(value) for name, value in params.items() if name not in MATRIX]
-                scenarios.setdefault((item.path, item.originalname, *others), []).append(item)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            group = group_of_combinations(item)
+            if group is not None:
+                groups.setdefault(group, []).append(item)
     numbers: Counter[str] = Counter()
-    for (path, name, *_), cases in scenarios.items():
-        scenario = f"{path.name}::{name}"
-        chosen = (zlib.crc32(scenario.encode()) + numbers[scenario]) % len(cases)
-        numbers[scenario] += 1
-        for case in {*cases} - {cases[chosen]}:
-            case.add_marker("full")
+    for (count, (path, _, name, *_)), cases in groups.items():
+        test = f"{path.name}::{name}"
+        first = zlib.crc32(test.encode()) + numbers[test]
+        numbers[test] += 1
+        stride = next(
+            n for n in itertools.count(len(cases) // count + 1) if math.gcd(n, len(cases)) == 1
+        )
+        chosen = {(first + n * stride) % len(cases) for n in range(count)}
+        for place, case in enumerate(cases):
+            if place not in chosen:
+                case.add_marker("full")
     if "full" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

@@ -91,6 +91,7 @@ print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]
     assert not set(EXTRA) & set(loaded)
 
 
+@pytest.mark.thinned
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
 @pytest.mark.parametrize("told", [["--host", "tensorrt_llm"], ["--host=tensorrt_llm"]])
 def test_the_doctor_of_a_host_does_without_the_extra(told: list[str]) -> None:
@@ -126,6 +127,7 @@ def test_hosts_that_the_doctor_refuses(told: list[str], message: str) -> None:
     assert (result.returncode, result.stderr) == (2, f"error: {message}\n")
 
 
+@pytest.mark.thinned("package")
 @pytest.mark.parametrize("package", EXTRA[:3])
 @pytest.mark.parametrize("code", WHAT_NEEDS_MODELS)
 def test_what_needs_models_says_what_is_missing(code: str, package: str) -> None:
@@ -141,6 +143,7 @@ def test_a_model_of_transformers_needs_it() -> None:
     assert last.endswith(message("mtp_plugin.infer.TransformersLanguageModel", "transformers"))
 
 
+@pytest.mark.thinned("module")
 @pytest.mark.parametrize("package", EXTRA)
 @pytest.mark.parametrize("module", ["mtp_plugin", "integration.bench"])
 def test_a_command_says_in_one_line_what_is_missing(module: str, package: str) -> None:

@@ -170,6 +170,7 @@ def test_doctor_tells_synthetic_rates(run: Run, config: Callable[..., str]) -> N
     assert "synthetic" not in run("doctor", "-c", config(EAGLE)).out
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -193,6 +194,7 @@ COUPLED_FIRST = {**EAGLE, "mtp": {"verification": ["coupled", "block"]}}
 PLAIN_FIRST = {**EAGLE, "mtp": {"verification": ["rejection", "coupled"]}}
 
 
+@pytest.mark.thinned(cases=4)
 @pytest.mark.parametrize(
     ("speculative", "option"),
     [
@@ -229,6 +231,7 @@ def test_how_many_tokens_there_may_be(
     assert json.loads(result.out)["run"]["num_tokens"] == count
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["bad_words", "bad"])
 def test_words_that_are_never_written_compare_too(
     run: Run, config: Callable[..., str], name: str
@@ -490,6 +493,7 @@ def test_the_same_drafts_without_the_executor(
     assert ("without the executor" in result.err) == (way == "coupled")
 
 
+@pytest.mark.thinned("worker", "way")
 @pytest.mark.parametrize("worker", [EAGLE, VANILLA], ids=["eagle", "vanilla"])
 @pytest.mark.parametrize("way", ["rejection", "coupled"])
 @pytest.mark.parametrize("option", ["speculate=false", "max_draft_len=1", "max_draft_len=0"])

@@ -99,6 +99,7 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
     assert result.out.splitlines()[-1] == last
 
 
+@pytest.mark.thinned(cases=3)
 @pytest.mark.parametrize(
     ("mtp", "sampling"),
     [
@@ -218,6 +219,7 @@ SAMPLING = (
 )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", [(), ("--seed", "11")], ids=["numbers", "seed"])
 def test_drawn_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ...]) -> None:
     result = run(

@@ -109,6 +109,7 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     assert ended.returncode == 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -132,6 +133,7 @@ def test_a_report_that_nobody_reads_ends_the_process_quietly(
     assert "error" not in told
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_document_that_nobody_reads_ends_the_process_quietly(
     config: Callable[..., str], stream: str

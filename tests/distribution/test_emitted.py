@@ -89,6 +89,7 @@ def check(
     return stood.view(len(ways), number)
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_every_mode_r28(draft_len: int) -> None:
     """All of them in one batch, with other options at every length."""
@@ -112,6 +113,7 @@ def check_many(
         assert least_tail(torch.cat(mine), language, way.options) > LEAST_TAIL, way
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
     # what a batch computes with stays in the processor's caches
@@ -136,6 +138,7 @@ PLACES = [(k, column) for k in (1, 2, 3, 4) for column in range(k)]
 """Draft lengths, and a place of each."""
 
 
+@pytest.mark.thinned(cases=5)
 @pytest.mark.parametrize(("draft_len", "column"), PLACES)
 def test_rejection_at_every_place_r28(draft_len: int, column: int) -> None:
     check_rejection(draft_len, column, number=1500)
@@ -150,6 +153,7 @@ def check_absent(draft_len: int, **options: Any) -> None:
         assert (stood[DRAWN] == number).any(dim=1).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 3])
 def test_absent_drafts_r28(draft_len: int) -> None:
     check_absent(draft_len)
@@ -269,6 +273,7 @@ def ban_tails(
     return [told_tail(mine, language, way) for mine, way in parts], stood.view(len(ways), -1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 2, 3])
 def test_bans_that_drafts_see_r28(draft_len: int) -> None:
     """Bad words begin in the prompt and in drafts, and a stop id is held back within the run."""
@@ -299,6 +304,7 @@ def budget_tails(
     return [told_tail(mine, language, way, END) for mine, way in parts]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 2, 3])
 def test_ends_that_are_forced_r28(draft_len: int) -> None:
     """Of thinking, within the run: what stands before and behind them is judged as ever."""
@@ -343,6 +349,7 @@ def test_rows_of_a_model_r28() -> None:
             assert (seen - expected).abs().sum() / 2 < noise * 0.6, (way, place)
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
@@ -352,6 +359,7 @@ def test_every_mode_of_the_kernels_r28(draft_len: int) -> None:
     check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len, backend=Backend.TRITON)
 
 
+@pytest.mark.thinned
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_many_draws_of_the_kernels_r28(draft_len: int) -> None:
@@ -359,6 +367,7 @@ def test_many_draws_of_the_kernels_r28(draft_len: int) -> None:
     check_many(PAIRS, draft_len=draft_len, number=4_000, backend=Backend.TRITON)
 
 
+@pytest.mark.thinned(cases=3)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("draft_len", "column"), PLACES)
 def test_rejection_at_every_place_of_the_kernels_r28(draft_len: int, column: int) -> None:
@@ -387,6 +396,7 @@ def test_bans_that_drafts_of_the_kernels_see_r28(draft_len: int) -> None:
     assert (stood[DRAWN] > 0).double().mean() > 0.5
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_ends_that_kernels_force_r28(draft_len: int) -> None:
@@ -394,6 +404,7 @@ def test_ends_that_kernels_force_r28(draft_len: int) -> None:
     assert min(budget_tails([*PAIRS, *RESIDUAL[::-1]], draft_len=draft_len, **run)) > LEAST_TAIL
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)
 def test_draft_rows_without_any_value(pair: tuple[str, str]) -> None:
     """The token that stands in place of such a draft was never drawn: no odds may let it stand."""

@@ -102,6 +102,7 @@ def runs(bed, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, 
     return Runs(params, without, seen, texts, unseen, same)
 
 
+@pytest.mark.thinned(cases=3)
 @pytest.mark.parametrize(
     ("name", "vanilla", "temperature", "mtp"),
     [
@@ -129,6 +130,7 @@ def test_the_acceptance_length_is_that_without(
         assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
 
 
+@pytest.mark.thinned(cases=4)
 @pytest.mark.parametrize(
     ("name", "vanilla", "temperature", "mtp"),
     [

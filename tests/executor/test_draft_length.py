@@ -538,6 +538,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_request_has_drafted_survives_preemptions(bed, prompts, way, no_overlap):

@@ -125,6 +125,7 @@ def test_what_a_request_emitted_is_never_its_prompt(bed, prompts, vanilla):
     assert llm.executor.num_preemptions > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_bad_words_that_begin_in_front_of_a_preemption(bed, prompts, temperature):
     """Their first ids stand among the last tokens of a text that was prefilled again."""

@@ -184,6 +184,7 @@ def other_thread() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
 def test_nothing_is_lost_wherever_a_handler_raises(
     bed: Bed, target, other_thread: ThreadPoolExecutor, error: type[BaseException]

@@ -591,6 +591,7 @@ class SayingWorker(torch.nn.Module):
         return self.worker(**kwargs)
 
 
+@pytest.mark.thinned("chunk")
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize(
     ("began", "said", "thinks"),

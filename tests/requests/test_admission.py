@@ -264,6 +264,7 @@ def test_values_of_a_host_that_cannot_be(
     assert host_values(request).keys() == {"no_repeat_ngram_size", *sound}
 
 
+@pytest.mark.thinned("beside")
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("beside", [{}, {"config.temperature": [0.5]}], ids=["alone", "drawn"])
 def test_no_value_of_a_host_ends_in_another_error(value: Any, beside: dict[str, Any]) -> None:

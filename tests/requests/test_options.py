@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import MTPPluginError, RequestError, told
@@ -775,6 +775,7 @@ def test_a_range_takes_what_is_in_it(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_range_refuses_what_lies_outside(name: str, data: Any) -> None:
     value = data.draw(outside(name))

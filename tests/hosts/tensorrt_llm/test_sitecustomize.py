@@ -81,6 +81,7 @@ except ModuleNotFoundError as error:
     assert done.stdout == "tensorrt_llm\n", done.stderr
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("asked", ["0", "1"])
 def test_another_sitecustomize_further_on_runs_too(
     host_folder: Path, tmp_path: Path, asked: str
