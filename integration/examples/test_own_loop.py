@@ -90,7 +90,7 @@ def test_drawn_texts_are_the_targets_too(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"verification": "rejection"}, "verification='rejection': expected one of mtp.verif"),
+        ({"verification": "rejection"}, "verification='rejection' is not enabled; add it to "),
         ({"draft_sampling": "plain"}, "draft_sampling='plain' cannot be verified by 'coupled'"),
         ({"logprobs": 1, "logprobs_mode": "processed"}, "logprobs_mode='processed'"),
     ],

@@ -211,26 +211,38 @@ def test_what_plan_and_build_return_is_checked(returned: Any) -> None:
         build_pieces(plugin, None, DraftPlan(1), host())
 
 
+class Serving:
+    """A sampler that serves these options."""
+
+    def __init__(self, options: Any) -> None:
+        self.served_options = options
+        self.sample_async = self.update_requests = print
+
+
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("manager", None, "an object with prepare_resources, update_resources, free_resources"),
+        (
+            "manager",
+            None,
+            "an object with slot_of, prepare_resources, update_resources, free_resources",
+        ),
         ("sampler", object(), "an object with sample_async, update_requests"),
         ("worker", None, "a function"),
         ("make_metadata", SimpleNamespace(), "a function"),
-        ("slot_of", {}, "a function"),
         ("plan", None, "a DraftPlan"),
-        ("served_options", "temperature", "a set of names"),
-        ("served_options", {1}, "a set of names"),
-        ("refusals", (), "a function"),
+        ("sampler", Serving("temperature"), r"\.served_options: expected a set of names"),
+        ("sampler", Serving({1}), r"\.served_options: expected a set of names"),
+        ("replay_checks", (), "a function"),
         ("backend", "torch", "a Backend"),
         ("draft_vocab_ids", [1], "a tensor or None"),
-        ("device_store", 5, "a function or None"),
+        ("make_graph_metadata", 5, "a function or None"),
         ("memory_report", "4 MiB", "a function or None"),
     ],
 )
 def test_pieces_of_another_kind_are_refused_by_name(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(PluginError, match=f"^SpeculativePieces: {field}: expected {expected}"):
+    expected = expected if expected.startswith("\\") else f": expected {expected}"
+    with pytest.raises(PluginError, match=f"^SpeculativePieces: {field}{expected}"):
         dataclasses.replace(target_only(), **{field: value})
 
 

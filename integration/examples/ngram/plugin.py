@@ -188,11 +188,7 @@ class NgramPlugin:
             sampler=sampler,
             make_metadata=make_metadata,
             plan=plan,
-            slot_of=pool.slot_of,
-            served_options=sampler.served_options,
             backend=worker.backend,
-            device_store=sampler.device_tensors,
-            set_stop_callback=sampler.set_stop_callback,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
             memory_report=partial(pool.memory_report, "texts"),
         )

@@ -175,37 +175,34 @@ def any_text(asked: Mapping[str, Any]) -> bool:  # noqa: ARG001
     return True
 
 
+_FIELD: Any = object()
 _METHODS = {
-    "manager": ("prepare_resources", "update_resources", "free_resources", "shutdown"),
+    "manager": ("slot_of", "prepare_resources", "update_resources", "free_resources", "shutdown"),
     "sampler": ("sample_async", "update_requests"),
 }
-_FUNCTIONS = ("changes_text", "refusals", "replay_checks")
-_OPTIONAL_FUNCTIONS = (
-    "device_store",
-    "make_graph_metadata",
-    "set_stop_callback",
-    "memory_report",
-)
 
 
 @dataclass(frozen=True)
 class SpeculativePieces:
     """The components that an executor plugs into its loop.
 
+    What the executor calls on one of them by another name is a property: ``slot_of`` of the
+    manager; ``served_options``, ``refusals``, ``device_store`` and ``set_stop_callback`` of the
+    sampler.
+
     Raises:
         PluginError: a component without the methods that an executor calls, or of another type.
     """
 
     manager: ResourceManager
-    """Gives every request its slot, and writes down there what the request asks for."""
+    """Assigns every request a slot, and stores the request's options there. ``slot_of(request_id)``
+    returns the row of the slot table and pools, that of padding rows too."""
     worker: torch.nn.Module
     sampler: Sampler
+    """May have ``served_options`` and ``refusals(options)``, ``device_tensors()`` (the last step's
+    tensors, at fixed addresses, without which no step is captured) and ``set_stop_callback``."""
     make_metadata: Callable[[], Any]
     plan: DraftPlan
-    slot_of: Callable[[int], int]
-    """Request id -> its row in slot table and pools, that of padding rows too."""
-    served_options: frozenset[str]
-    """Options of a request, by name, that sampler and verification give."""
     draft_lengths: DraftLengthController | None = None
     """Chooses every step's draft length; None: K in every step."""
     alarms: AcceptanceAlarms | None = None
@@ -214,8 +211,6 @@ class SpeculativePieces:
     """What reports of acceptance and text must say; None: the text is the target's own."""
     changes_text: Callable[[Mapping[str, Any]], bool] = any_text
     """Options that a request asks for, by name -> whether the label is true of its text."""
-    refusals: Callable[[Mapping[str, Any]], Iterable[str]] = no_refusals
-    """Options that a request asks for, by name -> why they cannot be served as they are."""
     shorter_steps: bool = False
     """The worker obeys the metadata's ``runtime_draft_len``; False: every step has K, of which
     ``draft_lengths`` lets requests verify fewer."""
@@ -228,13 +223,8 @@ class SpeculativePieces:
     """Debug: the host rebuilds its attention metadata at every use and compares."""
     replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]] = no_replay_checks
     """Entered around a capture: the checks to make behind each of its replays."""
-    device_store: Callable[[], Any] | None = None
-    """What the sampler keeps on the device of the last step, at addresses that stay; None: nothing,
-    so that no step can be captured."""
     make_graph_metadata: Callable[[Any, int], Any] | None = None
     """Metadata, rows of a batch -> metadata of a step that is captured; None: none can be."""
-    set_stop_callback: Callable[[StopCallback], None] | None = None
-    """Has the sampler ask a user's own rule of stopping; None: it asks none."""
     memory_report: Callable[[], str] | None = None
     """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
 
@@ -243,24 +233,54 @@ class SpeculativePieces:
             component = getattr(self, name)
             missing = [n for n in methods if not callable(getattr(component, n, None))]
             self._expect(name, not missing, f"an object with {', '.join(missing)}")
-        for name in ("worker", "make_metadata", "slot_of", *_FUNCTIONS):
+        for name in ("worker", "make_metadata", "changes_text", "replay_checks"):
             self._expect(name, callable(getattr(self, name)), "a function")
-        for name in _OPTIONAL_FUNCTIONS:
+        for name in ("make_graph_metadata", "memory_report"):
             value = getattr(self, name)
             self._expect(name, value is None or callable(value), "a function or None")
         self._expect("plan", isinstance(self.plan, DraftPlan), "a DraftPlan")
         options = self.served_options
         is_names = isinstance(options, Set) and all(isinstance(name, str) for name in options)
-        self._expect("served_options", is_names, "a set of names")
+        self._expect("sampler.served_options", is_names, "a set of names", options)
         self._expect("backend", isinstance(self.backend, Backend), "a Backend")
         ids = self.draft_vocab_ids
         is_ids = ids is None or isinstance(ids, torch.Tensor)
         self._expect("draft_vocab_ids", is_ids, "a tensor or None")
 
-    def _expect(self, name: str, is_valid: bool, expected: str) -> None:
+    def _expect(self, name: str, is_valid: bool, expected: str, given: object = _FIELD) -> None:
         if not is_valid:
-            given = told(getattr(self, name))
-            raise PluginError(f"SpeculativePieces: {name}: expected {expected}, got {given}")
+            shown = told(getattr(self, name) if given is _FIELD else given)
+            raise PluginError(f"SpeculativePieces: {name}: expected {expected}, got {shown}")
+
+    @property
+    def slot_of(self) -> Callable[[int], int]:
+        """Request id -> its row of the slot table and pools."""
+        manager: Any = self.manager
+        slot_of: Callable[[int], int] = manager.slot_of
+        return slot_of
+
+    @property
+    def served_options(self) -> Set[str]:
+        """Options of a request, by name, that sampler and verification serve."""
+        options: Set[str] = getattr(self.sampler, "served_options", frozenset())
+        return options
+
+    @property
+    def refusals(self) -> Callable[[Mapping[str, Any]], Iterable[str]]:
+        """Requested options, by name -> why they cannot be served as they are."""
+        refusals: Callable[[Mapping[str, Any]], Iterable[str]]
+        refusals = getattr(self.sampler, "refusals", no_refusals)
+        return refusals
+
+    @property
+    def device_store(self) -> Callable[[], Any] | None:
+        """The last step's tensors on the device, at fixed addresses; None: no step is captured."""
+        return getattr(self.sampler, "device_tensors", None)
+
+    @property
+    def set_stop_callback(self) -> Callable[[StopCallback], None] | None:
+        """Sets a user's stop callback; None: the sampler takes none."""
+        return getattr(self.sampler, "set_stop_callback", None)
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
         """The draft lengths that may be chosen, of all batch sizes or of these."""

@@ -80,12 +80,7 @@ class NoSpeculationPlugin:
             sampler,
             make_metadata,
             plan,
-            manager.slot_of,
-            sampler.served_options,
-            refusals=sampler.refusals,
             backend=worker.backend,
-            device_store=sampler.device_tensors,
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
-            set_stop_callback=sampler.set_stop_callback,
             memory_report=partial(manager.memory_report, "request state"),
         )
