@@ -30,7 +30,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
 )
 from mtp_plugin.executor.memory_line import memory_line
 from mtp_plugin.executor.memory_needs import check_requests, shortage_named, token_bytes
-from mtp_plugin.executor.model_engine import ModelEngine
+from mtp_plugin.executor.model_engine import ModelEngine, StepLimits
 from mtp_plugin.executor.models import (
     LoadedModel,
     fuse,
@@ -251,9 +251,7 @@ def _engine(
         pieces,
         blocks,
         pools,
-        max_seq_len=resolved.max_seq_len,
-        max_batch_size=config.max_batch_size,
-        padded_sizes=padded_sizes(config),
+        StepLimits(resolved.max_seq_len, config.max_batch_size, padded_sizes(config)),
         attn_backend=attn_backend,
         draft_head=draft_head,
         lease=lease,

@@ -14,7 +14,7 @@ import torch
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError
-from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepShape
+from mtp_plugin.executor.row_table import Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
 
@@ -133,14 +133,11 @@ class CapturedSteps:
         size = shape.num_generations
         step = self._table.upload([self._padding_row] * size)
         spec_metadata = self._make_spec_metadata(size)
-        host = HostLists([1] * size, [CUDA_GRAPH_DUMMY_REQUEST_ID] * size)
-        spec_metadata.request_ids = host.request_ids
+        spec_metadata.request_ids = [CUDA_GRAPH_DUMMY_REQUEST_ID] * size
         spec_metadata.prepare()
 
         def launch() -> dict[str, torch.Tensor]:
-            return self._launch(
-                shape, step, self._previous, None, host, spec_metadata=spec_metadata
-            )
+            return self._launch(shape, step, self._previous, spec_metadata=spec_metadata)
 
         try:
             self._steps[shape] = self._record(launch, spec_metadata)

@@ -1,4 +1,4 @@
-"""One step on the device: inputs from requests or from the step before, target, worker."""
+"""One step on the device: inputs of requests or of the previous step, target, worker."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.executor.row_table import HostLists, Row, RowTable, StepRows, StepShape
+from mtp_plugin.executor.row_table import Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
-from mtp_plugin.executor.step_inputs import GenerationInputs, generation_inputs
+from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
 from mtp_plugin.speculative.step import to_device
 
 
 @dataclass(frozen=True)
-class ContextInputs:
-    """The prompt chunks of a step, on the device."""
+class StepLimits:
+    """Maximum sizes of steps."""
 
-    input_ids: torch.Tensor  # [N] int32
-    positions: torch.Tensor  # [N] int64
-    next_prompt: torch.Tensor  # [C] int32: the token behind the chunk, -1 at a prompt's end
-    last_rows: torch.Tensor  # [C] int64: the chunk's last row
-    lens: torch.Tensor  # [C] int32
-    scored: ScoredPrompts | None = None  # prompt tokens whose log-probabilities are asked for
+    max_seq_len: int
+    """Tokens of a sequence."""
+    max_batch_size: int
+    """Requests of a batch."""
+    padded_sizes: Sequence[int] = ()
+    """Batch sizes to which generation-only batches are padded with dummy rows."""
 
 
 class ModelEngine:
     """Runs target and worker over a scheduled batch.
 
+    A scheduled batch becomes a :class:`Row` per request and a :class:`StepShape`; the rows become
+    :class:`StepRows` on the device, and these :class:`StepInputs`, which target and worker read.
+
     Args:
         model: the loaded target and draft layers. pieces: of the speculative plugin.
         blocks, pools: the paged KV cache.
-        max_seq_len: tokens that a sequence may hold.
-        max_batch_size: requests of a batch at most.
-        padded_sizes: batch sizes to which generation-only batches are padded with dummy rows.
         attn_backend: of paged attention; None: sdpa.
-        draft_head: what drafts are made with; None: the model's LM head.
+        draft_head: LM head of the drafts; None: the model's.
+        lease: of the model's attention, released with the engine.
     """
 
     def __init__(
@@ -61,10 +62,8 @@ class ModelEngine:
         pieces: SpeculativePieces,
         blocks: BlockManager,
         pools: PagedKVPools,
+        limits: StepLimits,
         *,
-        max_seq_len: int,
-        max_batch_size: int,
-        padded_sizes: Sequence[int] = (),
         attn_backend: AttentionBackend | None = None,
         draft_head: nn.Module | None = None,
         lease: AttentionLease | None = None,
@@ -73,20 +72,20 @@ class ModelEngine:
         self.pieces = pieces
         self.blocks = blocks
         self.pools = pools
-        self.max_seq_len = max_seq_len
-        self.max_batch_size = max_batch_size
+        self.max_seq_len = limits.max_seq_len
+        self.max_batch_size = limits.max_batch_size
         self.device: torch.device = next(model.lm_head.parameters()).device
         self.spec_metadata = pieces.make_metadata()
         self.captured: CapturedSteps | None = None
-        """Graphs of generation-only steps, once :meth:`capture` made them."""
+        """Graphs of generation-only steps, see :meth:`capture`."""
         self.draft_head = model.lm_head if draft_head is None else draft_head
-        self._padded_sizes = sorted(padded_sizes)
+        self._padded_sizes = sorted(limits.padded_sizes)
         self._attn_backend = attn_backend
         self._lease = lease
         self._table = self.make_table()
 
     def make_table(self) -> RowTable:
-        """A table for the rows of this engine's steps."""
+        """Make a table for the rows of this engine's steps."""
         return RowTable(
             self.max_batch_size,
             step_rows=self.pieces.plan.step_rows,
@@ -145,10 +144,10 @@ class ModelEngine:
         self.captured = captured
 
     def release(self) -> None:
-        """Give back the memory of graphs and KV rows, and the model's attention; no step can run
-        any more."""
+        """Free the memory of graphs and KV rows, and release the model's attention; no step can run
+        after it."""
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # a device that failed has nothing left to wait for
+            with suppress(RuntimeError):  # a failed device cannot be waited for
                 torch.cuda.synchronize(self.device)
         self.captured = None
         self.pools.release()
@@ -163,21 +162,20 @@ class ModelEngine:
 
         Args:
             batch: contexts and generations, resources prepared.
-            previous: the device tensors of the step before, addressed by sequence slot; None in the
-                non-overlap loop.
+            previous: the device tensors of the previous step, addressed by sequence slot; None in
+                the non-overlap loop.
             in_flight: ids of requests whose last result is only in ``previous``.
 
         Returns:
-            The worker's mapping; padding rows stand behind those of the batch. Of a captured step
-            they are the graph's own tensors, good until the next step, and the logits are not among
-            them.
+            The worker's mapping; padding rows follow those of the batch. A captured step returns
+            the graph's own tensors, valid until the next step, without the logits.
         """
         requests = batch.all_requests()
         edits_logits = any(r.edits_logits for r in requests)
         rows = [self._context_row(request) for request in batch.context_requests]
         for request in batch.generation_requests:
-            late = previous is not None and request.request_id in in_flight
-            rows.append(self._generation_row(request, late))
+            is_pending = previous is not None and request.request_id in in_flight
+            rows.append(self._generation_row(request, is_pending))
         padding = self._num_padding_rows(batch)
         rows += [self.padding_row()] * padding
         shape = StepShape(
@@ -192,84 +190,73 @@ class ModelEngine:
             if outputs is not None:
                 return outputs
         step = self._table.upload(rows)
-        # a backend that gathers pages gathers no more than there are
+        # a backend that gathers pages gathers no more columns than needed
         width = max(1, *(len(row.blocks) for row in rows))
         step = replace(step, block_table=step.block_table[:, :width])
-        starts = [r.context_current_position for r in batch.context_requests]
-        cached = starts + [r.get_num_tokens() - 1 for r in batch.generation_requests]
-        ids = [r.request_id for r in requests]
-        host = HostLists(
-            cached_tokens=cached + [1] * padding,
-            request_ids=ids + [CUDA_GRAPH_DUMMY_REQUEST_ID] * padding,
-        )
-        return self.launch(
-            shape, step, previous, self._context_inputs(batch.context_requests), host
-        )
+        contexts = scored = None
+        if batch.context_requests:
+            contexts = self._context_inputs(batch.context_requests, step)
+            scored = ScoredPrompts.of(batch.context_requests, self.device)
+        return self.launch(shape, step, previous, contexts, scored)
 
     def launch(
         self,
         shape: StepShape,
         step: StepRows,
-        previous: Any | None,
-        contexts: ContextInputs | None,
-        host: HostLists,
+        previous: LastResults | None,
+        contexts: StepInputs | None = None,
+        scored: ScoredPrompts | None = None,
         *,
         spec_metadata: Any = None,
     ) -> dict[str, torch.Tensor]:
-        """Put a step on the device; reads nothing back, so that it can be captured.
+        """Launch a step; reads nothing back, so that it can be captured.
 
         Args:
-            shape: of the step. step: its rows. contexts: its chunks; None where there are none.
+            step: the rows of its requests. contexts: its prompt chunks, if any.
             previous: as :meth:`forward`.
-            spec_metadata: of a step that is captured: it gets what is on the device already; None:
-                the engine's own, filled from the host.
+            scored: prompt tokens whose log-probabilities are requested.
+            spec_metadata: for a captured step, which gets what is on the device already; None: the
+                engine's own, filled from the host.
         """
         k = shape.draft_len
-        generations = step.generations(shape.num_contexts)
-        rows = generation_inputs(
-            generations,
+        inputs = generation_inputs(
+            step.generations(shape.num_contexts),
             previous,
             draft_len=k,
             max_seq_len=self.max_seq_len,
             backend=self.pieces.backend,
         )
-        input_ids, position_ids = rows.input_ids.reshape(-1), rows.positions.reshape(-1)
-        logit_rows: torch.Tensor | None = None
         if contexts is not None:
-            num_chunk_rows = contexts.input_ids.shape[0]
-            input_ids = torch.cat([contexts.input_ids, input_ids])
-            position_ids = torch.cat([contexts.positions, position_ids])
-            generation_rows = torch.arange(num_chunk_rows, input_ids.shape[0], device=self.device)
-            logit_rows = torch.cat([contexts.last_rows, generation_rows])
-        attn_metadata = self._attention_metadata(shape, step, rows, contexts, host)
+            inputs = inputs.with_contexts(contexts)
+        logit_rows = inputs.logit_rows
+        position_ids = inputs.positions.unsqueeze(0)
+        attn_metadata = self._attention_metadata(shape, step, inputs)
         spec = self.spec_metadata if spec_metadata is None else spec_metadata
         spec.runtime_draft_len = k
         spec.num_generations = shape.num_generations
-        spec.draft_tokens = rows.draft_tokens.reshape(-1)
-        spec.draft_lens = rows.draft_lens
+        spec.draft_tokens = inputs.draft_tokens
+        spec.draft_lens = inputs.draft_lens
         spec.next_prompt_tokens = (
-            input_ids.new_empty(0) if contexts is None else contexts.next_prompt
+            inputs.input_ids.new_empty(0) if inputs.next_prompt is None else inputs.next_prompt
         )
-        spec.request_ids = host.request_ids
-        spec.num_tokens = int(input_ids.shape[0])
+        spec.request_ids = attn_metadata.request_ids
+        spec.num_tokens = attn_metadata.num_tokens
         spec.edits_logits = shape.edits_logits
         spec.only_draws = shape.only_draws
         if spec_metadata is None:
             spec.prepare()
         else:
             attn_metadata.is_cuda_graph = True
-            spec.slot_ids = rows.state_slot
-        hidden_states = self.model.forward_target(
-            input_ids, position_ids.unsqueeze(0), attn_metadata
-        )
-        if contexts is not None and contexts.scored is not None:
-            contexts.scored.tell(hidden_states, self.model.lm_head, backend=self.pieces.backend)
-        asked = hidden_states if logit_rows is None else hidden_states[logit_rows]
+            spec.slot_ids = inputs.state_slot
+        hidden_states = self.model.forward_target(inputs.input_ids, position_ids, attn_metadata)
+        if scored is not None:
+            scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
+        with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]
         outputs: dict[str, torch.Tensor] = self.pieces.worker(
-            input_ids=input_ids,
-            position_ids=position_ids.unsqueeze(0),
+            input_ids=inputs.input_ids,
+            position_ids=position_ids,
             hidden_states=hidden_states,
-            logits=self.model.lm_head(asked),
+            logits=self.model.lm_head(with_logits),
             lm_head=self.draft_head,
             embed_tokens=self.model.embed_tokens,
             attn_metadata=attn_metadata,
@@ -294,14 +281,15 @@ class ModelEngine:
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
             blocks=self.blocks.table(request.request_id),
+            request_id=request.request_id,
         )
 
-    def _generation_row(self, request: LlmRequest, is_late: bool) -> Row:
+    def _generation_row(self, request: LlmRequest, is_pending: bool) -> Row:
         k = self.pieces.plan.max_draft_len
-        drafts = [] if is_late else request.py_draft_tokens[:k]
+        drafts = [] if is_pending else request.py_draft_tokens[:k]
         limit = 0
         if not request.py_disable_speculative_decoding:
-            limit = min(k if is_late else len(drafts), request.py_draft_state.limit)
+            limit = min(k if is_pending else len(drafts), request.py_draft_state.limit)
         request.py_num_drafted = limit
         slot = request.py_seq_slot
         tokens = request.get_tokens()
@@ -310,10 +298,11 @@ class ModelEngine:
             length=len(tokens) - 1,
             draft_limit=limit,
             capacity=self._capacity(request),
-            is_pending=is_late,
-            seq_slot=slot if is_late and slot is not None else 0,
+            is_pending=is_pending,
+            seq_slot=slot if is_pending and slot is not None else 0,
             state_slot=self.pieces.slot_of(request.request_id),
             blocks=self.blocks.table(request.request_id),
+            request_id=request.request_id,
         )
 
     def _draft_len(self, batch: ScheduledRequests) -> int:
@@ -330,14 +319,12 @@ class ModelEngine:
 
     # ---- inputs -------------------------------------------------------------------------------
 
-    def _context_inputs(self, contexts: list[LlmRequest]) -> ContextInputs | None:
-        if not contexts:
-            return None
+    def _context_inputs(self, contexts: list[LlmRequest], step: StepRows) -> StepInputs:
         ids: list[int] = []
         positions: list[int] = []
         next_prompt: list[int] = []
-        ends: list[int] = []
-        chunks: list[int] = []
+        last_rows: list[int] = []
+        lens: list[int] = []
         for request in contexts:
             start = request.context_current_position
             end = start + request.context_chunk_size
@@ -345,52 +332,49 @@ class ModelEngine:
             ids += tokens[start:end]
             positions += range(start, end)
             next_prompt.append(-1 if request.is_last_context_chunk else tokens[end])
-            ends.append(len(ids) - 1)
-            chunks.append(end - start)
-        parts = (ids, positions, next_prompt, ends, chunks)
+            last_rows.append(len(ids) - 1)
+            lens.append(end - start)
+        parts = (ids, positions, next_prompt, last_rows, lens)
         values = [value for part in parts for value in part]
+        # one copy to the device
         together = to_device(values, torch.int32, self.device)
         split = together.split([len(part) for part in parts])
-        return ContextInputs(
+        ends = step.length[: len(contexts)]
+        none = together[:0]
+        return StepInputs(
             input_ids=split[0],
             positions=split[1].to(torch.int64),
+            seq_lens=split[4],
+            kv_lens=ends,
+            write_limit=ends,
+            capacity=step.capacity[: len(contexts)],
+            draft_tokens=none,
+            draft_lens=none,
+            state_slot=none,
             next_prompt=split[2],
             last_rows=split[3].to(torch.int64),
-            lens=split[4],
-            scored=ScoredPrompts.of(contexts, self.device),
         )
 
     # ---- metadata -----------------------------------------------------------------------------
 
     def _attention_metadata(
-        self,
-        shape: StepShape,
-        step: StepRows,
-        rows: GenerationInputs,
-        contexts: ContextInputs | None,
-        host: HostLists,
+        self, shape: StepShape, step: StepRows, inputs: StepInputs
     ) -> PagedAttentionMetadata:
-        num_contexts = shape.num_contexts
         counts = [*shape.chunk_lens, *[shape.draft_len + 1] * shape.num_generations]
-        seq_lens, kv_lens = rows.seq_lens, rows.kv_lens
-        write_limit, capacity = rows.write_limit, rows.capacity
-        if contexts is not None:
-            ends = step.length[:num_contexts]
-            seq_lens = torch.cat([contexts.lens, seq_lens])
-            kv_lens = torch.cat([ends, kv_lens])
-            write_limit = torch.cat([ends, write_limit])
-            capacity = step.capacity.contiguous()
+        chunk_lens = [*shape.chunk_lens, *[0] * shape.num_generations]
         return PagedAttentionMetadata(
             seq_lens=torch.tensor(counts, dtype=torch.int32),
-            seq_lens_cuda=seq_lens,
-            kv_lens=kv_lens,
-            num_contexts=num_contexts,
-            num_cached_tokens_per_seq=host.cached_tokens,
+            seq_lens_cuda=inputs.seq_lens,
+            kv_lens=inputs.kv_lens,
+            num_contexts=shape.num_contexts,
+            num_cached_tokens_per_seq=[
+                row.length - chunk for row, chunk in zip(step.host, chunk_lens, strict=True)
+            ],
             block_table=step.block_table,
-            kv_write_limit=write_limit,
-            kv_capacity=capacity,
+            kv_write_limit=inputs.write_limit,
+            kv_capacity=inputs.capacity,
             pools=self.pools,
-            request_ids=host.request_ids,
+            request_ids=[row.request_id for row in step.host],
             check=self.pieces.checks_metadata,
             backend=self._attn_backend,
         )

@@ -1,9 +1,9 @@
-"""What the host tells the device about each request of a step: one row, one copy for all of them.
+"""The host's inputs of a step: one row per request, all rows in one copy to the device.
 
-A step that is captured in a CUDA graph reads the same addresses in every replay, so the rows live
-in one device tensor. They go there from one of two pinned buffers in turn: while the copy from one
-may still be running, the next step is written into the other. The copy from that one was over when
-the results of its step were read; where they never were, the step having failed, it is waited for.
+A step that is captured in a CUDA graph reads the same addresses in every replay, so the rows are
+kept in one device tensor. They are copied from two pinned buffers in turn: while the copy from one
+may still be running, the next step is written into the other. Usually that buffer's copy has ended,
+since the results of its step were read; after a failed step the table waits for it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ExecutorError
+from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 
 
 @dataclass
 class Row:
     """One request of a step, or a padding row."""
 
-    tokens: list[int]  # K+1 inputs of a generation: last emitted token, then drafts
-    length: int  # committed tokens in front of the inputs; of a context: its end
+    tokens: list[int]  # K+1 inputs of a generation: newest token, then drafts
+    length: int  # committed tokens before the inputs; of a context: its end
     draft_limit: int = 0  # drafts that may be verified
-    capacity: int = 0  # KV rows that the request may touch
+    capacity: int = 0  # KV rows that the request may use
     is_pending: bool = False  # its last result is only on the device
-    seq_slot: int = 0  # where, in the sampler's store
+    seq_slot: int = 0  # its index in the sampler's store
     state_slot: int = 0  # of a generation: its row in slot table and pools of the plugin's manager
     blocks: Sequence[int] = field(default=())
+    request_id: int = CUDA_GRAPH_DUMMY_REQUEST_ID
 
 
 _FIXED = (
@@ -45,7 +47,7 @@ _fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step on the device, [N, ...] int32."""
+    """The rows of a step, on the device [N, ...] int32, and on the host."""
 
     tokens: torch.Tensor  # [N, K+1]
     length: torch.Tensor  # [N]
@@ -54,16 +56,17 @@ class StepRows:
     is_pending: torch.Tensor  # [N] 0 or 1
     seq_slot: torch.Tensor  # [N]
     state_slot: torch.Tensor  # [N]
-    block_table: torch.Tensor  # [N, B], the sentinel block behind those of the request
+    block_table: torch.Tensor  # [N, B], padded with the sentinel block
+    host: Sequence[Row]  # [N], the same on the host
 
     def generations(self, num_contexts: int) -> StepRows:
-        """Without the contexts."""
+        """Return the rows after those of the contexts."""
         return StepRows(**{name: value[num_contexts:] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host alone decides about a step; a captured step has one for good."""
+    """What only the host decides about a step: the key of a captured step."""
 
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
@@ -77,16 +80,8 @@ class StepShape:
         return len(self.chunk_lens)
 
 
-@dataclass(frozen=True)
-class HostLists:
-    """Host values that attention and speculative metadata carry along."""
-
-    cached_tokens: list[int]  # per sequence, before this step
-    request_ids: list[int]  # padding rows under their dummy id
-
-
 def copy_event(device: torch.device) -> Any:
-    """An event behind everything queued so far; None where copies are over at once."""
+    """Record an event after everything queued so far; None where copies are synchronous."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -132,7 +127,7 @@ class RowTable:
     def upload(self, rows: Sequence[Row]) -> StepRows:
         """Start the copy of a step's rows to the device.
 
-        Waits only where the copy of two steps before is still to come.
+        Waits only if the copy of the second last step has not ended.
 
         Raises:
             ExecutorError: more rows or blocks than the table holds.
@@ -146,7 +141,7 @@ class RowTable:
         count = len(rows)
         if rows:
             array[:count, :block] = [[*row.tokens, *_fixed_of(row)] for row in rows]
-        # most steps change nothing in these
+        # unchanged in most steps
         _rewrite(
             array[:, block:],
             self._written_blocks[self._turn],
@@ -155,7 +150,7 @@ class RowTable:
         )
         self._device_rows[:count].copy_(self._host_rows[self._turn][:count], non_blocking=True)
         self._copied[self._turn] = copy_event(self._device_rows.device)
-        return self.view(count)
+        return self._view(rows)
 
     def _check(self, rows: Sequence[Row]) -> None:
         if len(rows) > self.max_rows:
@@ -166,26 +161,21 @@ class RowTable:
                 f"step rows: a request of {blocks} blocks, the table holds {self.table_width}"
             )
 
-    def view(self, num_rows: int) -> StepRows:
-        """The first rows on the device."""
-        rows = self._device_rows[:num_rows]
+    def _view(self, rows: Sequence[Row]) -> StepRows:
+        table = self._device_rows[: len(rows)]
         step, block = self._step_rows, self._first_block
-        fixed = {name: rows[:, step + i] for i, name in enumerate(_FIXED)}
-        return StepRows(
-            tokens=rows[:, :step],
-            block_table=rows[:, block:],
-            **fixed,
-        )
+        fixed = {name: table[:, step + i] for i, name in enumerate(_FIXED)}
+        return StepRows(tokens=table[:, :step], block_table=table[:, block:], host=rows, **fixed)
 
 
 def _rewrite(
     columns: Any, written: list[Sequence[int]], rows: Sequence[Sequence[int]], filler: int
 ) -> None:
-    """Put rows of ids in place of those written before, where they differ."""
-    for place, ids in enumerate(rows):
-        before = written[place]
+    """Overwrite the rows of ids that differ from those written last."""
+    for index, ids in enumerate(rows):
+        before = written[index]
         if before == ids:
             continue
-        columns[place, : len(ids)] = ids
-        columns[place, len(ids) : len(before)] = filler
-        written[place] = ids[:]
+        columns[index, : len(ids)] = ids
+        columns[index, len(ids) : len(before)] = filler
+        written[index] = ids[:]

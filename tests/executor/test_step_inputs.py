@@ -1,7 +1,8 @@
-"""Inputs of generations: the list story equals torch equals the kernel."""
+"""Inputs of generations: the example on lists, torch and the kernel are equal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import ExecutorError, TensorContractError
-from mtp_plugin.executor.row_table import Row, RowTable
-from mtp_plugin.executor.step_inputs import generation_inputs, launch
+from mtp_plugin.executor import step_inputs_triton
+from mtp_plugin.executor.row_table import Row, RowTable, StepRows
+from mtp_plugin.executor.step_inputs import StepInputs, generation_inputs
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
@@ -34,10 +36,18 @@ rows = st.builds(
 
 @dataclass(frozen=True)
 class Store:
-    """What is read of the sampler's store."""
+    """The columns of the sampler's store that are read."""
 
     new_tokens: torch.Tensor
     new_tokens_lens: torch.Tensor
+
+
+def tensors(values: StepInputs | StepRows) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in vars(values).items() if isinstance(v, torch.Tensor)}
+
+
+def flattened(values: Iterable[list[int] | int]) -> list[int]:
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
 def make_table(max_rows: int = 8) -> RowTable:
@@ -51,9 +61,9 @@ def make_table(max_rows: int = 8) -> RowTable:
 
 
 def make_store(seed: int) -> Store:
-    dice = torch.Generator().manual_seed(seed)
-    together = torch.randint(0, 500, (NUM_SLOTS, 2 * K + 3), generator=dice, dtype=torch.int32)
-    lens = torch.randint(0, K + 2, (NUM_SLOTS, 3), generator=dice, dtype=torch.int32)
+    rng = torch.Generator().manual_seed(seed)
+    together = torch.randint(0, 500, (NUM_SLOTS, 2 * K + 3), generator=rng, dtype=torch.int32)
+    lens = torch.randint(0, K + 2, (NUM_SLOTS, 3), generator=rng, dtype=torch.int32)
     # columns of wider tensors, as the sampler's are
     return Store(
         new_tokens=together.to(DEVICE)[:, 1 : K + 2].T.unsqueeze(-1),
@@ -61,7 +71,7 @@ def make_store(seed: int) -> Store:
     )
 
 
-def story(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int] | int]:
+def example(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int] | int]:
     tokens, length = row.tokens, row.length
     if store is not None and row.is_pending:
         tokens = store.new_tokens[:, row.seq_slot, 0].tolist()
@@ -91,7 +101,7 @@ def story(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int] 
     has_store=st.booleans(),
     draft_len=st.integers(0, K),
 )
-def test_story_torch_and_kernel_agree(
+def test_example_torch_and_kernel_agree(
     batch: list[Row], seed: int, has_store: bool, draft_len: int
 ) -> None:
     step = make_table().upload(batch)
@@ -100,17 +110,17 @@ def test_story_torch_and_kernel_agree(
     expected = generation_inputs(step, store, **sizes, backend=Backend.TORCH)
     with poisoned_memory():
         got = generation_inputs(step, store, **sizes, backend=Backend.TRITON)
-    told = [story(row, store, draft_len) for row in batch]
-    for name, tensor in vars(expected).items():
-        assert tensor.tolist() == [row[name] for row in told], name
+    by_request = [example(row, store, draft_len) for row in batch]
+    for name, tensor in tensors(expected).items():
+        assert tensor.tolist() == flattened(row[name] for row in by_request), name
         assert torch.equal(getattr(got, name), tensor), name
         assert getattr(got, name).dtype == tensor.dtype, name
         assert getattr(got, name).is_contiguous(), name
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_letters(backend: Backend) -> None:
-    """K = 3: the step before emitted two tokens of a request that the host knows 10 tokens of."""
+def test_pending_request_continues_from_the_store(backend: Backend) -> None:
+    """K = 3: the previous step generated two tokens of a request of which the host knows 10."""
     row = Row([7, 0, 0, 0], length=10, draft_limit=3, capacity=15, is_pending=True, seq_slot=2)
     store = make_store(0)
     store.new_tokens_lens[2] = 2
@@ -118,29 +128,29 @@ def test_letters(backend: Backend) -> None:
     inputs = generation_inputs(
         make_table().upload([row]), store, draft_len=K, max_seq_len=MAX_SEQ_LEN, backend=backend
     )
-    # 12 tokens are there: 15 rows hold the newest one and two drafts
-    assert inputs.input_ids.tolist() == [[70, 71, 72, 0]]
+    # after 12 tokens the 15 rows hold the newest one and two drafts
+    assert inputs.input_ids.tolist() == [70, 71, 72, 0]
     assert inputs.draft_lens.tolist() == [2]
-    assert inputs.positions.tolist() == [[12, 13, 14, 15]]
+    assert inputs.positions.tolist() == [12, 13, 14, 15]
     assert inputs.write_limit.tolist() == [15]
 
 
 @settings(max_examples=60)
 @given(steps=st.lists(st.lists(rows, min_size=1, max_size=8), min_size=1, max_size=6))
-def test_a_table_shows_every_step_as_it_was_written(steps: list[list[Row]]) -> None:
+def test_table_holds_every_step_as_written(steps: list[list[Row]]) -> None:
     table = make_table()
     for batch in steps:
         step = table.upload(batch)
-        for place, row in enumerate(batch):
-            assert step.tokens[place].tolist() == row.tokens
+        for index, row in enumerate(batch):
+            assert step.tokens[index].tolist() == row.tokens
             for name in ("length", "draft_limit", "capacity", "seq_slot", "state_slot"):
-                assert int(getattr(step, name)[place]) == getattr(row, name)
-            assert bool(step.is_pending[place]) == row.is_pending
+                assert int(getattr(step, name)[index]) == getattr(row, name)
+            assert bool(step.is_pending[index]) == row.is_pending
             blocks = list(row.blocks)
-            assert step.block_table[place].tolist() == blocks + [SENTINEL] * (5 - len(blocks))
+            assert step.block_table[index].tolist() == blocks + [SENTINEL] * (5 - len(blocks))
 
 
-def test_a_step_that_does_not_fit_is_refused() -> None:
+def test_too_many_rows_or_blocks_are_refused() -> None:
     table = make_table(max_rows=2)
     row = Row([0] * (K + 1), length=1)
     with pytest.raises(ExecutorError, match="3 rows, the table holds 2"):
@@ -151,16 +161,15 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_no_generations(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, step_inputs_triton)
     step = make_table().upload([])
     sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
     inputs = generation_inputs(step, make_store(0), **sizes, backend=backend)
-    assert inputs.input_ids.shape == (0, K + 1)
-    assert inputs.draft_tokens.shape == (0, K)
+    assert inputs.input_ids.shape == inputs.draft_tokens.shape == (0,)
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_of_no_table_are_refused(backend: Backend) -> None:
+def test_rows_of_different_tables_are_refused(backend: Backend) -> None:
     step = make_table().upload([Row([0] * (K + 1), length=1)] * 2)
     sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN, "backend": backend}
     loose = replace(step, length=step.length.clone())
@@ -168,21 +177,21 @@ def test_rows_of_no_table_are_refused(backend: Backend) -> None:
         generation_inputs(loose, None, **sizes)
     stride = step.tokens.stride(0)
     apart = step.tokens.as_strided(step.tokens.shape, (stride, 2))
-    with pytest.raises(TensorContractError, match="columns of one table"):
+    with pytest.raises(TensorContractError, match="tokens: expected row-contiguous"):
         generation_inputs(replace(step, tokens=apart), None, **sizes)
-    with pytest.raises(TensorContractError, match="at least 5 tokens"):
+    with pytest.raises(TensorContractError, match=r"tokens: expected .* \[G, >= 5\]"):
         generation_inputs(step, None, **(sizes | {"draft_len": K + 1}))
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_store_that_does_not_fit_is_refused(backend: Backend) -> None:
+def test_wrong_store_is_refused(backend: Backend) -> None:
     step = make_table().upload([Row([0] * (K + 1), length=1)])
     store, sizes = make_store(0), {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
     for tokens in (store.new_tokens[:K], store.new_tokens[..., 0]):
-        with pytest.raises(TensorContractError, match=r"new_tokens: expected \[>= 4, S, 1\]"):
+        with pytest.raises(TensorContractError, match=r"new_tokens: expected .* \[>= 4, S, 1\]"):
             generation_inputs(step, replace(store, new_tokens=tokens), **sizes, backend=backend)
     short = replace(store, new_tokens_lens=store.new_tokens_lens[1:])
-    with pytest.raises(TensorContractError, match=r"new_tokens_lens: expected \[6\], got \[5\]"):
+    with pytest.raises(TensorContractError, match=r"new_tokens_lens: expected .* \[6\] .* \[5\]"):
         generation_inputs(step, short, **sizes, backend=backend)
     for name in ("new_tokens", "new_tokens_lens"):
         wide = replace(store, **{name: getattr(store, name).long()})
@@ -194,10 +203,10 @@ def test_a_store_that_does_not_fit_is_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    """With K = 0 rows that lie one behind the other are columns of one table."""
+    """With K = 0, contiguous columns have the stride of one table too."""
     step = make_table().upload([Row([7] * (K + 1), 5 + i, 0, 30, i == 1, i) for i in range(3)])
     rows = replace(step, tokens=step.tokens[:, :1])
-    rows = replace(rows, **{name: value.contiguous() for name, value in vars(rows).items()})
+    rows = replace(rows, **{name: value.contiguous() for name, value in tensors(rows).items()})
     store = make_store(3)
     store = replace(store, **{name: value.contiguous() for name, value in vars(store).items()})
     read = ["tokens", "length", "draft_limit", "capacity", "is_pending", "seq_slot", "state_slot"]
@@ -230,5 +239,5 @@ def test_replays_read_the_table_and_the_store_anew() -> None:
         table.upload(batch)
         graph.replay()
         expected = generation_inputs(step, store, **sizes, backend=Backend.TORCH)
-        for name, tensor in vars(expected).items():
+        for name, tensor in tensors(expected).items():
             assert torch.equal(getattr(inputs, name), tensor), name
