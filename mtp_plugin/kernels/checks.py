@@ -42,7 +42,11 @@ def expect_tensor(
     """
     if (
         isinstance(value, torch.Tensor)
-        and (dtype is None or value.dtype in (dtype if isinstance(dtype, Set) else (dtype,)))
+        and (
+            dtype is None
+            or value.dtype is dtype
+            or (not isinstance(dtype, torch.dtype) and value.dtype in dtype)
+        )
         and (shape is None or _fits(value.shape, shape))
         and (device is None or value.device == device)
         and (not contiguous or _has_no_gaps(value, contiguous))
@@ -63,7 +67,10 @@ def _fits(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
     if len(given) != len(expected):
         return False
     for size, limit in zip(given, expected, strict=True):
-        if isinstance(limit, AtLeast):
+        if type(limit) is int:  # the fast case
+            if size != limit:
+                return False
+        elif isinstance(limit, AtLeast):
             if size < limit.size:
                 return False
         elif not isinstance(limit, str) and size != limit:
