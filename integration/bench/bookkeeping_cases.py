@@ -10,15 +10,11 @@ from integration.bench.case import POISON, Case, Trial
 from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import REFERENCE, Shape
 from integration.bench.targets import BOOKKEEPING, STATE_COPY
-from mtp_plugin.hosts.megatron.ops.bookkeeping import (
-    AdvancedBatch,
-    KVBlockState,
-    NextForwardBuffers,
-    advance_decode_batch,
-)
-from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
-from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
-from mtp_plugin.hosts.megatron.ops.token_verify import verify_speculative_tokens
+from mtp_plugin.hosts.megatron.batch_advance import advance_decode_batch
+from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.token_verify import verify_speculative_tokens
+from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 

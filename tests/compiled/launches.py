@@ -22,17 +22,14 @@ from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms, rms_
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.executor.row_table import Row, RowTable
 from mtp_plugin.executor.step_inputs import generation_inputs
-from mtp_plugin.hosts.megatron.ops.bookkeeping import (
-    KVBlockState,
-    NextForwardBuffers,
-    advance_decode_batch,
-)
-from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
-from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
-from mtp_plugin.hosts.megatron.ops.token_verify import (
+from mtp_plugin.hosts.megatron.batch_advance import advance_decode_batch
+from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.token_verify import (
     required_logit_indices,
     verify_speculative_tokens,
 )
+from mtp_plugin.hosts.megatron.types import KVBlockState, NextForwardBuffers
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd

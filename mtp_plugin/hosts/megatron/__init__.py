@@ -1,11 +1,14 @@
-"""Drop-in modules under Megatron's own names, for its speculative token and KV bookkeeping.
+"""Drop-in modules with Megatron-Core's names for speculative token and KV bookkeeping.
 
-``mtp_utils_pytorch`` runs anywhere; ``mtp_utils_triton`` needs Triton and CUDA tensors. Both have
-the same functions: the four of Megatron's modules, with its signatures, and
-``required_logit_indices`` and ``advance_decode_batch`` besides. An engine takes them up by
-importing from here, or, unchanged, when they are put in place before its controller is imported::
+``mtp_utils_pytorch`` runs on any device; ``mtp_utils_triton`` needs Triton and CUDA tensors. Both
+have the four functions of Megatron's modules, with the same signatures, and in addition
+``required_logit_indices`` and ``advance_decode_batch``. An engine can import the functions from
+here. Megatron itself uses them, without a change, if a module replaces its own before Megatron's
+controller is imported::
 
-    sys.modules[
-        "megatron.core.inference.text_generation_controllers.mtp_utils_triton"
-    ] = mtp_plugin.hosts.megatron.mtp_utils_triton
+    import sys
+    from mtp_plugin.hosts.megatron import mtp_utils_triton
+
+    package = "megatron.core.inference.text_generation_controllers"
+    sys.modules[f"{package}.mtp_utils_triton"] = mtp_utils_triton
 """

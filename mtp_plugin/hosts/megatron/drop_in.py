@@ -1,4 +1,4 @@
-"""A door with its backend fixed: what the drop-in modules are made of."""
+"""Functions of the drop-in modules, which take no backend."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mtp_plugin.kernels.backend import Backend
 T = TypeVar("T")
 
 
-def fixed(door: Callable[..., T], backend: Backend) -> Callable[..., T]:
-    """``door`` without its argument ``backend``: a function of the same name and docstring."""
+def with_backend(function: Callable[..., T], backend: Backend) -> Callable[..., T]:
+    """Return ``function`` without its argument ``backend``, with its name and docstring."""
 
-    @wraps(door)
+    @wraps(function)
     def op(*arguments: Any, **named: Any) -> T:
-        return door(*arguments, **named, backend=backend)
+        return function(*arguments, **named, backend=backend)
 
-    signature = inspect.signature(door)
+    signature = inspect.signature(function)
     others = [each for name, each in signature.parameters.items() if name != "backend"]
     op.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-    # not the dict of the door itself
+    # a copy: ``wraps`` shares the function's own dict
     op.__annotations__ = {name: t for name, t in op.__annotations__.items() if name != "backend"}
     return op

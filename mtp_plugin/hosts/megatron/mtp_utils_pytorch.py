@@ -1,14 +1,14 @@
-"""Megatron's ``mtp_utils_pytorch``: the bookkeeping ops in torch, on any device."""
+"""Megatron's ``mtp_utils_pytorch``: its functions in torch, on any device."""
 
-from mtp_plugin.hosts.megatron.drop_in import fixed
-from mtp_plugin.hosts.megatron.ops import bookkeeping, kv_rewind, next_forward, token_verify
-from mtp_plugin.hosts.megatron.ops.bookkeeping import (
+from mtp_plugin.hosts.megatron import batch_advance, kv_rewind, next_forward, token_verify
+from mtp_plugin.hosts.megatron.drop_in import with_backend
+from mtp_plugin.hosts.megatron.types import (
     AdvancedBatch,
     KVBlockState,
     NextForwardBuffers,
+    RewoundBlocks,
+    VerifiedTokens,
 )
-from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks
-from mtp_plugin.hosts.megatron.ops.token_verify import VerifiedTokens
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import state_rollback
 
@@ -26,9 +26,9 @@ __all__ = [
     "verify_speculative_tokens",
 ]
 
-advance_decode_batch = fixed(bookkeeping.advance_decode_batch, Backend.TORCH)
-mamba_state_selective_copy = fixed(state_rollback.mamba_state_selective_copy, Backend.TORCH)
-prepare_next_forward_pass = fixed(next_forward.prepare_next_forward_pass, Backend.TORCH)
-required_logit_indices = fixed(token_verify.required_logit_indices, Backend.TORCH)
-rewind_kv_cache = fixed(kv_rewind.rewind_kv_cache, Backend.TORCH)
-verify_speculative_tokens = fixed(token_verify.verify_speculative_tokens, Backend.TORCH)
+advance_decode_batch = with_backend(batch_advance.advance_decode_batch, Backend.TORCH)
+mamba_state_selective_copy = with_backend(state_rollback.mamba_state_selective_copy, Backend.TORCH)
+prepare_next_forward_pass = with_backend(next_forward.prepare_next_forward_pass, Backend.TORCH)
+required_logit_indices = with_backend(token_verify.required_logit_indices, Backend.TORCH)
+rewind_kv_cache = with_backend(kv_rewind.rewind_kv_cache, Backend.TORCH)
+verify_speculative_tokens = with_backend(token_verify.verify_speculative_tokens, Backend.TORCH)

@@ -1,4 +1,4 @@
-"""The drop-in modules: names and signatures, a step as Megatron's controller makes it, refusals."""
+"""The drop-in modules: names, signatures, a step of Megatron's controller, refused arguments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import inspect
 import os
 import subprocess
 import sys
+import textwrap
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.hosts import megatron
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch, mtp_utils_triton
 from mtp_plugin.kernels.backend import Backend
 from tests.speculative.ops.letters import ids
@@ -43,8 +47,8 @@ PARAMETERS = {
 
 @both
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_signatures_are_the_engines(utils: ModuleType, name: str) -> None:
-    """Ours to add are keyword-only and optional."""
+def test_signatures_equal_those_of_megatron(utils: ModuleType, name: str) -> None:
+    """Added arguments are keyword-only and optional."""
     parameters = inspect.signature(getattr(utils, name)).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == PARAMETERS[name].split()
@@ -54,7 +58,7 @@ def test_signatures_are_the_engines(utils: ModuleType, name: str) -> None:
 @both
 @pytest.mark.parametrize("name", [*PARAMETERS, "advance_decode_batch"])
 def test_the_backend_is_fixed(utils: ModuleType, name: str) -> None:
-    """A drop-in has its door's name and story; which side runs is not the caller's choice."""
+    """A drop-in has the name and the docstring of its function, and takes no backend."""
     op = getattr(utils, name)
     assert op.__name__ == name
     assert "Args:" in op.__doc__
@@ -74,7 +78,7 @@ MEGATRON_KERNELS = {
 }
 
 
-def test_kernels_go_by_the_engines_names() -> None:
+def test_kernels_have_the_names_of_megatron() -> None:
     for name in MEGATRON_KERNELS:
         kernel = getattr(mtp_utils_triton, name)
         assert kernel.fn.__name__ == name
@@ -93,7 +97,7 @@ def test_both_modules_have_the_same_names() -> None:
 
 @both
 def test_a_step_of_the_controller(utils: ModuleType) -> None:
-    """Two decode requests and a prompt of four tokens, S = 2: `b` stands, then both of `e f`."""
+    """Two decode requests, a prompt of four tokens, S = 2: `b` is accepted, then both of `e f`."""
     max_requests, num_drafts = 5, 2
     status = vector([0, 0, 1], torch.int32)
     lengths = vector([3, 3, 4], torch.int32)
@@ -214,7 +218,7 @@ except TensorContractError as error:
 
 
 def test_tensors_on_the_cpu_are_refused() -> None:
-    """In a process of its own, which the interpreter is off in."""
+    """In a process without the interpreter."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-c", REFUSALS],
@@ -224,3 +228,76 @@ def test_tensors_on_the_cpu_are_refused() -> None:
         check=False,
     )
     assert sorted(ran.stdout.split()) == sorted([*PARAMETERS, "advance_decode_batch"]), ran.stderr
+
+
+def test_the_documented_replacement_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    snippet = textwrap.dedent(str(megatron.__doc__).split("::\n", 1)[1])
+    name = "megatron.core.inference.text_generation_controllers.mtp_utils_triton"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # removed after the test
+    exec(snippet, {})
+    assert importlib.import_module(name) is mtp_utils_triton
+
+
+NO_TENSORS = {
+    "verify_speculative_tokens": ["input_tokens", "output_tokens", "out"],
+    "required_logit_indices": ["prefill_status", "query_lengths", "out"],
+    "prepare_next_forward_pass": PARAMETERS["prepare_next_forward_pass"].split()[1:-1],
+    "rewind_kv_cache": [*PARAMETERS["rewind_kv_cache"].split()[:7], "out"],
+    "advance_decode_batch": (
+        ["input_tokens", "output_tokens", "required_logit_indices", "buffers", "kv", "out"]
+    ),
+}
+NO_INTEGERS = {
+    "verify_speculative_tokens": PARAMETERS["verify_speculative_tokens"].split()[2:],
+    "required_logit_indices": ["num_decode", "num_prefill", "num_speculative_tokens"],
+    "prepare_next_forward_pass": ["num_decode_requests", "num_speculative_tokens"],
+    "rewind_kv_cache": PARAMETERS["rewind_kv_cache"].split()[7:],
+    "advance_decode_batch": (
+        [
+            "num_decode_requests",
+            "num_prefill_requests",
+            "num_speculative_tokens",
+            "block_size_tokens",
+            "num_active_requests",
+        ]
+    ),
+}
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """A decode request with one draft."""
+    one, two = vector([0]), vector([0, 0])
+    mask, table = vector([0, 0], torch.bool), vector([[0]])
+    buffers = [one.clone(), one.clone(), table.clone(), one.clone()]
+    kv = [one.clone(), one.clone(), one.clone(), one.clone(), table.clone()]
+    values = {
+        "verify_speculative_tokens": (two, two, 1, 0, 1),
+        "required_logit_indices": (one, vector([2]), 1, 0),
+        "prepare_next_forward_pass": (1, two, two, one, mask, two, *buffers, 1),
+        "rewind_kv_cache": (one, one, *kv, 1, 4, 1),
+        "advance_decode_batch": (two, two, two),
+    }[name]
+    arguments = dict(
+        zip(inspect.signature(getattr(mtp_utils_pytorch, name)).parameters, values, strict=False)
+    )
+    if name == "advance_decode_batch":
+        arguments["buffers"] = mtp_utils_pytorch.NextForwardBuffers(*buffers)
+        arguments["kv"] = mtp_utils_pytorch.KVBlockState(*kv)
+        sizes = {"num_decode_requests": 1, "num_prefill_requests": 0, "num_speculative_tokens": 1}
+        arguments |= {**sizes, "block_size_tokens": 4}
+    return arguments
+
+
+@both
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_arguments_that_are_no_tensor_or_integer_are_refused(utils: ModuleType, name: str) -> None:
+    function, arguments = getattr(utils, name), arguments_of(name)
+    function(**arguments)
+    wrong: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(NO_TENSORS[name], ([0, 0], 5, "tokens")),
+        **dict.fromkeys(NO_INTEGERS[name], (1.0, "1", True, [1])),
+    }
+    for argument, values in wrong.items():
+        for value in values:
+            with pytest.raises(TensorContractError, match=f"^{argument}.*: expected"):
+                function(**{**arguments, argument: value})

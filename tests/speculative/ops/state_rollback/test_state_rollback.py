@@ -16,7 +16,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import state_rollback_triton
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from tests.doors import check_strided_arguments
-from tests.hosts.megatron.ops.token_verify.batches import random_decodes
+from tests.hosts.megatron.batches import random_decodes
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import (
     DEVICE,
@@ -122,7 +122,7 @@ def test_state_equals_a_replay_of_the_accepted_tokens(backend: Backend) -> None:
     rng = random.Random(42)
     num_layers, num_drafts = 2, 3
     decodes = random_decodes(rng, 20, num_drafts)
-    accepted = [request.num_standing() - 1 for request in decodes]
+    accepted = [request.num_accepted() - 1 for request in decodes]
     assert set(accepted) == {0, 1, 2, 3}
     start = [[[slot + layer, 7] for slot in range(23)] for layer in range(num_layers)]
     slots = rng.sample(range(22), len(decodes))

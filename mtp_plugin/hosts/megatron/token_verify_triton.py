@@ -1,7 +1,17 @@
-"""Device code of token verification."""
+"""Triton implementation of `token_verify`: one launch per function."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+
+from mtp_plugin.kernels.launching import expect_reachable
+
+_LANES = 32  # one warp, a request per lane
+_MAX_REQUESTS_AT_ONCE = 1024
 
 
 @triton.jit(do_not_specialize=["num_decode", "num_requests", "num_tokens"])
@@ -16,19 +26,19 @@ def _verify_speculative_tokens_kernel(
     NUM_DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # one lane per request; lanes behind the requests clear one padding token each
+    # one lane per request; lanes past the requests clear one padding token each
     request = tl.program_id(0) * LANES + tl.arange(0, LANES)
     decode = request < num_decode
     row = request.to(tl.int64)
     base = tl.where(decode, row * (NUM_DRAFTS + 1), row + num_decode * NUM_DRAFTS)
 
-    standing = decode
+    accepted = decode
     matches = tl.full([LANES], 0, tl.int64)
     for j in tl.static_range(NUM_DRAFTS):
         draft = tl.load(input_tokens_ptr + base + 1 + j, mask=decode, other=0)
         emitted = tl.load(output_tokens_ptr + base + j, mask=decode, other=0)
-        standing = standing & (draft == emitted)
-        matches += standing.to(tl.int64)
+        accepted = accepted & (draft == emitted)
+        matches += accepted.to(tl.int64)
 
     is_request = request < num_requests
     tl.store(last_one_indices_ptr + request, base + matches, mask=is_request)
@@ -52,7 +62,7 @@ def _required_logit_indices_kernel(
     REQUESTS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    # one program per request: it adds up what the requests before it have
+    # one program per request: it adds up the rows of the requests before it
     request = tl.program_id(0)
     rows = tl.full([REQUESTS], 0, tl.int32)
     entries = tl.full([REQUESTS], 0, tl.int32)
@@ -82,3 +92,47 @@ def _required_logit_indices_kernel(
             surplus = start + tl.arange(0, ENTRIES)
             zero = tl.full([ENTRIES], 0, tl.int32)
             tl.store(indices_ptr + surplus, zero, mask=surplus < num_entries)
+
+
+def verify_speculative_tokens_triton(
+    input_tokens: torch.Tensor,
+    output_tokens: torch.Tensor,
+    num_decode_requests: int,
+    num_prefill_requests: int,
+    num_speculative_tokens: int,
+    last_one_indices: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    expect_reachable(_verify_speculative_tokens_kernel, "input_tokens", input_tokens)
+    lanes = input_tokens.shape[0] - num_decode_requests * num_speculative_tokens
+    _verify_speculative_tokens_kernel[(triton.cdiv(lanes, _LANES),)](
+        input_tokens_ptr=input_tokens,
+        output_tokens_ptr=output_tokens,
+        last_one_indices_ptr=last_one_indices,
+        accepted_mask_ptr=mask,
+        num_decode=num_decode_requests,
+        num_requests=num_decode_requests + num_prefill_requests,
+        num_tokens=input_tokens.shape[0],
+        NUM_DRAFTS=num_speculative_tokens,
+        LANES=_LANES,
+        num_warps=1,
+    )
+
+
+def required_logit_indices_triton(
+    prefill_status: torch.Tensor,
+    query_lengths: torch.Tensor,
+    num_requests: int,
+    indices: torch.Tensor,
+) -> None:
+    expect_reachable(_required_logit_indices_kernel, "query_lengths", query_lengths)
+    _required_logit_indices_kernel[(num_requests,)](
+        prefill_status_ptr=prefill_status,
+        query_lengths_ptr=query_lengths,
+        indices_ptr=indices,
+        num_requests=num_requests,
+        num_entries=indices.shape[0],
+        REQUESTS=min(triton.next_power_of_2(num_requests), _MAX_REQUESTS_AT_ONCE),
+        ENTRIES=32,
+        num_warps=1,
+    )

@@ -1,4 +1,4 @@
-"""Story, reference and kernel of a whole batch; and the three single ops one after the other."""
+"""`advance_decode_batch` matches the example, and the three functions one after the other."""
 
 from __future__ import annotations
 
@@ -13,25 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.bookkeeping import (
-    AdvancedBatch,
-    KVBlockState,
-    NextForwardBuffers,
-    advance_decode_batch,
-    launch,
-)
-from mtp_plugin.hosts.megatron.ops.kv_rewind import rewind_kv_cache
-from mtp_plugin.hosts.megatron.ops.next_forward import prepare_next_forward_pass
-from mtp_plugin.hosts.megatron.ops.token_verify import verify_speculative_tokens
+from mtp_plugin.hosts.megatron import batch_advance_triton
+from mtp_plugin.hosts.megatron.batch_advance import advance_decode_batch
+from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
+from mtp_plugin.hosts.megatron.token_verify import verify_speculative_tokens
+from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments
-from tests.hosts.megatron.ops.kv_rewind import story as rewinding
-from tests.hosts.megatron.ops.kv_rewind.story import Request
-from tests.hosts.megatron.ops.kv_rewind.tables import Tables
-from tests.hosts.megatron.ops.next_forward import story as leaving
-from tests.hosts.megatron.ops.token_verify import story as verification
-from tests.hosts.megatron.ops.token_verify.batches import flat_tokens, random_decodes
-from tests.hosts.megatron.ops.token_verify.story import Decode
+from tests.hosts.megatron import example
+from tests.hosts.megatron.batches import Tables, flat_tokens, random_decodes, random_requests
+from tests.hosts.megatron.example import Decode, Request
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import (
     INDEX_DTYPES,
@@ -45,15 +37,15 @@ both = pytest.mark.parametrize("backend", Backend)
 
 
 def random_batch(seed: int, num_decodes: int, **options: Any) -> Batch:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     num_drafts = options.get("num_drafts", 3)
     block_size = options.get("block_size", 4)
     num_prefills = options.get("num_prefills", 0)
     kinds = [True] * num_decodes + [False] * num_prefills
     return Batch(
-        decodes=random_decodes(dice, num_decodes, num_drafts),
-        prefills=[dice.randrange(3) for _ in range(num_prefills)],
-        requests=rewinding.random_requests(dice, kinds, num_drafts, block_size),
+        decodes=random_decodes(rng, num_decodes, num_drafts),
+        prefills=[rng.randrange(3) for _ in range(num_prefills)],
+        requests=random_requests(rng, kinds, num_drafts, block_size),
         num_drafts=num_drafts,
         block_size=block_size,
         num_padding=options.get("num_padding", 0),
@@ -64,7 +56,7 @@ def random_batch(seed: int, num_decodes: int, **options: Any) -> Batch:
 
 @dataclass
 class Batch:
-    """One step of a host: tokens, KV requests in the same order, and poisoned results."""
+    """One step of a host engine: tokens, KV of the same requests, and poisoned results."""
 
     decodes: list[Decode]
     prefills: list[int]
@@ -77,7 +69,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         for request, decode in zip(self.requests, self.decodes, strict=False):
-            request.accepted = decode.num_standing() - 1
+            request.accepted = decode.num_accepted() - 1
         padding = [1] * self.num_padding
         self.inputs, self.outputs = flat_tokens(self.decodes, self.prefills, padding, self.dtype)
         self.rows = [7 * entry + 3 for entry in range(self.outputs.shape[0])]
@@ -114,19 +106,19 @@ class Batch:
             "out": self.out,
         }
 
-    def assert_told(self, num_active: int) -> None:
-        """Results, buffers and tables are what the three stories say."""
-        last, mask = verification.verify(self.decodes, len(self.prefills), self.num_padding)
+    def assert_matches_example(self, num_active: int) -> None:
+        """Results, buffers and tables match the example."""
+        last, mask = example.verify(self.decodes, len(self.prefills), self.num_padding)
         assert torch.equal(self.out.last_one_indices, vector(last))
         assert torch.equal(self.out.accepted_tokens_mask, vector(mask, torch.bool))
 
         outputs = [token + 1 for token in self.prefills]
-        left = leaving.after_step(self.decodes, outputs, self.rows)
-        sampled = [request.sampled for request in left] + [POISON]
+        inputs = example.next_inputs(self.decodes, outputs, self.rows)
+        sampled = [request.sampled for request in inputs] + [POISON]
         assert torch.equal(self.buffers.sampled_tokens_buf, vector(sampled, self.dtype))
-        rows = [request.row for request in left] + [POISON]
+        rows = [request.row for request in inputs] + [POISON]
         assert torch.equal(self.buffers.last_accepted_seq_buf, vector(rows))
-        of_decodes = left[: len(self.decodes)]
+        of_decodes = inputs[: len(self.decodes)]
         counts = [request.count for request in of_decodes] + [POISON]
         assert torch.equal(self.buffers.accepted_token_counts, vector(counts))
         drafts = [request.drafts for request in of_decodes] + [[POISON] * self.num_drafts]
@@ -134,7 +126,7 @@ class Batch:
         assert torch.equal(self.buffers.accepted_tokens_per_request, expected)
 
         after = copy.deepcopy(self.requests)
-        released, marks = rewinding.rewind(after, self.num_drafts, self.block_size, num_active)
+        released, marks = example.rewind(after, self.num_drafts, self.block_size, num_active)
         self.tables.assert_equal(Tables.of(after, self.max_blocks, self.dtype))
         shape = self.out.remove_mask.shape
         blocks = vector(released, self.dtype).view(shape)
@@ -206,9 +198,9 @@ def test_any_batch(
     given_active = vector([num_active], torch.int32) if on_device else num_active
     given_active = None if num_inactive is None else given_active
     result = advance_decode_batch(**batch.arguments(given_active), backend=backend)
-    batch.assert_told(num_active)
-    for written, handed_in in zip(result, batch.out, strict=True):
-        assert written is handed_in
+    batch.assert_matches_example(num_active)
+    for written, given_out in zip(result, batch.out, strict=True):
+        assert written is given_out
 
 
 @both
@@ -232,15 +224,15 @@ def test_the_same_as_three_calls(backend: Backend) -> None:
 
 
 @both
-def test_results_are_made_where_none_are_handed_in(backend: Backend) -> None:
+def test_results_are_allocated_without_out(backend: Backend) -> None:
     batch = random_batch(3, 4, num_drafts=5, block_size=2, dtype=torch.int32)
     batch.out = advance_decode_batch(**batch.arguments() | {"out": None}, backend=backend)
-    batch.assert_told(4)
+    batch.assert_matches_example(4)
 
 
 @both
-def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_launches", None)
+def test_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_advance_triton, "_launches", None)
     batch = random_batch(0, 0, num_padding=2)
     before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
     before["accepted_tokens_mask"] = vector([0, 0], torch.bool)
@@ -254,21 +246,21 @@ def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.M
     ("change", "message"),
     [
         ({"input_tokens": poisoned(1, 8)}, r"input_tokens: .*got .*\[1, 8\]"),
-        ({"output_tokens": poisoned(4)}, "output_tokens: expected .* at least 5"),
+        ({"output_tokens": poisoned(4)}, r"output_tokens: expected .*\[>= 5\]"),
         ({"required_logit_indices": poisoned(10)[::2]}, "required_logit_indices: .*contiguous"),
-        ({"num_decode_requests": -1}, ">= 0 .* got -1, 1, 3 and 4"),
-        ({"block_size_tokens": 0}, "block_size_tokens >= 1, got 1, 1, 3 and 0"),
+        ({"num_decode_requests": -1}, "num_decode_requests: expected .* >= 0, got -1"),
+        ({"block_size_tokens": 0}, "block_size_tokens: expected .* >= 1, got 0"),
         ({"num_active_requests": poisoned(1, dtype=torch.bool)}, "num_active_requests: expected"),
-        ({"sampled_tokens_buf": poisoned(1)}, "sampled_tokens_buf: expected .* at least 2"),
+        ({"sampled_tokens_buf": poisoned(1)}, r"sampled_tokens_buf: expected .*\[>= 2\]"),
         ({"last_accepted_seq_buf": poisoned(0)}, "last_accepted_seq_buf: expected"),
-        ({"accepted_token_counts": poisoned(0)}, "accepted_token_counts: expected .* at least 1"),
+        ({"accepted_token_counts": poisoned(0)}, r"accepted_token_counts: expected .*\[>= 1\]"),
         ({"accepted_tokens_per_request": poisoned(2, 4)}, r"accepted_tokens_per_request: .*2, 4\]"),
         ({"last_kv_block_offset": torch.zeros(2, device="meta")}, "last_kv_block_offset: .*meta"),
         ({"kv_length_offsets": poisoned(2, dtype=torch.float32)}, "kv_length_offsets: .*float32"),
         ({"kv_block_counts": poisoned(1)}, "kv_block_counts: expected"),
         ({"last_kv_block_id": poisoned(1)}, "last_kv_block_id: expected"),
-        ({"kv_block_ids": poisoned(4, 2).T}, "kv_block_ids: expected .* dense rows"),
-        ({"last_one_indices": poisoned(3)}, r"out, last_one_indices: .*torch.int64 \[2\]"),
+        ({"kv_block_ids": poisoned(4, 2).T}, "kv_block_ids: expected row-contiguous"),
+        ({"last_one_indices": poisoned(3)}, r"out, last_one_indices: .*torch.int64 tensor \[2\]"),
         ({"accepted_tokens_mask": poisoned(5)}, "out, accepted_tokens_mask: .*torch.bool"),
         ({"blocks_to_release": poisoned(2, dtype=torch.int32)}, "out, blocks_to_release: .*int64"),
         ({"remove_mask": poisoned(2, 1, dtype=torch.bool)}, r"out, remove_mask: .*\[2, 1\]"),
@@ -279,7 +271,9 @@ def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.M
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(
+    backend: Backend, change: dict[str, Any], message: str
+) -> None:
     arguments = random_batch(1, 1, num_prefills=1).arguments()
     for group in ("buffers", "kv"):
         named = vars(arguments[group])
@@ -294,7 +288,7 @@ def test_calls_that_do_not_fit(backend: Backend, change: dict[str, Any], message
 
 @both
 def test_strided_arguments(backend: Backend) -> None:
-    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    """Nothing is copied: tensors that are not contiguous are refused by name."""
     batch = random_batch(4, 3, num_prefills=2)
     drafts = batch.buffers.accepted_tokens_per_request.contiguous()
     batch.buffers = replace(batch.buffers, accepted_tokens_per_request=drafts)
@@ -305,11 +299,11 @@ def test_strided_arguments(backend: Backend) -> None:
         "buffers": "sampled_tokens_buf last_accepted_seq_buf accepted_token_counts",
         "kv": "last_kv_block_offset kv_length_offsets kv_block_counts last_kv_block_id",
     }
-    refused = {name: f"{name}: expected a contiguous" for name in vectors.split()}
+    refused = {name: f"{name}: expected contiguous" for name in vectors.split()}
     for record, names in records.items():
-        refused |= {f"{record}.{name}": f"{name}: expected a conti" for name in names.split()}
+        refused |= {f"{record}.{name}": f"{name}: expected contiguous" for name in names.split()}
     refused |= {
-        f"{record}.{name}": f"{name}: expected an int32 or int64 table of at least"
+        f"{record}.{name}": f"{name}: expected row-contiguous"
         for record, name in (("buffers", "accepted_tokens_per_request"), ("kv", "kv_block_ids"))
     }
     check_strided_arguments(advance_decode_batch, arguments, refused=refused, backend=backend)
@@ -343,7 +337,7 @@ def test_graph_replays_with_changed_batch(
 
     replay_in_graph(lambda: advance_decode_batch(**arguments, backend=Backend.TRITON), change)
     advance_decode_batch(**other.arguments(num_decodes), backend=Backend.TORCH)
-    other.assert_told(num_decodes)
+    other.assert_matches_example(num_decodes)
     expected = other.tensors()
     for name, tensor in batch.tensors().items():
         assert torch.equal(tensor, expected[name]), name

@@ -1,7 +1,17 @@
-"""Device code of the KV rewind."""
+"""Triton implementation of `kv_rewind`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+
+from mtp_plugin.hosts.megatron.types import KVBlockState, RewoundBlocks
+from mtp_plugin.kernels.launching import expect_reachable
+
+_LANES = 32  # one warp, a request per lane
 
 
 @triton.jit(do_not_specialize=["block_ids_stride", "max_blocks", "num_active", "num_requests"])
@@ -42,10 +52,10 @@ def _rewind_kv_cache_kernel(
     old_last = tl.load(last_block_ptr + request, mask=active, other=0)
 
     rejected = NUM_DRAFTS - accepted
-    behind = offset - rejected
+    moved = offset - rejected
     # division truncates: only the distance is divided, which is positive
-    blocks_back = tl.where(behind < 0, (BLOCK_TOKENS - 1 - behind) // BLOCK_TOKENS, 0)
-    new_offset = tl.where(behind < 0, behind + blocks_back * BLOCK_TOKENS, behind % BLOCK_TOKENS)
+    blocks_back = tl.where(moved < 0, (BLOCK_TOKENS - 1 - moved) // BLOCK_TOKENS, 0)
+    new_offset = tl.where(moved < 0, moved + blocks_back * BLOCK_TOKENS, moved % BLOCK_TOKENS)
     crossed = tl.where(decode, tl.minimum(blocks_back, WIDTH), 0)
     new_count = old_count - crossed
 
@@ -66,3 +76,38 @@ def _rewind_kv_cache_kernel(
     tl.store(kv_length_ptr + request, length - rejected, mask=decode)
     tl.store(block_count_ptr + request, new_count, mask=decode)
     tl.store(last_block_ptr + request, new_last, mask=crossed > 0)
+
+
+def rewind_kv_cache_triton(
+    accepted_counts: torch.Tensor,
+    prefill_status: torch.Tensor,
+    kv: KVBlockState,
+    num_speculative_tokens: int,
+    block_size_tokens: int,
+    num_active_requests: int | torch.Tensor,
+    rewound: RewoundBlocks,
+) -> None:
+    """One launch."""
+    num_requests = accepted_counts.shape[0]
+    expect_reachable(_rewind_kv_cache_kernel, "accepted_counts", accepted_counts)
+    _rewind_kv_cache_kernel[(triton.cdiv(num_requests, _LANES),)](
+        accepted_counts_ptr=accepted_counts,
+        prefill_status_ptr=prefill_status,
+        last_offset_ptr=kv.last_kv_block_offset,
+        kv_length_ptr=kv.kv_length_offsets,
+        block_count_ptr=kv.kv_block_counts,
+        last_block_ptr=kv.last_kv_block_id,
+        block_ids_ptr=kv.kv_block_ids,
+        blocks_to_release_ptr=rewound.blocks_to_release,
+        remove_mask_ptr=rewound.remove_mask,
+        block_ids_stride=kv.kv_block_ids.stride(0),
+        max_blocks=kv.kv_block_ids.shape[1],
+        num_active=num_active_requests,
+        num_requests=num_requests,
+        NUM_DRAFTS=num_speculative_tokens,
+        BLOCK_TOKENS=block_size_tokens,
+        WIDTH=max(triton.cdiv(num_speculative_tokens, block_size_tokens), 1),
+        ACTIVE_ON_DEVICE=isinstance(num_active_requests, torch.Tensor),
+        LANES=_LANES,
+        num_warps=1,
+    )

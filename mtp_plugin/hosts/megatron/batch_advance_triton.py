@@ -1,7 +1,17 @@
-"""Device code of a batch's bookkeeping."""
+"""Triton implementation of `batch_advance`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+
+from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
+from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
+
+_LANES = 32  # one warp, a request per lane
 
 
 # types and constants alone decide which binary runs, see CachedLaunches
@@ -71,7 +81,7 @@ def _advance_decode_batch_kernel(
     ACTIVE_ON_DEVICE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    # one lane per request; lanes behind the requests clear one padding token each
+    # one lane per request; lanes past the requests clear one padding token each
     request = tl.program_id(0) * LANES + tl.arange(0, LANES)
     row = request.to(tl.int64)
     is_request = request < num_requests
@@ -82,7 +92,7 @@ def _advance_decode_batch_kernel(
         active = is_request & (request < num_active)
     rewinds = active & decode
 
-    # the KV state is asked for first: it arrives while the drafts are compared
+    # the KV state is loaded first: it arrives while the drafts are compared
     offset = tl.load(last_offset_ptr + request, mask=rewinds, other=0).to(tl.int64)
     length = tl.load(kv_length_ptr + request, mask=rewinds, other=0).to(tl.int64)
     old_count = tl.load(block_count_ptr + request, mask=rewinds, other=0).to(tl.int64)
@@ -90,23 +100,23 @@ def _advance_decode_batch_kernel(
 
     # verify
     base = tl.where(decode, row * (NUM_DRAFTS + 1), row + num_decode * NUM_DRAFTS)
-    standing = decode
+    accepted = decode
     matches = tl.full([LANES], 0, tl.int64)
     for j in tl.static_range(NUM_DRAFTS):
         draft = tl.load(input_tokens_ptr + base + 1 + j, mask=decode, other=0)
         emitted = tl.load(output_tokens_ptr + base + j, mask=decode, other=0)
-        standing = standing & (draft == emitted)
-        matches += standing.to(tl.int64)
+        accepted = accepted & (draft == emitted)
+        matches += accepted.to(tl.int64)
     last = base + matches
 
     # everything else that is read
     sampled = tl.load(output_tokens_ptr + last, mask=is_request, other=0)
     sequence = tl.load(required_logit_indices_ptr + last, mask=is_request, other=0)
     rejected = NUM_DRAFTS - matches
-    behind = offset - rejected
+    moved = offset - rejected
     # division truncates: only the distance is divided, which is positive
-    blocks_back = tl.where(behind < 0, (BLOCK_TOKENS - 1 - behind) // BLOCK_TOKENS, 0)
-    new_offset = tl.where(behind < 0, behind + blocks_back * BLOCK_TOKENS, behind % BLOCK_TOKENS)
+    blocks_back = tl.where(moved < 0, (BLOCK_TOKENS - 1 - moved) // BLOCK_TOKENS, 0)
+    new_offset = tl.where(moved < 0, moved + blocks_back * BLOCK_TOKENS, moved % BLOCK_TOKENS)
     crossed = tl.where(rewinds, tl.minimum(blocks_back, WIDTH), 0)
     new_count = old_count - crossed
     block_ids_row = block_ids_ptr + row * block_ids_stride
@@ -137,3 +147,67 @@ def _advance_decode_batch_kernel(
         tl.store(blocks_to_release_ptr + row * WIDTH + j, released, mask=is_request)
         tl.store(remove_mask_ptr + row * WIDTH + j, j < crossed, mask=is_request)
         tl.store(block_ids_row + entry, -1, mask=inside)
+
+
+_launches = CachedLaunches(_advance_decode_batch_kernel)
+
+
+def advance_decode_batch_triton(
+    input_tokens: torch.Tensor,
+    output_tokens: torch.Tensor,
+    required_logit_indices: torch.Tensor,
+    buffers: NextForwardBuffers,
+    kv: KVBlockState,
+    num_decode_requests: int,
+    num_speculative_tokens: int,
+    block_size_tokens: int,
+    num_active_requests: int | torch.Tensor,
+    advanced: AdvancedBatch,
+) -> None:
+    """One launch."""
+    num_requests = advanced.last_one_indices.shape[0]
+    expect_reachable(_advance_decode_batch_kernel, "input_tokens", input_tokens)
+    num_tokens = input_tokens.shape[0]
+    lanes = num_tokens - num_decode_requests * num_speculative_tokens
+    table = kv.kv_block_ids
+    tensors = (
+        input_tokens,
+        output_tokens,
+        required_logit_indices,
+        *advanced[:2],
+        buffers.sampled_tokens_buf,
+        buffers.last_accepted_seq_buf,
+        buffers.accepted_tokens_per_request,
+        buffers.accepted_token_counts,
+        kv.last_kv_block_offset,
+        kv.kv_length_offsets,
+        kv.kv_block_counts,
+        kv.last_kv_block_id,
+        table,
+        *advanced[2:],
+    )
+    on_device = isinstance(num_active_requests, torch.Tensor)
+    constants = (
+        num_speculative_tokens,
+        block_size_tokens,
+        max(-(-num_speculative_tokens // block_size_tokens), 1),
+        on_device,
+        _LANES,
+    )
+    types = [tensor.dtype for tensor in tensors]
+    if isinstance(num_active_requests, torch.Tensor):
+        types.append(num_active_requests.dtype)
+    _launches.launch(
+        (input_tokens.device, *types, *constants),
+        -(-lanes // _LANES),
+        *tensors,
+        buffers.accepted_tokens_per_request.stride(0),
+        table.stride(0),
+        table.shape[1],
+        num_active_requests,
+        num_decode_requests,
+        num_requests,
+        num_tokens,
+        *constants,
+        num_warps=1,
+    )

@@ -1,4 +1,4 @@
-"""Story, reference and kernel of the KV rewind."""
+"""`rewind_kv_cache` matches the example."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.kv_rewind import RewoundBlocks, launch, rewind_kv_cache
+from mtp_plugin.hosts.megatron import kv_rewind_triton
+from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
+from mtp_plugin.hosts.megatron.types import RewoundBlocks
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments
-from tests.hosts.megatron.ops.kv_rewind import story
-from tests.hosts.megatron.ops.kv_rewind.story import Request
-from tests.hosts.megatron.ops.kv_rewind.tables import Tables
+from tests.hosts.megatron import example
+from tests.hosts.megatron.batches import Tables, random_requests
+from tests.hosts.megatron.example import Request
 from tests.speculative.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
@@ -102,7 +104,7 @@ def test_one_request(
     tables.assert_equal(Tables.of([after], width=5, dtype=torch.int32))
     assert torch.equal(result.blocks_to_release, rows([released], torch.int32))
     assert torch.equal(result.remove_mask, rows([marks], torch.bool))
-    assert story.rewind([request], num_drafts, block_size, 1) == ([released], [marks])
+    assert example.rewind([request], num_drafts, block_size, 1) == ([released], [marks])
     assert request == after
 
 
@@ -124,10 +126,10 @@ def test_any_batch(
     on_device: bool,
     seed: int,
 ) -> None:
-    """Decode and prefill requests in any order, then padding, which is not to be touched."""
+    """Decode and prefill requests in any order, then padding, which must not change."""
     num_drafts, block_size = sizes
-    dice = random.Random(seed)
-    requests = story.random_requests(dice, kinds + [True] * num_padding, num_drafts, block_size)
+    rng = random.Random(seed)
+    requests = random_requests(rng, kinds + [True] * num_padding, num_drafts, block_size)
     width = max(len(request.blocks) for request in requests)
     tables = Tables.of(requests, width, dtype)
     columns = max(-(-num_drafts // block_size), 1)
@@ -136,7 +138,7 @@ def test_any_batch(
     active = len(kinds)
     num_active = vector([active], torch.int32) if on_device else active
     after = copy.deepcopy(requests)
-    released, marks = story.rewind(after, num_drafts, block_size, active)
+    released, marks = example.rewind(after, num_drafts, block_size, active)
 
     result = rewind(
         backend, tables, requests, num_drafts, block_size, num_active_requests=num_active, out=out
@@ -156,14 +158,14 @@ def test_any_batch(
 )
 def test_any_values(num_drafts: int, block_size: int, max_blocks: int, seed: int) -> None:
     """Stale rows of a padded batch: the kernel stays inside the table and with the reference."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     n = 5
     guard = 2
 
     def numbers(low: int, high: int) -> torch.Tensor:
-        return vector([dice.randint(low, high) for _ in range(n)])
+        return vector([rng.randint(low, high) for _ in range(n)])
 
-    ids = vector([dice.randrange(50) for _ in range((n + 2 * guard) * max_blocks)])
+    ids = vector([rng.randrange(50) for _ in range((n + 2 * guard) * max_blocks)])
     whole = ids.view(n + 2 * guard, max_blocks)
     first = Tables(
         offset=numbers(-2 * block_size, 3 * block_size),
@@ -207,8 +209,8 @@ def test_types_may_differ(backend: Backend) -> None:
 
 
 @both
-def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+def test_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, kv_rewind_triton)
     tables = Tables.of([], width=4, dtype=torch.int32)
     before = tables.clone()
     assert rewind(backend, tables, [], 3, 4).remove_mask.shape == (0,)
@@ -221,18 +223,18 @@ def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.M
     ("change", "message"),
     [
         ({"accepted_counts": poisoned(2, 1)}, r"accepted_counts: .*got .*\[2, 1\]"),
-        ({"prefill_status": poisoned(1)}, "prefill_status: expected .* at least 2 entries"),
+        ({"prefill_status": poisoned(1)}, r"prefill_status: expected .*\[>= 2\]"),
         ({"prefill_status": poisoned(2, dtype=torch.float32)}, "prefill_status: .*float32"),
         ({"last_kv_block_offset": poisoned(4)[::2]}, "last_kv_block_offset: .*strides"),
         ({"kv_length_offsets": poisoned(2, dtype=torch.bool)}, "kv_length_offsets: .*bool"),
         ({"kv_block_counts": poisoned(0)}, "kv_block_counts: expected"),
         ({"last_kv_block_id": torch.zeros(2, device="meta")}, "last_kv_block_id: .* on meta"),
-        ({"kv_block_ids": poisoned(1, 4)}, r"kv_block_ids: .*at least 2, .*\[1, 4\]"),
-        ({"kv_block_ids": poisoned(2, 0)}, r"kv_block_ids: .*at least 1\].*\[2, 0\]"),
-        ({"kv_block_ids": poisoned(4, 2).T}, "kv_block_ids: .*dense rows"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens >= 0 .* got -1 and 4"),
-        ({"block_size_tokens": 0}, "block_size_tokens >= 1, got 3 and 0"),
-        ({"num_active_requests": poisoned(2)}, "num_active_requests: expected an int, or one"),
+        ({"kv_block_ids": poisoned(1, 4)}, r"kv_block_ids: .*\[>= 2, >= 1\].*\[1, 4\]"),
+        ({"kv_block_ids": poisoned(2, 0)}, r"kv_block_ids: .*>= 1\].*\[2, 0\]"),
+        ({"kv_block_ids": poisoned(4, 2).T}, "kv_block_ids: .*row-contiguous"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected .* >= 0, got -1"),
+        ({"block_size_tokens": 0}, "block_size_tokens: expected .* >= 1, got 0"),
+        ({"num_active_requests": poisoned(2)}, "num_active_requests: expected one integer"),
         ({"out": (poisoned(2), poisoned(2))}, "out, remove_mask: .*torch.bool"),
         ({"out": (poisoned(3), poisoned(2))}, r"out, blocks_to_release: .*\[2\]"),
         ({"out": (poisoned(4)[::2], poisoned(2))}, "out, blocks_to_release: .*contiguous"),
@@ -240,7 +242,7 @@ def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.M
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(backend: Backend, change: dict, message: str) -> None:
     requests = [Request(True, [7, 9], 0, 10, 0)] * 2
     tables = Tables.of(requests, width=4, dtype=torch.int64)
     values = [vector([0, 0]), vector([0, 0]), *tables.tensors(), 3, 4, None, None, backend]
@@ -251,8 +253,8 @@ def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> 
 
 @both
 def test_strided_arguments(backend: Backend) -> None:
-    """Nothing is copied on the way, so what is not in one piece is refused by name."""
-    requests = story.random_requests(random.Random(5), [True, False, True], 3, 2)
+    """Nothing is copied: tensors that are not contiguous are refused by name."""
+    requests = random_requests(random.Random(5), [True, False, True], 3, 2)
     arguments: dict[str, object] = {
         "accepted_counts": vector(request.accepted for request in requests),
         "prefill_status": vector([0, 1, 0]),
@@ -260,8 +262,8 @@ def test_strided_arguments(backend: Backend) -> None:
     names = ["last_kv_block_offset", "kv_length_offsets", "kv_block_counts", "last_kv_block_id"]
     *columns, table = Tables.of(requests, 6, torch.int64).tensors()
     arguments |= dict(zip(names, columns, strict=True))
-    refused = {name: f"{name}: expected a contiguous" for name in arguments}
-    refused["kv_block_ids"] = "dense rows"
+    refused = {name: f"{name}: expected contiguous" for name in arguments}
+    refused["kv_block_ids"] = "row-contiguous"
     arguments |= {"kv_block_ids": table.contiguous(), "num_active_requests": vector([2])}
     arguments |= {"num_speculative_tokens": 3, "block_size_tokens": 2}
     check_strided_arguments(rewind_kv_cache, arguments, refused=refused, backend=backend)
@@ -271,10 +273,10 @@ def test_strided_arguments(backend: Backend) -> None:
 @pytest.mark.parametrize(("num_drafts", "block_size"), [(3, 64), (7, 256), (9, 4)])
 def test_graph_replays_with_changed_counts_and_batch(num_drafts: int, block_size: int) -> None:
     """256 rows; between replays the counts, the tables and the number of requests change."""
-    dice = random.Random(num_drafts)
+    rng = random.Random(num_drafts)
 
     def new_tables() -> tuple[Tables, list[Request]]:
-        requests = story.random_requests(dice, [True] * 256, num_drafts, block_size)
+        requests = random_requests(rng, [True] * 256, num_drafts, block_size)
         return Tables.of(requests, 64, torch.int32), requests
 
     tables, requests = new_tables()

@@ -1,7 +1,17 @@
-"""Device code of the next forward's preparation."""
+"""Triton implementation of `next_forward`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+
+from mtp_plugin.hosts.megatron.types import NextForwardBuffers
+from mtp_plugin.kernels.launching import expect_reachable
+
+_LANES = 32  # one warp, a request per lane
 
 
 @triton.jit(do_not_specialize=["accepted_tokens_stride", "num_decode", "num_requests"])
@@ -38,8 +48,8 @@ def _prepare_next_forward_pass_kernel(
 
     count = tl.full([LANES], 0, tl.int32)
     for j in tl.static_range(NUM_DRAFTS):
-        stands = tl.load(accepted_mask_ptr + first_draft + j, mask=decode, other=0) != 0
-        count += stands.to(tl.int32)
+        is_accepted = tl.load(accepted_mask_ptr + first_draft + j, mask=decode, other=0) != 0
+        count += is_accepted.to(tl.int32)
 
     sampled = tl.load(output_tokens_ptr + last, mask=is_request, other=0)
     tl.store(sampled_tokens_ptr + request, sampled, mask=is_request)
@@ -48,3 +58,36 @@ def _prepare_next_forward_pass_kernel(
     target = accepted_tokens_ptr + row[:, None] * accepted_tokens_stride + column[None, :]
     tl.store(target, tl.where(accepted, drafts, -1), mask=is_draft)
     tl.store(accepted_counts_ptr + request, count, mask=decode)
+
+
+def prepare_next_forward_pass_triton(
+    num_decode_requests: int,
+    output_tokens: torch.Tensor,
+    required_logit_indices: torch.Tensor,
+    last_one_indices: torch.Tensor,
+    accepted_tokens_mask: torch.Tensor,
+    input_tokens: torch.Tensor,
+    buffers: NextForwardBuffers,
+    num_speculative_tokens: int,
+) -> None:
+    """One launch."""
+    num_requests = last_one_indices.shape[0]
+    expect_reachable(_prepare_next_forward_pass_kernel, "output_tokens", output_tokens)
+    _prepare_next_forward_pass_kernel[(triton.cdiv(num_requests, _LANES),)](
+        output_tokens_ptr=output_tokens,
+        required_logit_indices_ptr=required_logit_indices,
+        last_one_indices_ptr=last_one_indices,
+        accepted_mask_ptr=accepted_tokens_mask,
+        input_tokens_ptr=input_tokens,
+        sampled_tokens_ptr=buffers.sampled_tokens_buf,
+        last_accepted_seq_ptr=buffers.last_accepted_seq_buf,
+        accepted_tokens_ptr=buffers.accepted_tokens_per_request,
+        accepted_counts_ptr=buffers.accepted_token_counts,
+        accepted_tokens_stride=buffers.accepted_tokens_per_request.stride(0),
+        num_decode=num_decode_requests,
+        num_requests=num_requests,
+        NUM_DRAFTS=num_speculative_tokens,
+        COLUMNS=triton.next_power_of_2(max(num_speculative_tokens, 1)),
+        LANES=_LANES,
+        num_warps=1,
+    )

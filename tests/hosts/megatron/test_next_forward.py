@@ -1,4 +1,4 @@
-"""Story, reference and kernel of the next forward's inputs."""
+"""`prepare_next_forward_pass` matches the example."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.megatron.ops.next_forward import launch, prepare_next_forward_pass
+from mtp_plugin.hosts.megatron import next_forward_triton
+from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
 from mtp_plugin.kernels.backend import Backend
 from tests.doors import check_strided_arguments
-from tests.hosts.megatron.ops.next_forward import story
-from tests.hosts.megatron.ops.next_forward.story import Left
-from tests.hosts.megatron.ops.token_verify import story as verification
-from tests.hosts.megatron.ops.token_verify.batches import flat_tokens, random_decodes
-from tests.hosts.megatron.ops.token_verify.story import Decode
+from tests.hosts.megatron import example
+from tests.hosts.megatron.batches import flat_tokens, random_decodes
+from tests.hosts.megatron.example import Decode, NextInputs
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import (
     INDEX_DTYPES,
@@ -45,7 +44,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.inputs, self.outputs = flat_tokens(self.decodes, self.prefills, [], self.dtype)
-        last, mask = verification.verify(self.decodes, len(self.prefills))
+        last, mask = example.verify(self.decodes, len(self.prefills))
         self.last, self.mask = vector(last), vector(mask, torch.bool)
         requests = len(last) + self.spare
         self.sampled = poisoned(requests, dtype=self.dtype)
@@ -72,12 +71,12 @@ class Call:
             "num_speculative_tokens": self.num_drafts,
         }
 
-    def assert_left(self, left: list[Left]) -> None:
-        untold = [POISON] * self.spare
-        decodes = [request for request in left if request.drafts is not None]
-        self._assert_is(self.sampled, [request.sampled for request in left] + untold)
-        self._assert_is(self.sequence, [request.row for request in left] + untold)
-        self._assert_is(self.counts, [request.count for request in decodes] + untold)
+    def assert_inputs(self, inputs: list[NextInputs]) -> None:
+        spare = [POISON] * self.spare
+        decodes = [request for request in inputs if request.drafts is not None]
+        self._assert_is(self.sampled, [request.sampled for request in inputs] + spare)
+        self._assert_is(self.sequence, [request.row for request in inputs] + spare)
+        self._assert_is(self.counts, [request.count for request in decodes] + spare)
         drafts = [request.drafts for request in decodes] + [[POISON] * self.num_drafts] * self.spare
         expected = vector(drafts).view(len(drafts), self.num_drafts)
         assert torch.equal(self.drafts, expected)
@@ -93,10 +92,10 @@ def test_letters(backend: Backend) -> None:
     decode = Decode(ids("abcd"), ids("bcxy"))
     call = Call([decode], ids("p"), rows=[10, 11, 12, 13, 20], num_drafts=3)
     x, q = ids("xq")
-    left = [Left(x, 12, ids("bc."), 2), Left(q, 20, None, None)]
-    assert story.after_step([decode], [q], call.rows) == left
+    inputs = [NextInputs(x, 12, ids("bc."), 2), NextInputs(q, 20, None, None)]
+    assert example.next_inputs([decode], [q], call.rows) == inputs
     call.run(backend)
-    call.assert_left(left)
+    call.assert_inputs(inputs)
 
 
 @both
@@ -117,13 +116,13 @@ def test_any_batch(
     spare: int,
     seed: int,
 ) -> None:
-    dice = random.Random(seed)
-    decodes = random_decodes(dice, num_decodes, num_drafts)
-    prefills = [dice.randrange(3) for _ in range(num_prefills)]
-    rows = [dice.randrange(1000) for _ in range(num_decodes * (num_drafts + 1) + num_prefills)]
+    rng = random.Random(seed)
+    decodes = random_decodes(rng, num_decodes, num_drafts)
+    prefills = [rng.randrange(3) for _ in range(num_prefills)]
+    rows = [rng.randrange(1000) for _ in range(num_decodes * (num_drafts + 1) + num_prefills)]
     call = Call(decodes, prefills, rows, num_drafts, dtype, spare)
     call.run(backend)
-    call.assert_left(story.after_step(decodes, [token + 1 for token in prefills], rows))
+    call.assert_inputs(example.next_inputs(decodes, [token + 1 for token in prefills], rows))
 
 
 @both
@@ -137,34 +136,37 @@ def test_the_mask_decides_about_each_draft(backend: Backend) -> None:
 
 
 @both
-def test_an_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+def test_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, next_forward_triton)
     call = Call([], [], rows=[], num_drafts=2)
     call.run(backend)
-    call.assert_left([])
+    call.assert_inputs([])
 
 
 @both
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_decode_requests": 3}, "last_one_indices: expected .* num_decode_requests = 3"),
-        ({"num_decode_requests": -1}, "last_one_indices: expected .* num_decode_requests = -1"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens >= 0, got .* and -1"),
-        ({"last_one_indices": poisoned(2, 1)}, r"last_one_indices: .*got \[2, 1\]"),
-        ({"output_tokens": poisoned(4)}, "output_tokens: expected .* at least 5"),
-        ({"required_logit_indices": poisoned(4)}, "required_logit_indices: expected .* at least 5"),
+        ({"num_decode_requests": 3}, r"num_decode_requests: expected an integer in 0\.\.2, got 3"),
+        ({"num_decode_requests": -1}, "num_decode_requests: expected an integer .*got -1"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected .* >= 0, got -1"),
+        ({"last_one_indices": poisoned(2, 1)}, r"last_one_indices: .*got .*\[2, 1\]"),
+        ({"output_tokens": poisoned(4)}, r"output_tokens: expected .*\[>= 5\]"),
+        ({"required_logit_indices": poisoned(4)}, r"required_logit_indices: expected .*\[>= 5\]"),
         ({"input_tokens": poisoned(1, 5)}, "input_tokens: expected"),
-        ({"sampled_tokens_buf": poisoned(1)}, "sampled_tokens_buf: expected .* at least 2"),
+        ({"sampled_tokens_buf": poisoned(1)}, r"sampled_tokens_buf: expected .*\[>= 2\]"),
         ({"last_accepted_seq_buf": poisoned(2, dtype=torch.float32)}, "last_accepted_seq_buf: .*f"),
         ({"accepted_token_counts": poisoned(8)[::2]}, "accepted_token_counts: .*strides"),
-        ({"accepted_tokens_mask": poisoned(5)}, "accepted_tokens_mask: expected .* bool"),
+        ({"accepted_tokens_mask": poisoned(5)}, "accepted_tokens_mask: expected .*bool"),
         ({"accepted_tokens_per_request": poisoned(1, 2)}, r"accepted_tokens_per_request: .*, 3\]"),
-        ({"accepted_tokens_per_request": poisoned(3, 3).T}, "accepted_tokens_per_request: .*dense"),
+        (
+            {"accepted_tokens_per_request": poisoned(3, 3).T},
+            "accepted_tokens_per_request: .*row-cont",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(backend: Backend, change: dict, message: str) -> None:
     call = Call([Decode(ids("abcd"), ids("bcxy"))], ids("p"), rows=[0] * 5, num_drafts=3)
     with pytest.raises(TensorContractError, match=message):
         prepare_next_forward_pass(**(call.arguments() | change), backend=backend)
@@ -172,14 +174,14 @@ def test_calls_that_do_not_fit(backend: Backend, change: dict, message: str) -> 
 
 @both
 def test_strided_arguments(backend: Backend) -> None:
-    """Nothing is copied on the way, so what is not in one piece is refused by name."""
+    """Nothing is copied: tensors that are not contiguous are refused by name."""
     decodes = random_decodes(random.Random(6), 2, 3)
     call = Call(decodes, ids("p"), rows=list(range(9)), num_drafts=3)
     call.drafts = call.drafts.contiguous()
     arguments = call.arguments()
     tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
-    refused = {name: f"{name}: expected a contiguous" for name in tensors}
-    refused["accepted_tokens_per_request"] = "with dense rows"
+    refused = {name: f"{name}: expected contiguous" for name in tensors}
+    refused["accepted_tokens_per_request"] = "row-contiguous"
     check_strided_arguments(prepare_next_forward_pass, arguments, refused=refused, backend=backend)
 
 
@@ -187,10 +189,10 @@ def test_strided_arguments(backend: Backend) -> None:
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 @pytest.mark.parametrize("num_decodes", [1, 256, 2048])
 def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) -> None:
-    dice = random.Random(num_decodes)
+    rng = random.Random(num_decodes)
 
     def new_call() -> Call:
-        decodes = random_decodes(dice, num_decodes, num_drafts)
+        decodes = random_decodes(rng, num_decodes, num_drafts)
         rows = list(range(num_decodes * (num_drafts + 1) + 4))
         return Call(decodes, ids("pqrs"), rows, num_drafts)
 

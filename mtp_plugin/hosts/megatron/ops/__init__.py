@@ -1,1 +1,0 @@
-"""Steps of engines that keep token state on the device."""
