@@ -62,6 +62,7 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(bed, prompts, vanilla, n
     assert all(o.label is None for o in true)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("rates", [RATES, 0.7], ids=["list", "number"])
 def test_measured_shares_are_those_asked_for(bed, rates):
     """One request per seed, so that no draw counts twice."""
