@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS)
 FAST = tests/config tests/kernels tests/tools tests/test_errors.py tests/test_readme.py \
 	tests/cli/test_config_and_doctor.py tests/contract_host/test_lines.py \
 	tests/executor/test_kv_cache.py tests/executor/test_losslessness.py tests/executor/test_scheduler.py \
-	tests/hosts/megatron/ops tests/infer/test_greedy_decode.py \
+	tests/hosts/megatron tests/infer/test_greedy_decode.py \
 	tests/requests/test_detokenizer.py tests/requests/test_slots.py tests/requests/test_stopping.py \
 	tests/speculative/draft_length tests/speculative/drafting/test_eagle.py tests/speculative/host \
 	tests/speculative/metrics tests/speculative/ops/acceptance tests/speculative/ops/draft \
