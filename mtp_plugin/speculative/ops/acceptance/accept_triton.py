@@ -324,8 +324,8 @@ def accept_kernel(
         if HAS_EDITS:
             allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
             words_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
-            asks = known & (allowed_row >= 0)
-            is_allowed = ~asks | (bits_of(words_ptr, drafts, asks) != 0)
+            has_mask = known & (allowed_row >= 0)
+            is_allowed = ~has_mask | (bits_of(words_ptr, drafts, has_mask) != 0)
             draft_value = tl.where(is_allowed, draft_value, float("-inf"))
         # a comparison with NaN is false: neither NaN nor a masked token is accepted
         possible = known & (draft_value > float("-inf"))

@@ -30,7 +30,7 @@ from tests.speculative.ops.slots import column, held, on_copy, slot_rows
 
 KINDS = ("strict", "relaxed", "forced", "mixed", "chosen")
 """Which rules a step has; `forced`, `mixed` and `chosen` leave some rows to the others. `chosen`:
-all rules, of tokens that the target chose: by draw here and there, as the only one elsewhere."""
+all rules, with target tokens that are sampled in some rows and forced ids in others."""
 
 
 def layout_of(num_contexts: int, num_generations: int, k: int) -> StepLayout:
@@ -346,7 +346,7 @@ def assert_phase(rule: RelaxedRule, outcome: Outcome, request: int, thinking: bo
 
 
 def assert_matches_example(case: Case, rules: AcceptanceRules, outcome: Outcome) -> None:
-    """Every request is as the story has it, but for those that are too close to call; and the
+    """Every request matches the example, but for those that are too close to call; and the
     margins that say so are those of the example."""
     margin, following = case.margins(rules), outcome.following
     assert (outcome.noted is None) == (rules.relaxed is None)

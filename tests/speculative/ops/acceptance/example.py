@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     stop_ids: list[int]
     begin: int
     end: int
-    draws: bool = False  # has a temperature
+    samples: bool = False  # has a temperature
 
 
 class Slot(NamedTuple):
@@ -172,7 +172,7 @@ def phase_after(thinking: bool, token: int, rule: Rule) -> bool:
 def _may_be_near(verifier: Row, draft: int, rule: Rule) -> bool:
     """Whether a draft is accepted if it is probable enough."""
     row = verifier.values
-    if verifier.choice is None or verifier.only is not None or rule.draws:
+    if verifier.choice is None or verifier.only is not None or rule.samples:
         return False
     if draft in (rule.begin, rule.end, *rule.stop_ids) or not 0 <= draft < len(row):
         return False

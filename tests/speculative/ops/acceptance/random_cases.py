@@ -36,9 +36,13 @@ def some_thinker(r: random.Random, **what: Any) -> Thinker:
 
 
 def some_choices(
-    r: random.Random, layout: StepLayout, logits: torch.Tensor, drafts: list[list[int]], draws: Any
+    r: random.Random,
+    layout: StepLayout,
+    logits: torch.Tensor,
+    drafts: list[list[int]],
+    samples: Any,
 ) -> dict[str, torch.Tensor]:
-    """The first choice of most rows; of requests that draw another token at times; and one that
+    """The argmax of most rows; another token of requests that sample at times; and one that
     no other token is accepted with here and there, often the draft."""
     choices, forced = [], []
     usable, vocab = without_nan(logits), logits.shape[1]
@@ -46,11 +50,11 @@ def some_choices(
     for row in range(layout.num_logit_rows):
         drafted_row = row - layout.num_contexts
         g, i = divmod(max(drafted_row, 0), layout.step_rows)
-        draws_here = draws[row] if drafted_row < 0 else draws[layout.num_contexts + g]
+        samples_here = samples[row] if drafted_row < 0 else samples[layout.num_contexts + g]
         choice = first[row]
         if bool((usable[row] == -math.inf).all()):
             choice = -1
-        elif draws_here and r.random() < 0.4:
+        elif samples_here and r.random() < 0.4:
             choice = r.randrange(vocab)
         only = -1
         if r.random() < 0.15 and choice >= 0:
@@ -120,12 +124,12 @@ def make_case(
         "draft_lens": int32([r.randint(0, k) for _ in drafts]) if lens else None,
         "final_context": torch.tensor(ends_prompt, dtype=torch.bool).to(DEVICE) if finals else None,
     }
-    # up to K matches, beyond what a draw could ask for, and rows that are left to the others
+    # up to K matches, K+1 too, and generations that are left to the other rules
     forced = [r.choice([-(2**31), -1, r.randint(0, k + 1), k, k]) for _ in drafts]
     table = torch.tensor(drafts, dtype=id_dtype).reshape(num_generations, k).to(DEVICE)
     layout = layout_of(num_contexts, num_generations, k)
-    draws = [thinker.temperature > 0 for thinker in thinkers]
-    chosen = some_choices(r, layout, values, drafts, draws)
+    samples = [thinker.temperature > 0 for thinker in thinkers]
+    chosen = some_choices(r, layout, values, drafts, samples)
     return Case(layout, strided(values, trailing), table, rule, int32(forced), options, **chosen)
 
 
@@ -166,7 +170,7 @@ def make_small_case(
     finals: bool,
     **slots: Any,
 ) -> Case:
-    """Few words and few values: nearly every row has ties, dead rows and masked words."""
+    """A small vocabulary of few values: many ties, rows without a value and masked tokens."""
     rng = random.Random(seed)
     requests = num_contexts + num_generations
 
@@ -205,8 +209,8 @@ def make_small_case(
     forced = int32([rng.randint(-2, k + 1) for _ in drafts])
     table = int32(drafts).reshape(num_generations, k)
     layout = layout_of(num_contexts, num_generations, k)
-    draws = [thinker.temperature > 0 for thinker in thinkers]
-    chosen = some_choices(rng, layout, logits, drafts, draws)
+    samples = [thinker.temperature > 0 for thinker in thinkers]
+    chosen = some_choices(rng, layout, logits, drafts, samples)
     return Case(layout, strided(logits, 3), table, rule, forced, options, **chosen)
 
 

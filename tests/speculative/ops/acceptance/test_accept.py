@@ -96,7 +96,7 @@ def test_implementations_agree_where_distances_decide(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chosen"])
 @pytest.mark.parametrize("backend", Backend)
 def test_a_rule_that_names_no_row_changes_nothing(backend: Backend, kind: str) -> None:
-    """Nobody thinks and nothing is forced: strict; nothing is forced: relaxed."""
+    """No thinking and nothing forced is strict; nothing forced is relaxed."""
     for seed in range(3):
         case = make_case(seed, num_contexts=1, num_generations=3, k=3, vocab=127, lens=True)
         counts = torch.full_like(case.forced, -1)

@@ -79,7 +79,7 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
 
 
 def some_case(seed: int) -> Case:
-    """All think, but for a few that draw, and distances decide about most drafts."""
+    """All are thinking, a few sample, and distances decide about most drafts."""
     case = make_case(
         seed,
         num_contexts=seed % 2,

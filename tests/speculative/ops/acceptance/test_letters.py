@@ -87,7 +87,7 @@ def test_contexts_come_first_and_emit_one(backend: Backend) -> None:
         backend=backend,
     )
     assert accepted.tokens.tolist() == [ids("t.."), ids("..."), ids("..."), ids("uvx")]
-    # a piece of a prompt draws nothing, so that a row without any value there is no fault
+    # a prompt chunk has no output, so that a row without any value there is no error
     assert accepted.num_accepted.tolist() == [1, 0, 0, 3]
     assert accepted.status.tolist() == [STATUS_OK] * 4
     assert accepted.last_tokens().tolist() == [*ids("t"), 0, 0, *ids("x")]

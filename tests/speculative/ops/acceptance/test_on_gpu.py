@@ -151,7 +151,7 @@ def test_in_a_cuda_graph(batch: int, k: int, vocab: int, kind: str) -> None:
             assert (last[:, 1] == POISON).all()
             if rules.relaxed is not None:
                 assert_nothing_else_written(other.relaxed, rules.relaxed, range(batch))
-                behind = rules.relaxed.slots.read("thinking", slice(0, batch))
-                assert torch.equal(behind[sure], expected.noted[sure])
+                after = rules.relaxed.slots.read("thinking", slice(0, batch))
+                assert torch.equal(after[sure], expected.noted[sure])
                 in_force = rules.relaxed.delta_in_force[rules.relaxed.slots.of(slice(0, batch))]
                 assert torch.equal(in_force[sure], expected.in_force[sure])
