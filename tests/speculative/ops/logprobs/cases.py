@@ -1,4 +1,4 @@
-"""Steps whose requests ask for log-probabilities, and what is told of them."""
+"""Steps whose requests want log-probabilities, and the expected entries."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_LOGPROBS
-from mtp_plugin.speculative.ops.logprobs import LogProbs, logprobs
+from mtp_plugin.speculative.ops.logprobs import LogprobEntries, logprobs
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import odd_rows, strided
 from tests.speculative.ops.chunks import told_sums
-from tests.speculative.ops.logprobs.story import Told, tell
+from tests.speculative.ops.logprobs.example import Entry, entry_of
 from tests.speculative.ops.on_device import DEVICE, POISON, vector
 from tests.speculative.ops.slots import slot_rows
 
-ASKED = (-1, -1, 0, 1, 2, 5, 19, MAX_LOGPROBS)
+REQUESTED = (-1, -1, 0, 1, 2, 5, 19, MAX_LOGPROBS)
 TOLERANCE = 1e-5
 """Relative, of sums over the vocabulary in another order."""
 
@@ -32,14 +32,14 @@ def layout_of(contexts: int, generations: int, k: int) -> StepLayout:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the door, and how many most likely ids each request asks for."""
+    """Arguments of the op, and the number of most likely tokens that each request wants."""
 
     layout: StepLayout
     logits: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
     slots: SlotRows
-    asked: list[int]
+    requested: list[int]
 
     @classmethod
     def of(
@@ -52,33 +52,33 @@ class Case:
         k: int = 2,
         dtype: torch.dtype = torch.float32,
         token_dtype: torch.dtype = torch.int32,
-        behind: int = 0,
+        gap: int = 0,
     ) -> Case:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         layout = layout_of(contexts, generations, k)
         requests, width = layout.num_requests, layout.step_rows
         noise = torch.Generator().manual_seed(seed)
-        rows = odd_rows(noise, layout.num_logit_rows, vocab, dtype, smooth=dice.random() < 0.5)
-        counts = [dice.randrange(2) for _ in range(contexts)]
-        counts += [dice.randrange(width + 1) for _ in range(generations)]
+        rows = odd_rows(noise, layout.num_logit_rows, vocab, dtype, smooth=rng.random() < 0.5)
+        counts = [rng.randrange(2) for _ in range(contexts)]
+        counts += [rng.randrange(width + 1) for _ in range(generations)]
         tokens = torch.full((requests, width), POISON, dtype=token_dtype)
         for request, count in enumerate(counts):
             for place in range(count):
-                tokens[request, place] = dice.randrange(vocab)
-        asked = [dice.choice(ASKED) for _ in range(requests)]
+                tokens[request, place] = rng.randrange(vocab)
+        requested = [rng.choice(REQUESTED) for _ in range(requests)]
         slots = slot_rows(
-            [{"logprobs": number} for number in asked], seed=dice.getrandbits(31), gap=behind
+            [{"logprobs": number} for number in requested], seed=rng.getrandbits(31), gap=gap
         )
         return cls(
             layout,
-            strided(rows, behind),
+            strided(rows, gap),
             tokens.to(DEVICE),
             vector(counts, torch.int32),
             slots,
-            asked,
+            requested,
         )
 
-    def run(self, backend: Backend, sums: RowSums | None = None) -> LogProbs:
+    def run(self, backend: Backend, sums: RowSums | None = None) -> LogprobEntries:
         with poisoned_memory():
             return logprobs(
                 self.layout,
@@ -91,9 +91,9 @@ class Case:
             )
 
     def sums(self) -> RowSums:
-        """As a draw leaves them; poison in rows that nobody asks for."""
+        """As sampling stores them; poison in rows without a requested entry."""
         sums = told_sums(self.logits)
-        for request, number in enumerate(self.asked):
+        for request, number in enumerate(self.requested):
             first = self.row_of(request, 0)
             last = first + (1 if request < self.layout.num_contexts else self.layout.step_rows)
             if number < 0:
@@ -106,46 +106,46 @@ class Case:
             return request
         return contexts + (request - contexts) * self.layout.step_rows + place
 
-    def story(self) -> list[list[Told | None]]:
-        """Per request and place; None: filled."""
+    def example(self) -> list[list[Entry | None]]:
+        """Per request and column; None: fill values."""
         rows = self.logits.double().tolist()
         counts, tokens = self.counts.tolist(), self.tokens.tolist()
         return [
             [
-                tell(rows[self.row_of(request, place)], tokens[request][place], number)
+                entry_of(rows[self.row_of(request, place)], tokens[request][place], number)
                 if number >= 0 and place < counts[request]
                 else None
                 for place in range(self.layout.step_rows)
             ]
-            for request, number in enumerate(self.asked)
+            for request, number in enumerate(self.requested)
         ]
 
     def replaced(self, **changes: object) -> Case:
         return replace(self, **changes)
 
 
-def check_story(case: Case, got: LogProbs) -> None:
-    """Ids and ranks exactly, values but for rounding, fillers wherever nothing is told."""
+def check_example(case: Case, got: LogprobEntries) -> None:
+    """Compare ids, ranks and fill values exactly, values up to rounding."""
     ids, values = got.top_ids.tolist(), got.top_values.tolist()
-    for request, places in enumerate(case.story()):
-        for place, told in enumerate(places):
+    for request, places in enumerate(case.example()):
+        for place, entry in enumerate(places):
             here = (request, place)
             own = (int(got.tokens[here]), int(got.ranks[here]))
             listed = ids[request][place], values[request][place]
-            top = [] if told is None else told.top
+            top = [] if entry is None else entry.top
             spare = MAX_LOGPROBS - len(top)
-            assert own == ((-1, 0) if told is None else (told.token, told.rank)), here
+            assert own == ((-1, 0) if entry is None else (entry.token, entry.rank)), here
             assert listed[0] == [token for token, _ in top] + [-1] * spare, here
             for one, expected in zip(listed[1], [v for _, v in top] + [0.0] * spare, strict=True):
                 assert close(one, expected), here
-            assert close(float(got.values[here]), 0.0 if told is None else told.value), here
+            assert close(float(got.values[here]), 0.0 if entry is None else entry.value), here
 
 
 def close(one: float, other: float) -> bool:
     return one == other or math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def check_same(one: LogProbs, other: LogProbs) -> None:
+def check_same(one: LogprobEntries, other: LogprobEntries) -> None:
     for name in ("tokens", "ranks", "top_ids"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     for name in ("values", "top_values"):

@@ -1,4 +1,4 @@
-"""Log-probabilities: the story equals torch equals Triton, for rows and shapes of every kind."""
+"""Log-probabilities: example, torch reference and Triton agree, for many rows and shapes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.requests.options import MAX_LOGPROBS
-from mtp_plugin.speculative.ops.logprobs import launch, logprobs
+from mtp_plugin.speculative.ops import logprobs_triton
+from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.row_sums import RowSums
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, strided
-from tests.speculative.ops.logprobs.cases import Case, check_same, check_story, layout_of
+from tests.speculative.ops.logprobs.cases import Case, check_example, check_same, layout_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, vector
 from tests.speculative.ops.sampling.cases import Batch
 from tests.speculative.ops.slots import column, slot_rows
@@ -31,18 +32,18 @@ cases = {
     "k": st.integers(0, 3),
     "dtype": st.sampled_from(DTYPES),
     "token_dtype": st.sampled_from(INDEX_DTYPES),
-    "behind": st.integers(0, 2),
+    "gap": st.integers(0, 2),
 }
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_story_of_log_probabilities(backend: Backend) -> None:
+def test_example_of_log_probabilities(backend: Backend) -> None:
     @settings(max_examples=60 if backend is Backend.TORCH else 25)
     @given(vocab=st.integers(1, 40) | st.sampled_from((127, 129, 700)), **cases)
     def agree(vocab: int, **shape: object) -> None:
         case = Case.of(vocab=vocab, **shape)
-        check_story(case, case.run(backend))
-        check_story(case, case.run(backend, case.sums()))
+        check_example(case, case.run(backend))
+        check_example(case, case.run(backend, case.sums()))
 
     agree()
 
@@ -54,17 +55,17 @@ def test_the_story_of_log_probabilities(backend: Backend) -> None:
 def test_torch_and_triton_agree_over_many_pieces(
     vocab: int, some_rows: int, **shape: object
 ) -> None:
-    """Programs that read one part, and such as read several."""
+    """With programs that read one block, and with programs that read several."""
     case = Case.of(vocab=vocab, **shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "SOME_ROWS", some_rows)
+        patch.setattr(logprobs_triton, "SOME_ROWS", some_rows)
         expected = case.run(Backend.TORCH)
         check_same(expected, case.run(Backend.TRITON))
     for backend in Backend:
         check_same(expected, case.run(backend, case.sums()))
 
 
-def told(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
+def entries_of(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
     count = len(rows)
     return logprobs(
         layout_of(0, count, 0),
@@ -80,7 +81,7 @@ def told(backend: Backend, rows: list[list[float]], tokens: list[int], number: i
 def test_ties_zeros_and_what_is_no_number(backend: Backend) -> None:
     inf, nan = math.inf, math.nan
     rows = [[-0.0, 0.0, nan, 0.0], [1.0, inf, nan, inf], [nan, -inf, nan, -inf]]
-    got = told(backend, rows, [3, 3, 1], 3)
+    got = entries_of(backend, rows, [3, 3, 1], 3)
     assert got.top_ids[:, 0, :3].tolist() == [[0, 1, 3], [1, 0, 2], [0, 1, 2]]
     assert got.ranks.flatten().tolist() == [3, 4, 2]
     third = -math.log(3)
@@ -92,15 +93,15 @@ def test_ties_zeros_and_what_is_no_number(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_logits_of_one_log_probability_keep_their_order(backend: Backend) -> None:
-    """Beside a value of 4000 these two round to one."""
+    """Next to a value of 4000 the other two have equal log-probabilities."""
     rows = [[0.125, 0.125 + 2**-20, 4000.0]]
-    got = told(backend, rows, [0], 3)
+    got = entries_of(backend, rows, [0], 3)
     assert got.top_ids[0, 0, :3].tolist() == [2, 1, 0]
     assert got.ranks.tolist() == [[3]]
 
 
 def tied_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whose n-th highest values are many, over all chunks, or are none at all."""
+    """Rows whose n-th highest value occurs in many chunks, or does not exist."""
     noise = torch.Generator().manual_seed(vocab)
     few = torch.randint(0, 2, (vocab,), generator=noise).float()
     tenth = torch.full((vocab,), -1.5)
@@ -126,24 +127,22 @@ def tied_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("with_sums", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 4096, 9001])
-def test_ties_at_the_last_place_that_is_told(
-    vocab: int, dtype: torch.dtype, with_sums: bool
-) -> None:
-    """And tokens that stand as deep as there is, for every number of ids."""
+def test_ties_at_the_last_listed_token(vocab: int, dtype: torch.dtype, with_sums: bool) -> None:
+    """Also tokens of the lowest ranks, for every number of listed tokens."""
     rows = tied_rows(vocab, dtype)
-    dice = random.Random(vocab)
+    rng = random.Random(vocab)
     for shift in range(2):
-        asked = [(2 * place + shift) % (MAX_LOGPROBS + 1) for place in range(len(rows))]
-        tokens = [dice.choice((0, vocab - 1, dice.randrange(vocab))) for _ in rows]
+        requested = [(2 * place + shift) % (MAX_LOGPROBS + 1) for place in range(len(rows))]
+        tokens = [rng.choice((0, vocab - 1, rng.randrange(vocab))) for _ in rows]
         case = Case(
             layout_of(0, len(rows), 0),
             strided(rows, shift),
             vector(tokens).unsqueeze(1),
             vector([1] * len(rows)),
-            slot_rows([{"logprobs": number} for number in asked]),
-            asked,
+            slot_rows([{"logprobs": number} for number in requested]),
+            requested,
         )
-        check_story(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
+        check_example(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
         check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
 
 
@@ -152,36 +151,36 @@ def test_ties_at_the_last_place_that_is_told(
 def test_every_number_of_ids(number: int, with_sums: bool) -> None:
     case = Case.of(number, 4500, contexts=1, generations=1, k=1)
     numbers = [number] * 2
-    case = case.replaced(slots=slot_rows([{"logprobs": n} for n in numbers]), asked=numbers)
-    check_story(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
+    case = case.replaced(slots=slot_rows([{"logprobs": n} for n in numbers]), requested=numbers)
+    check_example(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_what_a_draw_leaves_is_enough(backend: Backend) -> None:
-    """Tokens that were drawn from the same rows, by options of every kind."""
-    dice = random.Random(5)
+def test_sums_of_sampling_are_enough(backend: Backend) -> None:
+    """Tokens that were sampled from the same rows, with options of every kind."""
+    rng = random.Random(5)
     for dtype in DTYPES:
         batch = Batch.of(9, 9001, contexts=2, generations=3, width=2, dtype=dtype, behind=1)
-        asked = [-1, 3, 0, 20, 7]
-        slots = batch.slots.slot_ids[: len(asked)]
-        column(batch.slots, "logprobs")[slots] = vector(asked, torch.int32)
+        requested = [-1, 3, 0, 20, 7]
+        slots = batch.slots.slot_ids[: len(requested)]
+        column(batch.slots, "logprobs")[slots] = vector(requested, torch.int32)
         with poisoned_memory():
             sums = RowSums.unwritten(batch.logits)
-            drawn = batch.tokens(backend, sums=sums).clamp_min(0)
+            sampled = batch.tokens(backend, sums=sums).clamp_min(0)
         tokens = torch.full((5, 2), POISON, dtype=torch.int32, device=DEVICE)
-        tokens[:2, 0] = drawn[:2]
-        tokens[2:] = drawn[2:].view(3, 2)
-        counts = vector([1, 1, *(dice.randrange(1, 3) for _ in range(3))])
-        case = Case(layout_of(2, 3, 1), batch.logits, tokens, counts, batch.slots, asked)
+        tokens[:2, 0] = sampled[:2]
+        tokens[2:] = sampled[2:].view(3, 2)
+        counts = vector([1, 1, *(rng.randrange(1, 3) for _ in range(3))])
+        case = Case(layout_of(2, 3, 1), batch.logits, tokens, counts, batch.slots, requested)
         got = case.run(backend, sums)
         check_same(case.run(Backend.TORCH), got)
         check_same(case.run(backend), got)
 
 
 def test_rows_are_not_scanned_where_there_are_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "scan_kernel", SimpleNamespace())
+    monkeypatch.setattr(logprobs_triton, "logprob_scan_kernel", SimpleNamespace())
     case = Case.of(3, 300)
-    check_story(case, case.run(Backend.TRITON, case.sums()))
+    check_example(case, case.run(Backend.TRITON, case.sums()))
     with pytest.raises(TypeError, match="not subscriptable"):
         case.run(Backend.TRITON)
 
@@ -189,10 +188,10 @@ def test_rows_are_not_scanned_where_there_are_sums(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("backend", Backend)
 def test_one_number_for_all(backend: Backend) -> None:
     rows = [[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]]
-    nothing = told(backend, rows, [1, 2], -1)
+    nothing = entries_of(backend, rows, [1, 2], -1)
     assert nothing.tokens.tolist() == [[-1], [-1]]
     assert nothing.entries.shape == (2, 1, ENTRY_WIDTH)
-    alone = told(backend, rows, [1, 2], 0)
+    alone = entries_of(backend, rows, [1, 2], 0)
     assert alone.ranks.tolist() == [[1], [2]]
     assert bool((alone.top_ids == -1).all())
     assert alone.values.flatten().tolist() == pytest.approx(
@@ -201,7 +200,7 @@ def test_one_number_for_all(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_request_is_told_the_same_alone(backend: Backend) -> None:
+def test_entries_do_not_depend_on_other_requests(backend: Backend) -> None:
     case = Case.of(5, 700, contexts=2, generations=3, k=2)
     together = case.run(backend)
     for request in range(2, 5):

@@ -1,4 +1,4 @@
-"""Log-probabilities told over lists of numbers, exact to double precision."""
+"""Log-probabilities of one row in plain Python, in double precision."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 
-class Told(NamedTuple):
-    """Of one token: its rank and log-probability, and the most likely ids with theirs."""
+class Entry(NamedTuple):
+    """A token, its rank and log-probability, and the most likely tokens with theirs."""
 
     token: int
     rank: int
@@ -15,8 +15,8 @@ class Told(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def tell(row: list[float], token: int, number: int) -> Told:
-    """What is told of a token that a row of logits gave."""
+def entry_of(row: list[float], token: int, number: int) -> Entry:
+    """The entry of a token that was sampled from a row of logits."""
     scores = [-math.inf if math.isnan(value) else value for value in row]
     if math.inf in scores:
         first = scores.index(math.inf)
@@ -32,4 +32,4 @@ def tell(row: list[float], token: int, number: int) -> Told:
         return -math.inf if score == -math.inf else score - highest - norm
 
     top = [(column, logprob(column)) for column in order[:number]]
-    return Told(token, order.index(token) + 1, logprob(token), top)
+    return Entry(token, order.index(token) + 1, logprob(token), top)

@@ -1,14 +1,23 @@
-"""Triton kernels of log-probabilities: a scan of the rows by chunks of ids, and a finish per token.
+"""Triton implementation of `logprobs`: a scan of the rows by chunks, and a finish per token.
 
-Of every chunk the scan keeps the highest value, and the sum of weights as multiples of that
-value's. Where a draw has left the highest values of chunks and the sum of weights of rows there is
-no scan. The finish reads again what ids may come before the token, or are among the most likely
-ones: chunks whose highest value is high enough.
+The scan stores of every chunk its maximum, and the sum of exp(x - maximum). It is skipped if
+sampling has stored the maxima of chunks and the sums of rows. The finish reads only chunks whose
+maximum is high enough: those that may hold tokens ranked before the given one, or the most likely
+ones.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.kernels.programmatic_launch import pdl_options
 from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.logprobs import (
@@ -34,6 +43,18 @@ from mtp_plugin.speculative.logit_rows.rows_triton import (
     thread_tops,
     value_of,
 )
+from mtp_plugin.speculative.ops.logprobs import LogprobEntries
+from mtp_plugin.speculative.row_sums import ChunkLayout, RowSums
+from mtp_plugin.speculative.step import SlotRows, StepLayout
+
+PARTS = 4
+"""Blocks that a program of the scan reads if there are many rows: programs without work take time
+too."""
+SOME_ROWS = 64
+"""Up to so many rows the scan has one program per block."""
+TILE = 4096
+"""Logits that a program of the finish reads at once."""
+FINISH_WARPS = 8
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)
@@ -45,38 +66,38 @@ TOP_VALUES = tl.constexpr(TOP_VALUES_PLACE)
 TOP = tl.constexpr(MAX_LOGPROBS)
 LISTED = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
 NO_KEY = tl.constexpr(-(2**63))
-"""Below the key of every value, as are the next ones, one for each of a list."""
+"""Below the key of every value; the next MAX_LOGPROBS keys are too, one per list entry."""
 LOWEST_KEY = tl.constexpr(-(2**63) + triton.next_power_of_2(MAX_LOGPROBS))
 HIGHEST_KEY = tl.constexpr(2**63 - 1)
 
-CHANGING = ["num_contexts", "width", "num_pieces", "asked"]
+CHANGING = ["num_contexts", "width", "num_pieces", "requested"]
 CHANGING += ["count_stride", "table_stride", "slot_stride"]
 OF_TOKENS = ["token_row_stride", "token_stride"]
 SHIFTING = ["count_ptr", "table_ptr", "slot_ptr"]
-"""Of what is another number, or stands elsewhere, in every batch no binary is made."""
+"""Arguments that differ between batches: no binary is specialized on them."""
 
 
 @triton.jit
-def tokens_asked(
-    request, table_ptr, table_stride, slot_ptr, slot_stride, asked, HAS_SLOTS: tl.constexpr
+def requested_logprobs(
+    request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS: tl.constexpr
 ):
-    """How many most likely ids a request asks for; below 0: nothing."""
+    """The number of most likely tokens that a request wants; below 0: no entries."""
     if HAS_SLOTS:
         slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
         return tl.load(table_ptr + slot * table_stride + LOGPROBS)
     else:
-        return asked
+        return requested
 
 
 @triton.jit
 def loaded(pointers, inside):
-    """Values in float32, NaN and what is outside as -inf."""
+    """Values in float32; -inf for NaN and outside."""
     return number_of(tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
 def keys_of(x, ids):
-    """int64 in the order of values, of equals the lowest id highest; no two are equal."""
+    """Unique int64 keys in the order of values; among equal values a lower id has a higher key."""
     return order_of(x).to(tl.int64) * 4294967296 - ids
 
 
@@ -93,7 +114,7 @@ def value_of_key(key):
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
-def scan_kernel(
+def logprob_scan_kernel(
     # inputs
     logits_ptr,
     count_ptr,
@@ -107,7 +128,7 @@ def scan_kernel(
     width,
     vocab,
     num_pieces,
-    asked,
+    requested,
     row_stride,
     count_stride,
     table_stride,
@@ -118,17 +139,18 @@ def scan_kernel(
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``PARTS`` pieces of a row: what is kept of their chunks; nothing, where nobody asks for the
-    row."""
+    """One program per ``PARTS`` blocks of a row; rows without a requested entry are skipped."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    behind = tl.maximum(tl.program_id(0) - num_contexts, 0)
+    offset = tl.maximum(tl.program_id(0) - num_contexts, 0)
     is_context = row < num_contexts
-    request = tl.where(is_context, row, num_contexts + behind // width)
-    place = tl.where(is_context, 0, behind % width)
+    request = tl.where(is_context, row, num_contexts + offset // width)
+    place = tl.where(is_context, 0, offset % width)
     count = tl.load(count_ptr + request * count_stride)
-    asked = tokens_asked(request, table_ptr, table_stride, slot_ptr, slot_stride, asked, HAS_SLOTS)
-    if (asked >= 0) & (place < count):
+    requested = requested_logprobs(
+        request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
+    )
+    if (requested >= 0) & (place < count):
         first_piece = tl.program_id(1) * PARTS
         for piece in range(first_piece, tl.minimum(first_piece + PARTS, num_pieces)):
             x = piece_of(logits_ptr + row * row_stride, piece, vocab, LAYOUT.piece)
@@ -144,8 +166,8 @@ def scan_kernel(
 
 @triton.jit
 def _tile_of(row_ptr, vocab, picked, first, TILE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Values and columns of some picked chunks, and which of them are, all [TILE, ids of a chunk];
-    -inf beyond them."""
+    """Values and columns of picked chunks, and which are valid, all [TILE, chunk size]; values are
+    -inf where invalid."""
     columns, here = columns_of(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
     inside = here[:, None] & (columns < vocab)
     return loaded(row_ptr + columns, inside), columns, inside
@@ -163,16 +185,16 @@ def rank_of(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """One more than the ids in front of a token of value ``own``."""
+    """The rank of a token of value ``own``: 1 + the number of tokens ordered before it."""
     SIZE: tl.constexpr = LAYOUT.chunk_size
     picked = picked_of((tops >= own) & is_chunk, picked_ptr)
-    # what a thread wrote others read
+    # other threads read what a thread wrote
     tl.debug_barrier()
     ahead = tl.zeros([TILE, SIZE], tl.int32)
     places = tl.arange(0, SIZE)
     x = _tile_of(row_ptr, vocab, picked, 0, TILE, LAYOUT)[0]
     for first in range(0, picked.number, TILE):
-        # of the next tile, while this one is counted
+        # load the next tile while this one is counted
         next_x = _tile_of(row_ptr, vocab, picked, first + TILE, TILE, LAYOUT)[0]
         columns, here = columns_of(picked, first, places, TILE, LAYOUT)
         is_equal = here[:, None] & (x == own) & (columns < tl.minimum(token, vocab))
@@ -193,21 +215,21 @@ def most_likely(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The ``number`` >= 1 most likely ids of a row and their values [LISTED], -1 behind them."""
-    # of so many chunks each has an id that is no lower
+    """The ``number`` >= 1 most likely tokens of a row and their values [LISTED], then -1."""
+    # each of the `number` highest chunks holds a value >= least
     keys = tl.where(is_chunk, keys_of(tops, chunks), NO_KEY)
     least = float("inf")
     for _ in range(number):
         best = tl.max(keys, axis=0)
         least = tl.where(best > NO_KEY, value_of_key(best), float("-inf"))
         keys = tl.where(keys == best, NO_KEY, keys)
-    # a rank is counted with what was picked before
+    # the rank was counted with the previous contents of picked_ptr
     tl.debug_barrier()
     picked = picked_of((tops >= least) & is_chunk, picked_ptr)
     tl.debug_barrier()
 
     places = tl.arange(0, LISTED)
-    # no two are equal, so that one at a time is replaced
+    # unique, so that exactly one is replaced at a time
     found = NO_KEY + places.to(tl.int64)
     lowest = tl.full([], NO_KEY, tl.int64)
     for first in range(0, picked.number, TILE):
@@ -235,7 +257,7 @@ def most_likely(
     do_not_specialize=[*CHANGING, *OF_TOKENS],
     do_not_specialize_on_alignment=[*SHIFTING, "token_ptr"],
 )
-def finish_kernel(
+def logprob_finish_kernel(
     # inputs
     logits_ptr,
     count_ptr,
@@ -246,14 +268,14 @@ def finish_kernel(
     mass_ptr,
     # outputs
     entry_ptr,
-    # written and read here
+    # written and read
     picked_ptr,
     # sizes
     num_contexts,
     width,
     vocab,
     num_pieces,
-    asked,
+    requested,
     row_stride,
     count_stride,
     table_stride,
@@ -268,9 +290,9 @@ def finish_kernel(
     HAS_SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (request, place): the entry of its token, or a filled one.
+    """One program per (request, column): the entry of its token, or fill values.
 
-    Of masses there is one per row with sums, else one per chunk.
+    ``mass_ptr`` holds one value per row with sums, else one per chunk.
     """
     grid_dependency_synchronize(PDL)
     request = (tl.program_id(0) // width).to(tl.int64)
@@ -278,15 +300,17 @@ def finish_kernel(
     is_context = request < num_contexts
     row = tl.where(is_context, request, num_contexts + (request - num_contexts) * width + place)
     count = tl.load(count_ptr + request * count_stride)
-    asked = tokens_asked(request, table_ptr, table_stride, slot_ptr, slot_stride, asked, HAS_SLOTS)
+    requested = requested_logprobs(
+        request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
+    )
     places = tl.arange(0, LISTED)
     token = tl.full([], -1, tl.int32)
     rank = tl.full([], 0, tl.int32)
     value = tl.full([], 0.0, tl.float32)
     ids = tl.full([LISTED], -1, tl.int32)
     values = tl.full([LISTED], 0.0, tl.float32)
-    if (asked >= 0) & (place < count) & ((place == 0) | (request >= num_contexts)):
-        number = tl.minimum(asked, TOP)
+    if (requested >= 0) & (place < count) & ((place == 0) | (request >= num_contexts)):
+        number = tl.minimum(requested, TOP)
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
         row_ptr = logits_ptr + row * row_stride
         own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
@@ -301,20 +325,20 @@ def finish_kernel(
             masses = tl.load(mass_ptr + kept, mask=is_chunk, other=0.0)
         top = tl.max(tops, axis=0)
         if top == float("inf"):
-            # pieces stand in the order of ids, their chunks do not
+            # blocks are in the order of token ids, chunks within a block are not
             piece = tl.min(tl.where(tops == top, chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
             columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
             x = loaded(row_ptr + columns, columns < vocab)
             first = tl.min(tl.where(x == top, columns, NO_COLUMN), axis=0)
-            # behind it all others, by id
+            # then all others by id
             others = places - 1 + (places > first).to(tl.int32)
             ids = tl.where(places == 0, first, others)
             values = tl.where(places == 0, 0.0, float("-inf"))
             value = tl.where(token == first, 0.0, float("-inf"))
             rank = tl.where(token == first, 1, token + 1 + (token < first).to(tl.int32))
-            is_told = (places < number) & (places < vocab)
-            ids = tl.where(is_told, ids, -1)
-            values = tl.where(is_told, values, 0.0)
+            is_listed = (places < number) & (places < vocab)
+            ids = tl.where(is_listed, ids, -1)
+            values = tl.where(is_listed, values, 0.0)
         else:
             if not HAS_SUMS:
                 mass = row_mass_of(masses, tops, top, LOG2_E)
@@ -334,3 +358,72 @@ def finish_kernel(
     tl.store(entry + VALUE, value.to(tl.int32, bitcast=True))
     tl.store(entry + TOP_IDS + places, ids, mask=places < TOP)
     tl.store(entry + TOP_VALUES + places, values.to(tl.int32, bitcast=True), mask=places < TOP)
+
+
+def logprobs_triton(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    counts: torch.Tensor,
+    requested: SlotRows | int,
+    sums: RowSums | None,
+) -> LogprobEntries:
+    expect_reachable(logprob_scan_kernel, "logits", logits)
+    num_rows, vocab = logits.shape
+    device = logits.device
+    shape = layout.num_requests, layout.step_rows, ENTRY_WIDTH
+    result = LogprobEntries(torch.empty(shape, dtype=torch.int32, device=device))
+    if num_rows == 0:
+        return result
+    chunks = ChunkLayout.of(logits)
+    num_pieces, num_chunks = chunks.num_pieces(vocab), chunks.num_chunks(vocab)
+    num_cells = layout.num_requests * layout.step_rows
+    slots = requested if isinstance(requested, SlotRows) else None
+    inputs = (
+        logits,
+        counts,
+        counts if slots is None else slots.table,  # never read without slots
+        counts if slots is None else slots.slot_ids,
+    )
+    sizes = (
+        layout.num_contexts,
+        layout.step_rows,
+        vocab,
+        num_pieces,
+        0 if isinstance(requested, SlotRows) else requested,
+        logits.stride(0),
+        counts.stride(0),
+        0 if slots is None else slots.table.stride(0),
+        0 if slots is None else slots.slot_ids.stride(0),
+    )
+    constants: dict[str, Any] = {
+        "LAYOUT": chunks,
+        "HAS_SLOTS": slots is not None,
+        **pdl_options(device),
+    }
+    if sums is None:
+        parts = 1 if num_rows <= SOME_ROWS else PARTS
+        tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
+        logprob_scan_kernel[(num_rows, -(-num_pieces // parts))](
+            *inputs, tops, masses, *sizes, **constants, PARTS=parts, num_warps=chunks.warps
+        )
+    else:
+        tops, masses = sums.tops, sums.masses
+    logprob_finish_kernel[(num_cells,)](
+        *inputs,
+        tokens,
+        tops,
+        masses,
+        # outputs
+        result.entries,
+        # written and read
+        torch.empty(num_cells, num_chunks, dtype=torch.int32, device=device),
+        *sizes,
+        *tokens.stride(),
+        **constants,
+        ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        TILE=TILE // chunks.chunk_size,
+        HAS_SUMS=sums is not None,
+        num_warps=FINISH_WARPS,
+    )
+    return result
