@@ -28,7 +28,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_and_build_inputs,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.step import DraftColumn, SlotRows, StepLayout
+from mtp_plugin.speculative.step import DraftOutput, SlotRows, StepLayout
 
 TOPK, DELTA = 10, 0.6
 HIGHEST_POSITION = 131071
@@ -280,7 +280,7 @@ def _propose(shape: Shape, rng: RandomInputs) -> Trial:
     shifted = rng.integers(0, shape.vocab, shape.rows + k - 1)
     last_rows = torch.arange(batch, device=rng.device) * (k + 1) + k
     shifts = k > 1
-    place = DraftColumn(
+    place = DraftOutput(
         drafts, next_tokens, 0, shifted if shifts else None, last_rows if shifts else None
     )
 

@@ -193,38 +193,38 @@ class DraftInputs:
 
 
 @dataclass(frozen=True)
-class FirstPass:
-    """What the first pass of a draft loop reads, and where the loop goes on."""
+class DrafterInputs:
+    """Inputs of the first pass of a draft loop, and the state of the loop."""
 
     ids: torch.Tensor
-    """[T' + K-1] int32 for vanilla: depth d reads rows [d, d+T'), only the last row of each request
-    is written between depths. [T'] for a reused layer."""
+    """[T' + K-1] int32 for vanilla: depth d reads rows [d, d+T'); between depths only the last row
+    of each request is written. [T'] for a reused layer."""
     positions: torch.Tensor
     """[T'] int64; 0 for dead rows. For a reused layer the step's own."""
-    states: torch.Tensor  # [T', H], with K-1 spare rows behind where the window moves by an offset
+    states: torch.Tensor  # [T', H], then K-1 spare rows if the window moves by an offset
     last_rows: torch.Tensor  # [R] int64: the row that proposes each request's first draft
     next_positions: torch.Tensor | None = None  # [R] int64, for a reused layer: those of pass 2
     kv_lens: torch.Tensor | None = None
-    """[>= R] the loop's KV lengths, where the host's were given."""
+    """[>= R] KV lengths of the loop, if those of the host engine were given."""
 
 
 @dataclass(frozen=True)
-class DraftColumn:
-    """Where the draft of one pass goes: the result, the next inputs, and the state of the loop."""
+class DraftOutput:
+    """Where the draft of one pass is written: the result, the next inputs, the loop's state."""
 
     drafts: torch.Tensor  # [R, K] int32
-    next_tokens: torch.Tensor  # [R, K+1] int32: column + 1 takes the draft
+    next_tokens: torch.Tensor  # [R, K+1] int32: the draft goes to column + 1
     column: int
-    shifted_ids: torch.Tensor | None = None  # FirstPass.ids, where another depth reads them
+    shifted_ids: torch.Tensor | None = None  # DrafterInputs.ids, if another depth reads them
     last_rows: torch.Tensor | None = None  # [R] int64, with shifted_ids
-    positions: torch.Tensor | None = None  # [R] int64: moved on by one, where given
-    kv_lens: torch.Tensor | None = None  # [R] int32: moved on by one, with positions
-    max_position: int | None = None  # positions stop here
+    positions: torch.Tensor | None = None  # [R] int64: increased by one, if given
+    kv_lens: torch.Tensor | None = None  # [R] int32: increased by one, with positions
+    max_position: int | None = None  # upper limit of positions
     vocab_ids: torch.Tensor | None = None
-    """[V'] int32: what the columns of the logits stand for, ascending; None: each for itself."""
+    """[V'] int32, ascending: token ids of the columns of the logits; None: the columns are ids."""
 
     def write(self, drafts: torch.Tensor) -> None:
-        """Put ``drafts`` [R], ids of the whole vocabulary, in place."""
+        """Write ``drafts`` [R], ids of the whole vocabulary."""
         self.drafts[:, self.column] = drafts.to(self.drafts.dtype)
         self.next_tokens[:, self.column + 1] = drafts.to(self.next_tokens.dtype)
         if self.shifted_ids is not None and self.last_rows is not None:

@@ -46,8 +46,8 @@ from mtp_plugin.speculative.ops.draft import (
     propose_edited,
 )
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftKVLengths,
     History,
-    LoopKVLens,
     TargetRows,
     advance_and_build_inputs,
     advance_history,
@@ -64,7 +64,7 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import synthetic_acceptance
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows, StepLayout
+from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows, StepLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -298,7 +298,7 @@ def compile_draft_inputs() -> None:
         on: dict[str, Any] = {"backend": Backend.TRITON}
         advance_history(layout, past, read, counts, **on)
         step = layout, past, read, counts, last, successors
-        kv = LoopKVLens(ints(requests), 1)
+        kv = DraftKVLengths(ints(requests), 1)
         advance_and_build_inputs(*step, window=k, history_lens=history, **on)
         # prompts without history rows stay in place
         advance_and_build_inputs(
@@ -312,7 +312,7 @@ def compile_draft_inputs() -> None:
 def compile_draft_step() -> None:
     requests, k = 8, 3
     last = ints(requests, dtype=I64)
-    place = DraftColumn(ints(requests, k), ints(requests, k + 1), 1)
+    place = DraftOutput(ints(requests, k), ints(requests, k + 1), 1)
     positions = {"positions": ints(requests, dtype=I64), "max_position": 4096}
     for vocab, more in (
         (VOCAB, {}),

@@ -23,7 +23,7 @@ from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.edit_rows import EditRows
-from mtp_plugin.speculative.step import Accepted, DraftColumn, StepLayout
+from mtp_plugin.speculative.step import Accepted, DraftOutput, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -281,7 +281,7 @@ class _Decoder:
                 logits = self.language.drafts_at[column].to(DEVICE).expand_as(logits)
             if self.vocab_ids is not None:
                 logits = logits[:, self.vocab_ids.long()]
-            place = DraftColumn(drafts, inputs, column, vocab_ids=self.vocab_ids)
+            place = DraftOutput(drafts, inputs, column, vocab_ids=self.vocab_ids)
             self.verifier.draft_rule.propose(
                 logits.contiguous(),
                 DraftPass(step, num_accepted, place, self.verifier.thinking),

@@ -14,7 +14,7 @@ from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
-from mtp_plugin.speculative.step import Accepted, DraftColumn
+from mtp_plugin.speculative.step import Accepted, DraftOutput
 
 
 class MTPEagleWorker(EaglePublicSteps, SpecWorker):
@@ -79,7 +79,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                         layer, step, drafts[:, column - 1], positions, states, single_rows=True
                     )
                 logits = layer.shared_head(states, step.lm_head, step.attn_metadata, True)
-                place = DraftColumn(drafts, next_tokens, column)
+                place = DraftOutput(drafts, next_tokens, column)
                 if 0 < column < draft_len - 1:
                     # the next pass is one row further
                     place = replace(

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
 from mtp_plugin.speculative.host import AttentionMetadata, HostStep, Ranks, part_of
-from mtp_plugin.speculative.ops.draft_inputs import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs import DraftKVLengths, History, TargetRows
 from mtp_plugin.speculative.step import StepLayout
 
 
@@ -127,10 +127,12 @@ class ForwardInputs:
         told = self.host.ranks.of_first_pass(ranks, rows, further_rows)
         return replace(self, host=replace(self.host, ranks=told))
 
-    def kv(self, fed_rows: int) -> LoopKVLens | None:
+    def kv(self, fed_rows: int) -> DraftKVLengths | None:
         """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""
         lens = self.host.kv_lens
-        return None if lens is None else LoopKVLens(lens, kv_floor(self.attn_metadata, fed_rows))
+        return (
+            None if lens is None else DraftKVLengths(lens, kv_floor(self.attn_metadata, fed_rows))
+        )
 
 
 def read_history(step: HostStep, max_draft_len: int) -> History:

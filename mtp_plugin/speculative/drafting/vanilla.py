@@ -16,7 +16,7 @@ from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.host import cached_tokens, takes_output_rows
 from mtp_plugin.speculative.ops.draft import place_last_states
 from mtp_plugin.speculative.ops.draft_inputs import advance_and_build_inputs
-from mtp_plugin.speculative.step import Accepted, DraftColumn, FirstPass, StepLayout
+from mtp_plugin.speculative.step import Accepted, DrafterInputs, DraftOutput, StepLayout
 
 
 class MTPWorker(VanillaPublicSteps, SpecWorker):
@@ -93,7 +93,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
         self,
         step: ForwardInputs,
         accepted: Accepted,
-        first: FirstPass,
+        first: DrafterInputs,
         drafts: torch.Tensor,
         next_tokens: torch.Tensor,
     ) -> None:
@@ -114,7 +114,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             if drafts_here:
                 alone = proposing is not None
                 logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata, alone)
-                place = DraftColumn(drafts, next_tokens, depth)
+                place = DraftOutput(drafts, next_tokens, depth)
                 if not is_last:
                     place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
                 self._propose(step, accepted, logits, place)

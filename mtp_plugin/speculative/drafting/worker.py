@@ -29,7 +29,7 @@ from mtp_plugin.speculative.host import (
 )
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
-from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftColumn, StepOutput
+from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftOutput, StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -328,7 +328,7 @@ class SpecWorker(nn.Module, ABC):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _propose(
-        self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, place: DraftColumn
+        self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, place: DraftOutput
     ) -> None:
         """Draft from ``logits`` [R, V], or this rank's columns, into every place that reads it."""
         logits = self._whole_vocabulary(logits, step.logits.shape[1])

@@ -13,7 +13,7 @@ from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import place_drafts, propose, propose_edited
 from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.step import DraftOutput
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DraftPass:
 
     step: HostStep
     num_accepted: torch.Tensor  # [R] int32: tokens that the target emitted
-    place: DraftColumn  # where the drafts go
+    place: DraftOutput  # where the drafts go
     thinking: ThinkingRule | None = None  # what budgets of thinking go by
 
     @property

@@ -18,7 +18,7 @@ from mtp_plugin.speculative.edit_pools import DraftBans
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
 from mtp_plugin.speculative.ops.token_history import update_token_history
-from mtp_plugin.speculative.step import Accepted, DraftColumn, SlotRows
+from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.logit_mask.test_logit_mask import word_of
 from tests.speculative.ops.logits import story
@@ -156,7 +156,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
             rows = DrawnRows(0, 1, given_positions, accepted.num_accepted, 0, held)
             for number in range(k):
                 drawn = [dice.choice(ids) for _ in asks]
-                place = DraftColumn(held, following, number)
+                place = DraftOutput(held, following, number)
                 next_rows = replace(rows, column=number + 1) if number + 1 < k else None
                 place_drafts(
                     vector(drawn, torch.int32), place, next_rows, batch.slots, backend=backend
@@ -221,7 +221,7 @@ def test_strided_arguments(backend: Backend) -> None:
     def placed(drafts: torch.Tensor, held: torch.Tensor, behind: DrawnRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
         rows = replace(behind, drafts=held)
-        place_drafts(drafts, DraftColumn(held, following, 1), rows, slots, backend=backend)
+        place_drafts(drafts, DraftOutput(held, following, 1), rows, slots, backend=backend)
         return following
 
     refused.pop("accepted.tokens")
@@ -241,7 +241,7 @@ def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
     slots = Batch.of(3, 2, 40).slots
     held = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
     following = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
-    place, drafts = DraftColumn(held, following, 0), vector([1, 2], torch.int32)
+    place, drafts = DraftOutput(held, following, 0), vector([1, 2], torch.int32)
     for rows in (
         DrawnRows(0, 1, vector([3, 4]), column=0, drafts=held),
         DrawnRows(0, 2, vector([3, 4]), column=1, drafts=held),
@@ -270,7 +270,7 @@ def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
         following = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
         noise = torch.Generator().manual_seed(seed)
         for number in range(k):
-            place = DraftColumn(drafts, following, number)
+            place = DraftOutput(drafts, following, number)
             rows = DrawnRows(0, 1, positions, None, number, drafts)
             behind = replace(rows, column=number + 1) if number + 1 < k else None
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)

@@ -19,14 +19,14 @@ from mtp_plugin.speculative.ops.acceptance import accept_triton as acceptance
 from mtp_plugin.speculative.ops.draft import launch as draft_step
 from mtp_plugin.speculative.ops.draft import propose
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftKVLengths,
     History,
-    LoopKVLens,
     TargetRows,
     advance_and_build_inputs,
     build_reused_inputs,
 )
 from mtp_plugin.speculative.ops.draft_inputs import launch as draft_inputs
-from mtp_plugin.speculative.step import DraftColumn, StepLayout
+from mtp_plugin.speculative.step import DraftOutput, StepLayout
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops import slots as slot_tables
 from tests.speculative.ops.acceptance.cases import PHASE_COLUMNS
@@ -126,7 +126,7 @@ def run(
     last = state.next_tokens[:, 0]
     layout = StepLayout((), batch, k, state.kv_lens[:0], state.positions)
     rows = TargetRows(state.input_ids, state.hidden_states)
-    kv = LoopKVLens(state.kv_lens, None)
+    kv = DraftKVLengths(state.kv_lens, None)
     accepted = accept(
         layout,
         state.logits,
@@ -162,7 +162,7 @@ def run(
             backend=backend,
         )
     for column in range(k):
-        place = DraftColumn(state.new_drafts, state.next_tokens, column)
+        place = DraftOutput(state.new_drafts, state.next_tokens, column)
         if vanilla and column + 1 < k:
             place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
         elif not vanilla:

@@ -15,10 +15,10 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import is_integral
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import reference
-from mtp_plugin.speculative.step import DraftColumn, SlotRows, check_slots, expect_vocab
+from mtp_plugin.speculative.step import DraftOutput, SlotRows, check_slots, expect_vocab
 
 
-def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> None:
+def propose(logits: torch.Tensor, place: DraftOutput, *, backend: Backend) -> None:
     """The draft of each row of logits, written to every place that reads it.
 
     Where the place has ``vocab_ids``, the logits are those of a cut vocabulary and a draft is the
@@ -43,7 +43,7 @@ def propose(logits: torch.Tensor, place: DraftColumn, *, backend: Backend) -> No
 
 def propose_edited(
     logits: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     rows: DrawnRows,
     slots: SlotRows,
     behind: DrawnRows | None = None,
@@ -76,7 +76,7 @@ def propose_edited(
 
 def place_drafts(
     drafts: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     behind: DrawnRows | None = None,
     slots: SlotRows | None = None,
     thinking: ThinkingRule | None = None,
@@ -220,12 +220,12 @@ def place_last_states(
 
 
 class _Side(Protocol):
-    def propose(self, logits: torch.Tensor, place: DraftColumn) -> None: ...
+    def propose(self, logits: torch.Tensor, place: DraftOutput) -> None: ...
 
     def propose_edited(
         self,
         logits: torch.Tensor,
-        place: DraftColumn,
+        place: DraftOutput,
         rows: DrawnRows,
         slots: SlotRows,
         behind: DrawnRows | None,
@@ -235,7 +235,7 @@ class _Side(Protocol):
     def place_drafts(
         self,
         drafts: torch.Tensor,
-        place: DraftColumn,
+        place: DraftOutput,
         behind: DrawnRows | None,
         slots: SlotRows | None,
         thinking: ThinkingRule | None,
@@ -276,7 +276,7 @@ def _check_logits(logits: torch.Tensor, least: int) -> tuple[int, int]:
     )
 
 
-def _check_place(place: DraftColumn, rows: int) -> None:
+def _check_place(place: DraftOutput, rows: int) -> None:
     """Check that every tensor of the place has room for the drafts of so many rows."""
     column = place.column
     _check_matrix("drafts", place.drafts, rows, column)
@@ -295,7 +295,7 @@ def _check_place(place: DraftColumn, rows: int) -> None:
 
 def _checked_behind(
     behind: DrawnRows | None,
-    place: DraftColumn,
+    place: DraftOutput,
     slots: SlotRows,
     thinking: ThinkingRule | None,
     device: torch.device,
@@ -314,7 +314,7 @@ def _checked_behind(
     return behind
 
 
-def _check_one_each(name: str, rows: DrawnRows, place: DraftColumn, column: int) -> None:
+def _check_one_each(name: str, rows: DrawnRows, place: DraftOutput, column: int) -> None:
     """Check rows that are one of each request, of this column."""
     rows.check(place.drafts.device)
     expected = int(place.drafts.shape[0])

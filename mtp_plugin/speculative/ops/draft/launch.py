@@ -15,7 +15,7 @@ from mtp_plugin.speculative.ops.draft import reference
 from mtp_plugin.speculative.ops.draft.edited_kernel import edited_top1_kernel
 from mtp_plugin.speculative.ops.draft.kernel import local_kernel, merge_kernel, place_kernel
 from mtp_plugin.speculative.ops.draft.states_kernel import place_states_kernel
-from mtp_plugin.speculative.step import DraftColumn, SlotRows
+from mtp_plugin.speculative.step import DraftOutput, SlotRows
 
 UNBOUNDED = 2**62
 APART, SHARED, COLUMNS = 32, 256, 64
@@ -23,7 +23,7 @@ APART, SHARED, COLUMNS = 32, 256, 64
 own, and where every program goes through all requests, chunk after chunk."""
 
 
-def propose(logits: torch.Tensor, place: DraftColumn) -> None:
+def propose(logits: torch.Tensor, place: DraftOutput) -> None:
     """As at the door."""
     partials = top1_partials(logits)
     _place(partials.values, partials.ids, partials.num_pieces, place.vocab_ids, place)
@@ -31,7 +31,7 @@ def propose(logits: torch.Tensor, place: DraftColumn) -> None:
 
 def propose_edited(
     logits: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     rows: DrawnRows,
     slots: SlotRows,
     behind: DrawnRows | None,
@@ -52,7 +52,7 @@ def propose_edited(
 
 
 def _edited_partials(
-    logits: torch.Tensor, place: DraftColumn, rows: DrawnRows, slots: SlotRows
+    logits: torch.Tensor, place: DraftOutput, rows: DrawnRows, slots: SlotRows
 ) -> Top1Partials:
     """As `top1_partials`, of edited logits."""
     pools = slots.as_drafts_read().pools
@@ -98,7 +98,7 @@ def _edited_partials(
 
 def place_drafts(
     drafts: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     behind: DrawnRows | None,
     slots: SlotRows | None,
     thinking: ThinkingRule | None,
@@ -122,7 +122,7 @@ def _place(
     ids: torch.Tensor,
     num_pieces: int,
     vocab_ids: torch.Tensor | None,
-    place: DraftColumn,
+    place: DraftOutput,
     *,
     is_drawn: bool = False,
     behind: DrawnRows | None = None,

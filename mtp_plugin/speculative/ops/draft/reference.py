@@ -11,17 +11,17 @@ from mtp_plugin.speculative.logit_rows import (
     ban_next,
     edited,
 )
-from mtp_plugin.speculative.step import DraftColumn, SlotRows
+from mtp_plugin.speculative.step import DraftOutput, SlotRows
 
 
-def propose(logits: torch.Tensor, place: DraftColumn) -> None:
+def propose(logits: torch.Tensor, place: DraftOutput) -> None:
     """As at the door."""
     place.write(_first_choices(logits, place))
 
 
 def propose_edited(
     logits: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     rows: DrawnRows,
     slots: SlotRows,
     behind: DrawnRows | None,
@@ -34,7 +34,7 @@ def propose_edited(
 
 def place_drafts(
     drafts: torch.Tensor,
-    place: DraftColumn,
+    place: DraftOutput,
     behind: DrawnRows | None,
     slots: SlotRows | None,
     thinking: ThinkingRule | None,
@@ -58,7 +58,7 @@ def draft_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(torch.isnan(logits), -torch.inf).argmax(dim=-1).to(torch.int32)
 
 
-def _first_choices(logits: torch.Tensor, place: DraftColumn) -> torch.Tensor:
+def _first_choices(logits: torch.Tensor, place: DraftOutput) -> torch.Tensor:
     """The ids of the highest values [R]."""
     columns = draft_argmax(logits)
     return columns if place.vocab_ids is None else place.vocab_ids.index_select(0, columns)

@@ -1,6 +1,6 @@
 """History and accepted tokens -> history moved on, and the rows of the first draft pass."""
 
-from mtp_plugin.speculative.ops.draft_inputs.contract import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs.contract import DraftKVLengths, History, TargetRows
 from mtp_plugin.speculative.ops.draft_inputs.door import (
     advance_and_build_inputs,
     advance_history,
@@ -15,8 +15,8 @@ from mtp_plugin.speculative.ops.draft_inputs.rows import (
 )
 
 __all__ = [
+    "DraftKVLengths",
     "History",
-    "LoopKVLens",
     "TargetRows",
     "accepted_rows",
     "advance_and_build_inputs",

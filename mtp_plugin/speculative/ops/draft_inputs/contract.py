@@ -39,7 +39,7 @@ class TargetRows:
 
 
 @dataclass(frozen=True)
-class LoopKVLens:
+class DraftKVLengths:
     """The host's KV lengths, from which those of the draft loop follow."""
 
     lens: torch.Tensor  # [>= R] int32, any stride; what stands behind R is nobody's
@@ -169,7 +169,7 @@ def check_accepted(layout: StepLayout, accepted_tokens: torch.Tensor, device: to
         )
 
 
-def check_kv(layout: StepLayout, kv: LoopKVLens, device: torch.device) -> None:
+def check_kv(layout: StepLayout, kv: DraftKVLengths, device: torch.device) -> None:
     """Check the host's KV lengths.
 
     Raises:

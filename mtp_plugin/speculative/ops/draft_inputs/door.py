@@ -16,8 +16,8 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_integers
 from mtp_plugin.speculative.ops.draft_inputs import reference
 from mtp_plugin.speculative.ops.draft_inputs.contract import (
+    DraftKVLengths,
     History,
-    LoopKVLens,
     TargetRows,
     check_accepted,
     check_history,
@@ -26,7 +26,7 @@ from mtp_plugin.speculative.ops.draft_inputs.contract import (
     check_successors,
     check_windows,
 )
-from mtp_plugin.speculative.step import FirstPass, StepLayout
+from mtp_plugin.speculative.step import DrafterInputs, StepLayout
 
 
 def advance_history(
@@ -67,10 +67,10 @@ def advance_and_build_inputs(
     window: int,
     history_lens: Sequence[int],
     spare_rows: int = 0,
-    kv: LoopKVLens | None = None,
+    kv: DraftKVLengths | None = None,
     may_overwrite_states: bool = False,
     backend: Backend,
-) -> FirstPass:
+) -> DrafterInputs:
     """The rows of depth 1 over K layers; then the pools are moved on by this step.
 
     A context feeds ``history_lens`` pairs of its pool row, then its chunk, each state with the
@@ -133,9 +133,9 @@ def build_reused_inputs(
     successors: torch.Tensor | None,
     *,
     max_position: int | None,
-    kv: LoopKVLens | None = None,
+    kv: DraftKVLengths | None = None,
     backend: Backend,
-) -> FirstPass:
+) -> DrafterInputs:
     """The rows of pass 1 of a reused layer, and where pass 2 starts.
 
     The step's own states and positions, each with the token behind it. Inputs ``t u v w`` that
@@ -202,9 +202,9 @@ class _Side(Protocol):
         window: int,
         history_lens: Sequence[int],
         spare_rows: int,
-        kv: LoopKVLens | None,
+        kv: DraftKVLengths | None,
         may_overwrite_states: bool,
-    ) -> FirstPass: ...
+    ) -> DrafterInputs: ...
 
     def build_reused_inputs(
         self,
@@ -216,8 +216,8 @@ class _Side(Protocol):
         *,
         positions: torch.Tensor,
         max_position: int | None,
-        kv: LoopKVLens | None,
-    ) -> FirstPass: ...
+        kv: DraftKVLengths | None,
+    ) -> DrafterInputs: ...
 
 
 @cache

@@ -9,14 +9,14 @@ import torch
 import triton
 
 from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.speculative.ops.draft_inputs.contract import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs.contract import DraftKVLengths, History, TargetRows
 from mtp_plugin.speculative.ops.draft_inputs.kernel import (
     accepted_rows_kernel,
     context_history_kernel,
     context_rows_kernel,
     generation_kernel,
 )
-from mtp_plugin.speculative.step import FirstPass, StepLayout, to_device
+from mtp_plugin.speculative.step import DrafterInputs, StepLayout, to_device
 
 UNBOUNDED = 2**62
 LOWEST = -(2**31)
@@ -56,9 +56,9 @@ def advance_and_build_inputs(
     window: int,
     history_lens: Sequence[int],
     spare_rows: int,
-    kv: LoopKVLens | None,
+    kv: DraftKVLengths | None,
     may_overwrite_states: bool,
-) -> FirstPass:
+) -> DrafterInputs:
     """As at the door: one launch per kind of request, and one for the pools of contexts.
 
     States stay in the step's own memory where each row of the result lies where the step's row
@@ -82,7 +82,7 @@ def advance_and_build_inputs(
             num_rows + spare_rows, states.shape[1], dtype=states.dtype, device=device
         )
     num_ids = num_rows + history.max_draft_len - 1
-    first = FirstPass(
+    first = DrafterInputs(
         ids=torch.empty(num_ids, dtype=torch.int32, device=device),
         positions=torch.empty(num_rows, dtype=torch.int64, device=device),
         states=states,
@@ -146,8 +146,8 @@ def build_reused_inputs(
     *,
     positions: torch.Tensor,
     max_position: int | None,
-    kv: LoopKVLens | None,
-) -> FirstPass:
+    kv: DraftKVLengths | None,
+) -> DrafterInputs:
     """As at the door."""
     states, num_ctx_tokens = rows.hidden_states, layout.num_ctx_tokens
     requests, device = layout.num_requests, states.device
@@ -188,11 +188,11 @@ def build_reused_inputs(
             num_warps=1,
             **pdl_options(device),
         )
-    return FirstPass(ids, positions, states, last_rows, next_positions, own)
+    return DrafterInputs(ids, positions, states, last_rows, next_positions, own)
 
 
 def _context_kv_lens(
-    layout: StepLayout, kv: LoopKVLens | None, context_rows: int
+    layout: StepLayout, kv: DraftKVLengths | None, context_rows: int
 ) -> torch.Tensor | None:
     """The loop's KV lengths, with those of contexts; the kernels write those of generations."""
     if kv is None:
@@ -205,7 +205,7 @@ def _context_kv_lens(
 
 
 def _kv_arguments(
-    kv: LoopKVLens | None, own: torch.Tensor | None, unused: torch.Tensor
+    kv: DraftKVLengths | None, own: torch.Tensor | None, unused: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The host's KV lengths, the loop's, and the least one, as kernels take them."""
     if kv is None or own is None:
@@ -241,8 +241,8 @@ def _generations(
     num_accepted: torch.Tensor,
     positions: torch.Tensor,
     last_tokens: torch.Tensor,
-    first: FirstPass | None,
-    kv: LoopKVLens | None,
+    first: DrafterInputs | None,
+    kv: DraftKVLengths | None,
     *,
     window: int,
     num_ctx_rows: int,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtp_plugin.speculative.ops.draft_inputs.contract import History, LoopKVLens, TargetRows
+from mtp_plugin.speculative.ops.draft_inputs.contract import DraftKVLengths, History, TargetRows
 from mtp_plugin.speculative.ops.draft_inputs.rows import (
     accepted_rows,
     concatenate,
@@ -14,7 +14,7 @@ from mtp_plugin.speculative.ops.draft_inputs.rows import (
     context_rows_with_history,
     generation_window,
 )
-from mtp_plugin.speculative.step import DraftInputs, FirstPass, StepLayout, to_device
+from mtp_plugin.speculative.step import DrafterInputs, DraftInputs, StepLayout, to_device
 
 
 def advance_history(
@@ -68,9 +68,9 @@ def advance_and_build_inputs(
     window: int,
     history_lens: Sequence[int],
     spare_rows: int,
-    kv: LoopKVLens | None,
+    kv: DraftKVLengths | None,
     may_overwrite_states: bool,  # noqa: ARG001 - new memory serves as well
-) -> FirstPass:
+) -> DrafterInputs:
     """As at the door."""
     k, num_contexts = history.max_draft_len, layout.num_contexts
     slots = history.slot_ids.to(torch.int64)
@@ -117,7 +117,7 @@ def advance_and_build_inputs(
     if spare_rows:
         states = torch.cat([states, states.new_zeros(spare_rows, states.shape[1])])
     lens = torch.cat([row_lens, row_lens.new_full((layout.num_generations,), window)])
-    return FirstPass(
+    return DrafterInputs(
         ids=torch.cat([inputs.input_ids, inputs.input_ids.new_zeros(k - 1)]),
         positions=inputs.position_ids,
         states=states,
@@ -137,8 +137,8 @@ def build_reused_inputs(
     *,
     positions: torch.Tensor,
     max_position: int | None,
-    kv: LoopKVLens | None,
-) -> FirstPass:
+    kv: DraftKVLengths | None,
+) -> DrafterInputs:
     """As at the door."""
     num_contexts, num_ctx_tokens = layout.num_contexts, layout.num_ctx_tokens
     parts: list[DraftInputs] = []
@@ -159,7 +159,7 @@ def build_reused_inputs(
     next_positions = positions[last_rows].to(torch.int64) + 1
     if max_position is not None:
         next_positions = next_positions.clamp_max(max_position)
-    return FirstPass(
+    return DrafterInputs(
         ids=torch.cat([part.input_ids for part in parts]),
         positions=positions,
         states=rows.hidden_states,
@@ -208,7 +208,12 @@ def _gather_entries(states: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
 
 
 def _loop_kv_lens(
-    layout: StepLayout, kv: LoopKVLens, num_accepted: torch.Tensor, *, context_rows: int, taken: int
+    layout: StepLayout,
+    kv: DraftKVLengths,
+    num_accepted: torch.Tensor,
+    *,
+    context_rows: int,
+    taken: int,
 ) -> torch.Tensor:
     """The loop's KV lengths: contexts + ``context_rows``, generations - ``taken`` + n."""
     lens = kv.lens.clone()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.step import DraftOutput
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, poisoned
 
@@ -44,9 +44,9 @@ class Loop:
         advance: bool = False,
         kv: bool = False,
         max_position: int | None = None,
-    ) -> DraftColumn:
+    ) -> DraftOutput:
         requests = self.last_rows.shape[0]
-        return DraftColumn(
+        return DraftOutput(
             self.drafts[:requests, :-1],
             self.following[:requests, 1:-1],
             column,

@@ -17,7 +17,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.top_k.launch import split
 from mtp_plugin.speculative.ops.draft import draft_argmax, launch, propose
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.step import DraftOutput
 from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
@@ -159,11 +159,11 @@ def test_strided_arguments(backend: Backend) -> None:
     check_strided_arguments(propose, arguments, refused=refused, backend=backend)
 
 
-def narrower(place: DraftColumn, name: str) -> DraftColumn:
+def narrower(place: DraftOutput, name: str) -> DraftOutput:
     return replace(place, **{name: getattr(place, name)[:-1]})
 
 
-def other(place: DraftColumn, name: str, dtype: torch.dtype) -> DraftColumn:
+def other(place: DraftOutput, name: str, dtype: torch.dtype) -> DraftOutput:
     return replace(place, **{name: getattr(place, name).to(dtype)})
 
 
@@ -195,7 +195,7 @@ def other(place: DraftColumn, name: str, dtype: torch.dtype) -> DraftColumn:
 def test_places_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
     backend: Backend,
-    change: Callable[[DraftColumn], DraftColumn],
+    change: Callable[[DraftOutput], DraftOutput],
     message: str,
 ) -> None:
     """Refused before anything runs or is written."""

@@ -13,19 +13,19 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import propose, propose_edited
-from mtp_plugin.speculative.step import DraftColumn
+from mtp_plugin.speculative.step import DraftOutput
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.sampling.edited import EditedBatch
 
 
-def place_of(case: EditedBatch) -> DraftColumn:
+def place_of(case: EditedBatch) -> DraftOutput:
     """Where the drafts of a batch go, those in front of them its own."""
     rows = case.batch.rows
     width = rows.column + 2
     drafts = torch.full((rows.num_requests, width), -7, dtype=torch.int32, device=DEVICE)
     following = torch.full((rows.num_requests, width + 1), -7, dtype=torch.int32, device=DEVICE)
-    return DraftColumn(drafts, following, rows.column, vocab_ids=case.batch.vocab_ids)
+    return DraftOutput(drafts, following, rows.column, vocab_ids=case.batch.vocab_ids)
 
 
 def proposed(case: EditedBatch, backend: Backend) -> list[int]:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftKVLengths,
     History,
-    LoopKVLens,
     TargetRows,
     advance_and_build_inputs,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.step import FirstPass, StepLayout
+from mtp_plugin.speculative.step import DrafterInputs, StepLayout
 from tests.doors import poisoned_memory
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs import story
@@ -148,7 +148,7 @@ class Batch:
         floor: int | None = None,
         pools: Pools | None = None,
         **options: Any,
-    ) -> tuple[FirstPass, Pools]:
+    ) -> tuple[DrafterInputs, Pools]:
         """On copies of the pools, or on those given, which come back as well."""
         pools = self.pools() if pools is None else pools
         with poisoned_memory():
@@ -161,7 +161,7 @@ class Batch:
                 self.successors,
                 window=window,
                 history_lens=self.history_lens,
-                kv=LoopKVLens(self.kv_lens, floor),
+                kv=DraftKVLengths(self.kv_lens, floor),
                 backend=backend,
                 **options,
             )
@@ -169,7 +169,7 @@ class Batch:
 
     def reused(
         self, backend: Backend, max_position: int | None = None, floor: int | None = None
-    ) -> FirstPass:
+    ) -> DrafterInputs:
         with poisoned_memory():
             return build_reused_inputs(
                 self.layout,
@@ -178,7 +178,7 @@ class Batch:
                 self.num_accepted,
                 self.successors,
                 max_position=max_position,
-                kv=LoopKVLens(self.kv_lens, floor),
+                kv=DraftKVLengths(self.kv_lens, floor),
                 backend=backend,
             )
 
@@ -201,7 +201,7 @@ class Batch:
         width = self.step_rows
         return rows + [story.accepted(r.emitted, width, r.start) for r in self.generations]
 
-    def assert_rows(self, first: FirstPass, told: list[list[story.Row]]) -> None:
+    def assert_rows(self, first: DrafterInputs, told: list[list[story.Row]]) -> None:
         flat = [row for rows in told for row in rows]
         assert first.ids[: len(flat)].tolist() == [row.token for row in flat]
         assert first.positions.tolist() == [row.position for row in flat]
@@ -283,7 +283,7 @@ batches = st.builds(
 )
 
 
-def assert_same_first(mine: FirstPass, theirs: FirstPass, rows: Any = slice(None)) -> None:
+def assert_same_first(mine: DrafterInputs, theirs: DrafterInputs, rows: Any = slice(None)) -> None:
     """All but the room behind the last row and the last request."""
     count, requests = theirs.positions.shape[0], theirs.last_rows.shape[0]
     assert mine.ids.shape == theirs.ids.shape

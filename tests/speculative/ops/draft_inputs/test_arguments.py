@@ -12,13 +12,13 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftKVLengths,
     History,
-    LoopKVLens,
     advance_and_build_inputs,
     advance_history,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.step import FirstPass
+from mtp_plugin.speculative.step import DrafterInputs
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs.batches import Batch, Request, make_batch
@@ -58,7 +58,7 @@ def vanilla_arguments(batch: Batch) -> Arguments:
     return history_arguments(batch) | {
         "last_tokens": batch.last_tokens.clone(),
         "successors": batch.successors.clone(),
-        "kv": LoopKVLens(batch.kv_lens, 1),
+        "kv": DraftKVLengths(batch.kv_lens, 1),
         "window": 4,
         "history_lens": batch.history_lens,
     }
@@ -71,15 +71,15 @@ def reused_arguments(batch: Batch) -> Arguments:
         "accepted_tokens": batch.accepted,
         "num_accepted": batch.num_accepted,
         "successors": batch.successors.clone(),
-        "kv": LoopKVLens(batch.kv_lens, 1),
+        "kv": DraftKVLengths(batch.kv_lens, 1),
         "max_position": 6,
     }
 
 
-def written(door: Callable[..., FirstPass]) -> Callable[..., FirstPass]:
+def written(door: Callable[..., DrafterInputs]) -> Callable[..., DrafterInputs]:
     """The door, and of its result what is written."""
 
-    def call(**arguments: Any) -> FirstPass:
+    def call(**arguments: Any) -> DrafterInputs:
         first = door(**arguments)
         rows, requests = first.positions.shape[0], first.last_rows.shape[0]
         return replace(

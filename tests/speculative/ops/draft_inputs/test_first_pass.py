@@ -17,7 +17,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     build_reused_inputs,
     launch,
 )
-from mtp_plugin.speculative.step import FirstPass
+from mtp_plugin.speculative.step import DrafterInputs
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs.batches import (
@@ -240,7 +240,7 @@ def test_in_a_cuda_graph(generations: int, k: int, hidden: int, vanilla: bool) -
     mine = real_batch(1, 0, generations, k, hidden)
     pools = mine.pools()
 
-    def step() -> FirstPass:
+    def step() -> DrafterInputs:
         if vanilla:
             return mine.vanilla(Backend.TRITON, k + 1, pools=pools)[0]
         return mine.reused(Backend.TRITON, 9)
