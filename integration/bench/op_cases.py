@@ -23,6 +23,7 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumn
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import propose
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
@@ -210,7 +211,8 @@ def _vanilla(shape: Shape, rng: RandomInputs, mixture: Mixture) -> Trial:
     successors = rng.integers(0, shape.vocab, num_contexts) if num_contexts else None
     layout = StepLayout(tuple(chunk_lens), num_generations, k, context_lens, positions)
     history = History(tokens_pool, states_pool, slots)
-    target_rows = TargetRows(input_ids, hidden_states)
+    target_rows = TargetRows(input_ids, hidden_states, successors)
+    windows = DraftWindows(window=k + 1, history_lens=[0] * num_contexts)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         first = advance_and_build_inputs(
@@ -219,9 +221,7 @@ def _vanilla(shape: Shape, rng: RandomInputs, mixture: Mixture) -> Trial:
             target_rows,
             num_accepted,
             next_tokens[:, 0],
-            successors,
-            window=k + 1,
-            history_lens=[0] * num_contexts,
+            windows,
             backend=backend,
         )
         # the spare rows behind the ids belong to later depths
@@ -255,7 +255,6 @@ def _eagle(shape: Shape, rng: RandomInputs) -> Trial:
             target_rows,
             tokens,
             num_accepted,
-            None,
             max_position=HIGHEST_POSITION,
             backend=backend,
         )

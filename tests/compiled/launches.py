@@ -38,15 +38,14 @@ from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
-    local_top1,
-    merge_top1,
-    place_drafts,
-    place_last_states,
     propose,
-    propose_edited,
+    propose_processed,
+    shift_state_window,
+    write_drafts,
 )
 from mtp_plugin.speculative.ops.draft_inputs import (
     DraftKVLengths,
+    DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
@@ -285,7 +284,9 @@ def compile_draft_inputs() -> None:
         contexts, tokens = len(chunks), sum(chunks)
         requests, rows = contexts + generations, tokens + generations * (k + 1)
         pools = ints(20, k), floats(20, k, hidden, dtype=dtype), ints(requests, dtype=I64)
-        past, read = History(*pools), TargetRows(ints(rows), floats(rows, hidden, dtype=dtype))
+        successors = ints(contexts) if contexts else None
+        read = TargetRows(ints(rows), floats(rows, hidden, dtype=dtype), successors)
+        past = History(*pools)
         layout = StepLayout(
             chunk_lens=tuple(chunks),
             num_generations=generations,
@@ -294,19 +295,17 @@ def compile_draft_inputs() -> None:
             positions=ints(rows, dtype=I64),
         )
         counts, last = ints(requests), ints(requests, k + 1)[:, 0]
-        successors = ints(contexts) if contexts else None
         on: dict[str, Any] = {"backend": Backend.TRITON}
         advance_history(layout, past, read, counts, **on)
-        step = layout, past, read, counts, last, successors
+        step = layout, past, read, counts, last
         kv = DraftKVLengths(ints(requests), 1)
-        advance_and_build_inputs(*step, window=k, history_lens=history, **on)
+        advance_and_build_inputs(*step, DraftWindows(k, history), **on)
         # prompts without history rows stay in place
-        advance_and_build_inputs(
-            *step, window=k + 1, history_lens=history, kv=kv, may_overwrite_states=True, **on
-        )
-        emitted = layout, read, ints(requests, k + 1), counts, successors
+        in_place = DraftWindows(k + 1, history, may_overwrite_states=True)
+        advance_and_build_inputs(*step, in_place, kv=kv, **on)
+        accepted = layout, read, ints(requests, k + 1), counts
         for limit, lengths in ((None, None), (4096, kv)):
-            build_reused_inputs(*emitted, max_position=limit, kv=lengths, **on)
+            build_reused_inputs(*accepted, max_position=limit, kv=lengths, **on)
 
 
 def compile_draft_step() -> None:
@@ -322,21 +321,17 @@ def compile_draft_step() -> None:
     ):
         filled = dataclasses.replace(place, **more)
         propose(floats(requests, vocab), filled, backend=Backend.TRITON)
-        behind = DrawnRows(0, 1, last, ints(requests), 2, filled.drafts)
+        following = DrawnRows(0, 1, last, ints(requests), 2, filled.drafts)
         for slots in (slot_rows(requests), None):
-            place_drafts(ints(requests), filled, behind, slots, backend=Backend.TRITON)
+            write_drafts(ints(requests), filled, following, slots, backend=Backend.TRITON)
         slots = slot_rows(requests)
         for count in (1, 6):
             rule = ThinkingRule(1, 2, ints(count), ints(count, count))
-            place_drafts(ints(requests), filled, behind, slots, rule, backend=Backend.TRITON)
-            rows = dataclasses.replace(behind, column=1)
+            write_drafts(ints(requests), filled, following, slots, rule, backend=Backend.TRITON)
+            rows = dataclasses.replace(following, column=1)
             logits = floats(requests, vocab)
-            propose_edited(logits, filled, rows, slots, behind, rule, backend=Backend.TRITON)
+            propose_processed(logits, filled, rows, slots, following, rule, backend=Backend.TRITON)
     draft_argmax(floats(1, VOCAB), backend=Backend.TRITON)
-    for dtype in (BF16, F32):
-        part = floats(requests, 64640, dtype=dtype)
-        local_top1(part, 64640, 64000, backend=Backend.TRITON)
-    merge_top1(floats(8, requests, dtype=F32), ints(8, requests), backend=Backend.TRITON)
 
 
 def compile_state_windows() -> None:
@@ -344,8 +339,8 @@ def compile_state_windows() -> None:
         window = floats(4 * requests + 2, HIDDEN, dtype=dtype)
         last = ints(requests, dtype=I64)
         outputs = floats(4 * requests, HIDDEN, dtype=dtype)
-        place_last_states(window, outputs, last, 1, backend=Backend.TRITON)
-        place_last_states(window, window[1:-1], last, 1, backend=Backend.TRITON)
+        shift_state_window(window, outputs, last, 1, backend=Backend.TRITON)
+        shift_state_window(window, window[1:-1], last, 1, backend=Backend.TRITON)
 
 
 # --- bookkeeping of hosts ---

@@ -45,10 +45,9 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
         max_position = step.host.max_position
         first = build_reused_inputs(
             step.layout,
-            step.rows,
+            replace(step.rows, successors=step.host.context_successors(next_tokens[:, 0])),
             accepted.tokens,
             accepted.num_accepted,
-            step.host.context_successors(next_tokens[:, 0]),
             max_position=max_position,
             kv=step.kv(1),
             backend=self.backend,

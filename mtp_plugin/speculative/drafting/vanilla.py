@@ -14,8 +14,8 @@ from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, read_h
 from mtp_plugin.speculative.drafting.public_steps import VanillaPublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.host import cached_tokens, takes_output_rows
-from mtp_plugin.speculative.ops.draft import place_last_states
-from mtp_plugin.speculative.ops.draft_inputs import advance_and_build_inputs
+from mtp_plugin.speculative.ops.draft import shift_state_window
+from mtp_plugin.speculative.ops.draft_inputs import DraftWindows, advance_and_build_inputs
 from mtp_plugin.speculative.step import Accepted, DrafterInputs, DraftOutput, StepLayout
 
 
@@ -50,15 +50,16 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
         first = advance_and_build_inputs(
             layout,
             read_history(step.host, self.max_draft_len),
-            step.rows,
+            replace(step.rows, successors=step.host.context_successors(next_tokens[:, 0])),
             accepted.num_accepted,
             next_tokens[:, 0],
-            step.host.context_successors(next_tokens[:, 0]),
-            window=self._window,
-            history_lens=history_lens,
-            spare_rows=self.max_draft_len - 1 if self.chain == "target_shift" else 0,
+            DraftWindows(
+                window=self._window,
+                history_lens=history_lens,
+                spare_rows=self.max_draft_len - 1 if self.chain == "target_shift" else 0,
+                may_overwrite_states=self.may_overwrite_states,
+            ),
             kv=step.kv(self._window),
-            may_overwrite_states=self.may_overwrite_states,
             backend=self.backend,
         )
         with draft_loop(step.attn_metadata) as loop:
@@ -126,7 +127,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             if self.chain == "output":
                 states = outputs
             elif self.chain == "target_shift":
-                place_last_states(
+                shift_state_window(
                     first.states, outputs, first.last_rows, depth + 1, backend=self.backend
                 )
                 states = first.states[depth + 1 : depth + 1 + num_rows]

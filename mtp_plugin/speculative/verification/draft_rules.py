@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
-from mtp_plugin.speculative.ops.draft import place_drafts, propose, propose_edited
+from mtp_plugin.speculative.ops.draft import propose, propose_processed, write_drafts
 from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
 from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
 from mtp_plugin.speculative.step import DraftOutput
@@ -57,7 +57,7 @@ class GreedyDrafts:
         rows = draft_pass.rows
         slots = step.drawn_slots()
         behind, thinking = draft_pass.behind(rows), draft_pass.thinking
-        propose_edited(logits, place, rows, slots, behind, thinking, backend=backend)
+        propose_processed(logits, place, rows, slots, behind, thinking, backend=backend)
 
 
 class SampledDrafts:
@@ -90,7 +90,7 @@ class SampledDrafts:
                 logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
             )
         thinking = None if step.only_draws else draft_pass.thinking
-        place_drafts(drafts, place, draft_pass.behind(rows), kept, thinking, backend=backend)
+        write_drafts(drafts, place, draft_pass.behind(rows), kept, thinking, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

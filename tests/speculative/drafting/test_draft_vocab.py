@@ -17,7 +17,7 @@ from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
-from tests.speculative.ops.draft import story
+from tests.speculative.ops.draft import example
 from tests.speculative.ops.on_device import DEVICE, vector
 
 WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
@@ -114,7 +114,9 @@ def test_the_public_step_gives_ids(kind: type, backend: Backend) -> None:
     logits[:, ids] = torch.tensor(rows)
     drafts = worker.draft_sampler(torch.tensor(rows, device=DEVICE))
     assert drafts.dtype == torch.int32
-    assert drafts.tolist() == [story.proposal_among(ids, row) for row in logits.tolist()] == [3, 11]
+    assert (
+        drafts.tolist() == [example.proposal_among(ids, row) for row in logits.tolist()] == [3, 11]
+    )
     with pytest.raises(TensorContractError, match=r"logits: expected \[R, 4\], .* got \[2, 12\]"):
         worker.draft_sampler(logits.to(DEVICE))
 

@@ -15,8 +15,8 @@ from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting import story
 from tests.speculative.drafting.contract import DraftingContract, Told, assert_seen
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
-from tests.speculative.ops.draft_inputs import story as history
-from tests.speculative.ops.draft_inputs.story import Pair
+from tests.speculative.ops.draft_inputs import example as history
+from tests.speculative.ops.draft_inputs.example import Pair
 
 
 class TestVanilla(DraftingContract):

@@ -16,7 +16,7 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.edit_pools import DraftBans
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.draft import place_drafts, propose_edited
+from mtp_plugin.speculative.ops.draft import propose_processed, write_drafts
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
 from tests.doors import check_strided_arguments
@@ -155,15 +155,15 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
             following = torch.zeros(requests, k + 1, dtype=torch.int32, device=DEVICE)
             rows = DrawnRows(0, 1, given_positions, accepted.num_accepted, 0, held)
             for number in range(k):
-                drawn = [dice.choice(ids) for _ in asks]
+                sampled = [dice.choice(ids) for _ in asks]
                 place = DraftOutput(held, following, number)
                 next_rows = replace(rows, column=number + 1) if number + 1 < k else None
-                place_drafts(
-                    vector(drawn, torch.int32), place, next_rows, batch.slots, backend=backend
+                write_drafts(
+                    vector(sampled, torch.int32), place, next_rows, batch.slots, backend=backend
                 )
                 if next_rows is None:
                     break
-                drafts = [[*some, one] for some, one in zip(drafts, drawn, strict=True)]
+                drafts = [[*some, one] for some, one in zip(drafts, sampled, strict=True)]
                 indices = [index + number + 1 for index in first]
                 banned += batch.check(asks, indices, drafts)
             positions = [index - 1 for index in first]
@@ -221,11 +221,11 @@ def test_strided_arguments(backend: Backend) -> None:
     def placed(drafts: torch.Tensor, held: torch.Tensor, behind: DrawnRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
         rows = replace(behind, drafts=held)
-        place_drafts(drafts, DraftOutput(held, following, 1), rows, slots, backend=backend)
+        write_drafts(drafts, DraftOutput(held, following, 1), rows, slots, backend=backend)
         return following
 
     refused.pop("accepted.tokens")
-    refused["held"] = "contiguous rows"
+    refused["held"] = "row-contiguous"
     arguments = {
         "drafts": vector([4, 5, 6, 7], torch.int32),
         "held": torch.arange(12, dtype=torch.int32, device=DEVICE).reshape(4, 3),
@@ -247,8 +247,8 @@ def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
         DrawnRows(0, 2, vector([3, 4]), column=1, drafts=held),
         DrawnRows(0, 1, vector([3, 4, 5]), column=1),
     ):
-        with pytest.raises(TensorContractError, match="rows behind: expected 2 of width 1 and"):
-            place_drafts(drafts, place, rows, slots, backend=backend)
+        with pytest.raises(TensorContractError, match="following rows: expected 2 of width 1 and"):
+            write_drafts(drafts, place, rows, slots, backend=backend)
 
 
 def test_bits_of_all_ids() -> None:
@@ -258,7 +258,7 @@ def test_bits_of_all_ids() -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
-    """As drafts that were drawn and are those; none is what its text must not go on with."""
+    """As drafts that were sampled and are those; none is what its text must not go on with."""
     checked = 0
     for seed in range(60 if backend is Backend.TORCH else 20):
         dice = random.Random(seed)
@@ -274,8 +274,8 @@ def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
             rows = DrawnRows(0, 1, positions, None, number, drafts)
             behind = replace(rows, column=number + 1) if number + 1 < k else None
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
-            propose_edited(logits, place, rows, mine.slots, behind, backend=backend)
-            place_drafts(drafts[:, number].clone(), place, behind, told.slots, backend=backend)
+            propose_processed(logits, place, rows, mine.slots, behind, backend=backend)
+            write_drafts(drafts[:, number].clone(), place, behind, told.slots, backend=backend)
             for name in ("allowed", "hidden"):
                 found, expected = (vars(each.slots.bans)[name] for each in (mine, told))
                 rows_of_requests = slice(0, len(found) - (name == "hidden"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.ops.draft import place_drafts
+from mtp_plugin.speculative.ops.draft import write_drafts
 from mtp_plugin.speculative.step import DraftOutput, SlotRows
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, vector
@@ -64,7 +64,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
         for column in range(k):
             tokens = vector((mine[column] for mine in drawn), torch.int32)
             place = DraftOutput(drafts, following, column)
-            place_drafts(tokens, place, None, slots, rule, backend=backend)
+            write_drafts(tokens, place, None, slots, rule, backend=backend)
         assert drafts.tolist() == expected
         assert following[:, 1:].tolist() == expected
 
@@ -82,7 +82,7 @@ def test_strided_arguments(backend: Backend) -> None:
         held = torch.tensor([[2, 9], [2, 9], [7, 9], [2, 9]], dtype=torch.int32, device=DEVICE)
         following = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
         place = DraftOutput(held, following, 1)
-        place_drafts(drafts, place, None, slots, thinking, backend=backend)
+        write_drafts(drafts, place, None, slots, thinking, backend=backend)
         return held
 
     arguments = {
@@ -101,4 +101,4 @@ def test_slots_of_too_few_requests() -> None:
     place = DraftOutput(held, torch.zeros(6, 3, dtype=torch.int32, device=DEVICE), 0)
     slots = slots_of(THINKERS[:1])
     with pytest.raises(TensorContractError, match="slot_ids: expected integers"):
-        place_drafts(held[:, 0], place, None, slots, rule_of(TAGS), backend=Backend.TORCH)
+        write_drafts(held[:, 0], place, None, slots, rule_of(TAGS), backend=Backend.TORCH)

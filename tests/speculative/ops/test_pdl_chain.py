@@ -14,18 +14,19 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.top_k import launch as top_k
+from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.acceptance import accept_triton as acceptance
-from mtp_plugin.speculative.ops.draft import launch as draft_step
 from mtp_plugin.speculative.ops.draft import propose
 from mtp_plugin.speculative.ops.draft_inputs import (
     DraftKVLengths,
+    DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
     build_reused_inputs,
+    draft_inputs_triton,
 )
-from mtp_plugin.speculative.ops.draft_inputs import launch as draft_inputs
 from mtp_plugin.speculative.step import DraftOutput, StepLayout
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops import slots as slot_tables
@@ -144,9 +145,7 @@ def run(
             rows,
             accepted.num_accepted,
             last,
-            None,
-            window=k + 1,
-            history_lens=[],
+            DraftWindows(k + 1, []),
             kv=kv,
             backend=backend,
         )
@@ -156,7 +155,6 @@ def run(
             rows,
             accepted.tokens,
             accepted.num_accepted,
-            None,
             max_position=MAX_POSITION,
             kv=kv,
             backend=backend,
@@ -215,7 +213,7 @@ def test_every_step_is_the_reference(
     if in_graph and DEVICE.type == "cpu":
         pytest.skip("needs a CUDA device")
     if not pdl:
-        for module in (acceptance, draft_inputs, draft_step, top_k):
+        for module in (acceptance, draft_inputs_triton, draft_triton, top_k):
             monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
     state = State.of(batch, k, vocab, hidden)
 

@@ -1,7 +1,6 @@
-"""History and accepted tokens -> history moved on, and the rows of the first draft pass."""
+"""Advance the history of requests, and build the inputs of the first draft pass."""
 
-from mtp_plugin.speculative.ops.draft_inputs.contract import DraftKVLengths, History, TargetRows
-from mtp_plugin.speculative.ops.draft_inputs.door import (
+from mtp_plugin.speculative.ops.draft_inputs.draft_inputs import (
     advance_and_build_inputs,
     advance_history,
     build_reused_inputs,
@@ -13,9 +12,16 @@ from mtp_plugin.speculative.ops.draft_inputs.rows import (
     context_rows_with_history,
     generation_window,
 )
+from mtp_plugin.speculative.ops.draft_inputs.types import (
+    DraftKVLengths,
+    DraftWindows,
+    History,
+    TargetRows,
+)
 
 __all__ = [
     "DraftKVLengths",
+    "DraftWindows",
     "History",
     "TargetRows",
     "accepted_rows",

@@ -1,4 +1,4 @@
-"""Pieces of draft inputs, in torch on any device: rows of prompts, windows, accepted columns."""
+"""Parts of draft inputs, in torch: rows of prompts, windows of generations, accepted tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mtp_plugin.errors import TensorContractError, expect
+from mtp_plugin.kernels.checks import expect_tensor
 from mtp_plugin.speculative.step import DraftInputs
 
 
@@ -18,7 +19,7 @@ def generation_window(
     first_position: torch.Tensor,
     window: int,
 ) -> DraftInputs:
-    """W pairs of (state, token one further on) per generation, the last token emitted last.
+    """Return W pairs of (state, following token) per generation, ending with its last token.
 
     With entries ``q r s t u v w`` (K = 3 pool pairs, then this step's inputs), n = 2 and the bonus
     ``x``: the exact window of 4 starts at entry n - 1 = 1 and gives states of ``r s t u`` with
@@ -27,15 +28,12 @@ def generation_window(
     Args:
         entry_tokens: [G, E] int32. entry_states: [G, E, H].
         first_entry: [G] int64, where the window starts.
-        last_tokens: [G] the emitted token behind the window.
+        last_tokens: [G] the last output token, which follows the window.
         first_position: [G] position of the window's first state; negative rows are dead.
         window: W.
 
     Returns:
         DraftInputs with G*W rows; ids and positions of dead rows are 0.
-
-    Raises:
-        TensorContractError: tensors of other shapes, or a window wider than the entries.
     """
     num_generations, num_entries = entry_tokens.shape
     expect(
@@ -72,16 +70,16 @@ def context_rows(
     context_lens: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> DraftInputs:
-    """Prompt chunks moved on by one, each chunk's last token taken from ``last_tokens``.
+    """Return prompt chunks shifted by one, each chunk's last token taken from ``last_tokens``.
 
-    Prompt ``p q r s`` with emitted ``t``: tokens ``q r s t``, states of ``p q r s``.
+    Prompt ``p q r s`` with output ``t``: tokens ``q r s t``, states of ``p q r s``.
 
     Args:
-        input_ids: [N] the context rows. position_ids: [N]. hidden_states: [N, H].
-        context_lens: [C] chunk lengths on the device. last_tokens: [C].
-
-    Raises:
-        TensorContractError: tensors of other shapes.
+        input_ids: [N] the context rows.
+        position_ids: [N].
+        hidden_states: [N, H].
+        context_lens: [C] chunk lengths on the device.
+        last_tokens: [C].
     """
     _expect_shape("position_ids", position_ids, input_ids.shape[0])
     _expect_rows(hidden_states, input_ids.shape[0])
@@ -99,19 +97,18 @@ def context_rows_with_history(
     context_lens: Sequence[int],
     history_lens: Sequence[int],
 ) -> DraftInputs:
-    """Put the last ``history_lens[c]`` pool pairs of each context in front of its chunk rows.
+    """Insert the last ``history_lens[c]`` pool pairs of each context before its chunk rows.
 
-    A chunk that continues a prompt rewrites the draft rows of the chunk before, whose tokens were
-    guesses there. Prompt ``p q r | s`` with K = 2, emitted ``t``: the second chunk is fed as
-    states of ``q r s`` with tokens ``r s t``.
+    A chunk that continues a prompt rewrites the draft rows of the previous chunk, whose following
+    tokens were not known then. Prompt ``p q r | s`` with K = 2 and output ``t``: the second chunk
+    is fed as states of ``q r s`` with tokens ``r s t``.
 
     Args:
-        rows: the chunk rows of :func:`context_rows`. chunk_ids: [N] the chunks themselves.
-        pool_tokens: [C, K], pool_states: [C, K, H]: the history before this step.
-        context_lens, history_lens: host lengths per context, history at most K.
-
-    Raises:
-        TensorContractError: tensors of other shapes, or more history than there is.
+        rows: the chunk rows of :func:`context_rows`.
+        chunk_ids: [N] the chunks themselves.
+        pool_tokens: [C, K] tokens before this step.
+        pool_states: [C, K, H] states before this step.
+        context_lens, history_lens: per context, on the host; history at most K.
     """
     width = pool_tokens.shape[1]
     num_rows = rows.input_ids.shape[0]
@@ -158,16 +155,14 @@ def context_rows_with_history(
 def accepted_rows(
     accepted_tokens: torch.Tensor, position_ids: torch.Tensor, hidden_states: torch.Tensor
 ) -> DraftInputs:
-    """The K+1 rows of each generation for a reused layer: accepted tokens with this step's states.
+    """Return the K+1 rows of each generation for a reused layer: accepted tokens, step's states.
 
-    Columns past the run repeat the last accepted token; nobody reads their results.
+    Columns after the accepted tokens repeat the last one; their results are not used.
 
     Args:
-        accepted_tokens: [G, K+1] with negative padding behind the run.
-        position_ids: [G*(K+1)]. hidden_states: [G*(K+1), H].
-
-    Raises:
-        TensorContractError: tensors of other shapes.
+        accepted_tokens: [G, K+1], then negative padding.
+        position_ids: [G*(K+1)].
+        hidden_states: [G*(K+1), H].
     """
     num_generations, width = accepted_tokens.shape
     _expect_shape("position_ids", position_ids, num_generations * width)
@@ -181,11 +176,7 @@ def accepted_rows(
 
 
 def concatenate(first: DraftInputs, second: DraftInputs) -> DraftInputs:
-    """Context rows, then generation rows; states in the type of the contexts'.
-
-    Raises:
-        TensorContractError: states of different widths.
-    """
+    """Return context rows, then generation rows, with states in the dtype of the first."""
     widths = first.hidden_states.shape[1], second.hidden_states.shape[1]
     expect(
         widths[0] == widths[1],
@@ -200,16 +191,8 @@ def concatenate(first: DraftInputs, second: DraftInputs) -> DraftInputs:
 
 
 def _expect_shape(name: str, tensor: torch.Tensor, size: int) -> None:
-    expect(
-        tensor.shape == (size,),
-        TensorContractError,
-        f"{name}: expected [{size}], got {list(tensor.shape)}",
-    )
+    expect_tensor(name, tensor, shape=(size,))
 
 
 def _expect_rows(hidden_states: torch.Tensor, num_rows: int) -> None:
-    expect(
-        hidden_states.dim() == 2 and hidden_states.shape[0] == num_rows,
-        TensorContractError,
-        f"hidden_states: expected [{num_rows}, H], got {list(hidden_states.shape)}",
-    )
+    expect_tensor("hidden_states", hidden_states, shape=(num_rows, "H"))

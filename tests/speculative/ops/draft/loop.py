@@ -1,4 +1,4 @@
-"""The buffers that a draft loop writes to, and logits of real sizes."""
+"""The buffers that a draft loop writes, and logits of real sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.speculative.ops.on_device import DEVICE, poisoned
 
 @dataclass
 class Loop:
-    """The buffers of a draft loop with room around everything, so that stray writes are seen."""
+    """The buffers of a draft loop with spare elements around each, which show stray writes."""
 
     drafts: torch.Tensor  # [R + 1, K + 1]
     following: torch.Tensor  # [R + 1, K + 3], the column is one further on
@@ -63,8 +63,8 @@ class Loop:
 
 
 def real_logits(rows: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocab, generator=dice).to(DEVICE, dtype)
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=rng).to(DEVICE, dtype)
     logits[3::17] = torch.nan
     logits[5::7, ::2] = -torch.inf
     logits[6::7, 11::5003] = torch.inf

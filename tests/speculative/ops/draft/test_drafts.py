@@ -1,4 +1,4 @@
-"""Drafts of logits: story, torch and kernels; whatever no pass may touch stays as it is."""
+"""Drafts of logits: example, torch reference and Triton agree, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.top_k.launch import split
-from mtp_plugin.speculative.ops.draft import draft_argmax, launch, propose
+from mtp_plugin.speculative.ops import draft_triton
+from mtp_plugin.speculative.ops.draft import draft_argmax, propose
 from mtp_plugin.speculative.step import DraftOutput
 from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.draft import story
+from tests.speculative.ops.draft import example
 from tests.speculative.ops.draft.loop import Loop, real_logits
 from tests.speculative.ops.on_device import (
     DEVICE,
@@ -41,38 +42,38 @@ both = pytest.mark.parametrize("backend", Backend)
     k=st.integers(1, 7),
     vocab=st.sampled_from(VOCABS),
     dtype=st.sampled_from(DTYPES),
-    behind=st.integers(0, 2),
+    gap=st.integers(0, 2),
     shift=st.booleans(),
     advance=st.booleans(),
     kv=st.booleans(),
     max_position=st.sampled_from([None, 30]),
     seed=st.integers(0, 2**31),
 )
-def test_a_draft_goes_to_every_reader_and_nowhere_else(
-    requests, k, vocab, dtype, behind, shift, advance, kv, max_position, seed
+def test_a_draft_is_written_for_every_reader(
+    requests, k, vocab, dtype, gap, shift, advance, kv, max_position, seed
 ) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    logits = strided(odd_rows(dice, requests, vocab, dtype), behind)
+    rng = torch.Generator().manual_seed(seed)
+    logits = strided(odd_rows(rng, requests, vocab, dtype), gap)
     before = logits.clone()
     column = random.Random(seed).randrange(k)
-    # what is told
-    drafts = vector([story.proposal(row) for row in logits.double().tolist()], torch.int32)
-    told = Loop.of(seed, requests, k)
-    told.drafts[:requests, column] = drafts
-    told.following[:requests, column + 2] = drafts
+
+    drafts = vector([example.proposal(row) for row in logits.double().tolist()], torch.int32)
+    expected = Loop.of(seed, requests, k)
+    expected.drafts[:requests, column] = drafts
+    expected.following[:requests, column + 2] = drafts
     if shift:
-        told.shifted[told.last_rows + column + 1] = drafts
+        expected.shifted[expected.last_rows + column + 1] = drafts
     if advance:
-        told.positions[:requests] += 1
+        expected.positions[:requests] += 1
         if max_position is not None:
-            told.positions[:requests].clamp_max_(max_position)
-        told.kv_lens[:requests] += int(kv)
+            expected.positions[:requests].clamp_max_(max_position)
+        expected.kv_lens[:requests] += int(kv)
     for backend in Backend:
         loop = Loop.of(seed, requests, k)
         with poisoned_memory():
-            place = loop.column(column, shift, advance, kv, max_position)
-            propose(logits, place, backend=backend)
-        loop.assert_same(told)
+            output = loop.column(column, shift, advance, kv, max_position)
+            propose(logits, output, backend=backend)
+        loop.assert_same(expected)
     assert same_bits(logits, before)
 
 
@@ -86,11 +87,11 @@ def test_a_draft_goes_to_every_reader_and_nowhere_else(
 def test_draft_argmax(rows, vocab, dtype, seed) -> None:
     logits = strided(odd_rows(torch.Generator().manual_seed(seed), rows, vocab, dtype), 1)
     before = logits.clone()
-    told = vector([story.proposal(row) for row in logits.double().tolist()], torch.int32)
+    expected = vector([example.proposal(row) for row in logits.double().tolist()], torch.int32)
     for backend in Backend:
         with poisoned_memory():
             drafts = draft_argmax(logits, backend=backend)
-        assert same_bits(drafts, told)
+        assert same_bits(drafts, expected)
     assert same_bits(logits, before)
 
 
@@ -101,14 +102,14 @@ def test_draft_argmax(rows, vocab, dtype, seed) -> None:
     ids=["tie", "nan", "nothing"],
 )
 def test_odd_rows(backend: Backend, row: list[float], draft: int) -> None:
-    assert story.proposal(row) == draft
+    assert example.proposal(row) == draft
     assert draft_argmax(torch.tensor([row], device=DEVICE), backend=backend).tolist() == [draft]
 
 
 @both
-def test_a_whole_loop_moves_every_window_on(backend: Backend) -> None:
-    """Depth after depth reads its window one place further on, as the story moves sequences."""
-    k, vocab, dice, r = 4, 2049, torch.Generator().manual_seed(5), random.Random(5)
+def test_a_loop_shifts_every_window(backend: Backend) -> None:
+    """Each depth reads its window of ids one element further, as the example shifts sequences."""
+    k, vocab, rng, r = 4, 2049, torch.Generator().manual_seed(5), random.Random(5)
     sequences = [[r.randrange(vocab) for _ in range(n)] for n in (3, 1, 2)]
     flat = [token for tokens in sequences for token in tokens]
     loop = Loop.of(0, 3, k)
@@ -116,10 +117,10 @@ def test_a_whole_loop_moves_every_window_on(backend: Backend) -> None:
     loop.shifted = poisoned(len(flat) + k, dtype=torch.int32)
     loop.shifted[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
     for column in range(k):
-        logits = odd_rows(dice, 3, vocab, torch.float32).to(DEVICE)
+        logits = odd_rows(rng, 3, vocab, torch.float32).to(DEVICE)
         propose(logits, loop.column(column, True, True, True), backend=backend)
-        drafts = [story.proposal(row) for row in logits.tolist()]
-        sequences = story.move_on(sequences, drafts)
+        drafts = [example.proposal(row) for row in logits.tolist()]
+        sequences = example.shift_windows(sequences, drafts)
         window = loop.shifted[column + 1 : column + 1 + len(flat)]
         assert window.tolist() == [token for tokens in sequences for token in tokens]
 
@@ -139,72 +140,84 @@ def test_ties_across_pieces_go_to_the_lowest_id(backend: Backend) -> None:
 @both
 def test_strided_arguments(backend: Backend) -> None:
     logits = odd_rows(torch.Generator().manual_seed(2), 3, 9, torch.float32).to(DEVICE)
-    refused = {"logits": "logits: expected floats [R, V], V >= 1, with contiguous rows"}
+    refused = {"logits": "logits: expected row-contiguous"}
     check_strided_arguments(draft_argmax, {"logits": logits}, refused=refused, backend=backend)
-    place = replace(
+    output = replace(
         Loop.of(2, 3, 2).column(0, True, True, True, 30),
         drafts=poisoned(3, 2, dtype=torch.int32),
         next_tokens=poisoned(3, 3, dtype=torch.int32),
         vocab_ids=vector(range(3, 12), torch.int32),
     )
     refused |= {
-        "place.drafts": "drafts: expected torch.int32 [3, > 0] with contiguous rows",
-        "place.next_tokens": "next_tokens: expected torch.int32 [3, > 1] with contiguous rows",
-        "place.shifted_ids": "shifted_ids: expected a contiguous vector of integers",
-        "place.positions": "positions: expected a contiguous vector of integers [3]",
-        "place.kv_lens": "kv_lens: expected a contiguous vector of integers [>= 3]",
-        "place.vocab_ids": "vocab_ids: expected a contiguous vector",
+        "output.drafts": "drafts: expected row-contiguous torch.int32 tensor [3, >= 1]",
+        "output.next_tokens": "next_tokens: expected row-contiguous torch.int32 tensor [3, >= 2]",
+        "output.shifted_ids": "shifted_ids: expected contiguous integer tensor",
+        "output.positions": "positions: expected contiguous integer tensor [3]",
+        "output.kv_lens": "kv_lens: expected contiguous integer tensor [>= 3]",
+        "output.vocab_ids": "vocab_ids: expected a contiguous vector",
     }
-    arguments = {"logits": logits, "place": place}
+    arguments = {"logits": logits, "output": output}
     check_strided_arguments(propose, arguments, refused=refused, backend=backend)
 
 
-def narrower(place: DraftOutput, name: str) -> DraftOutput:
-    return replace(place, **{name: getattr(place, name)[:-1]})
+def narrower(output: DraftOutput, name: str) -> DraftOutput:
+    return replace(output, **{name: getattr(output, name)[:-1]})
 
 
-def other(place: DraftOutput, name: str, dtype: torch.dtype) -> DraftOutput:
-    return replace(place, **{name: getattr(place, name).to(dtype)})
+def other(output: DraftOutput, name: str, dtype: torch.dtype) -> DraftOutput:
+    return replace(output, **{name: getattr(output, name).to(dtype)})
 
 
 @both
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda place: narrower(place, "drafts"), r"drafts: .* \[2, > 0\] .* got .* \[1, 3\]"),
-        (lambda place: narrower(place, "next_tokens"), r"next_tokens: .* \[2, > 1\]"),
-        (lambda place: replace(place, column=3), r"drafts: .* \[2, > 3\] .* got .* \[2, 3\]"),
-        (lambda place: replace(place, column=-1), r"drafts: .* \[2, > -1\]"),
-        (lambda place: narrower(place, "positions"), r"positions: .* \[2\], got .* \[1\]"),
+        (lambda o: narrower(o, "drafts"), r"drafts: .* \[2, >= 1\].* got .* \[1, 3\]"),
+        (lambda o: narrower(o, "next_tokens"), r"next_tokens: .* \[2, >= 2\]"),
+        (lambda o: replace(o, column=3), r"drafts: .* \[2, >= 4\].* got .* \[2, 3\]"),
+        (lambda o: replace(o, column=-1), "column: expected an integer >= 0, got -1"),
+        (lambda o: narrower(o, "positions"), r"positions: .* \[2\], got .* \[1\]"),
         (
-            lambda place: replace(place, positions=vector([1, 2, 3])),
+            lambda o: replace(o, positions=vector([1, 2, 3])),
             r"positions: .* \[2\], got .* \[3\]",
         ),
-        (lambda place: narrower(place, "kv_lens"), r"kv_lens: .* \[>= 2\], got .* \[1\]"),
-        (lambda place: narrower(place, "last_rows"), r"last_rows: expected \[2\] .* got \[1\]"),
-        (lambda place: replace(place, last_rows=None), r"last_rows: expected \[2\] .* got None"),
-        (lambda place: replace(place, shifted_ids=place.shifted_ids[:0]), "shifted_ids: expected"),
+        (lambda o: narrower(o, "kv_lens"), r"kv_lens: .* \[>= 2\], got .* \[1\]"),
         (
-            lambda place: other(place, "drafts", torch.int8),
-            "drafts: expected torch.int32 .* got torch.int8",
+            lambda o: narrower(o, "last_rows"),
+            r"last_rows: expected tensor \[2\], got .* \[1\]",
         ),
-        (lambda place: other(place, "next_tokens", torch.int64), "next_tokens: .* got torch.int64"),
-        (lambda place: other(place, "positions", torch.float32), "positions: .* got torch.float"),
+        (
+            lambda o: replace(o, last_rows=None),
+            r"last_rows: expected tensor \[2\], got None",
+        ),
+        (
+            lambda o: replace(o, shifted_ids=o.shifted_ids[:0]),
+            "shifted_ids: expected",
+        ),
+        (
+            lambda o: other(o, "drafts", torch.int8),
+            "drafts: expected .*torch.int32 .* got torch.int8",
+        ),
+        (
+            lambda o: other(o, "next_tokens", torch.int64),
+            "next_tokens: .* got torch.int64",
+        ),
+        (lambda o: other(o, "positions", torch.float32), "positions: .* got torch.float"),
     ],
 )
-def test_places_that_do_not_fit(
+def test_wrong_outputs_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     backend: Backend,
     change: Callable[[DraftOutput], DraftOutput],
     message: str,
 ) -> None:
     """Refused before anything runs or is written."""
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, draft_triton)
     loop = Loop.of(3, 2, 3)
     before = copy.deepcopy(loop)
-    place = change(loop.column(0, True, True, True))
+    output = change(loop.column(0, True, True, True))
     with pytest.raises(TensorContractError, match=message):
-        propose(torch.zeros(2, 5, device=DEVICE), place, backend=backend)
+        propose(torch.zeros(2, 5, device=DEVICE), output, backend=backend)
     loop.assert_same(before)
 
 
@@ -214,11 +227,11 @@ def test_places_that_do_not_fit(
     [torch.zeros(5), torch.zeros(2, 0), torch.zeros(2, 5).int(), torch.zeros(5, 2).T],
     ids=["vector", "no columns", "integers", "columns for rows"],
 )
-def test_logits_that_do_not_fit(backend: Backend, logits: torch.Tensor) -> None:
-    place = Loop.of(3, 2, 1).column(0)
-    with pytest.raises(TensorContractError, match="logits: expected floats"):
-        propose(logits.to(DEVICE), place, backend=backend)
-    with pytest.raises(TensorContractError, match="logits: expected floats"):
+def test_wrong_logits_are_refused(backend: Backend, logits: torch.Tensor) -> None:
+    output = Loop.of(3, 2, 1).column(0)
+    with pytest.raises(TensorContractError, match=r"logits: expected .*tensor"):
+        propose(logits.to(DEVICE), output, backend=backend)
+    with pytest.raises(TensorContractError, match=r"logits: expected .*tensor"):
         draft_argmax(logits.to(DEVICE), backend=backend)
 
 
@@ -234,10 +247,10 @@ def test_real_shapes(requests: int, k: int, vocab: int, dtype: torch.dtype) -> N
     theirs = copy.deepcopy(mine)
     for column in range(k):
         with poisoned_memory():
-            place = mine.column(column, True, True, True, 40)
-            propose(logits, place, backend=Backend.TRITON)
-        place = theirs.column(column, True, True, True, 40)
-        propose(logits, place, backend=Backend.TORCH)
+            output = mine.column(column, True, True, True, 40)
+            propose(logits, output, backend=Backend.TRITON)
+        output = theirs.column(column, True, True, True, 40)
+        propose(logits, output, backend=Backend.TORCH)
         mine.assert_same(theirs)
     assert torch.equal(mine.drafts[:requests, 0], best_ids(logits).int())
 
@@ -263,8 +276,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int) -> None:
 
     def step() -> None:
         for column in range(k):
-            place = loop.column(column, True, True, True, 55)
-            propose(logits[column], place, backend=Backend.TRITON)
+            output = loop.column(column, True, True, True, 55)
+            propose(logits[column], output, backend=Backend.TRITON)
 
     graph, _ = captured(step)
     for seed in (10, 20):
@@ -278,8 +291,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         for column in range(k):
-            place = fresh.column(column, True, True, True, 55)
-            propose(logits[column], place, backend=Backend.TORCH)
+            output = fresh.column(column, True, True, True, 55)
+            propose(logits[column], output, backend=Backend.TORCH)
         loop.assert_same(fresh)
     with read_back_forbidden():
         step()

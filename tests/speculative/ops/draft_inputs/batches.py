@@ -1,4 +1,4 @@
-"""Batches whose states are known: that of position p of request r is a number that says so."""
+"""Batches with known states: that of position p of request r is a number of p and r."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import (
     DraftKVLengths,
+    DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
@@ -20,8 +21,8 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 from mtp_plugin.speculative.step import DrafterInputs, StepLayout
 from tests.doors import poisoned_memory
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.draft_inputs import story
-from tests.speculative.ops.draft_inputs.story import Pair
+from tests.speculative.ops.draft_inputs import example
+from tests.speculative.ops.draft_inputs.example import Pair
 from tests.speculative.ops.on_device import DEVICE, POISON, poisoned
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -30,13 +31,13 @@ Pools = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Request:
-    """A request's committed tokens and inputs, and what this step emits behind them."""
+    """A request's committed tokens and inputs, and the output tokens of this step."""
 
     tokens: list[int]  # prompt so far, or committed tokens and the inputs of the step
     start: int  # first position of this step
     emitted: list[int]  # of a generation
-    successor: int  # behind a chunk
-    history: int  # rows in front of a chunk
+    successor: int  # the token after a chunk
+    history: int  # rows before a chunk
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Batch:
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype = torch.float32
     id_dtype: torch.dtype = torch.int32
-    behind: int = 0  # columns behind H
+    spare: int = 0  # columns after H
     sharing: int = 0  # generations at the end that share the last slot, as padding does
     seed: int = 0
 
@@ -78,7 +79,7 @@ class Batch:
             self.states(name, [float(p) for p in range(request.start, len(request.tokens))])
             for name, request in enumerate(everyone)
         ]
-        wide = torch.full((len(flat), self.hidden + self.behind), torch.nan, dtype=self.dtype)
+        wide = torch.full((len(flat), self.hidden + self.spare), torch.nan, dtype=self.dtype)
         if rows:
             wide[:, : self.hidden] = torch.cat(rows).to(self.dtype)
         positions = [p for r in everyone for p in range(r.start, len(r.tokens))]
@@ -106,12 +107,12 @@ class Batch:
         self.kv_lens = int32([len(r.tokens) for r in everyone] + [POISON] * 2)
 
     def past(self, request: Request) -> list[Pair]:
-        """The K pairs before this step; zeros stand before the first token."""
+        """The K pairs before this step; zeros before the first token."""
         first = range(request.start - self.k, request.start)
         return [Pair(request.tokens[p], float(p)) if p >= 0 else Pair(0, -1.0) for p in first]
 
     def states(self, name: int, positions: list[float]) -> torch.Tensor:
-        """[N, H], exact in every type; a power of two tells columns apart."""
+        """[N, H], exact in every type, with another power of two per column."""
         numbers = torch.tensor(positions).reshape(-1, 1) + 1 + 32 * (name % 7)
         return (numbers * 2.0 ** (torch.arange(self.hidden) % 7 - 3)).to(DEVICE)
 
@@ -130,7 +131,7 @@ class Batch:
 
     @property
     def rows(self) -> TargetRows:
-        return TargetRows(self.input_ids, self.hidden_states)
+        return TargetRows(self.input_ids, self.hidden_states, self.successors)
 
     @property
     def history_lens(self) -> list[int]:
@@ -158,12 +159,9 @@ class Batch:
                 self.rows,
                 self.num_accepted,
                 self.last_tokens,
-                self.successors,
-                window=window,
-                history_lens=self.history_lens,
+                DraftWindows(window, self.history_lens, **options),
                 kv=DraftKVLengths(self.kv_lens, floor),
                 backend=backend,
-                **options,
             )
         return first, pools
 
@@ -176,37 +174,37 @@ class Batch:
                 self.rows,
                 self.accepted,
                 self.num_accepted,
-                self.successors,
                 max_position=max_position,
                 kv=DraftKVLengths(self.kv_lens, floor),
                 backend=backend,
             )
 
-    def told(self, window: int) -> list[list[story.Row]]:
+    def expected(self, window: int) -> list[list[example.Row]]:
         """The rows of every request over K layers."""
         rows = [
-            story.chunk([*r.tokens, r.successor], r.start, len(r.tokens), r.history)
+            example.chunk([*r.tokens, r.successor], r.start, len(r.tokens), r.history)
             for r in self.contexts
         ]
         return rows + [
-            story.window(r.tokens[: r.start + len(r.emitted)] + r.emitted[-1:], window)
+            example.window(r.tokens[: r.start + len(r.emitted)] + r.emitted[-1:], window)
             for r in self.generations
         ]
 
-    def told_reused(self) -> list[list[story.Row]]:
+    def expected_reused(self) -> list[list[example.Row]]:
         """The rows of every request for a reused layer."""
         rows = [
-            story.chunk([*r.tokens, r.successor], r.start, len(r.tokens), 0) for r in self.contexts
+            example.chunk([*r.tokens, r.successor], r.start, len(r.tokens), 0)
+            for r in self.contexts
         ]
         width = self.step_rows
-        return rows + [story.accepted(r.emitted, width, r.start) for r in self.generations]
+        return rows + [example.accepted(r.emitted, width, r.start) for r in self.generations]
 
-    def assert_rows(self, first: DrafterInputs, told: list[list[story.Row]]) -> None:
-        flat = [row for rows in told for row in rows]
+    def assert_rows(self, first: DrafterInputs, expected: list[list[example.Row]]) -> None:
+        flat = [row for rows in expected for row in rows]
         assert first.ids[: len(flat)].tolist() == [row.token for row in flat]
         assert first.positions.tolist() == [row.position for row in flat]
         at = 0
-        for name, rows in enumerate(told):
+        for name, rows in enumerate(expected):
             for row in rows:
                 if row.state is not None:
                     state = self.states(name, [float(row.state)])[0].to(self.dtype)
@@ -214,7 +212,7 @@ class Batch:
                 at += 1
 
     def assert_history(self, pools: Pools) -> None:
-        """Every slot of one request moved on, every other slot as it was."""
+        """Every slot of one request has advanced, every other slot has not changed."""
         before = self.pools()
         for name, request in enumerate(self.contexts + self.generations):
             slot = self.slots[name]
@@ -223,10 +221,10 @@ class Batch:
             span = range(request.start, len(request.tokens))
             read = [Pair(request.tokens[p], float(p)) for p in span]
             if name < len(self.contexts):
-                kept = story.after_prompt(self.past(request), read)
+                kept = example.after_prompt(self.past(request), read)
             else:
                 n = len(request.emitted)
-                kept = story.after_generation(self.past(request), read, n)
+                kept = example.after_generation(self.past(request), read, n)
             assert pools[0][slot].tolist() == [pair.token for pair in kept]
             states = self.states(name, [pair.state for pair in kept]).to(self.pool_dtype)
             assert torch.equal(pools[1][slot], states)
@@ -262,7 +260,7 @@ def make_batch(
         start = r.randint(1, 2 * k + 2)
         tokens = some(start + step_rows)
         n = r.randint(0 if stops else 1, step_rows)
-        # accepted drafts are the inputs behind the first, the last token is new
+        # accepted drafts are the inputs after the first, the last token is new
         emitted = [*tokens[start + 1 : start + n], r.randrange(1, 999)] if n else []
         generations.append(Request(tokens, start, emitted, 0, 0))
     return Batch(k, contexts, generations, hidden, seed=seed, **options)
@@ -279,12 +277,12 @@ batches = st.builds(
     dtype=st.sampled_from(FLOATS),
     pool_dtype=st.sampled_from(FLOATS),
     id_dtype=st.sampled_from([torch.int32, torch.int64]),
-    behind=st.integers(0, 3),
+    spare=st.integers(0, 3),
 )
 
 
 def assert_same_first(mine: DrafterInputs, theirs: DrafterInputs, rows: Any = slice(None)) -> None:
-    """All but the room behind the last row and the last request."""
+    """Compare all but the elements after the last row and the last request."""
     count, requests = theirs.positions.shape[0], theirs.last_rows.shape[0]
     assert mine.ids.shape == theirs.ids.shape
     for name, one, other in (
@@ -304,7 +302,7 @@ def assert_same_first(mine: DrafterInputs, theirs: DrafterInputs, rows: Any = sl
 
 def real_batch(seed: int, contexts: int, generations: int, k: int, hidden: int) -> Batch:
     """Random states of a real model's sizes."""
-    options = {"dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "behind": 64}
+    options = {"dtype": torch.bfloat16, "pool_dtype": torch.bfloat16, "spare": 64}
     batch = make_batch(seed, k, contexts, generations, hidden, **options)
     batch.hidden_states.normal_()
     batch.states_pool.normal_()

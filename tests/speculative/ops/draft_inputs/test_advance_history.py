@@ -1,4 +1,4 @@
-"""The history on its own: story equals torch equals the kernels, slots of nobody left alone."""
+"""The history alone: example, torch reference and Triton agree, other slots do not change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mtp_plugin.speculative.step import StepLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.draft_inputs import story
+from tests.speculative.ops.draft_inputs import example
 from tests.speculative.ops.draft_inputs.batches import FLOATS, int32
-from tests.speculative.ops.draft_inputs.story import Pair
+from tests.speculative.ops.draft_inputs.example import Pair
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import DEVICE, poisoned
 
@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("backend", Backend)
 H = 3
 
 
-# --- told in letters ---
+# --- examples in letters ---
 
 
 def pairs(letters: str) -> list[Pair]:
@@ -135,7 +135,7 @@ def test_every_count_of_a_generation(
     pools = Pools({0: pairs("abc")}, 1, 3, backend)
     pools.advance([0], [], [pairs(step)], [num_accepted], draft_len=len(step) - 1)
     pools.assert_slot(0, pairs(kept))
-    assert story.after_generation(pairs("abc"), pairs(step), num_accepted) == pairs(kept)
+    assert example.after_generation(pairs("abc"), pairs(step), num_accepted) == pairs(kept)
 
 
 @both
@@ -146,7 +146,7 @@ def test_every_length_of_a_chunk(backend: Backend, chunk: str, kept: str) -> Non
     pools = Pools({0: pairs("abc")}, 1, 3, backend)
     pools.advance([0], [pairs(chunk)], [], [])
     pools.assert_slot(0, pairs(kept))
-    assert story.after_prompt(pairs("abc"), pairs(chunk)) == pairs(kept)
+    assert example.after_prompt(pairs("abc"), pairs(chunk)) == pairs(kept)
 
 
 @both
@@ -186,21 +186,21 @@ def test_the_story_of_any_batch(
     seed: int,
 ) -> None:
     """Requests in any slots, padding rows that share the last one, everything else left alone."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     requests = num_contexts + num_generations
     num_slots = requests + 3
     sentinel = num_slots - 1
-    slots = dice.sample(range(sentinel), requests)
+    slots = rng.sample(range(sentinel), requests)
     draft_len = max(k - fewer, 0)
 
     def make(count: int) -> list[Pair]:
-        return [Pair(dice.randrange(100), float(dice.randrange(64))) for _ in range(count)]
+        return [Pair(rng.randrange(100), float(rng.randrange(64))) for _ in range(count)]
 
     past = {slot: make(k) for slot in slots}
     pools = Pools(past, num_slots, k, backend, dtype)
-    contexts = [make(dice.randint(1, 2 * k + 1)) for _ in range(num_contexts)]
+    contexts = [make(rng.randint(1, 2 * k + 1)) for _ in range(num_contexts)]
     steps = [make(draft_len + 1) for _ in range(num_generations + num_dummies)]
-    counts = [dice.randint(0, draft_len + 1) for _ in range(num_generations + num_dummies)]
+    counts = [rng.randint(0, draft_len + 1) for _ in range(num_generations + num_dummies)]
     pools.advance(
         slots + [sentinel] * num_dummies,
         contexts,
@@ -210,14 +210,14 @@ def test_the_story_of_any_batch(
         input_dtype=input_dtype,
     )
     for slot, chunk in zip(slots, contexts, strict=False):
-        pools.assert_slot(slot, story.after_prompt(past[slot], chunk))
+        pools.assert_slot(slot, example.after_prompt(past[slot], chunk))
     for slot, step, n in zip(slots[num_contexts:], steps, counts, strict=False):
-        pools.assert_slot(slot, story.after_generation(past[slot], step, n))
+        pools.assert_slot(slot, example.after_generation(past[slot], step, n))
     for slot in set(range(sentinel)) - set(slots):
         pools.assert_untouched(slot)
 
 
-# --- the kernels beside torch, on random bits ---
+# --- kernels and torch on random bits ---
 
 
 class Step:
@@ -235,25 +235,25 @@ class Step:
         dtype: torch.dtype = torch.float32,
         pool_dtype: torch.dtype = torch.float32,
         exact: bool = True,
-        behind: int = 0,
+        spare: int = 0,
         id_dtype: torch.dtype = torch.int32,
     ) -> None:
-        dice, r = torch.Generator().manual_seed(seed), random.Random(seed)
+        rng, r = torch.Generator().manual_seed(seed), random.Random(seed)
         requests = len(chunks) + num_generations
         self.sentinel = requests + 2
         slots = r.sample(range(self.sentinel), requests - sharing) + [self.sentinel] * sharing
         rows = sum(chunks) + num_generations * (k + 1)
 
         def noise(*shape: int, to: torch.dtype) -> torch.Tensor:
-            values = torch.randn(shape, generator=dice)
+            values = torch.randn(shape, generator=rng)
             return (values.bfloat16() if exact else values).to(to)
 
         def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=dice)
+            return torch.randint(low, high, shape, generator=rng)
 
         self.tokens_pool = numbers(0, 999, self.sentinel + 1, k).int().to(DEVICE)
         self.states_pool = noise(self.sentinel + 1, k, hidden, to=pool_dtype).to(DEVICE)
-        wide = torch.full((rows, hidden + behind), torch.nan, dtype=dtype)
+        wide = torch.full((rows, hidden + spare), torch.nan, dtype=dtype)
         wide[:, :hidden] = noise(rows, hidden, to=dtype)
         self.slots = torch.tensor(slots, device=DEVICE).long()
         self.input_ids = numbers(0, 999, rows).to(DEVICE, id_dtype)
@@ -278,8 +278,8 @@ class Step:
         """Kernels and torch leave the same in every slot but the shared one."""
         pools = self.advance(Backend.TRITON)
         expected = self.advance(Backend.TORCH)
-        for pool, told in zip(pools, expected, strict=True):
-            assert same_bits(pool[: self.sentinel], told[: self.sentinel])
+        for pool, other in zip(pools, expected, strict=True):
+            assert same_bits(pool[: self.sentinel], other[: self.sentinel])
         return pools
 
 
@@ -293,7 +293,7 @@ class Step:
     hidden=st.sampled_from([1, 3, 16, 130]),
     dtype=st.sampled_from(FLOATS),
     pool_dtype=st.sampled_from(FLOATS),
-    behind=st.integers(0, 3),
+    spare=st.integers(0, 3),
     id_dtype=st.sampled_from([torch.int32, torch.int64]),
 )
 def test_any_batch(seed: int, num_generations: int, sharing: int, **options: Any) -> None:
@@ -309,7 +309,7 @@ def test_any_batch(seed: int, num_generations: int, sharing: int, **options: Any
 
 @pytest.mark.gpu
 def test_states_are_rounded_into_a_narrow_pool() -> None:
-    """To the nearest; Triton's interpreter cuts bits off instead, so only a device can tell."""
+    """To the nearest; Triton's interpreter truncates, so this needs a device."""
     Step(
         1, 3, [2, 6], 3, 40, dtype=torch.float32, pool_dtype=torch.bfloat16, exact=False
     ).assert_same()
@@ -317,7 +317,7 @@ def test_states_are_rounded_into_a_narrow_pool() -> None:
 
 @pytest.mark.parametrize(("chunks", "generations"), [([1], 0), ([], 1)], ids=["prompt", "decode"])
 def test_a_wide_pool_keeps_its_bits(chunks: list[int], generations: int) -> None:
-    """An fp32 pool beside bf16 states: what stays in the history stays as it is."""
+    """An fp32 pool with bf16 states: entries that stay in the history keep their precision."""
     step = Step(
         1, 3, chunks, generations, 40, dtype=torch.bfloat16, pool_dtype=torch.float32, exact=False
     )
@@ -337,7 +337,7 @@ BRAINS = {"dtype": torch.bfloat16, "pool_dtype": torch.bfloat16}
 @pytest.mark.gpu
 @pytest.mark.parametrize(("chunks", "generations", "k", "hidden"), REAL)
 def test_real_shapes(chunks: list[int], generations: int, k: int, hidden: int) -> None:
-    step = Step(1, k, chunks, generations, hidden, sharing=3, behind=64, **BRAINS)
+    step = Step(1, k, chunks, generations, hidden, sharing=3, spare=64, **BRAINS)
     for _ in range(3):
         step.assert_same()
 
@@ -357,8 +357,8 @@ def test_in_a_cuda_graph(chunks: list[int], generations: int, k: int, hidden: in
         pools[1].copy_(other.states_pool)
         graph.replay()
         torch.cuda.synchronize()
-        for pool, told in zip(pools, other.advance(Backend.TORCH), strict=True):
-            assert same_bits(pool, told)
+        for pool, expected in zip(pools, other.advance(Backend.TORCH), strict=True):
+            assert same_bits(pool, expected)
 
 
 @pytest.mark.gpu

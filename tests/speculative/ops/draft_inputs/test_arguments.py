@@ -1,4 +1,4 @@
-"""Arguments of the doors: strided ones give the same, those that do not fit are refused by name."""
+"""Strided arguments give the same results; wrong arguments are refused by name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import (
     DraftKVLengths,
+    DraftWindows,
     History,
     advance_and_build_inputs,
     advance_history,
@@ -28,14 +29,14 @@ both = pytest.mark.parametrize("backend", Backend)
 Arguments = dict[str, Any]
 
 POOLS = {
-    "history.tokens": "history, tokens: expected contiguous torch.int32 [S, K]",
-    "history.states": "history, states: expected contiguous floats [S, K, H]",
-    "rows.hidden_states": "rows, hidden_states: expected rows without gaps",
+    "history.tokens": "history.tokens: expected contiguous torch.int32 tensor [S, >= 3]",
+    "history.states": "history.states: expected contiguous floating-point tensor [S, 3, 8]",
+    "rows.hidden_states": "rows.hidden_states: expected row-contiguous",
 }
 
 
 def a_batch() -> Batch:
-    """History rows in front of a chunk, generations, and no poison that equals nothing."""
+    """A batch with history rows before chunks, generations, and no NaN, which equals nothing."""
     batch = next(
         batch
         for seed in range(99)
@@ -59,8 +60,7 @@ def vanilla_arguments(batch: Batch) -> Arguments:
         "last_tokens": batch.last_tokens.clone(),
         "successors": batch.successors.clone(),
         "kv": DraftKVLengths(batch.kv_lens, 1),
-        "window": 4,
-        "history_lens": batch.history_lens,
+        "windows": DraftWindows(4, batch.history_lens),
     }
 
 
@@ -70,17 +70,16 @@ def reused_arguments(batch: Batch) -> Arguments:
         "rows": batch.rows,
         "accepted_tokens": batch.accepted,
         "num_accepted": batch.num_accepted,
-        "successors": batch.successors.clone(),
         "kv": DraftKVLengths(batch.kv_lens, 1),
         "max_position": 6,
     }
 
 
-def written(door: Callable[..., DrafterInputs]) -> Callable[..., DrafterInputs]:
-    """The door, and of its result what is written."""
+def written(op: Callable[..., DrafterInputs]) -> Callable[..., DrafterInputs]:
+    """The op, whose result is cut to the elements that are specified."""
 
     def call(**arguments: Any) -> DrafterInputs:
-        first = door(**arguments)
+        first = op(**arguments)
         rows, requests = first.positions.shape[0], first.last_rows.shape[0]
         return replace(
             first,
@@ -104,13 +103,9 @@ def test_strided_arguments_of_the_history(backend: Backend) -> None:
 def test_strided_arguments_over_layers(backend: Backend, in_place: bool) -> None:
     arguments = vanilla_arguments(a_batch())
     if in_place:
-        arguments["history_lens"] = [0, 0]
+        arguments["windows"] = DraftWindows(4, [0, 0], may_overwrite_states=True)
     check_strided_arguments(
-        written(advance_and_build_inputs),
-        arguments,
-        refused=POOLS,
-        may_overwrite_states=in_place,
-        backend=backend,
+        written(advance_and_build_inputs), arguments, refused=POOLS, backend=backend
     )
 
 
@@ -121,7 +116,7 @@ def test_strided_arguments_of_a_reused_layer(backend: Backend) -> None:
     )
 
 
-# --- what does not fit ---
+# --- wrong arguments ---
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -133,18 +128,23 @@ META = {"dtype": torch.int32, "device": "meta"}
 
 # the step has C = 2 contexts of 3 + 2 rows and G = 3 generations of K = 3: R = 5, T = 17; H = 8
 ROWS = [
-    ({"rows.input_ids": zeros(16, **ids)}, r"rows, input_ids: expected integers \[17\].*\[16\]"),
-    ({"rows.input_ids": zeros(17)}, "rows, input_ids: .*got torch.float32"),
-    ({"rows.hidden_states": zeros(16, 8)}, r"hidden_states: expected \[T, H\] with T = 17"),
-    ({"rows.hidden_states": zeros(17)}, r"hidden_states: expected \[T, H\]"),
-    ({"num_accepted": zeros(4, **ids)}, r"num_accepted: expected integers \[5\]"),
+    ({"rows.input_ids": zeros(16, **ids)}, r"rows.input_ids: .* \[17\].*\[16\]"),
+    ({"rows.input_ids": zeros(17)}, "rows.input_ids: .*got torch.float32"),
+    ({"rows.input_ids": [1] * 17}, r"rows.input_ids: .*got \[1, 1"),
+    ({"rows.hidden_states": zeros(16, 8)}, r"hidden_states: .*tensor \[17, H\]"),
+    ({"rows.hidden_states": zeros(17)}, r"hidden_states: .*tensor \[17, H\]"),
+    ({"rows.hidden_states": zeros(17, 8).bool()}, "hidden_states: .*got torch.bool"),
+    ({"num_accepted": zeros(4, **ids)}, r"num_accepted: expected integer tensor \[5\]"),
     ({"num_accepted": torch.zeros(5, **META)}, "num_accepted: .*on meta"),
     ({"layout.context_lens": torch.zeros(2, **META)}, "step, context_lens: .*on meta"),
 ]
 HISTORY = [
     ({"history.tokens": zeros(7, 2, **ids)}, r"history, tokens: .* K >= 3, got .*\[7, 2\]"),
     ({"history.tokens": zeros(7, 3)}, "history, tokens: .*got torch.float32"),
-    ({"history.states": zeros(7, 4, 8)}, r"history, states: .*K = 3 and H = 8, got .*\[7, 4, 8\]"),
+    (
+        {"history.states": zeros(7, 4, 8)},
+        r"history, states: .*K = 3 and H = 8, got .*\[7, 4, 8\]",
+    ),
     (
         {"rows.hidden_states": zeros(17, 9)},
         r"history, states: .*K = 3 and H = 9, got .*\[7, 3, 8\]",
@@ -154,25 +154,25 @@ HISTORY = [
     ({"history.slot_ids": zeros(5)}, "history, slot_ids: .*got torch.float32"),
 ]
 SUCCESSORS = [
-    ({"successors": None}, "successors: expected the tokens behind 2 chunks, got None"),
-    ({"successors": zeros(3, **ids)}, r"successors: expected integers \[2\]"),
+    ({"rows.successors": None}, r"successors: expected integer tensor \[2\].*, got None"),
+    ({"rows.successors": zeros(3, **ids)}, r"successors: expected integer tensor \[2\]"),
 ]
 POSITIONS = [
     ({"layout.positions": None}, "inputs: needs the step's positions, got None"),
     ({"layout.positions": torch.zeros(17, **META)}, "step, positions: .*on meta"),
 ]
 KV = [
-    ({"kv.lens": zeros(4, **ids)}, r"kv, lens: expected integers \[>= 5\] .*\[4\]"),
-    ({"kv.lens": zeros(5)}, "kv, lens: .*got torch.float32"),
+    ({"kv.lens": zeros(4, **ids)}, r"kv.lens: .* \[>= 5\] .*\[4\]"),
+    ({"kv.lens": zeros(5)}, "kv.lens: .*got torch.float32"),
 ]
 WINDOWS = [
-    ({"last_tokens": zeros(4, **ids)}, r"last_tokens: expected integers \[5\]"),
-    ({"window": 5}, r"window: expected 1 to K\+1 = 4 rows .*got 5"),
-    ({"window": 0}, r"window: expected 1 to K\+1 = 4 rows .*got 0"),
-    ({"history_lens": [1]}, "history_lens: .* each of 2 contexts, got"),
-    ({"history_lens": [4, 0]}, "history_lens: expected 0 to K = 3 rows"),
-    ({"history_lens": [-1, 0]}, "history_lens: expected 0 to K = 3 rows"),
-    ({"spare_rows": -1}, "spare_rows: expected 0 or more, got -1"),
+    ({"last_tokens": zeros(4, **ids)}, r"last_tokens: expected integer tensor \[5\]"),
+    ({"windows.window": 5}, r"window: expected an integer in 1\.\.4, got 5"),
+    ({"windows.window": 0}, "window: .*got 0"),
+    ({"windows.history_lens": [1]}, r"history_lens: expected one per context \(2\), got \[1\]"),
+    ({"windows.history_lens": [4, 0]}, r"history_lens: expected an integer in 0\.\.3, got 4"),
+    ({"windows.history_lens": [-1, 0]}, "history_lens: .* got -1"),
+    ({"windows.spare_rows": -1}, "spare_rows: expected an integer >= 0, got -1"),
 ]
 ACCEPTED = [
     ({"accepted_tokens": zeros(5, 3, **ids)}, r"accepted_tokens: .*\[5, 4\] .*\[5, 3\]"),
@@ -190,7 +190,7 @@ def a_small_step() -> Batch:
 
 @both
 @pytest.mark.parametrize(
-    ("door", "make", "change", "told"),
+    ("op", "make", "change", "message"),
     [
         *((advance_history, history_arguments, *case) for case in ROWS + HISTORY),
         *(
@@ -203,14 +203,14 @@ def a_small_step() -> Batch:
         ),
     ],
 )
-def test_odd_arguments_are_refused(
+def test_wrong_arguments_are_refused(
     backend: Backend,
-    door: Callable[..., Any],
+    op: Callable[..., Any],
     make: Callable[[Batch], Arguments],
     change: Arguments,
-    told: str,
+    message: str,
 ) -> None:
-    """By name, and before any pool moves."""
+    """By name, and before any pool changes."""
     arguments = make(a_small_step())
     for name, value in change.items():
         first, _, field = name.partition(".")
@@ -218,8 +218,8 @@ def test_odd_arguments_are_refused(
     history = arguments.get("history")
     pools = [] if history is None else [history.tokens, history.states]
     before = [pool.clone() for pool in pools]
-    with pytest.raises(TensorContractError, match=told):
-        door(**arguments, backend=backend)
+    with pytest.raises(TensorContractError, match=message):
+        op(**arguments, backend=backend)
     assert all(same_bits(pool, same) for pool, same in zip(pools, before, strict=True))
 
 

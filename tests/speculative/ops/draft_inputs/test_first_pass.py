@@ -1,4 +1,4 @@
-"""The first pass: story equals torch equals the kernels, every element written."""
+"""The first pass: example, torch reference and Triton agree, every element is written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import (
+    DraftWindows,
     History,
     advance_and_build_inputs,
     build_reused_inputs,
-    launch,
+    draft_inputs_triton,
 )
 from mtp_plugin.speculative.step import DrafterInputs
 from tests.kernels.top_k.launches import captured
@@ -49,7 +50,7 @@ def assert_same_pools(mine: Pools, theirs: Pools) -> None:
 
 @both
 def test_letters(backend: Backend) -> None:
-    """K = 3: the prompt `p q r | s` emitted `t`; the step read `t u v w` and emitted `u x`."""
+    """K = 3: the prompt `p q r | s` returned `t`; the step read `t u v w` and returned `u x`."""
     generation = Request(ids("pqrs" + "tuvw"), 4, ids("ux"), 0, 0)
     context = Request(ids("pqr" + "s"), 3, [], ids("t")[0], 2)
     batch = Batch(3, [context], [generation], hidden=2)
@@ -76,23 +77,23 @@ def test_layers_of_their_own(batch: Batch, exact: bool, floor: int | None, spare
     window = batch.k + int(exact)
     before = {name: value.clone() for name, value in batch.inputs().items()}
     first, pools = batch.vanilla(Backend.TORCH, window, floor, spare_rows=spare_rows)
-    told = batch.told(window)
-    lens = torch.tensor([len(rows) for rows in told], dtype=torch.int64)
+    expected = batch.expected(window)
+    lens = torch.tensor([len(rows) for rows in expected], dtype=torch.int64)
     assert first.ids.dtype == torch.int32
     assert first.ids.shape == (int(lens.sum()) + batch.k - 1,)
     assert first.states.shape == (int(lens.sum()) + spare_rows, batch.hidden)
-    batch.assert_rows(first, told)
+    batch.assert_rows(first, expected)
     batch.assert_history(pools)
     assert first.last_rows.tolist() == (lens.cumsum(0) - 1).tolist()
-    # cached by then: all of a prompt, of a generation what stands before the newest token
+    # cached by then: all of a prompt, all before the newest token of a generation
     cached = [len(r.tokens) for r in batch.contexts]
     cached += [max(r.start + len(r.emitted), floor or 0) for r in batch.generations]
-    assert first.kv_lens[: len(told)].tolist() == cached
+    assert first.kv_lens[: len(expected)].tolist() == cached
     kernels, kernel_pools = batch.vanilla(Backend.TRITON, window, floor, spare_rows=spare_rows)
     assert_same_first(kernels, first)
     assert kernels.states.shape == first.states.shape
     assert_same_pools(kernel_pools, pools)
-    # the room behind the rows is left alone
+    # elements after the rows are not written
     assert (kernels.ids[int(lens.sum()) :] == POISON).all()
     for name, value in batch.inputs().items():
         assert same_bits(value, before[name]), name
@@ -104,7 +105,7 @@ def test_a_reused_layer(batch: Batch, max_position: int | None, floor: int | Non
     """Positions and states are the step's own, and are not written."""
     before = {name: value.clone() for name, value in batch.inputs().items()}
     first = batch.reused(Backend.TORCH, max_position, floor)
-    batch.assert_rows(first, batch.told_reused())
+    batch.assert_rows(first, batch.expected_reused())
     ends = [len(r.tokens) for r in batch.contexts]
     ends += [r.start + len(r.emitted) for r in batch.generations]
     capped = [end if max_position is None else min(end, max_position) for end in ends]
@@ -115,9 +116,9 @@ def test_a_reused_layer(batch: Batch, max_position: int | None, floor: int | Non
     assert first.kv_lens[: len(ends)].tolist() == cached
     kernels = batch.reused(Backend.TRITON, max_position, floor)
     assert_same_first(kernels, first)
-    for given_back in (first, kernels):
-        assert given_back.positions is batch.positions
-        assert given_back.states is batch.hidden_states
+    for returned in (first, kernels):
+        assert returned.positions is batch.positions
+        assert returned.states is batch.hidden_states
     for name, value in batch.inputs().items():
         assert same_bits(value, before[name]), name
 
@@ -126,17 +127,16 @@ def test_a_reused_layer(batch: Batch, max_position: int | None, floor: int | Non
 def test_kv_lengths_are_given_where_the_host_has_some(backend: Backend) -> None:
     batch = make_batch(3, 3, 1, 2, 16)
     history = History(*batch.pools(), batch.slot_ids)
-    step = batch.layout, batch.rows, batch.accepted, batch.num_accepted, batch.successors
+    step = batch.layout, batch.rows, batch.accepted, batch.num_accepted
     assert build_reused_inputs(*step, max_position=None, backend=backend).kv_lens is None
     step = batch.layout, history, batch.rows, batch.num_accepted, batch.last_tokens
-    lens = batch.history_lens
-    options = {"window": 4, "history_lens": lens, "backend": backend}
-    assert advance_and_build_inputs(*step, batch.successors, **options).kv_lens is None
+    windows = DraftWindows(4, batch.history_lens)
+    assert advance_and_build_inputs(*step, windows, backend=backend).kv_lens is None
 
 
 @both
 def test_an_empty_batch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, draft_inputs_triton)
     batch = Batch(3, [], [], hidden=8)
     first, pools = batch.vanilla(backend, 4, spare_rows=1)
     assert (first.ids.shape, first.states.shape) == ((2,), (1, 8))
@@ -148,8 +148,8 @@ def test_an_empty_batch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> No
 
 @both
 @pytest.mark.parametrize("window", [3, 4])
-def test_requests_that_emitted_nothing(backend: Backend, window: int) -> None:
-    """A row of dead logits emits nothing: the request fails, its rows are still valid inputs."""
+def test_requests_without_output(backend: Backend, window: int) -> None:
+    """Without a finite logit the request fails; its rows are still valid inputs."""
     batch = make_batch(3, 3, 1, 6, 8, stops=True)
     assert any(not request.emitted for request in batch.generations)
     first, pools = batch.vanilla(backend, window)
@@ -177,7 +177,7 @@ def test_padding_rows_may_share_a_slot(backend: Backend, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(
     "pool_dtype",
-    # Triton's interpreter cuts bits off instead, so only a device can tell
+    # Triton's interpreter truncates, so this needs a device
     [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
     ids=str,
 )
@@ -185,9 +185,9 @@ def test_states_are_rounded_once(pool_dtype: torch.dtype) -> None:
     """Values of many bits into a pool of another type, and out of it again."""
     dtype = torch.bfloat16 if pool_dtype == torch.float32 else torch.float32
     batch = make_batch(5, 3, 2, 3, 40, dtype=dtype, pool_dtype=pool_dtype)
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     for tensor in (batch.hidden_states, batch.states_pool):
-        noise = torch.randn(tensor.shape, generator=dice).to(tensor.dtype)
+        noise = torch.randn(tensor.shape, generator=rng).to(tensor.dtype)
         tensor.copy_(noise.to(torch.bfloat16) if tensor is batch.states_pool else noise)
     first, pools = batch.vanilla(Backend.TRITON, 4)
     expected, expected_pools = batch.vanilla(Backend.TORCH, 4)
@@ -220,7 +220,7 @@ def test_real_shapes(contexts: int, generations: int, k: int, hidden: int, exact
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device() -> None:
-    """Prompts, history in front of chunks and generations in one step."""
+    """Prompts, history before chunks and generations in one step."""
     batch = real_batch(2, 4, 16, 3, 4096)
     assert any(batch.history_lens)
     pools = batch.pools()
@@ -265,7 +265,7 @@ def test_in_a_cuda_graph(generations: int, k: int, hidden: int, vanilla: bool) -
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
-    """Pools and states so large that their last rows lie behind 2**31 elements."""
+    """Pools and states so large that their last rows start after 2**31 elements."""
     device_memory(24)
     k, hidden = 3, 7168
     near = real_batch(4, 2, 3, k, hidden)

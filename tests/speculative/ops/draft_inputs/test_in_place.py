@@ -1,4 +1,4 @@
-"""Where the first pass leaves the step's states in their own memory, and what that saves."""
+"""When the first pass uses the memory of the step's states, and which copies that saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.draft_inputs import launch
+from mtp_plugin.speculative.ops.draft_inputs import draft_inputs_triton
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs.batches import (
     FLOATS,
@@ -54,8 +54,8 @@ def test_the_same_rows_and_pools(
     if backend is Backend.TRITON:
         assert (first.states is batch.hidden_states) == (num_contexts > 0)
     assert_same_first(first, expected)
-    for pool, told in zip(pools, expected_pools, strict=True):
-        assert same_bits(pool, told)
+    for pool, expected in zip(pools, expected_pools, strict=True):
+        assert same_bits(pool, expected)
     prompts = sum(batch.lens)
     assert same_bits(batch.hidden_states[:prompts], before[:prompts])
 
@@ -81,7 +81,7 @@ def prompts_with_history() -> Batch:
         (prompts_and_generations(), 3, {"may_overwrite_states": True}),
         (prompts_and_generations(draft_len=2), 4, {"may_overwrite_states": True}),
         (prompts_and_generations(), 4, {"may_overwrite_states": True, "spare_rows": 1}),
-        (prompts_and_generations(behind=1), 4, {"may_overwrite_states": True}),
+        (prompts_and_generations(spare=1), 4, {"may_overwrite_states": True}),
         (prompts_and_generations(), 4, {}),
     ],
     ids=[
@@ -107,9 +107,9 @@ def test_elsewhere_the_states_are_left_alone(
 def test_prompts_alone_are_not_written(
     monkeypatch: pytest.MonkeyPatch, may_overwrite: bool
 ) -> None:
-    """Without generations nothing is overwritten, so nobody has to allow it; nothing is copied."""
+    """Without generations nothing is overwritten, so it needs no permission; nothing is copied."""
     batch = make_batch(2, 3, 3, 0, 16, remembers=False)
-    kernel, copies = launch.context_rows_kernel, []
+    kernel, copies = draft_inputs_triton.context_rows_kernel, []
 
     class Watched:
         def __getitem__(self, grid: tuple[int]) -> Any:
@@ -119,7 +119,7 @@ def test_prompts_alone_are_not_written(
 
             return run
 
-    monkeypatch.setattr(launch, "context_rows_kernel", Watched())
+    monkeypatch.setattr(draft_inputs_triton, "context_rows_kernel", Watched())
     first, _ = batch.vanilla(Backend.TRITON, 4, may_overwrite_states=may_overwrite)
     assert first.states is batch.hidden_states
     batch.vanilla(Backend.TRITON, 4, spare_rows=1)

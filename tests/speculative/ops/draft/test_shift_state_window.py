@@ -1,4 +1,4 @@
-"""State windows moved on: story, torch and kernel, also where all is one buffer."""
+"""Shifted state windows: example, torch reference and Triton agree, also in one buffer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.draft import launch, place_last_states
+from mtp_plugin.speculative.ops import draft_triton
+from mtp_plugin.speculative.ops.draft import shift_state_window
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.draft import story
+from tests.speculative.ops.draft import example
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, replay_in_graph, vector
 
 both = pytest.mark.parametrize("backend", Backend)
@@ -28,9 +29,9 @@ def flat(sequences: list[list[Any]]) -> list[Any]:
 
 
 def filled(rows: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(seed)
-    states = torch.randn(rows, hidden, generator=dice).to(DEVICE, dtype)
-    states[torch.rand(rows, hidden, generator=dice).to(DEVICE) < 0.05] = torch.nan
+    rng = torch.Generator().manual_seed(seed)
+    states = torch.randn(rows, hidden, generator=rng).to(DEVICE, dtype)
+    states[torch.rand(rows, hidden, generator=rng).to(DEVICE) < 0.05] = torch.nan
     return states
 
 
@@ -39,26 +40,26 @@ def last_rows_of(lens: list[int]) -> torch.Tensor:
 
 
 def forbid_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "reference", None)
+    monkeypatch.setattr(draft_triton, "shift_state_window_reference", None)
 
 
 @settings(max_examples=40)
 @given(
     lens=st.lists(st.sampled_from([1, 1, 1, 2, 4]), max_size=9) | st.just([1] * 300),
     depth=st.integers(0, 3),
-    behind=st.integers(0, 3),
+    gap=st.integers(0, 3),
     hidden=st.sampled_from([1, 7, 64, 129]),
     dtype=st.sampled_from(FLOATS),
     alias=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_kernel_is_torch_bit_for_bit(lens, depth, behind, hidden, dtype, alias, seed) -> None:
-    """Runs of sequences with a single row: the row that one writes is the row that the next reads.
+def test_kernel_equals_torch_bit_for_bit(lens, depth, gap, hidden, dtype, alias, seed) -> None:
+    """Sequences of a single row: the row that one writes is the row that the next reads.
 
     300 of them need two chunks of requests.
     """
     offset, num_rows = depth + 1, sum(lens)
-    states = filled(num_rows + 4, hidden + behind, dtype, seed)
+    states = filled(num_rows + 4, hidden + gap, dtype, seed)
     expected = states.clone()
     other = filled(num_rows, hidden, dtype, seed + 1)
     last_rows = last_rows_of(lens)
@@ -67,7 +68,7 @@ def test_the_kernel_is_torch_bit_for_bit(lens, depth, behind, hidden, dtype, ali
         outputs = window[depth : depth + num_rows] if alias else other
         with pytest.MonkeyPatch.context() as patch:
             forbid_the_fallback(patch)
-            place_last_states(window, outputs, last_rows, offset, backend=backend)
+            shift_state_window(window, outputs, last_rows, offset, backend=backend)
     assert same_bits(states, expected)
 
 
@@ -78,35 +79,35 @@ def test_the_kernel_is_torch_bit_for_bit(lens, depth, behind, hidden, dtype, ali
     returns_input=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_a_loop_of_depths_is_the_story(
+def test_a_loop_of_depths_matches_the_example(
     backend: Backend, lens: list[int], returns_input: bool, seed: int
 ) -> None:
-    """Every depth reads one row on; a layer may return the very rows that it read."""
-    dice = random.Random(seed)
+    """Every depth reads one row further; a layer may return the rows that it read."""
+    rng = random.Random(seed)
     depths, num_rows = 4, sum(lens)
-    sequences = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
+    sequences = [[float(rng.randrange(256)) for _ in range(n)] for n in lens]
     buffer = torch.full((num_rows + depths - 1, 3), torch.nan, device=DEVICE)
     buffer[:num_rows] = torch.tensor(flat(sequences), device=DEVICE).unsqueeze(1)
     for depth in range(depths - 1):
         read = buffer[depth : depth + num_rows]
-        given_back = [[float(dice.randrange(256)) for _ in range(n)] for n in lens]
+        returned = [[float(rng.randrange(256)) for _ in range(n)] for n in lens]
         if returns_input:
-            outputs, given_back = read, sequences
+            outputs, returned = read, sequences
         else:
-            column = torch.tensor(flat(given_back), device=DEVICE).unsqueeze(1)
+            column = torch.tensor(flat(returned), device=DEVICE).unsqueeze(1)
             outputs = column.repeat(1, 3).to(torch.bfloat16)
-        place_last_states(buffer, outputs, last_rows_of(lens), depth + 1, backend=backend)
-        sequences = story.move_on(sequences, [items[-1] for items in given_back])
-        told = torch.tensor(flat(sequences), device=DEVICE).unsqueeze(1).expand(-1, 3)
-        assert torch.equal(buffer[depth + 1 : depth + 1 + num_rows], told)
+        shift_state_window(buffer, outputs, last_rows_of(lens), depth + 1, backend=backend)
+        sequences = example.shift_windows(sequences, [items[-1] for items in returned])
+        expected = torch.tensor(flat(sequences), device=DEVICE).unsqueeze(1).expand(-1, 3)
+        assert torch.equal(buffer[depth + 1 : depth + 1 + num_rows], expected)
         assert buffer[depth + 1 + num_rows :].isnan().all()
 
 
 def assert_converted(outputs: torch.Tensor, target: torch.dtype) -> None:
     states, last_rows = filled(8, 50, target, 2), vector([1, 2, 5])
     expected = states.clone()
-    place_last_states(states, outputs, last_rows, 2, backend=Backend.TRITON)
-    place_last_states(expected, outputs, last_rows, 2, backend=Backend.TORCH)
+    shift_state_window(states, outputs, last_rows, 2, backend=Backend.TRITON)
+    shift_state_window(expected, outputs, last_rows, 2, backend=Backend.TORCH)
     assert same_bits(states, expected)
 
 
@@ -131,7 +132,7 @@ COUNT = 300
 
 
 def odd_views(states: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Outputs in the memory of ``states`` that are not its window, or of no plain rows."""
+    """Outputs in the memory of ``states`` that are not its window, or not contiguous rows."""
     hidden = states.shape[1]
     return {
         "ahead": states[3 : 3 + COUNT],
@@ -147,18 +148,18 @@ def test_any_other_overlap_is_right_too(name: str) -> None:
     states = filled(2 * COUNT, 8, torch.float32, 3)
     expected = states.clone()
     last_rows = torch.arange(COUNT, device=DEVICE)
-    place_last_states(states, odd_views(states)[name], last_rows, 1, backend=Backend.TRITON)
-    place_last_states(expected, odd_views(expected)[name], last_rows, 1, backend=Backend.TORCH)
+    shift_state_window(states, odd_views(states)[name], last_rows, 1, backend=Backend.TRITON)
+    shift_state_window(expected, odd_views(expected)[name], last_rows, 1, backend=Backend.TORCH)
     assert same_bits(states, expected)
 
 
 @both
 def test_nothing_to_move(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_launches(monkeypatch, launch)
+    forbid_launches(monkeypatch, draft_triton)
     states = filled(4, 8, torch.float32, 1)
     before = states.clone()
-    place_last_states(states, states[:1], vector([]), 1, backend=backend)
-    place_last_states(states[:, :0], states[:2, :0], vector([0]), 1, backend=backend)
+    shift_state_window(states, states[:1], vector([]), 1, backend=backend)
+    shift_state_window(states[:, :0], states[:2, :0], vector([0]), 1, backend=backend)
     assert same_bits(states, before)
 
 
@@ -166,22 +167,22 @@ def test_nothing_to_move(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("outputs", "rows", "message"),
     [
-        (torch.zeros(4, 7), torch.zeros(2).long(), r"outputs: expected \[T', H\] for states"),
+        (torch.zeros(4, 7), torch.zeros(2).long(), r"outputs: expected tensor \[T', 8\]"),
         (torch.zeros(8), torch.zeros(2).long(), "outputs: expected"),
         (
             torch.zeros(4, 8),
             torch.zeros(2, 1).long(),
-            "last_rows: expected a vector of integers, got",
+            r"last_rows: expected integer tensor \[R\], got",
         ),
         (torch.zeros(4, 8), torch.zeros(2), "last_rows: .* got torch.float32"),
     ],
     ids=["width", "flat", "rows", "floats"],
 )
-def test_shapes_that_do_not_fit(
+def test_wrong_shapes_are_refused(
     backend: Backend, outputs: torch.Tensor, rows: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(TensorContractError, match=message):
-        place_last_states(torch.zeros(6, 8), outputs, rows, 1, backend=backend)
+        shift_state_window(torch.zeros(6, 8), outputs, rows, 1, backend=backend)
 
 
 @both
@@ -191,25 +192,25 @@ def test_strided_arguments(backend: Backend) -> None:
         "outputs": filled(5, 20, torch.float32, 2).nan_to_num(),
         "last_rows": vector([1, 2, 4]),
     }
-    check_strided_arguments(place_last_states, arguments, offset=2, backend=backend)
+    check_strided_arguments(shift_state_window, arguments, offset=2, backend=backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("alias", [False, True])
 @pytest.mark.parametrize("lens", [[4], [1] * 8, [4] * 64, [1] * 256, [1] * 1000, [1, 4] * 128])
 def test_real_shapes(lens: list[int], alias: bool) -> None:
-    """Again and again: a race between chunks or warps would show."""
+    """Repeated, since a race between chunks or warps does not always show."""
     hidden, num_rows, depth = 7168, sum(lens), 1
     last_rows = last_rows_of(lens)
     other = filled(num_rows, hidden, torch.bfloat16, 5)
     start = filled(num_rows + 2, hidden, torch.bfloat16, 4)
     expected = start.clone()
     read = expected[depth : depth + num_rows] if alias else other
-    place_last_states(expected, read, last_rows, depth + 1, backend=Backend.TORCH)
+    shift_state_window(expected, read, last_rows, depth + 1, backend=Backend.TORCH)
     for _ in range(20):
         states = start.clone()
         read = states[depth : depth + num_rows] if alias else other
-        place_last_states(states, read, last_rows, depth + 1, backend=Backend.TRITON)
+        shift_state_window(states, read, last_rows, depth + 1, backend=Backend.TRITON)
         assert same_bits(states, expected)
 
 
@@ -224,7 +225,7 @@ def test_in_a_cuda_graph() -> None:
     def step() -> None:
         for depth in (0, 1):
             window = states[depth : depth + rows]
-            place_last_states(states, window, last_rows, depth + 1, backend=Backend.TRITON)
+            shift_state_window(states, window, last_rows, depth + 1, backend=Backend.TRITON)
 
     def change() -> None:
         states.copy_(fresh)
@@ -233,7 +234,7 @@ def test_in_a_cuda_graph() -> None:
     replay_in_graph(step, change)
     for depth in (0, 1):
         window = fresh[depth : depth + rows]
-        place_last_states(fresh, window, other_rows, depth + 1, backend=Backend.TORCH)
+        shift_state_window(fresh, window, other_rows, depth + 1, backend=Backend.TORCH)
     assert same_bits(states, fresh)
 
 
@@ -248,5 +249,5 @@ def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
     far.copy_(near)
     last_rows = vector([0, 1, 4])
     for states, backend in ((far, Backend.TRITON), (near, Backend.TORCH)):
-        place_last_states(states, states[:5], last_rows, 1, backend=backend)
+        shift_state_window(states, states[:5], last_rows, 1, backend=backend)
     assert same_bits(far, near)

@@ -1,12 +1,10 @@
-"""History and draft inputs in torch: the CPU path and the oracle of the kernels."""
+"""Torch reference of `draft_inputs`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from mtp_plugin.speculative.ops.draft_inputs.contract import DraftKVLengths, History, TargetRows
+from mtp_plugin.errors import TensorContractError
 from mtp_plugin.speculative.ops.draft_inputs.rows import (
     accepted_rows,
     concatenate,
@@ -14,13 +12,18 @@ from mtp_plugin.speculative.ops.draft_inputs.rows import (
     context_rows_with_history,
     generation_window,
 )
+from mtp_plugin.speculative.ops.draft_inputs.types import (
+    DraftKVLengths,
+    DraftWindows,
+    History,
+    TargetRows,
+)
 from mtp_plugin.speculative.step import DrafterInputs, DraftInputs, StepLayout, to_device
 
 
-def advance_history(
+def advance_history_reference(
     layout: StepLayout, history: History, rows: TargetRows, num_accepted: torch.Tensor
 ) -> None:
-    """As at the door."""
     tokens_pool, states_pool = history.tokens, history.states
     width, num_contexts = history.max_draft_len, layout.num_contexts
     slots = history.slot_ids.to(torch.int64)
@@ -56,28 +59,23 @@ def advance_history(
         states_pool[slots[num_contexts:]] = _gather_entries(all_states, entry)
 
 
-def advance_and_build_inputs(
+def advance_and_build_inputs_reference(
     layout: StepLayout,
     history: History,
     rows: TargetRows,
     num_accepted: torch.Tensor,
     last_tokens: torch.Tensor,
-    successors: torch.Tensor | None,
-    *,
-    positions: torch.Tensor,
-    window: int,
-    history_lens: Sequence[int],
-    spare_rows: int,
+    windows: DraftWindows,
     kv: DraftKVLengths | None,
-    may_overwrite_states: bool,  # noqa: ARG001 - new memory serves as well
 ) -> DrafterInputs:
-    """As at the door."""
+    positions = layout.expect_positions("advance_and_build_inputs")
+    window, history_lens = windows.window, windows.history_lens
     k, num_contexts = history.max_draft_len, layout.num_contexts
     slots = history.slot_ids.to(torch.int64)
     row_lens = layout.context_lens.to(torch.int64)
     parts: list[DraftInputs] = []
-    if num_contexts > 0 and successors is not None:
-        prompts = _context_rows(layout, rows, positions, successors)
+    if num_contexts > 0:
+        prompts = _context_rows(layout, rows, positions)
         if any(history_lens):
             contexts = slots[:num_contexts]
             prompts = context_rows_with_history(
@@ -111,11 +109,12 @@ def advance_and_build_inputs(
             )
         )
     inputs = parts[0] if len(parts) == 1 else concatenate(*parts)
-    # the windows above were read from the history before this step advances it
-    advance_history(layout, history, rows, num_accepted)
+    # after the windows were read from the history
+    advance_history_reference(layout, history, rows, num_accepted)
     states = inputs.hidden_states
-    if spare_rows:
-        states = torch.cat([states, states.new_zeros(spare_rows, states.shape[1])])
+    if windows.spare_rows:
+        spare = states.new_zeros(windows.spare_rows, states.shape[1])
+        states = torch.cat([states, spare])
     lens = torch.cat([row_lens, row_lens.new_full((layout.num_generations,), window)])
     return DrafterInputs(
         ids=torch.cat([inputs.input_ids, inputs.input_ids.new_zeros(k - 1)]),
@@ -124,26 +123,23 @@ def advance_and_build_inputs(
         last_rows=lens.cumsum(0) - 1,
         kv_lens=None
         if kv is None
-        else _loop_kv_lens(layout, kv, num_accepted, context_rows=0, taken=layout.step_rows),
+        else _draft_kv_lens(layout, kv, num_accepted, context_rows=0, taken=layout.step_rows),
     )
 
 
-def build_reused_inputs(
+def build_reused_inputs_reference(
     layout: StepLayout,
     rows: TargetRows,
     accepted_tokens: torch.Tensor,
     num_accepted: torch.Tensor,
-    successors: torch.Tensor | None,
-    *,
-    positions: torch.Tensor,
     max_position: int | None,
     kv: DraftKVLengths | None,
 ) -> DrafterInputs:
-    """As at the door."""
+    positions = layout.expect_positions("build_reused_inputs")
     num_contexts, num_ctx_tokens = layout.num_contexts, layout.num_ctx_tokens
     parts: list[DraftInputs] = []
-    if num_contexts > 0 and successors is not None:
-        parts.append(_context_rows(layout, rows, positions, successors))
+    if num_contexts > 0:
+        parts.append(_context_rows(layout, rows, positions))
     if layout.num_generations > 0 or not parts:
         parts.append(
             accepted_rows(
@@ -167,20 +163,20 @@ def build_reused_inputs(
         next_positions=next_positions,
         kv_lens=None
         if kv is None
-        else _loop_kv_lens(layout, kv, num_accepted, context_rows=1, taken=layout.draft_len),
+        else _draft_kv_lens(layout, kv, num_accepted, context_rows=1, taken=layout.draft_len),
     )
 
 
-def _context_rows(
-    layout: StepLayout, rows: TargetRows, positions: torch.Tensor, successors: torch.Tensor
-) -> DraftInputs:
+def _context_rows(layout: StepLayout, rows: TargetRows, positions: torch.Tensor) -> DraftInputs:
+    if rows.successors is None:
+        raise TensorContractError("rows.successors: expected the tokens after chunks, got None")
     chunks = slice(0, layout.num_ctx_tokens)
     return context_rows(
         rows.input_ids[chunks],
         positions[chunks],
         rows.hidden_states[chunks],
         layout.context_lens,
-        successors,
+        rows.successors,
     )
 
 
@@ -191,8 +187,7 @@ def _entries(
     pool_states: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pool pairs and step rows of each generation: tokens [G, E], and states [G, E, H] in
-    ``dtype``."""
+    """Return pool pairs and step rows of each generation: tokens [G, E], states [G, E, H]."""
     shape = (layout.num_generations, layout.step_rows)
     tokens = rows.input_ids[layout.num_ctx_tokens :].reshape(shape)
     states = rows.hidden_states[layout.num_ctx_tokens :].unflatten(0, shape)
@@ -203,11 +198,11 @@ def _entries(
 
 
 def _gather_entries(states: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """states [N, E, H] at entry [N, W] -> [N, W, H]."""
+    """Return states [N, E, H] at entry [N, W], as [N, W, H]."""
     return states.gather(1, entry.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def _loop_kv_lens(
+def _draft_kv_lens(
     layout: StepLayout,
     kv: DraftKVLengths,
     num_accepted: torch.Tensor,
@@ -215,7 +210,7 @@ def _loop_kv_lens(
     context_rows: int,
     taken: int,
 ) -> torch.Tensor:
-    """The loop's KV lengths: contexts + ``context_rows``, generations - ``taken`` + n."""
+    """Return the draft loop's KV lengths: contexts + context_rows, generations - taken + n."""
     lens = kv.lens.clone()
     num_contexts, requests = layout.num_contexts, layout.num_requests
     lens[:num_contexts] += context_rows

@@ -1,4 +1,4 @@
-"""History and the rows of the first draft pass, told over lists.
+"""History and the rows of the first draft pass, in plain Python.
 
 Row p of a draft layer pairs the target's state of position p with the token of position p + 1.
 """
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 DEAD = Row(token=0, position=0, state=None)
-"""Stands before the start of a prompt; nobody looks at it."""
+"""Before the start of a prompt; never read."""
 
 
 def window(tokens: list[int], size: int) -> list[Row]:
@@ -32,7 +32,7 @@ def chunk(tokens: list[int], start: int, end: int, history: int) -> list[Row]:
 
 
 def accepted(run: list[int], width: int, start: int) -> list[Row]:
-    """The emitted tokens behind the states of the step's inputs; unread columns repeat the last."""
+    """The output tokens after the step's inputs; unread columns repeat the last."""
     padded = run + [run[-1]] * (width - len(run)) if run else [0] * width
     return [Row(token, start + i, start + i) for i, token in enumerate(padded)]
 

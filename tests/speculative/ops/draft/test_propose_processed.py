@@ -1,4 +1,4 @@
-"""Greedy drafts of edited logits: the story equals torch equals Triton."""
+"""Greedy drafts after logits processing: example, torch reference and Triton agree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.draft import propose, propose_edited
+from mtp_plugin.speculative.ops.draft import propose, propose_processed
 from mtp_plugin.speculative.step import DraftOutput
 from tests.doors import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.sampling.edited import EditedBatch
 
 
-def place_of(case: EditedBatch) -> DraftOutput:
-    """Where the drafts of a batch go, those in front of them its own."""
+def output_of(case: EditedBatch) -> DraftOutput:
+    """The output of a batch's drafts."""
     rows = case.batch.rows
     width = rows.column + 2
     drafts = torch.full((rows.num_requests, width), -7, dtype=torch.int32, device=DEVICE)
@@ -29,12 +29,12 @@ def place_of(case: EditedBatch) -> DraftOutput:
 
 
 def proposed(case: EditedBatch, backend: Backend) -> list[int]:
-    place = place_of(case)
-    propose_edited(case.logits, place, case.batch.rows, case.batch.slots, backend=backend)
-    column = place.column
-    assert (place.drafts[:, column + 1 :] == -7).all()
-    assert place.next_tokens[:, column + 1].tolist() == place.drafts[:, column].tolist()
-    return place.drafts[:, column].tolist()
+    output = output_of(case)
+    propose_processed(case.logits, output, case.batch.rows, case.batch.slots, backend=backend)
+    column = output.column
+    assert (output.drafts[:, column + 1 :] == -7).all()
+    assert output.next_tokens[:, column + 1].tolist() == output.drafts[:, column].tolist()
+    return output.drafts[:, column].tolist()
 
 
 def test_story_torch_and_triton_agree() -> None:
@@ -54,12 +54,12 @@ def test_story_torch_and_triton_agree() -> None:
         case = EditedBatch.of(seed, vocab, greedy=True, contexts=0, width=1, **shape)
         ids = case.batch.vocab_ids
         first = 0 if ids is None else int(ids[0])
-        told = [first if token < 0 else token for token in case.story()]
+        expected = [first if token < 0 else token for token in case.story()]
         for backend in Backend:
-            assert proposed(case, backend) == told
-        plain = place_of(case)
+            assert proposed(case, backend) == expected
+        plain = output_of(case)
         propose(case.logits, plain, backend=Backend.TORCH)
-        changed += plain.drafts[:, plain.column].tolist() != told
+        changed += plain.drafts[:, plain.column].tolist() != expected
 
     agree()
     assert changed > 10
@@ -72,20 +72,20 @@ def test_rows_of_another_column_are_refused(backend: Backend) -> None:
     rows = replace(case.batch.rows, column=column + 1, drafts=None)
     message = f"rows: expected 3 of width 1 and column {column}, got 3 of width 1 and column"
     with pytest.raises(TensorContractError, match=message):
-        propose_edited(case.logits, place_of(case), rows, case.batch.slots, backend=backend)
+        propose_processed(case.logits, output_of(case), rows, case.batch.slots, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
     case = EditedBatch.of(5, 33, greedy=True, contexts=0, width=1, generations=4)
-    slots, place = case.batch.slots, place_of(case)
+    slots, output = case.batch.slots, output_of(case)
 
     def placed(
         logits: torch.Tensor, rows: DrawnRows, table: torch.Tensor, slot_ids: torch.Tensor
     ) -> torch.Tensor:
-        own = replace(place, drafts=place.drafts.clone(), next_tokens=place.next_tokens.clone())
+        own = replace(output, drafts=output.drafts.clone(), next_tokens=output.next_tokens.clone())
         mine = replace(slots, table=table, slot_ids=slot_ids)
-        propose_edited(logits, own, rows, mine, backend=backend)
+        propose_processed(logits, own, rows, mine, backend=backend)
         return own.drafts
 
     arguments = {

@@ -1,4 +1,4 @@
-"""Drafts of a cut vocabulary: story over the whole rows, both backends over the cut ones."""
+"""Drafts of a reduced vocabulary: example over whole rows, both backends over reduced ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.draft import launch, propose
+from mtp_plugin.speculative.ops import draft_triton
+from mtp_plugin.speculative.ops.draft import propose
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.draft import story
+from tests.speculative.ops.draft import example
 from tests.speculative.ops.draft.loop import Loop, real_logits
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 
@@ -40,31 +41,31 @@ def int32(ids: list[int]) -> torch.Tensor:
     vocab=st.sampled_from(VOCABS),
     share=st.floats(0, 1),
     dtype=st.sampled_from(DTYPES),
-    behind=st.integers(0, 2),
+    gap=st.integers(0, 2),
     shift=st.booleans(),
     advance=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_a_draft_is_the_id_of_its_column_for_every_reader(
-    requests, k, vocab, share, dtype, behind, shift, advance, seed
+def test_a_draft_is_the_id_of_its_column(
+    requests, k, vocab, share, dtype, gap, shift, advance, seed
 ) -> None:
     ids = some_ids(vocab, max(1, round(share * vocab)), seed)
     whole = odd_rows(torch.Generator().manual_seed(seed), requests, vocab, dtype)
-    logits = strided(whole[:, ids], behind)
+    logits = strided(whole[:, ids], gap)
     mine = Loop.of(seed, requests, k)
     theirs = copy.deepcopy(mine)
     column = random.Random(seed).randrange(k)
     vocab_ids = int32(ids)
     for loop, backend in ((mine, Backend.TRITON), (theirs, Backend.TORCH)):
-        place = replace(loop.column(column, shift, advance, True, 30), vocab_ids=vocab_ids)
+        output = replace(loop.column(column, shift, advance, True, 30), vocab_ids=vocab_ids)
         with poisoned_memory():
-            propose(logits, place, backend=backend)
+            propose(logits, output, backend=backend)
     mine.assert_same(theirs)
-    told = [story.proposal_among(ids, row) for row in whole.double().tolist()]
-    assert mine.drafts[:requests, column].tolist() == told
-    assert mine.following[:requests, column + 2].tolist() == told
+    expected = [example.proposal_among(ids, row) for row in whole.double().tolist()]
+    assert mine.drafts[:requests, column].tolist() == expected
+    assert mine.following[:requests, column + 2].tolist() == expected
     if shift:
-        assert mine.shifted[mine.last_rows + column + 1].tolist() == told
+        assert mine.shifted[mine.last_rows + column + 1].tolist() == expected
     assert vocab_ids.tolist() == ids
 
 
@@ -75,19 +76,19 @@ def test_ties_and_rows_without_a_value_go_to_the_lowest_id(backend: Backend) -> 
     nan, low = torch.nan, -torch.inf
     rows = [[0.0, 1.0, 2.0], [0.0, 1.0, 1.0], [nan, low, nan], [low, low, low]]
     loop = Loop.of(0, 4, 1)
-    place = replace(loop.column(0), vocab_ids=ids)
-    propose(torch.tensor(rows, device=DEVICE), place, backend=backend)
-    assert place.drafts[:, 0].tolist() == [10, 5, 3, 3]
+    output = replace(loop.column(0), vocab_ids=ids)
+    propose(torch.tensor(rows, device=DEVICE), output, backend=backend)
+    assert output.drafts[:, 0].tolist() == [10, 5, 3, 3]
 
 
 @both
-def test_the_whole_vocabulary_as_a_list_changes_nothing(backend: Backend) -> None:
+def test_whole_vocabulary_as_a_list(backend: Backend) -> None:
     logits = odd_rows(torch.Generator().manual_seed(7), 5, 2049, torch.float32).to(DEVICE)
     plain, listed = Loop.of(1, 5, 2), Loop.of(1, 5, 2)
     options = (1, True, True, True)
     propose(logits, plain.column(*options), backend=backend)
-    place = replace(listed.column(*options), vocab_ids=int32(list(range(2049))))
-    propose(logits, place, backend=backend)
+    output = replace(listed.column(*options), vocab_ids=int32(list(range(2049))))
+    propose(logits, output, backend=backend)
     listed.assert_same(plain)
 
 
@@ -105,17 +106,17 @@ def test_the_whole_vocabulary_as_a_list_changes_nothing(backend: Backend) -> Non
     ],
     ids=["type", "matrix", "gaps", "device", "whole head", "narrow head"],
 )
-def test_sizes_that_do_not_fit(
+def test_wrong_sizes_are_refused(
     backend: Backend, ids: torch.Tensor, columns: int, message: str, rows: int
 ) -> None:
     """Refused before anything runs or is written."""
     loop = Loop.of(0, rows, 1)
     before = copy.deepcopy(loop)
-    place = replace(loop.column(0), vocab_ids=ids)
+    output = replace(loop.column(0), vocab_ids=ids)
     with pytest.MonkeyPatch.context() as patch:
-        forbid_launches(patch, launch)
+        forbid_launches(patch, draft_triton)
         with pytest.raises(TensorContractError, match=message.replace("{rows}", str(rows))):
-            propose(torch.zeros(rows, columns, device=DEVICE), place, backend=backend)
+            propose(torch.zeros(rows, columns, device=DEVICE), output, backend=backend)
     loop.assert_same(before)
 
 
@@ -134,8 +135,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int, count: int) -> None:
 
     def step() -> None:
         for column in range(k):
-            place = replace(loop.column(column, True), vocab_ids=ids)
-            propose(logits[column], place, backend=Backend.TRITON)
+            output = replace(loop.column(column, True), vocab_ids=ids)
+            propose(logits[column], output, backend=Backend.TRITON)
 
     graph, _ = captured(step)
     ids.copy_(others)
@@ -144,8 +145,8 @@ def test_in_a_cuda_graph(requests: int, k: int, vocab: int, count: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     for column in range(k):
-        place = replace(fresh.column(column, True), vocab_ids=ids)
-        propose(logits[column], place, backend=Backend.TORCH)
+        output = replace(fresh.column(column, True), vocab_ids=ids)
+        propose(logits[column], output, backend=Backend.TORCH)
         # of the whole row, all but the ids left out
         among = torch.full_like(whole[column], -torch.inf).index_copy(
             1, ids.long(), without_nan(whole[column])[:, ids.long()]
