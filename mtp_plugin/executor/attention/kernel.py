@@ -9,7 +9,7 @@ attends nobody and gives zeros.
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize
 
 
 @triton.jit

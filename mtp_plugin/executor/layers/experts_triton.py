@@ -19,8 +19,7 @@ from mtp_plugin.executor.layers.experts import (
 )
 from mtp_plugin.executor.layers.mlp_triton import silu_mul
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 
 NAN_CHOICE = tl.constexpr(torch_experts.NAN_CHOICE)
 MASKED_CHOICE = tl.constexpr(torch_experts.MASKED_CHOICE)

@@ -10,8 +10,7 @@ import triton.language as tl
 
 from mtp_plugin.executor.layers.norm import Norm
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 
 
 @triton.jit

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import DrawnRows

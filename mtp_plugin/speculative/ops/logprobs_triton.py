@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.logprobs import (
     ENTRY_WIDTH,

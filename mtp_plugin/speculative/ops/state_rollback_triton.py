@@ -12,8 +12,7 @@ import triton.language as tl
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 
 # states are copied as words; with 4 bytes or more, neighbouring words share one 16-byte access
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.logit_rows.thinking_triton import BUDGET, PLACE, THOUGHT, behind
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout

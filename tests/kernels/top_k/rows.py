@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.kernels.top_k.launch import BLOCK, split
+from mtp_plugin.kernels.top_k import BLOCK, split
 from tests.speculative.ops.on_device import DEVICE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.top_k import top1_partials
-from mtp_plugin.kernels.top_k.launch import BLOCK, MAX_PIECES, split
+from mtp_plugin.kernels.top_k import BLOCK, MAX_PIECES, split, top1_partials
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import (
     DTYPES,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
+from mtp_plugin.kernels import top_k
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.top_k import launch as top_k
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.acceptance import accept_triton as acceptance

@@ -12,8 +12,7 @@ import triton.language as tl
 from typing_extensions import override
 
 from mtp_plugin.kernels.launching import expect_reachable
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.stopping import MAX_STOP_IDS

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch import pdl_options
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.ops.draft_inputs.types import (
     DraftKVLengths,
     DraftWindows,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import (
+from mtp_plugin.kernels.programmatic_launch import (
     grid_dependency_synchronize,
     grid_dependency_synchronize_ahead,
 )

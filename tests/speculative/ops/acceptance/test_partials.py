@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.kernels.top_k.launch import BLOCK
+from mtp_plugin.kernels.top_k import BLOCK
 from mtp_plugin.speculative.ops.acceptance.accept_triton import relaxed_partials
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import (

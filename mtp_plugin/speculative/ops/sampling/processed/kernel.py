@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, place_of

@@ -4,7 +4,7 @@ and a finish per generation."""
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.programmatic_launch.kernel import grid_dependency_synchronize
+from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, place_of
 from mtp_plugin.speculative.ops.sampling.contract import Role
