@@ -1,4 +1,4 @@
-"""What the tests of every op's door share: arguments that lie apart in memory, poisoned memory."""
+"""Shared by the tests of op arguments: strided tensors and poisoned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GAP = 3
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` with gaps between all its elements; what lies there is poison."""
+    """The values of `tensor` with poisoned gaps between all its elements."""
     if tensor.dim() == 0:
         return tensor.clone()
     poison = True if tensor.dtype == torch.bool else 77
@@ -34,7 +34,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Whatever torch allocates without a value starts poisoned."""
+    """Tensors that torch allocates without a value start poisoned."""
 
     def poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *args, **options: poison(allocate(*args, **options))
@@ -46,23 +46,23 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def check_strided_arguments(
-    door: Callable[..., Any],
+    op: Callable[..., Any],
     arguments: Mapping[str, Any],
     *,
     refused: Mapping[str, str] | None = None,
     **others: Any,
 ) -> None:
-    """A door gives the same with each tensor strided, alone, and writes nowhere else.
+    """Check that `op` gives the same results with each tensor strided, and writes nothing else.
 
-    Tensors stand in `arguments` by name, or in the fields of dataclasses in them; then they are
-    called `argument.field`. Results and changed arguments are compared bit for bit.
+    Tensors are values of `arguments`, or fields of dataclasses in it; then they are named
+    `argument.field`. Results and changed arguments are compared bit for bit.
 
     Args:
-        refused: tensors that must be refused instead, and what the error tells of them.
-        others: passed on as they are.
+        refused: tensors that must be refused instead, and a part of the error message.
+        others: further arguments, passed unchanged.
     """
     refused = dict(refused or {})
-    expected = _run(door, arguments, others)
+    expected = _run(op, arguments, others)
     names = list(_tensor_names(arguments))
     unknown = sorted(set(refused) - set(names))
     assert not unknown, f"no tensor arguments: {unknown}, there are {names}"
@@ -70,21 +70,21 @@ def check_strided_arguments(
         changed = _with(arguments, name, strided)
         if name in refused:
             with pytest.raises(TensorContractError, match=re.escape(refused[name])):
-                _run(door, changed, others)
+                _run(op, changed, others)
             continue
-        got = _run(door, changed, others)
+        got = _run(op, changed, others)
         assert len(got) == len(expected), name
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other), name
 
 
 def _run(
-    door: Callable[..., Any], arguments: Mapping[str, Any], others: Mapping[str, Any]
+    op: Callable[..., Any], arguments: Mapping[str, Any], others: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """Everything that a call gives or changes, as contiguous tensors; the gaps must stay poison."""
+    """Return all results and changed arguments, contiguous; the gaps must not be written."""
     given = {name: _copied(value) for name, value in arguments.items()}
     gaps = [(t, _gaps(t)) for t in _tensors(given)]
-    result = door(**given, **others)
+    result = op(**given, **others)
     if isinstance(result, AbstractContextManager):
         with result as inner:
             inside = [tensor.clone() for tensor in _tensors(inner)]
@@ -97,7 +97,7 @@ def _run(
 
 
 def _gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in the storage of a strided tensor, with its own elements blotted out."""
+    """The storage of a strided tensor, with its own elements set to 0."""
     whole = storage(tensor)
     own = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     own.zero_()
@@ -105,7 +105,7 @@ def _gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all the memory that a tensor lies in."""
+    """A copy of the whole storage of a tensor."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage()).clone()
 

@@ -43,7 +43,7 @@ class Backend(Enum):
 
     @classmethod
     def of(cls, kernels: str, device: torch.device | str | None = None) -> Backend:
-        """The backend that a ``kernels`` option asks for.
+        """Return the backend of a ``kernels`` option.
 
         Args:
             kernels: ``triton``, ``reference`` (torch), or ``auto``: Triton where the device is a
@@ -64,9 +64,7 @@ class Backend(Enum):
         if kernels != "triton":
             raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")
         if not is_installed:
-            raise ConfigError(
-                "kernels: 'triton' was asked for, but the package triton is not installed"
-            )
+            raise ConfigError("kernels: 'triton' needs the package triton, which is not installed")
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(

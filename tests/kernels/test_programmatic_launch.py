@@ -159,7 +159,7 @@ WAITS = ("grid_dependency_synchronize(PDL)", "grid_dependency_synchronize_ahead(
 
 
 def above_wait(kernel: ast.FunctionDef) -> tuple[list[ast.AST], str]:
-    """What stands above a kernel's wait, and which one it is."""
+    """Return the nodes before a kernel's wait, and the wait."""
     lines = [ast.unparse(statement) for statement in kernel.body]
     (wait,) = [number for number, line in enumerate(lines) if line in WAITS]
     return [node for line in kernel.body[:wait] for node in ast.walk(line)], lines[wait]
@@ -179,7 +179,7 @@ def test_a_kernel_launched_with_pdl_waits_first(
     assert not any(name == "store" or name.startswith("atomic") for name in called)
 
 
-def test_what_is_read_ahead_is_read_past_the_cache_and_behind_the_primarys_wait() -> None:
+def test_reads_ahead_bypass_the_cache_and_follow_the_wait_of_the_primary() -> None:
     kernels = {param.id: param.values[0] for param in early_kernels()}
     primaries = {name for name, kernel in kernels.items() if above_wait(kernel)[1] == WAITS[1]}
     assert primaries == {name.replace("finish", "scan") for name in READ_AHEAD}

@@ -1,4 +1,4 @@
-"""Launches watched from outside: outputs that start poisoned, and captures in CUDA graphs."""
+"""Helpers for launches: outputs that start poisoned, and captures in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned_outputs(*launches: ModuleType) -> Iterator[None]:
-    """Whatever these modules allocate starts poisoned."""
+    """Tensors that these modules allocate start poisoned."""
     with pytest.MonkeyPatch.context() as patch:
         for launch in launches:
             patch.setattr(launch, "torch", _PoisoningTorch())
@@ -45,7 +45,7 @@ def poisoned_outputs(*launches: ModuleType) -> Iterator[None]:
 
 
 def captured(step: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """`step` in a CUDA graph that nobody read the device for, and where its replays write."""
+    """Capture `step` without a host sync; return the graph and the outputs of its replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

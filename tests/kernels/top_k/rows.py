@@ -29,22 +29,22 @@ def bounds_of(rows: int, vocab: int, heavy: bool) -> list[slice]:
 
 
 def odd_rows(
-    dice: torch.Generator, rows: int, vocab: int, dtype: torch.dtype, *, smooth: bool = False
+    rng: torch.Generator, rows: int, vocab: int, dtype: torch.dtype, *, smooth: bool = False
 ) -> torch.Tensor:
     """[rows, V] on the CPU: ties on seams, NaN, infinities, rows without any value.
 
     smooth: values of many levels, else of few, so that nearly every row has ties.
     """
-    values = torch.randn(rows, vocab, generator=dice)
+    values = torch.randn(rows, vocab, generator=rng)
     values = values * 2 if smooth else (values * 2).round() / 2
     values = values.to(dtype).to(torch.float32)
     ends = torch.tensor(seams(rows, vocab))
 
     def some(size: int, share: float) -> torch.Tensor:
-        return torch.rand(size, generator=dice) < share
+        return torch.rand(size, generator=rng) < share
 
     for row in range(rows):
-        kind = int(torch.randint(0, 10, (1,), generator=dice))
+        kind = int(torch.randint(0, 10, (1,), generator=rng))
         if kind == 0:  # nothing usable
             values[row] = torch.where(some(vocab, 0.5), torch.nan, -torch.inf)
             continue
@@ -55,7 +55,7 @@ def odd_rows(
         if kind in (3, 5):
             values[row, some(vocab, 0.3)] = torch.nan
         if kind == 6:
-            places = torch.randint(0, vocab, (2,), generator=dice)
+            places = torch.randint(0, vocab, (2,), generator=rng)
             values[row, places] = torch.inf
         if kind == 7:  # one token is left
             only = values[row, ends[-1]].clone()

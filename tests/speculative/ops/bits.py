@@ -1,4 +1,4 @@
-"""Equality that NaN does not escape."""
+"""Bitwise equality, also of NaN."""
 
 from __future__ import annotations
 

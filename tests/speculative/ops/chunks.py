@@ -1,4 +1,4 @@
-"""What scans leave of chunks of rows, told by the shape of a piece."""
+"""The sums that scans store of chunks of rows, computed from the chunk layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def told_sums(logits: torch.Tensor) -> RowSums:
     pieces = layout.num_pieces(vocab)
     spare = pieces * layout.piece - vocab
     values = torch.nn.functional.pad(values, (0, spare), value=-torch.inf)
-    # so many neighbours of every turn of a piece's threads are of one chunk
+    # so many neighbours of every pass of a block's threads belong to one chunk
     neighbours = layout.threads // layout.chunks * layout.each
     turns = layout.piece // (layout.chunks * neighbours)
     by_chunk = values.view(rows, pieces, turns, layout.chunks, neighbours)
@@ -27,7 +27,7 @@ def told_sums(logits: torch.Tensor) -> RowSums:
 
 
 def check_sums(got: RowSums, told: RowSums, rows: torch.Tensor) -> None:
-    """The highest values exactly, masses but for rounding; of these rows [N] bool."""
+    """Compare highest values exactly, masses up to rounding, in rows [N] bool."""
     assert torch.equal(got.tops[rows], told.tops[rows])
-    rows = rows & (told.tops.amax(dim=1) < torch.inf)  # elsewhere nobody asks for the mass
+    rows = rows & (told.tops.amax(dim=1) < torch.inf)  # otherwise the mass is not read
     torch.testing.assert_close(got.masses[rows], told.masses[rows], rtol=1e-5, atol=0)

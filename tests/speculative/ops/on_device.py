@@ -1,4 +1,4 @@
-"""What the tests of kernels share: the device they run on, poisoned outputs, and graph replays.
+"""Shared by the tests of kernels: the device they run on, poisoned outputs, and graph replays.
 
 Without a GPU the kernels run in Triton's interpreter, which `tests/conftest.py` switches on.
 """
@@ -24,24 +24,24 @@ def vector(values: Iterable, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A tensor in which every element that nobody writes is seen."""
+    """A tensor in which elements that are not written are noticed."""
     value = True if dtype == torch.bool else POISON
     return torch.full(shape, value, dtype=dtype, device=DEVICE)
 
 
 def forbid_launches(monkeypatch: pytest.MonkeyPatch, launch: object) -> None:
-    """Let every launch of a kernel in the module `launch` fail."""
+    """Make every launch of a kernel of the module `launch` fail."""
     for name in [n for n in vars(launch) if n.endswith("_kernel") or n == "_launches"]:
         monkeypatch.setattr(launch, name, None)
 
 
 @contextmanager
 def read_back_forbidden() -> Iterator[None]:
-    """On a GPU, let whatever waits for the device fail; afterwards the mode is what it was."""
+    """On a GPU, make every host sync fail inside the context."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            # said once per process, after the change: as an error it would leave the mode on
+            # warned once per process, after the change: as an error it would leave the mode on
             warnings.filterwarnings("ignore", PROTOTYPE, UserWarning)
             torch.cuda.set_sync_debug_mode("error")
         yield

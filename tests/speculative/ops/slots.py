@@ -1,4 +1,4 @@
-"""Slot tables in tests: rows at random slots, poison wherever nobody may read or write."""
+"""Slot tables in tests: rows at random slots, poison in all elements that must not be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.doors import storage
 from tests.speculative.ops.on_device import DEVICE
 
 POISON = 77
-"""As a number of the phase it is one that thinks; as a stop id it is a token."""
+"""As a phase it means thinking; as a stop id it is a token."""
 
 Values = Mapping[str, Number | Sequence[Number]]
 
@@ -44,7 +44,7 @@ def slot_rows(
         for name, value in named.items():
             bits = torch.tensor(layout[name].bits(value), dtype=torch.int32)
             wide[slot, layout.offset(name) : layout.offset(name) + len(bits)] = bits
-    # ids behind those of the step's requests belong to nobody
+    # ids after those of the step's requests are not read
     ids = torch.full((len(values) + 2, id_stride), 10**6, dtype=torch.int64)
     ids[: len(values), 0] = torch.tensor(mine, dtype=torch.int64)
     narrow = ids.clamp(max=torch.iinfo(id_dtype).max).to(id_dtype)
@@ -58,7 +58,7 @@ def column(slots: SlotRows, name: str) -> torch.Tensor:
 
 
 def held(slots: SlotRows, request: int, name: str) -> Number | list[Number]:
-    """What a request has in a column, read number by number."""
+    """The value of a request in a column, read number by number."""
     kind, first = slots.columns[name], slots.columns.offset(name)
     row = slots.table[int(slots.slot_ids[request])].cpu()[first : first + kind.width]
     numbers = (row.view(torch.float32) if kind.kind is float else row).tolist()

@@ -1,7 +1,7 @@
-"""Kernels one behind the other, each launched before the one in front has ended.
+"""Sequences of kernels, each launched before the previous one has ended.
 
-A kernel that does not wait reads what the step before left there: inputs change with every step,
-and results lie where those of a step before lay.
+A kernel that does not wait reads results of the previous step: inputs change with every step, and
+results are written to the same memory.
 """
 
 from __future__ import annotations
@@ -88,33 +88,33 @@ class State:
         state.shuffle(torch.Generator(DEVICE).manual_seed(0))
         return state
 
-    def shuffle(self, dice: torch.Generator) -> None:
+    def shuffle(self, rng: torch.Generator) -> None:
         """Other inputs, on the device alone: nothing waits for anything."""
         batch, k = self.drafts.shape
         vocab = self.logits.shape[1]
         for tensor in (self.logits, self.hidden_states, self.draft_logits, self.states_pool):
-            tensor.normal_(generator=dice)
+            tensor.normal_(generator=rng)
         for token in (BEGIN, END):
-            often = torch.rand(len(self.logits), generator=dice, device=DEVICE) < 0.15
+            often = torch.rand(len(self.logits), generator=rng, device=DEVICE) < 0.15
             self.logits[:, token] += 9 * often
         first, second = self.logits.topk(2).indices.int().view(batch, k + 1, 2)[:, :k].unbind(2)
-        wrong = torch.rand(batch, k, generator=dice, device=DEVICE) < 0.3
+        wrong = torch.rand(batch, k, generator=rng, device=DEVICE) < 0.3
         self.drafts.copy_(torch.where(wrong, second, first))
-        self.draft_lens.random_(0, k + 1, generator=dice)
-        self.input_ids.random_(0, vocab, generator=dice)
-        self.tokens_pool.random_(0, vocab, generator=dice)
-        lens = torch.empty_like(self.slots).random_(1, MAX_POSITION, generator=dice)
+        self.draft_lens.random_(0, k + 1, generator=rng)
+        self.input_ids.random_(0, vocab, generator=rng)
+        self.tokens_pool.random_(0, vocab, generator=rng)
+        lens = torch.empty_like(self.slots).random_(1, MAX_POSITION, generator=rng)
         self.positions.view(batch, k + 1).copy_(
             lens.unsqueeze(1) + torch.arange(k + 1, device=DEVICE)
         )
         self.kv_lens.copy_(lens + k + 1)
-        order = torch.rand(batch + 2, generator=dice, device=DEVICE).argsort()
+        order = torch.rand(batch + 2, generator=rng, device=DEVICE).argsort()
         self.slots.copy_(order[:batch])
-        self.rule.slots.table.random_(0, vocab, generator=dice)  # stop ids, and what nobody reads
-        # the second choice stands at whatever distance
-        slot_tables.column(self.rule.slots, "relaxed_topk").random_(1, 4, generator=dice)
+        self.rule.slots.table.random_(0, vocab, generator=rng)  # stop ids and unread columns
+        # the second choice at any distance
+        slot_tables.column(self.rule.slots, "relaxed_topk").random_(1, 4, generator=rng)
         for name in ("thinking", "relaxed_limit", "pool"):
-            slot_tables.column(self.rule.slots, name).random_(0, 2, generator=dice)
+            slot_tables.column(self.rule.slots, name).random_(0, 2, generator=rng)
         self.new_drafts.fill_(-777)
         self.next_tokens.fill_(-777)
 
@@ -175,7 +175,7 @@ def run(
     del results["scores"], results["sums"]  # of draws alone
     for name in ("positions", "last_rows", "states"):
         results[name] = getattr(first, name)
-    results["ids"] = first.ids[: len(state.input_ids)]  # those behind are of later depths
+    results["ids"] = first.ids[: len(state.input_ids)]  # the others are of later depths
     results["loop_kv_lens"] = first.kv_lens
     results["slot_table"] = state.rule.slots.table
     if first.next_positions is not None:
@@ -209,7 +209,7 @@ def test_every_step_is_the_reference(
     vanilla: bool,
     relaxed: bool,
 ) -> None:
-    """Steps follow each other without a pause, all with other inputs."""
+    """Consecutive steps without a sync, all with other inputs."""
     if in_graph and DEVICE.type == "cpu":
         pytest.skip("needs a CUDA device")
     if not pdl:
@@ -222,11 +222,11 @@ def test_every_step_is_the_reference(
 
     if in_graph:
         graph, results = captured(step)
-    dice = torch.Generator(DEVICE).manual_seed(1)
+    rng = torch.Generator(DEVICE).manual_seed(1)
     wrong = {}
     emitted = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(steps):
-        state.shuffle(dice)
+        state.shuffle(rng)
         theirs = copy.deepcopy(state)
         if in_graph:
             graph.replay()
@@ -242,8 +242,8 @@ def test_every_step_is_the_reference(
     assert steps * batch < int(emitted) < steps * batch * (k + 1)
 
 
-def test_a_state_left_from_the_step_before_is_seen() -> None:
-    """The comparison above fails where one kernel reads old partials, or an old phase."""
+def test_stale_results_are_noticed() -> None:
+    """The comparison above fails if a kernel reads old partials, or an old phase."""
     state = State.of(3, 2, 130, 16)
     first = run(True, state, Backend.TRITON, relaxed=True)
     before = {name: value.clone() for name, value in first.items()}

@@ -1,4 +1,4 @@
-"""Pools of logit edits in tests: what requests ask for in rows at random, poison in all others."""
+"""Logits-processing pools in tests: requests have random rows, all other rows are poison."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.speculative.ops.logits.story import Asks
 from tests.speculative.ops.on_device import DEVICE
 
 SOILED = 0x2B2B2B2B
-"""As bits some ids are set, as a number of allowed ids it is many."""
+"""Read as bits, some ids are set; read as a number of allowed ids, it is large."""
 
 
 def pools_of(
-    asks: Sequence[Asks], vocab: int, dice: random.Random
+    asks: Sequence[Asks], vocab: int, rng: random.Random
 ) -> tuple[EditPools, list[dict[str, int]]]:
-    """The pools of requests, and the columns that name their rows.
+    """Return the pools of requests, and the columns that hold their row numbers.
 
-    Nobody has the same row in two pools but by chance; the ends of poisoned words are all ids.
+    A request has different rows in different pools; the ends of poisoned words are all ids.
     """
     rows, words = len(asks) + 2, -(-vocab // 32)
     bias = torch.full((rows, vocab), torch.nan)
@@ -32,7 +32,7 @@ def pools_of(
     listed = torch.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, dtype=torch.int32)
     listed[:, :, -1] = torch.arange(MAX_BAD_WORDS) % vocab
     columns = []
-    places = {name: dice.sample(range(rows), len(asks)) for name in POOL_ROWS}
+    places = {name: rng.sample(range(rows), len(asks)) for name in POOL_ROWS}
     for request, ask in enumerate(asks):
         given = {}
         if ask.bias is not None:
@@ -54,7 +54,7 @@ def pools_of(
             row = given["words_row"] = places["words_row"][request]
             listed[row] = -1
             for place, word in zip(
-                dice.sample(range(MAX_BAD_WORDS), len(ask.words)), ask.words, strict=True
+                rng.sample(range(MAX_BAD_WORDS), len(ask.words)), ask.words, strict=True
             ):
                 listed[row, place, -len(word) :] = torch.tensor(word, dtype=torch.int32)
         columns.append({name: given.get(name, -1) for name in POOL_ROWS})

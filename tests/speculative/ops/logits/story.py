@@ -1,4 +1,4 @@
-"""Edits of logits, told over lists of numbers."""
+"""Logits processing of one row, in plain Python."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from tests.speculative.ops.sampling.story import rounded
 
 UNTOLD = -5
-"""A token that nobody told: no word has it."""
+"""An unknown token, which no word contains."""
 MOST = 65535
 
 
 @dataclass(frozen=True)
 class Asks:
-    """What a request asks to be done to its logits; None: it has no row of that pool."""
+    """The logits-processing options of a request; None: it has no row of that pool."""
 
     bias: Mapping[int, float] | None = None
     allowed: Collection[int] | None = None
     words: Sequence[tuple[int, ...]] | None = None
     counts: Mapping[int, int] | None = None
     seen: Collection[int] = ()
-    """Beside those that are counted."""
+    """In addition to those that are counted."""
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
     recent: Sequence[int] = ()
-    """Of the text, its last tokens."""
+    """The last tokens of prompt and output."""
     stops: Sequence[int] = ()
     prompt_len: int = 0
     min_tokens: int = 0
@@ -35,13 +35,13 @@ class Asks:
 
 @dataclass(frozen=True)
 class Place:
-    """What a row of logits draws."""
+    """The token that a row of logits samples."""
 
     asks: Asks
     index: int
-    """Of the token."""
+    """Index of the token."""
     before: Sequence[int] = field(default=())
-    """Drafts in front of it."""
+    """The drafts before it."""
 
 
 def banned(place: Place) -> set[int]:
@@ -63,13 +63,13 @@ def banned(place: Place) -> set[int]:
 
 
 def without_banned(row: Sequence[float], place: Place) -> list[float]:
-    """A row of logits as it stands while it is masked."""
+    """A row of logits while it is masked."""
     hidden = banned(place)
     return [-math.inf if token in hidden else value for token, value in enumerate(row)]
 
 
 def edited(row: Sequence[float], place: Place, ids: Sequence[int] | None = None) -> list[float]:
-    """A row of logits as tokens are drawn from it; every step is rounded to float32."""
+    """A row of logits as tokens are sampled from it; every step is rounded to float32."""
     ids = range(len(row)) if ids is None else ids
     return [_edited(value, token, place) for value, token in zip(row, ids, strict=True)]
 
