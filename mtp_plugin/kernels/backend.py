@@ -64,7 +64,9 @@ class Backend(Enum):
         if kernels != "triton":
             raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")
         if not is_installed:
-            raise ConfigError("kernels: 'triton' needs the package triton, which is not installed")
+            raise ConfigError(
+                "kernels: 'triton' was requested, but the package triton is not installed"
+            )
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The host's side of a launch: where a kernel can run, and launches that were seen before."""
+"""Launches of kernels: a check of their tensors, and a cache of compiled binaries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from mtp_plugin.errors import TensorContractError, expect
 
 
 def expect_reachable(kernel: Any, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``kernel`` can read ``tensor``: on a CUDA device, or interpreted.
-
-    Raises:
-        TensorContractError: a CPU tensor for a compiled kernel.
-    """
+    """Check that ``kernel`` can read ``tensor``: on a CUDA device, or in the interpreter."""
     interpreted = not isinstance(kernel, triton.JITFunction)
     expect(
         tensor.is_cuda or interpreted,
@@ -27,11 +23,11 @@ def expect_reachable(kernel: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 class CachedLaunches:
-    """Launches of one kernel that Triton does not inspect again once it has seen their like.
+    """Launches of one kernel, with its binaries cached by a key of the caller.
 
-    On the host the inspection of two dozen arguments takes longer than the rest of a launch. The
+    Triton's own inspection of two dozen arguments takes longer than the rest of a launch. The
     kernel must specialize neither its numbers, which fit 32 bits, nor the alignment of its
-    pointers: then types and constants decide alone which binary runs.
+    pointers: then types and constants alone decide which binary runs.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -42,7 +38,7 @@ class CachedLaunches:
         """Launch ``programs`` programs.
 
         Args:
-            like: device, types and constants; equal only for launches of the same binary.
+            like: key of device, types and constants; equal only for launches of the same binary.
             arguments: of the kernel, in its order, constants included.
             options: for the compiler, the same for equal ``like``.
         """

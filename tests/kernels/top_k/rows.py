@@ -10,8 +10,8 @@ from tests.speculative.ops.on_device import DEVICE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 2, 7, 127, 1023, 1025, 2049, 3001, 4999)
 """None divisible by a block; the last ones are cut into pieces whatever the number of rows."""
-BEHIND = 3e4
-"""Stands behind the vocabulary: whoever reads too far emits it."""
+PAST_END = 3e4
+"""Stored after the vocabulary: a kernel that reads too far returns it."""
 
 
 def seams(rows: int, vocab: int) -> list[int]:
@@ -64,9 +64,9 @@ def odd_rows(
     return values.to(dtype)
 
 
-def strided(values: torch.Tensor, behind: int) -> torch.Tensor:
-    """`values` on the device as the front of rows that are `behind` columns wider."""
-    wide = torch.full((values.shape[0], values.shape[1] + behind), BEHIND, dtype=values.dtype)
+def strided(values: torch.Tensor, spare: int) -> torch.Tensor:
+    """`values` on the device, in rows that are `spare` columns wider."""
+    wide = torch.full((values.shape[0], values.shape[1] + spare), PAST_END, dtype=values.dtype)
     wide[:, : values.shape[1]] = values
     return wide.to(DEVICE)[:, : values.shape[1]]
 

@@ -68,13 +68,13 @@ def test_the_cases_below_are_cut_between_planted_ties() -> None:
     rows=st.integers(0, 6),
     vocab=st.sampled_from(VOCABS),
     dtype=st.sampled_from(DTYPES),
-    behind=st.integers(0, 3),
+    spare=st.integers(0, 3),
     smooth=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_top1_of_every_piece(rows, vocab, dtype, behind, smooth, seed) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    logits = strided(odd_rows(dice, rows, vocab, dtype, smooth=smooth), behind)
+def test_top1_of_every_piece(rows, vocab, dtype, spare, smooth, seed) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = strided(odd_rows(rng, rows, vocab, dtype, smooth=smooth), spare)
     with poisoned_memory():
         partials = top1_partials(logits)
     bounds = bounds_of(rows, vocab, heavy=False)
@@ -87,7 +87,7 @@ def test_top1_of_every_piece(rows, vocab, dtype, behind, smooth, seed) -> None:
 
 def test_rows_must_be_contiguous() -> None:
     columns = torch.zeros(4, 6, device=DEVICE).t()
-    with pytest.raises(TensorContractError, match="contiguous rows"):
+    with pytest.raises(TensorContractError, match="row-contiguous"):
         top1_partials(columns)
     with pytest.raises(TensorContractError, match=r"shape \[4\]"):
         top1_partials(torch.zeros(4, device=DEVICE))
