@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.attention.layout import RowCounts
 from mtp_plugin.executor.attention.triton import TritonBackend
+from mtp_plugin.executor.attention.types import RowCounts
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.executor.layers import experts
 from mtp_plugin.executor.layers.experts import RouterRule

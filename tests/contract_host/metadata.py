@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.executor.attention import find_backend
 from mtp_plugin.executor.attention.bridge import PagedCache
-from mtp_plugin.executor.attention.layout import Group, Layout
+from mtp_plugin.executor.attention.types import Group, Layout
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from tests.contract_host.kv_cache import KVCacheManager
 

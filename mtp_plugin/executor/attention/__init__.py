@@ -5,14 +5,14 @@ then attend. Transformers' modules reach the same two calls through ``metadata.m
 """
 
 from mtp_plugin.executor.attention.backend import find_backend, select_backend
-from mtp_plugin.executor.attention.contract import (
+from mtp_plugin.executor.attention.lease import AttentionLease
+from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
+from mtp_plugin.executor.attention.types import (
     SDPA_BACKEND,
     TRITON_BACKEND,
     AttentionBackend,
     HeadShape,
 )
-from mtp_plugin.executor.attention.lease import AttentionLease
-from mtp_plugin.executor.attention.metadata import PagedAttentionMetadata
 
 __all__ = [
     "SDPA_BACKEND",

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.executor.attention.contract import AttentionBackend, HeadShape
 from mtp_plugin.executor.attention.sdpa import SdpaBackend
+from mtp_plugin.executor.attention.types import AttentionBackend, HeadShape
 
 
 def _sdpa() -> AttentionBackend:
@@ -27,7 +27,7 @@ def _sdpa() -> AttentionBackend:
 def _triton() -> AttentionBackend:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            "attn_backend: 'triton' was asked for, but the package triton is not installed"
+            "attn_backend: 'triton' was requested, but the package triton is not installed"
         )
     from mtp_plugin.executor.attention.triton import TritonBackend
 

@@ -8,13 +8,13 @@ import torch
 from transformers import AttentionInterface
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.executor.attention.contract import (
+from mtp_plugin.executor.attention.sdpa import attend_pages, gather_pages
+from mtp_plugin.executor.attention.types import (
     SDPA_BACKEND,
     TRITON_BACKEND,
     AttentionBackend,
     StepMetadata,
 )
-from mtp_plugin.executor.attention.sdpa import attend_pages, gather_pages
 
 
 class BackedMetadata(StepMetadata, Protocol):
@@ -45,7 +45,7 @@ class PagedCache:
 
         Returns:
             Every sequence's rows [1, heads, R*S', width] for a backend that gathers pages; else
-            what came, which nobody reads.
+            the arguments, which are not read.
         """
         metadata = self._metadata
         rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -76,8 +76,8 @@ def _paged_attention(
     """Causal attention of every sequence over its own pages.
 
     query [1, Hq, T, D]; key, value [1, Hk, R*S', D] where pages are gathered: sequences in order,
-    S' positions each. The metadata's backend attends, under whichever name modules came here: a
-    model may be shared.
+    S' positions each. The metadata's backend attends, whichever of the two names the
+    modules use: a model may be shared.
 
     Raises:
         ExecutorError: without metadata: somebody else runs a model that is an executor's.

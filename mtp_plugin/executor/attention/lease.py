@@ -1,4 +1,4 @@
-"""A model's attention, taken over by executors and given back by the last of them."""
+"""A model's attention, replaced by executors and restored by the last of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedModel(Protocol):
 class AttentionLease:
     """Runs a model by pages until :meth:`release`.
 
-    Executors may share a model: the first one takes its attention over, and behind the last one it
+    Executors may share a model: the first one replaces its attention, and after the last one it
     is what it was, for a loop of one's own or for target-only decoding.
 
     Args:
@@ -45,7 +45,7 @@ class AttentionLease:
             self._held[model.target] = former, holders + 1
 
     def release(self) -> None:
-        """Give it back; again: nothing."""
+        """Restore the former attention, once."""
         with self._lock:
             model, self._model = self._model, None
             if model is None:

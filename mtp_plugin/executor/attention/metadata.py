@@ -16,8 +16,7 @@ import torch
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.executor.attention.backend import find_backend
 from mtp_plugin.executor.attention.bridge import PagedCache
-from mtp_plugin.executor.attention.contract import AttentionBackend
-from mtp_plugin.executor.attention.layout import Group, Layout, RowCounts
+from mtp_plugin.executor.attention.types import AttentionBackend, Group, Layout, RowCounts
 from mtp_plugin.executor.kv_cache import PagedKVPools
 
 
@@ -26,12 +25,12 @@ class PagedAttentionMetadata:
 
     Args:
         seq_lens: [R] int32 on the host, query rows per sequence.
-        kv_lens: [R] int32 on the device, KV length per sequence behind this step's rows.
+        kv_lens: [R] int32 on the device, KV length per sequence after this step's rows.
         num_contexts: C, the first sequences.
         num_cached_tokens_per_seq: host list, tokens cached before this step (an upper bound under
             overlap).
         block_table: [R, B] int32 on the device; unused entries hold the sentinel block.
-        kv_write_limit: [R] int32: rows at or past it write to the sentinel block and attend nobody.
+        kv_write_limit: [R] int32: rows at or past it write to the sentinel block and attend no key.
         kv_capacity: [R] int32: rows that the request has reserved.
         pools: KV rows of every layer.
         check: compare whatever is kept with what is rebuilt from scratch, at every attention call.

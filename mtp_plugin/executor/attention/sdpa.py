@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mtp_plugin.executor.attention.contract import SDPA_BACKEND, HeadShape, StepMetadata
-from mtp_plugin.executor.attention.layout import Layout
+from mtp_plugin.executor.attention.types import SDPA_BACKEND, HeadShape, Layout, StepMetadata
 
 
 class SdpaBackend:
@@ -49,8 +48,8 @@ class SdpaBackend:
 def gather_pages(layer_idx: int, metadata: StepMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [R, Hk, S', D] and values [R, Hk, S', Dv] of every sequence, in order of position.
 
-    S' is what the widest block table holds; rows that hold no key of the request are zero. Behind
-    the transposition lie rows [R, S', heads, width] without gaps.
+    S' is what the widest block table holds; rows that hold no key of the request are zero.
+    They are transposed views of contiguous rows [R, S', heads, width].
     """
     layout = metadata.layout()
     keys, values = metadata.pools.written(layer_idx)

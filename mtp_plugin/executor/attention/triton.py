@@ -1,7 +1,7 @@
-"""Checks, scratch and grids of paged attention: one launch that writes, one or two that attend.
+"""The Triton backend of paged attention: one launch that writes, one or two that attend.
 
-What a launch depends on: shapes, and the rows per sequence that the host knows. Lengths, limits and
-block tables are read on the device, so a captured step replays with others.
+A launch depends on shapes and on the rows per sequence that the host knows. Lengths, limits and
+block tables are read on the device, so a captured step replays with other values.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 import triton
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
-from mtp_plugin.executor.attention.contract import TRITON_BACKEND, HeadShape, StepMetadata
-from mtp_plugin.executor.attention.kernel import (
-    merge_kernel,
-    ragged_kernel,
-    uniform_kernel,
-    write_kernel,
+from mtp_plugin.executor.attention.kernels_triton import (
+    paged_merge_kernel,
+    paged_ragged_kernel,
+    paged_uniform_kernel,
+    paged_write_kernel,
 )
-from mtp_plugin.executor.attention.layout import RowCounts
+from mtp_plugin.executor.attention.types import TRITON_BACKEND, HeadShape, RowCounts, StepMetadata
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 
@@ -66,7 +65,7 @@ def uniform_tile(packed_rows: int, width: int, itemsize: int, sequences: int) ->
         return _exact_tile(rows, wide, itemsize)
     programs = sequences * -(-packed_rows // rows)
     if programs < 2 * SPLIT_PROGRAMS:
-        # programs wait for memory more than for each other: each asks for more at a time
+        # programs wait for memory more than for each other: each reads more at a time
         return Tile(rows, _keys(2 * KEY_TILE_BYTES, wide, itemsize), wide, 8, 2)
     return Tile(rows, _keys(KEY_TILE_BYTES, wide, itemsize), wide, 8 if rows > 64 else 4, 2)
 
@@ -108,7 +107,7 @@ def splits_for(programs: int, max_keys: int) -> int:
 
 
 class TritonBackend:
-    """Rows are attended where they lie: no page is gathered, nothing is read back."""
+    """Attends pages in place: none is gathered, nothing is read back."""
 
     name = "triton"
     attention_function = TRITON_BACKEND
@@ -167,7 +166,7 @@ class TritonBackend:
             f"keys {list(key.shape)} and values {list(value.shape)}; latent attention runs with "
             f"attn_backend: sdpa",
         )
-        expect_reachable(write_kernel, "paged attention: key", key)
+        expect_reachable(paged_write_kernel, "paged attention: key", key)
         _check_lengths(metadata)
         pools = metadata.pools
         key_pool, value_pool = pools.layer(layer_idx, key, value)
@@ -178,7 +177,7 @@ class TritonBackend:
         _, heads, width = key.shape
         block = min(WRITE_BLOCK, triton.next_power_of_2(heads * width))
         table = metadata.block_table
-        write_kernel[(num_rows, triton.cdiv(heads * width, block))](
+        paged_write_kernel[(num_rows, triton.cdiv(heads * width, block))](
             key,
             value,
             metadata.seq_lens_cuda,
@@ -221,7 +220,7 @@ class TritonBackend:
         """
         counts = metadata.row_counts()
         _check_rows("query", query, metadata.num_tokens)
-        expect_reachable(uniform_kernel, "paged attention: query", query)
+        expect_reachable(paged_uniform_kernel, "paged attention: query", query)
         _check_lengths(metadata)
         key_pool, value_pool = metadata.pools.written(layer_idx)
         heads, width = query.shape[1:]
@@ -274,12 +273,12 @@ class _Call:
         return int(self.query.shape[1]) // self.kv_heads
 
     def attend_ragged(self, counts: RowCounts) -> None:
-        """The first sequences, whatever their lengths, in one launch."""
+        """The first sequences, of any lengths, in one launch."""
         metadata, width = self.metadata, int(self.query.shape[2])
         tile = ragged_tile(max(counts.ragged) * self.group, width, self.query.element_size())
         tiles = sum(-(-rows * self.group // tile.rows) for rows in counts.ragged)
         table = metadata.block_table
-        ragged_kernel[(tiles, self.kv_heads)](
+        paged_ragged_kernel[(tiles, self.kv_heads)](
             self.query,
             metadata.seq_lens_cuda,
             metadata.kv_lens_cuda,
@@ -309,7 +308,7 @@ class _Call:
         )
 
     def attend_uniform(self, counts: RowCounts) -> None:
-        """The sequences behind them, of equal rows, with the keys of each cut for more programs."""
+        """The other sequences, of equal rows, with the keys of each split over more programs."""
         metadata, query = self.metadata, self.query
         heads, width = query.shape[1:]
         packed_rows = counts.uniform_rows * self.group
@@ -325,7 +324,7 @@ class _Call:
             partial = torch.empty(items, splits, width, **float32)
             weight = torch.empty(items, splits, **float32)
         pdl = pdl_options(query.device)
-        uniform_kernel[(counts.num_uniform * row_tiles, self.kv_heads, splits)](
+        paged_uniform_kernel[(counts.num_uniform * row_tiles, self.kv_heads, splits)](
             query,
             metadata.kv_lens_cuda,
             metadata.kv_write_limit,
@@ -358,7 +357,7 @@ class _Call:
             **pdl,
         )
         if splits > 1:
-            merge_kernel[(items,)](
+            paged_merge_kernel[(items,)](
                 partial,
                 weight,
                 self.output,

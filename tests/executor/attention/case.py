@@ -30,7 +30,7 @@ class Case:
 
     Args:
         seq_lens: query rows per sequence, contexts first.
-        kv_lens: length behind the step's rows; rows before position 0 are dead.
+        kv_lens: length after the step's rows; rows before position 0 are padding.
         limits: rows at or past them are dead.
         spare_blocks: entries of the block table that no sequence uses.
         least_blocks, least_width: so many blocks in the pool, and entries in the table, at least.
@@ -49,14 +49,14 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        dice = random.Random(self.seed)
+        rng = random.Random(self.seed)
         generator = torch.Generator().manual_seed(self.seed)
         held = [
             -(-max(0, min(kv, limit)) // self.block_size)
             for kv, limit in zip(self.kv_lens, self.limits, strict=True)
         ]
         self.num_blocks = max(self.least_blocks, sum(held) + 2)
-        order = dice.sample(range(self.num_blocks), self.num_blocks)
+        order = rng.sample(range(self.num_blocks), self.num_blocks)
         width = max(self.least_width, max(held, default=1) + self.spare_blocks)
         self.tables = []
         for count in held:
@@ -171,7 +171,7 @@ class Case:
     def attend(
         self, backend: AttentionBackend, scaling: float | None = None
     ) -> tuple[torch.Tensor, PagedKVPools]:
-        """What the backend answers, and the pools behind it."""
+        """The output of the backend, and its pools afterwards."""
         metadata = self.metadata(backend)
         output = metadata.attend(LAYER, self.query, self.key, self.value, scaling)
         return output, metadata.pools
@@ -179,34 +179,34 @@ class Case:
 
 def random_case(seed: int, *, dtype: torch.dtype = torch.float32, largest: int = 24) -> Case:
     """Contexts of any chunk and history, generations of equal rows, limits and dead rows."""
-    dice = random.Random(seed)
-    contexts = [dice.randint(1, 9) for _ in range(dice.choice([0, 0, 1, 3]))]
-    rows = dice.choice([1, 1, 2, 4, 5])
-    generations = [rows] * dice.randint(0 if contexts else 1, 3)
-    if generations and dice.random() < 0.1:
+    rng = random.Random(seed)
+    contexts = [rng.randint(1, 9) for _ in range(rng.choice([0, 0, 1, 3]))]
+    rows = rng.choice([1, 1, 2, 4, 5])
+    generations = [rows] * rng.randint(0 if contexts else 1, 3)
+    if generations and rng.random() < 0.1:
         generations[-1] += 1
     seq_lens = contexts + generations
     kv_lens, limits = [], []
     for count in seq_lens:
-        cached = dice.choice([0, dice.randint(0, largest), dice.randint(0, largest), -count])
-        if dice.random() < 0.2:
-            cached = dice.randint(-count, 2)
+        cached = rng.choice([0, rng.randint(0, largest), rng.randint(0, largest), -count])
+        if rng.random() < 0.2:
+            cached = rng.randint(-count, 2)
         kv_lens.append(count + cached)
         limit = count + cached
-        if dice.random() < 0.4:
-            limit = max(0, limit - dice.randint(1, count + 1))
-        elif dice.random() < 0.2:
-            limit += dice.randint(0, 5)
-        limits.append(0 if dice.random() < 0.1 else max(0, limit))
-    kv = dice.choice([1, 2])
+        if rng.random() < 0.4:
+            limit = max(0, limit - rng.randint(1, count + 1))
+        elif rng.random() < 0.2:
+            limit += rng.randint(0, 5)
+        limits.append(0 if rng.random() < 0.1 else max(0, limit))
+    kv = rng.choice([1, 2])
     return Case(
         seq_lens,
         kv_lens,
         limits,
         num_contexts=len(contexts),
-        heads=Heads(kv * dice.choice([1, 2, 3, 5]), kv, dice.choice([8, 16, 20, 32])),
-        block_size=dice.choice([1, 2, 3, 4, 8, 16]),
-        spare_blocks=dice.choice([0, 1, 4]),
+        heads=Heads(kv * rng.choice([1, 2, 3, 5]), kv, rng.choice([8, 16, 20, 32])),
+        block_size=rng.choice([1, 2, 3, 4, 8, 16]),
+        spare_blocks=rng.choice([0, 1, 4]),
         dtype=dtype,
         seed=seed,
     )

@@ -1,4 +1,4 @@
-"""Every backend against the story: the same rows written, the same rows attended."""
+"""Every backend against the example: the same rows written, the same rows attended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtp_plugin.executor.attention import PagedAttentionMetadata, find_backend
 from mtp_plugin.executor.attention import triton as launch
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
-from tests.executor.attention import story
+from tests.executor.attention import example as example_of
 from tests.executor.attention.case import LAYER, Case, Heads, random_case
 from tests.kernels.top_k.launches import poisoned_outputs
 from tests.speculative.ops.on_device import DEVICE, forbid_launches
@@ -35,7 +35,7 @@ def _small_tiles() -> Iterator[None]:
         yield
 
 
-def assert_as_told(case: Case, name: str, scaling: float | None = None) -> None:
+def assert_matches_example(case: Case, name: str, scaling: float | None = None) -> None:
     """Output rows that live, and every pool row outside the sentinel block."""
     with poisoned_outputs(launch):
         output, pools = case.attend(find_backend(name), scaling)
@@ -43,11 +43,11 @@ def assert_as_told(case: Case, name: str, scaling: float | None = None) -> None:
     assert output.dtype == case.dtype
     assert torch.isfinite(output).all()
     alive = case.alive()
-    expected = story.attend(case, scaling)[alive]
+    expected = example_of.attend(case, scaling)[alive]
     torch.testing.assert_close(output[alive].double(), expected, rtol=0, atol=TOLERANCE[case.dtype])
-    for pool, told in zip(pools.written(LAYER), story.write(case), strict=True):
+    for pool, expected in zip(pools.written(LAYER), example_of.write(case), strict=True):
         held = slice(0, -case.block_size)
-        torch.testing.assert_close(pool[held], told[held], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(pool[held], expected[held], rtol=0, atol=0, equal_nan=True)
     if name == "triton":
         assert (output[~alive] == 0).all()
 
@@ -56,14 +56,14 @@ def assert_as_told(case: Case, name: str, scaling: float | None = None) -> None:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
 def test_random_steps(name: str, seed: int) -> None:
-    assert_as_told(random_case(seed), name)
+    assert_matches_example(random_case(seed), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=8)
 def test_random_steps_in_half_precision(dtype: torch.dtype, seed: int) -> None:
-    assert_as_told(random_case(seed, dtype=dtype), "triton")
+    assert_matches_example(random_case(seed, dtype=dtype), "triton")
 
 
 GQA = [Heads(4, 4, 8), Heads(2, 1, 16), Heads(7, 1, 16), Heads(16, 1, 16), Heads(12, 4, 8)]
@@ -73,26 +73,26 @@ GQA = [Heads(4, 4, 8), Heads(2, 1, 16), Heads(7, 1, 16), Heads(16, 1, 16), Heads
 @pytest.mark.parametrize("heads", GQA, ids=str)
 def test_groups_of_query_heads(name: str, heads: Heads) -> None:
     mixed = Case([5, 3, 2, 2], [9, 3, 7, 21], [9, 3, 7, 21], num_contexts=2, heads=heads)
-    assert_as_told(mixed, name)
+    assert_matches_example(mixed, name)
 
 
 @pytest.mark.parametrize("width", [1, 15, 33, 80, 96, 112, 128, 192, 256])
 def test_widths(width: int) -> None:
     mixed = Case([6, 2], [6, 19], [6, 19], num_contexts=1, heads=Heads(2, 1, width))
     # scores of unit variance grow with the width where nothing scales them
-    assert_as_told(mixed, "triton")
+    assert_matches_example(mixed, "triton")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_scaling_of_the_models_own(name: str) -> None:
-    assert_as_told(Case([4, 1], [9, 6], [9, 6], num_contexts=1), name, scaling=0.7)
+    assert_matches_example(Case([4, 1], [9, 6], [9, 6], num_contexts=1), name, scaling=0.7)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 5, 32])
 def test_block_sizes(name: str, block_size: int) -> None:
     lens = [9, 40]
-    assert_as_told(Case([9, 3], lens, lens, num_contexts=1, block_size=block_size), name)
+    assert_matches_example(Case([9, 3], lens, lens, num_contexts=1, block_size=block_size), name)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -100,38 +100,38 @@ def test_a_tile_never_mixes_sequences(name: str) -> None:
     """More rows than a tile, and many contexts shorter than one."""
     lens = [50, 1, 1, 2, 47, 3, 3]
     case = Case(lens, lens, lens, num_contexts=5, heads=Heads(5, 1, 8))
-    assert_as_told(case, name)
+    assert_matches_example(case, name)
 
 
 def test_more_rows_of_a_generation_than_a_tile() -> None:
     lens = [30, 61]
-    assert_as_told(Case([17, 17], lens, lens, heads=Heads(16, 1, 8)), "triton")
+    assert_matches_example(Case([17, 17], lens, lens, heads=Heads(16, 1, 8)), "triton")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_generations_of_unequal_rows(name: str) -> None:
-    assert_as_told(Case([3, 2, 4], [7, 9, 4], [7, 8, 4]), name)
+    assert_matches_example(Case([3, 2, 4], [7, 9, 4], [7, 8, 4]), name)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_row_may_be_dead(name: str) -> None:
     """A padding row: a request of one token that may touch no KV row, and rows before position
     0."""
-    assert_as_told(Case([4, 4], [5, 1], [0, 1]), name)
-    assert_as_told(Case([4], [5], [0]), name)
+    assert_matches_example(Case([4, 4], [5, 1], [0, 1]), name)
+    assert_matches_example(Case([4], [5], [0]), name)
 
 
 def test_splits_beyond_a_sequences_keys_are_empty() -> None:
     """The table is wide, the sequences are short: most splits have nothing to read."""
     case = Case([2, 2], [3, 20], [3, 20], spare_blocks=40)
     assert launch.splits_for(2, len(case.tables[0]) * case.block_size) > 2
-    assert_as_told(case, "triton")
+    assert_matches_example(case, "triton")
 
 
 def test_one_split_needs_no_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SPLIT_PROGRAMS", 1)
-    monkeypatch.setattr(launch, "merge_kernel", None)
-    assert_as_told(Case([2, 2], [3, 30], [3, 30]), "triton")
+    monkeypatch.setattr(launch, "paged_merge_kernel", None)
+    assert_matches_example(Case([2, 2], [3, 30], [3, 30]), "triton")
 
 
 def test_a_step_without_rows_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +183,14 @@ def test_nan_stays_with_its_request(
     """A model that computes NaN is noticed, and its neighbours go on."""
     monkeypatch.setattr(launch, "SPLIT_PROGRAMS", splits)
     case = Case([5, 3, 3, 3], [5, 9, 30, 40], [5, 9, 30, 40], num_contexts=1)
-    told = story.attend(case)
+    expected = example_of.attend(case)
     case.key[2] = torch.nan  # the third row of the context
     case.value[9] = torch.nan  # the second row of the second generation
     output, _ = case.attend(find_backend(name))
     assert output[[2, 3, 4, 9, 10]].isnan().all()
     others = [5, 6, 7, 11, 12, 13]
     torch.testing.assert_close(
-        output[others].double(), told[others], rtol=0, atol=TOLERANCE[torch.float32]
+        output[others].double(), expected[others], rtol=0, atol=TOLERANCE[torch.float32]
     )
 
 
@@ -230,7 +230,7 @@ def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
         case.projected = torch.randn(sum(seq_lens), whole.projected.shape[1], device=DEVICE)
         case.key_pool, case.value_pool = (pool.clone() for pool in pools.written(LAYER))
         output = metadata.attend(LAYER, case.query, case.key, case.value)
-        expected = story.attend(case)
+        expected = example_of.attend(case)
         assert torch.isfinite(output).all()
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[torch.float32])
 
@@ -267,7 +267,7 @@ def test_lengths_changed_in_place(name: str) -> None:
     other.load(metadata.pools, metadata)
     output = metadata.attend(LAYER, other.query, other.key, other.value)
     alive = other.alive()
-    expected = story.attend(other)[alive]
+    expected = example_of.attend(other)[alive]
     torch.testing.assert_close(
         output[alive].double(), expected, rtol=0, atol=TOLERANCE[torch.float32]
     )
@@ -291,19 +291,19 @@ def test_check_mode_finds_other_rows_on_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("held", "stale"),
     [
         ("kv_lens_cuda", "positions"),
         ("kv_write_limit", "write_rows"),
         ("block_table", "write_rows"),
     ],
 )
-def test_check_mode_finds_stale_indices(held: str, told: str) -> None:
+def test_check_mode_finds_stale_indices(held: str, stale: str) -> None:
     case = Case([3, 3], [8, 5], [8, 5])
     metadata = case.metadata(find_backend("sdpa"))
     metadata.attend(LAYER, case.query, case.key, case.value)
     getattr(metadata, held)[0] -= 1
-    with pytest.raises(MetadataError, match=f"{told} is stale for these lengths"):
+    with pytest.raises(MetadataError, match=f"{stale} is stale for these lengths"):
         metadata.attend(LAYER, case.query, case.key, case.value)
     metadata.on_update_kv_lens()
     metadata.attend(LAYER, case.query, case.key, case.value)
@@ -372,7 +372,7 @@ def test_tables_and_lengths_may_be_slices_of_wider_ones() -> None:
     metadata.block_table = wide[:2, 3 : 3 + width]
     metadata.kv_lens_cuda = torch.cat([metadata.kv_lens_cuda, wide[0, :2]])
     output = metadata.attend(LAYER, case.query, case.key, case.value)
-    expected = story.attend(case)
+    expected = example_of.attend(case)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[torch.float32])
 
 
@@ -380,7 +380,7 @@ def test_a_cpu_tensor_for_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     import triton
 
     compiled = object.__new__(triton.JITFunction)
-    monkeypatch.setattr(launch, "write_kernel", compiled)
+    monkeypatch.setattr(launch, "paged_write_kernel", compiled)
     case, metadata = small()
     if DEVICE.type == "cuda":
         pytest.skip("kernels are compiled here")

@@ -1,10 +1,12 @@
 """Triton kernels of attention over the paged cache.
 
-Lengths, limits and block tables are read here, when a kernel runs; a launch knows only shapes and
-how many rows each sequence feeds. Row r of a sequence of n rows stands at position ``kv_len - n +
-r``. It is dead at a negative position and at or past its limit: it writes to the sentinel block,
-attends nobody and gives zeros.
+Lengths, limits and block tables are read on the device, when a kernel runs; a launch depends on
+shapes and on the number of rows per sequence. Row r of a sequence of n rows has position ``kv_len -
+n + r``. At a negative position, and at or past its limit, it is padding: it writes to the sentinel
+block, attends no key and returns zeros.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
@@ -32,7 +34,7 @@ def _sequence_of_row(seq_len_ptr, num_ragged, row, LANES: tl.constexpr):
         "sentinel_row",
     ]
 )
-def write_kernel(
+def paged_write_kernel(
     key_ptr,  # [T, HEADS, WIDTH]
     value_ptr,  # [T, HEADS, WIDTH]
     seq_len_ptr,  # [R]
@@ -61,9 +63,9 @@ def write_kernel(
     """One (row, piece of heads x width): its key and its value to the row's place in the pools."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0)
-    behind = row - ragged_rows
-    sequence = num_ragged + behind // uniform_rows
-    offset = behind % uniform_rows
+    after_ragged = row - ragged_rows
+    sequence = num_ragged + after_ragged // uniform_rows
+    offset = after_ragged % uniform_rows
     num_rows = uniform_rows
     if LANES > 0:  # noqa: SIM102 - decided when the kernel is compiled
         if row < ragged_rows:
@@ -199,7 +201,7 @@ def _mean(weight, total, last_key):
         "num_splits",
     ]
 )
-def uniform_kernel(
+def paged_uniform_kernel(
     query_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
     kv_len_ptr,  # [R]
     limit_ptr,  # [R]
@@ -231,7 +233,7 @@ def uniform_kernel(
 ):
     """One (sequence, tile of its rows; key head; piece of its keys), sequences of equal rows.
 
-    The query heads of a key head lie beside each other in a tile: its keys are read once for all.
+    The query heads of a key head are neighbours in a tile: its keys are read once for all.
     """
     grid_dependency_synchronize(PDL)
     index = tl.program_id(0) // row_tiles
@@ -293,7 +295,7 @@ def uniform_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits", "first_row"])
-def merge_kernel(
+def paged_merge_kernel(
     partial_ptr,  # [N, HEADS, num_splits, WIDTH] float32
     weight_ptr,  # [N, HEADS, num_splits] float32
     output_ptr,  # [T, HEADS, WIDTH]
@@ -326,7 +328,7 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["num_ragged", "table_stride", "table_width"])
-def ragged_kernel(
+def paged_ragged_kernel(
     query_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
     seq_len_ptr,  # [R]
     kv_len_ptr,  # [R]
