@@ -31,7 +31,7 @@ def import_engine(log: OutputConsole) -> None:
         gc.disable()
         try:
             import_module("mtp_plugin.executor")
-            from mtp_plugin.executor.collector_freeze import of_process
+            from mtp_plugin.executor.gc_freeze import of_process
 
             of_process.freeze_imports()
         finally:

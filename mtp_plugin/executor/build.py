@@ -28,8 +28,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     num_kv_blocks,
     probe_pools,
 )
-from mtp_plugin.executor.memory_line import memory_line
-from mtp_plugin.executor.memory_needs import check_requests, shortage_named, token_bytes
+from mtp_plugin.executor.memory import check_requests, memory_line, shortage_named, token_bytes
 from mtp_plugin.executor.model_engine import ModelEngine, StepLimits
 from mtp_plugin.executor.models import (
     LoadedModel,

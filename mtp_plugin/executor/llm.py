@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, told
-from mtp_plugin.executor import collector_freeze
+from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
@@ -129,7 +129,7 @@ class LLM:
         )
         self._async_steps = AsyncSteps(self._dispatcher)
         if built.device.type == "cuda":
-            self._thaw = collector_freeze.of_process.hold(self)
+            self._thaw = gc_freeze.of_process.hold(self)
 
     # ---- use --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestOutput, SamplingParams, StepEvent
-from mtp_plugin.executor.collector_freeze import CollectorFreeze
+from mtp_plugin.executor.gc_freeze import GCFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.executor.conftest import VOCAB, assert_drained, wrap_worker
 
@@ -154,7 +154,7 @@ class Owner:
 
 @pytest.fixture
 def nothing_frozen() -> Iterator[None]:
-    was_frozen = gc.get_freeze_count() >= CollectorFreeze.HOST_FROZE
+    was_frozen = gc.get_freeze_count() >= GCFreeze.HOST_FROZE
     gc.unfreeze()
     yield
     gc.unfreeze()
@@ -164,29 +164,29 @@ def nothing_frozen() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_is_kept_from_the_collector_comes_back_with_the_last_owner() -> None:
-    freeze = CollectorFreeze()
+    freeze = GCFreeze()
     first, second = Owner(), Owner()
     thaw = freeze.hold(first)
     freeze.hold(second)
     thaw()
     thaw()
-    assert gc.get_freeze_count() > CollectorFreeze.HOST_FROZE
+    assert gc.get_freeze_count() > GCFreeze.HOST_FROZE
     del second
-    assert gc.get_freeze_count() < CollectorFreeze.HOST_FROZE
+    assert gc.get_freeze_count() < GCFreeze.HOST_FROZE
 
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_others_froze_stays_frozen() -> None:
     gc.freeze()
     owner = Owner()
-    CollectorFreeze().hold(owner)()
+    GCFreeze().hold(owner)()
     del owner
-    assert gc.get_freeze_count() > CollectorFreeze.HOST_FROZE
+    assert gc.get_freeze_count() > GCFreeze.HOST_FROZE
 
 
 @pytest.mark.usefixtures("nothing_frozen")
 def test_imports_that_a_command_froze_are_no_hosts() -> None:
-    freeze = CollectorFreeze()
+    freeze = GCFreeze()
     freeze.freeze_imports()
     imported = gc.get_freeze_count()
     later = [[] for _ in range(100)]
@@ -194,7 +194,7 @@ def test_imports_that_a_command_froze_are_no_hosts() -> None:
     thaw = freeze.hold(owner)
     assert gc.get_freeze_count() >= imported + len(later)
     thaw()
-    assert gc.get_freeze_count() < CollectorFreeze.HOST_FROZE
+    assert gc.get_freeze_count() < GCFreeze.HOST_FROZE
 
 
 def test_no_tokenizer_no_text(bed) -> None:

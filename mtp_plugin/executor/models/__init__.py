@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config, read_facts
-from mtp_plugin.executor.models.facts import ModelFacts
 from mtp_plugin.executor.models.families import (
     FAMILIES,
     NOT_RUNNABLE,
     DraftTraits,
+    ModelFacts,
     MTPFamily,
     TensorNames,
     family_of,

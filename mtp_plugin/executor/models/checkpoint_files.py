@@ -1,21 +1,27 @@
-"""Reading a Hugging Face checkpoint directory: safetensors headers, single tensors."""
+"""Read a Hugging Face checkpoint directory: JSON files, safetensors headers, single tensors."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.executor.models.json_files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_BYTES = 2**28
+"""Size of a file at most; indexes and tokenizers of released models have a tenth of it."""
+
+MAX_DIGITS = 100
+"""Digits of an integer at most."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,65 @@ def checkpoint_directory(path: str | Path) -> Path:
     if not is_directory:
         raise CheckpointError(f"checkpoint {directory}: expected a directory, got a file")
     return directory
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file, within bounds.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, is larger than `MAX_BYTES` or no JSON,
+            nests too deeply, has a number of too many digits or a key with two values, or holds
+            something else than an object.
+    """
+    try:
+        if not file.is_file():
+            if file.exists():
+                # a pipe or a device may never end
+                raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
+            raise CheckpointError(
+                f"checkpoint {file.parent}: expected a file {file.name}, found none"
+            )
+        size = file.stat().st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(f"{file}: expected at most {MAX_BYTES} bytes, got {size}")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: expected JSON, got {error}") from None
+    try:
+        content = json.loads(
+            text,
+            parse_int=_integer,
+            parse_constant=_refuse,
+            object_pairs_hook=_without_doubles,
+        )
+    except RecursionError:
+        raise CheckpointError(f"{file}: expected JSON, it nests too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: expected JSON, got {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"the number {constant}")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        for key, value in pairs:
+            if value is not table[key] and value != table[key]:
+                raise ValueError(f"two values of the key {got(key)}")
+    return table
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -98,7 +163,7 @@ def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
     odd = [file for file in weight_map.values() if not _is_plain(file)]
     if odd:
         raise CheckpointError(
-            f"{directory / INDEX_FILE}: expected plain names of .safetensors files beside it, "
+            f"{directory / INDEX_FILE}: expected plain names of .safetensors files next to it, "
             f"got {got(odd[0])}"
         )
     files = sorted(set(weight_map.values()))

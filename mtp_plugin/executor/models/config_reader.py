@@ -14,18 +14,15 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError
 from mtp_plugin.executor.models.block_layout import FULL_ATTENTION
-from mtp_plugin.executor.models.checkpoint_files import checkpoint_directory, listed
+from mtp_plugin.executor.models.checkpoint_files import checkpoint_directory, listed, read_json
 from mtp_plugin.executor.models.config_schema import (
     SCHEMAS,
     DecoderConfig,
     GenerationConfig,
-    Problem,
     beyond,
-    told_by,
 )
-from mtp_plugin.executor.models.facts import ModelFacts
-from mtp_plugin.executor.models.families import MTPFamily, family_of
-from mtp_plugin.executor.models.json_files import read_json
+from mtp_plugin.executor.models.families import ModelFacts, MTPFamily, family_of
+from mtp_plugin.executor.models.rope_schema import Problem, problems_of
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -170,14 +167,14 @@ def _check(
     try:
         schema = SCHEMAS[model_type].model_validate(raw)
     except ValidationError as error:
-        raise _refusal(where, told_by(SCHEMAS[model_type], error)) from None
+        raise _refusal(where, problems_of(SCHEMAS[model_type], error)) from None
     problems = list(schema.problems())
     if problems:
         raise _refusal(where, problems)
     try:
         asked = GenerationConfig.model_validate(generation)
     except ValidationError as error:
-        raise _refusal(generation_file, told_by(GenerationConfig, error)) from None
+        raise _refusal(generation_file, problems_of(GenerationConfig, error)) from None
     ids: dict[str, Any] = {}
     for key in GenerationConfig.model_fields:
         given = getattr(asked, key)

@@ -9,26 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, Field, ValidationError
 from typing_extensions import override
 
 from mtp_plugin.config.frozen import thaw
-from mtp_plugin.config.messages import expected, got, join, spelled
-
-Problem = tuple[str, str]
-"""(key, sentence)."""
+from mtp_plugin.config.messages import got, join
+from mtp_plugin.executor.models.rope_schema import (
+    ROPE_MODELS,
+    ROPE_TYPES,
+    CheckpointModel,
+    Positions,
+    Problem,
+    Rope,
+    Share,
+    problems_of,
+)
 
 MAX_LAYERS = 10_000
 MAX_MTP_LAYERS = 1_000
-MAX_POSITIONS = 2**24
 
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
 Experts = Annotated[int, Field(ge=1, le=2**16)]
-Factor = Annotated[float, Field(ge=1, le=1e6)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 TokenId = Annotated[int, Field(ge=0)]
 Activation = Literal[
     "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2",
@@ -53,75 +55,6 @@ TokenIds = Annotated[
 EndIds = Annotated[TokenIds | None, Field(description="a token id, a list of them or null")]
 Mapped = Annotated[dict[str, Any] | None, Field(description="a mapping or null")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
-
-
-class CheckpointModel(BaseModel):
-    """Part of a file: strict about types; keys it does not have are left out by the reader."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
-
-    def problems(self) -> Iterator[Problem]:
-        """What only shows where several keys are read together."""
-        return iter(())
-
-
-class Rope(CheckpointModel):
-    """Rotary positions as they are."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rope_type: str = "default"
-    rope_theta: Annotated[float, Field(gt=1, le=1e15)] | None = None
-    partial_rotary_factor: Share | None = None
-
-
-class ScaledRope(Rope):
-    factor: Factor
-
-
-class YarnRope(Rope):
-    factor: Factor
-    original_max_position_embeddings: Positions | None = None
-    attention_factor: Annotated[float, Field(gt=0, le=1e3)] | None = None
-    beta_fast: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    beta_slow: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    mscale: Annotated[float, Field(ge=0, le=1e3)] | None = None
-    mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
-    truncate: bool = True
-
-    @override
-    def problems(self) -> Iterator[Problem]:
-        fast, slow = self.beta_fast or 32, self.beta_slow or 1
-        if fast < slow:
-            yield "beta_fast", f"expected at least beta_slow, which is {slow}, got {fast}"
-
-
-class Llama3Rope(Rope):
-    factor: Factor
-    low_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
-    high_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
-    original_max_position_embeddings: Positions
-
-    @override
-    def problems(self) -> Iterator[Problem]:
-        if self.high_freq_factor <= self.low_freq_factor:
-            yield (
-                "high_freq_factor",
-                f"expected above low_freq_factor, which is {self.low_freq_factor}, "
-                f"got {self.high_freq_factor}",
-            )
-
-
-ROPE_TYPES: dict[str, type[Rope]] = {
-    "default": Rope,
-    # changes beyond the model's positions only, which no request has
-    "dynamic": ScaledRope,
-    "linear": ScaledRope,
-    "llama3": Llama3Rope,
-    "yarn": YarnRope,
-}
-"""Rotary positions that run; longrope changes with the longest sequence of a batch."""
-_ROPE_MODELS = {model.__name__: model for model in ROPE_TYPES.values()}
 
 
 class DecoderConfig(CheckpointModel):
@@ -227,7 +160,7 @@ class DecoderConfig(CheckpointModel):
             yield f"{key}.rope_type", f"expected one of {join(ROPE_TYPES)}, got {got(kind)}"
             return
         except ValidationError as error:
-            for path, told in told_by(_ROPE_MODELS[error.title], error):
+            for path, told in problems_of(ROPE_MODELS[error.title], error):
                 yield f"{key}.{path}", told
             return
         for path, told in rope.problems():
@@ -453,21 +386,3 @@ def beyond(key: str, ids: int | tuple[int, ...] | None, vocab_size: int) -> Iter
     out = [one for one in (ids if isinstance(ids, tuple) else (ids,)) if one >= vocab_size]
     if out:
         yield key, f"expected ids below vocab_size, {vocab_size}, got {got(out[0])}"
-
-
-def told_by(model: type[CheckpointModel], error: ValidationError) -> Iterator[Problem]:
-    """What pydantic found, key by key."""
-    told = (_told(model, details) for details in error.errors(include_url=False))
-    yield from dict.fromkeys(told)
-
-
-def _told(model: type[CheckpointModel], details: ErrorDetails) -> Problem:
-    steps = details["loc"]
-    key = ".".join(spelled(step) for step in steps if step not in ("[key]",))
-    field = model.model_fields.get(str(steps[0]))
-    if field is None:
-        return key, f"unknown key; expected one of {', '.join(model.model_fields)}"
-    wanted = field.description or expected(Annotated[field.annotation, field])
-    if details["type"] == "missing":
-        return key, f"required key is missing; expected {wanted}"
-    return key, f"expected {wanted}, got {got(details['input'])}"

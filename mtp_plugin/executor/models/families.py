@@ -8,16 +8,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from mtp_plugin.config.messages import got
 from mtp_plugin.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a checkpoint says about itself in its JSON files."""
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    num_mtp_layers: int
+    """Number of MTP layers the config declares (D)."""
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    """From generation_config.json, else from config.json; empty where neither says."""
+    dtype: torch.dtype
+    """The dtype the config names; float32 where it names none."""
 
 
 @dataclass(frozen=True)
 class DraftTraits:
     """How the MTP head of a family is wired.
 
-    A wrong trait never changes the emitted text, it only lowers acceptance, so every value is a
-    declaration taken from the family's training and serving code.
+    A wrong trait never changes the output, it only lowers acceptance, so every value is taken from
+    the family's training and serving code.
     """
 
     concat: Literal["embed_hidden", "hidden_embed"]

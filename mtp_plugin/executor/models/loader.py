@@ -18,8 +18,7 @@ from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.executor.models.block_layout import build_layers, target_class
 from mtp_plugin.executor.models.checkpoint_files import listed, read_tensors
 from mtp_plugin.executor.models.draft_head import cut_head
-from mtp_plugin.executor.models.facts import ModelFacts
-from mtp_plugin.executor.models.families import DraftTraits, MTPFamily
+from mtp_plugin.executor.models.families import DraftTraits, ModelFacts, MTPFamily
 from mtp_plugin.executor.models.mtp_layer import TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, examine
 

@@ -25,8 +25,7 @@ from mtp_plugin.executor.models.checkpoint_files import (
     read_headers,
 )
 from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config
-from mtp_plugin.executor.models.facts import ModelFacts
-from mtp_plugin.executor.models.families import MTPFamily
+from mtp_plugin.executor.models.families import ModelFacts, MTPFamily
 
 FLOATING = ("F32", "F16", "BF16")
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,9})\.")

@@ -9,12 +9,12 @@ from transformers import AutoTokenizer
 
 from mtp_plugin.config.messages import got
 from mtp_plugin.errors import CheckpointError
+from mtp_plugin.executor.models.checkpoint_files import read_json
 from mtp_plugin.executor.models.config_reader import (
     TOKENIZER_FILE,
     TOKENIZER_SETTINGS,
     CheckedConfig,
 )
-from mtp_plugin.executor.models.json_files import read_json
 from mtp_plugin.requests.tokenizer import is_failure
 
 LONGEST_REASON = 400

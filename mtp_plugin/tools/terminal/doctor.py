@@ -19,7 +19,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     num_kv_blocks,
     told,
 )
-from mtp_plugin.executor.memory_needs import check_requests, token_bytes
+from mtp_plugin.executor.memory import check_requests, token_bytes
 from mtp_plugin.executor.models import (
     CheckedConfig,
     ModelFacts,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mtp_plugin.executor import collector_freeze
+from mtp_plugin.executor import gc_freeze
 from tests.executor.conftest import assert_drained
 from tests.executor.test_graphs import *  # noqa: F403
 from tests.executor.test_graphs import WORKERS, greedy
@@ -135,8 +135,8 @@ def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
 
 def test_the_collector_leaves_the_model_alone_until_the_end(graphed, monkeypatch):
     gc.unfreeze()
-    freeze = collector_freeze.CollectorFreeze()
-    monkeypatch.setattr(collector_freeze, "of_process", freeze)
+    freeze = gc_freeze.GCFreeze()
+    monkeypatch.setattr(gc_freeze, "of_process", freeze)
     watched = graphed()
     assert gc.get_freeze_count() > freeze.HOST_FROZE
     watched.llm.shutdown()

@@ -1,4 +1,4 @@
-"""What requests and their KV rows take of memory, told before any of it is allocated."""
+"""Memory of an executor: checked before it is allocated, and reported afterwards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     least_kv_bytes,
     told,
 )
+from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.resolved_config import ResolvedConfig, resolve_dtype
 
 _TABLES = 3
@@ -102,3 +103,21 @@ def shortage_named(option: str, what: str) -> Iterator[None]:
         if not is_shortage and "can't allocate memory" not in reason:
             raise
         raise ConfigError(f"{option}: {what} does not fit into memory: {reason}") from error
+
+
+def memory_line(engine: ModelEngine) -> str:
+    """What an engine holds for KV cache, MTP state and CUDA graphs, in MiB."""
+    blocks, report = engine.blocks, engine.pieces.memory_report
+    kv = _mib(engine.pools.num_bytes())
+    parts = [f"KV cache {kv} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]
+    if report is not None:
+        parts.append(report())
+    if engine.captured is not None:
+        parts.append(
+            f"CUDA graphs {_mib(engine.captured.num_bytes)} ({len(engine.captured.shapes)})"
+        )
+    return f"memory: {', '.join(parts)}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

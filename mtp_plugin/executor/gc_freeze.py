@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class CollectorFreeze:
+class GCFreeze:
     """Keeps Python's collector from what is there when executors are ready.
 
     While requests come and go the collector runs over everything once in a few hundred steps, and
@@ -45,5 +45,5 @@ class CollectorFreeze:
             self._num_imported = 0
 
 
-of_process = CollectorFreeze()
+of_process = GCFreeze()
 """Every executor's, since a process has one collector."""

@@ -10,10 +10,10 @@ import torch
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor import LLM, build, memory_needs
+from mtp_plugin.executor import LLM, build, memory
 from mtp_plugin.executor.attention import HeadShape
 from mtp_plugin.executor.kv_cache import sizing
-from mtp_plugin.executor.memory_needs import shortage_named, token_bytes
+from mtp_plugin.executor.memory import shortage_named, token_bytes
 from mtp_plugin.executor.models import FAMILIES
 from mtp_plugin.executor.resolved_config import resolve_config
 from mtp_plugin.speculative.state import SlotStateManager
@@ -33,7 +33,7 @@ def four_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in (
         (build, "available_bytes"),
         (doctor, "available_bytes"),
-        (memory_needs, "available_host_bytes"),
+        (memory, "available_host_bytes"),
     ):
         monkeypatch.setattr(place, name, lambda *_: 4 * GIB)
 
@@ -136,12 +136,12 @@ def test_requests_take_what_they_are_said_to(tmp_path: Path, speculative: dict |
             table = llm.executor.engine._table
             facts, plan = llm.model.facts, llm.pieces.plan
             resolved = resolve_config(llm.config, facts, str)
-            on_device, on_host = memory_needs.request_bytes(resolved, torch.float32)
+            on_device, on_host = memory.request_bytes(resolved, torch.float32)
             logits = plan.step_rows * facts.vocab_size * 4
             rows = [table._device_rows, *table._host_rows]
             return (
                 kept + store.rows.nbytes + sum(row.nbytes for row in rows),
-                on_device + on_host - logits - memory_needs._HOST_BYTES,
+                on_device + on_host - logits - memory._HOST_BYTES,
             )
 
     (few, each), (many, same) = taken(8), taken(40)

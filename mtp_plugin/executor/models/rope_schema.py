@@ -1,0 +1,107 @@
+"""Rotary parameters of a checkpoint's config, and what all parts of such files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+from typing_extensions import override
+
+from mtp_plugin.config.messages import expected, got, spelled
+
+Problem = tuple[str, str]
+"""(key, sentence)."""
+
+MAX_POSITIONS = 2**24
+Factor = Annotated[float, Field(ge=1, le=1e6)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+
+
+class CheckpointModel(BaseModel):
+    """Part of a file: strict about types; keys it does not have are left out by the reader."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[Problem]:
+        """What only shows where several keys are read together."""
+        return iter(())
+
+
+class Rope(CheckpointModel):
+    """Rotary positions as they are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rope_type: str = "default"
+    rope_theta: Annotated[float, Field(gt=1, le=1e15)] | None = None
+    partial_rotary_factor: Share | None = None
+
+
+class ScaledRope(Rope):
+    factor: Factor
+
+
+class YarnRope(Rope):
+    factor: Factor
+    original_max_position_embeddings: Positions | None = None
+    attention_factor: Annotated[float, Field(gt=0, le=1e3)] | None = None
+    beta_fast: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    beta_slow: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    mscale: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    truncate: bool = True
+
+    @override
+    def problems(self) -> Iterator[Problem]:
+        fast, slow = self.beta_fast or 32, self.beta_slow or 1
+        if fast < slow:
+            yield "beta_fast", f"expected at least beta_slow, which is {slow}, got {fast}"
+
+
+class Llama3Rope(Rope):
+    factor: Factor
+    low_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
+    high_freq_factor: Annotated[float, Field(gt=0, le=1e6)]
+    original_max_position_embeddings: Positions
+
+    @override
+    def problems(self) -> Iterator[Problem]:
+        if self.high_freq_factor <= self.low_freq_factor:
+            yield (
+                "high_freq_factor",
+                f"expected above low_freq_factor, which is {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}",
+            )
+
+
+ROPE_TYPES: dict[str, type[Rope]] = {
+    "default": Rope,
+    # changes beyond the model's positions only, which no request has
+    "dynamic": ScaledRope,
+    "linear": ScaledRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+}
+"""Rotary positions that run; longrope changes with the longest sequence of a batch."""
+ROPE_MODELS = {model.__name__: model for model in ROPE_TYPES.values()}
+
+
+def problems_of(model: type[CheckpointModel], error: ValidationError) -> Iterator[Problem]:
+    """Describe what pydantic found, key by key."""
+    found = (_problem(model, details) for details in error.errors(include_url=False))
+    yield from dict.fromkeys(found)
+
+
+def _problem(model: type[CheckpointModel], details: ErrorDetails) -> Problem:
+    steps = details["loc"]
+    key = ".".join(spelled(step) for step in steps if step not in ("[key]",))
+    field = model.model_fields.get(str(steps[0]))
+    if field is None:
+        return key, f"unknown key; expected one of {', '.join(model.model_fields)}"
+    wanted = field.description or expected(Annotated[field.annotation, field])
+    if details["type"] == "missing":
+        return key, f"required key is missing; expected {wanted}"
+    return key, f"expected {wanted}, got {got(details['input'])}"
