@@ -1,4 +1,4 @@
-"""Settings of every test."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from tests.interpreter import speed_up
 from tests.near_ties import pytest_runtest_teardown as pytest_runtest_teardown
 from tests.near_ties import pytest_terminal_summary as pytest_terminal_summary
 
-# without a GPU the kernels run under Triton's interpreter; triton reads this when it is imported
+# without a GPU kernels run under Triton's interpreter, which triton decides when it is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton") is not None:
         import triton
 
-        # also for kernels that a test imports which takes the variable away
+        # also for kernels imported by a test that removes the variable
         triton.knobs.runtime.interpret = True
         speed_up()
 
-# passes over all that torch and transformers hold took a seventh of the interpreter's time
+# collecting what torch and transformers hold took a seventh of the interpreter's time
 if not torch.cuda.is_available():
     gc.set_threshold(50_000, 20, 50)
 
-# the tensors of a test are small: a second thread costs more than it gives
+# tensors are small, so a second thread costs more time than it saves
 torch.set_num_threads(1)
 
-# derandomized: a run in CI repeats on any desk
+# derandomized, so that a failure in CI repeats elsewhere
 settings.register_profile("repository", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repository")
 
 MakeText = Callable[[Path], str]
-"""What makes a text; it may leave files in the folder."""
+"""Returns a text; may write files into the folder."""
 
 
 MATRIX = frozenset({"no_overlap", "vanilla", "k", "keep_warm"})
@@ -113,11 +113,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def collector_leaves_the_rest_alone() -> None:
-    """Python's collector does not look again at what is there before a module's tests.
+    """Freeze the objects that exist before a module's tests.
 
-    Where they or a tool ask for a collection, a pass over all that the process imported and all
-    tests that it holds takes longer than most tests. With a GPU executors freeze objects, and leave
-    that to a host that did: there nothing is.
+    A collection over all imported modules and collected tests takes longer than most tests. Not
+    with a GPU, where executors freeze objects unless their host did.
     """
     if not torch.cuda.is_available():
         gc.collect()
@@ -126,10 +125,10 @@ def collector_leaves_the_rest_alone() -> None:
 
 @pytest.fixture(scope="session")
 def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, MakeText], str]:
-    """Gives the text of a name: the first of a run's workers makes it, the others wait for it."""
+    """Make a text once per test run: one worker makes it, the others wait for it."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # the other workers' too
+        folder = folder.parent  # shared by all workers
 
     def give(name: str, make: MakeText) -> str:
         with (folder / f"{name}.lock").open("w") as lock:
@@ -144,12 +143,12 @@ def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Mak
 
 @pytest.fixture
 def device_memory() -> Iterator[Callable[[int], None]]:
-    """Asks for that many GiB of the device; what torch would keep of them goes to other workers."""
+    """Skip a test unless so many GiB of the device are free; return cached memory to the device."""
 
-    def ask(gibibytes: int) -> None:
+    def require(gibibytes: int) -> None:
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < gibibytes * 2**30:
             pytest.skip(f"needs {gibibytes} GB of device memory")
 
-    yield ask
+    yield require
     torch.cuda.empty_cache()

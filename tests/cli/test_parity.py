@@ -286,6 +286,7 @@ def test_how_many_tokens_there_may_be(
 TOLD = ("--option", "logprobs=3", "--option", "prompt_logprobs=1", "-n", "8", "--ignore-eos")
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_compared(
