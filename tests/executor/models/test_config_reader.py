@@ -363,7 +363,7 @@ def test_shards_by_plain_names(
     index["weight_map"]["lm_head.weight"] = file
     (path / INDEX).write_text(json.dumps(index))
     assert refusal(path, whole) == (
-        f"PATH/{INDEX}: expected plain names of .safetensors files beside it, got {shown}"
+        f"PATH/{INDEX}: expected plain names of .safetensors files next to it, got {shown}"
     )
 
 
