@@ -1,4 +1,4 @@
-"""One hierarchy of named errors: every message says what was expected, what came, and where."""
+"""Exceptions of the package. Messages say what is expected and what was given, and where."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from typing import SupportsIndex
 
 
 class MTPPluginError(Exception):
-    """Root of every error that the package raises on purpose."""
+    """Base class of the package's exceptions."""
 
 
 class ConfigError(MTPPluginError, ValueError):
-    """A configuration value or file that cannot be used."""
+    """A configuration file or value is invalid."""
 
 
 class CheckpointError(MTPPluginError, ValueError):
-    """A checkpoint whose config or tensors cannot serve MTP decoding."""
+    """A checkpoint's config or tensors cannot be used for MTP decoding."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """A model family or layer kind that the package does not run."""
+    """The model family or a kind of layer is not supported."""
 
 
 class RequestError(MTPPluginError, ValueError):
-    """A request refused at admission; the message names every reason."""
+    """A request is invalid or not supported; the message lists every reason."""
 
 
 class TensorContractError(MTPPluginError, ValueError):
-    """A tensor handed to an op with another shape, dtype or device than its contract."""
+    """An argument of an op has the wrong type, shape, dtype or device."""
 
 
 class MetadataError(MTPPluginError, RuntimeError):
-    """Attention or speculative metadata used out of order or found inconsistent."""
+    """Attention or speculative metadata is inconsistent or was used out of order."""
 
 
 class NoFreeSlotsError(MTPPluginError, ValueError):
-    """Every slot of a slot manager is taken."""
+    """All state slots are in use."""
 
 
 class NoFreeBlocksError(MTPPluginError, RuntimeError):
-    """The KV pool has fewer free blocks than an allocation needs."""
+    """The KV cache has too few free blocks for an allocation."""
 
 
 class PluginError(MTPPluginError, LookupError):
-    """A plugin that cannot be found, loaded or registered, or that breaks its contract."""
+    """A plugin cannot be found, loaded or registered, or violates its interface."""
 
 
 class ExecutorError(MTPPluginError, RuntimeError):
-    """The executor cannot go on: shut down, or a request was used against its life cycle."""
+    """The executor was shut down or cannot continue, or a request is in the wrong state."""
 
 
 class HostError(MTPPluginError, RuntimeError):
-    """A host engine that the plugin cannot be put into, or not taken out of, as it stands."""
+    """The plugin cannot be installed into this host engine, or not be removed from it."""
 
 
 class MissingExtraError(MTPPluginError, ImportError):
-    """What the embedded executor or the command line needs is not installed; says how to do it."""
+    """An optional dependency is not installed; the message names the extra to install."""
 
 
 def expect(condition: bool, error: type[MTPPluginError], message: str) -> None:
@@ -79,12 +79,12 @@ def expect_int(
     Raises:
         error: anything else.
     """
-    # the check of the type first is faster, and nearly always enough
+    # the type check first is faster and nearly always sufficient
     is_integer = type(value) is int or isinstance(value, SupportsIndex)
     if is_integer and not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
-        except Exception:  # tensors that are no integer scalar have __index__ too
+        except Exception:  # tensors that are not integer scalars have __index__, too
             pass
         else:
             too_small = minimum is not None and number < minimum
@@ -96,24 +96,24 @@ def expect_int(
         limits = f" >= {minimum}"
     else:
         limits = "" if maximum is None else f" <= {maximum}"
-    raise error(f"{name}: expected an integer{limits}, got {told(value)}")
+    raise error(f"{name}: expected an integer{limits}, got {format_value(value)}")
 
 
-def error_told(error: BaseException) -> str:
-    """What a user's own code raised, in one line, whatever its ``__str__`` does."""
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of an exception in one line, even if its ``__str__`` raises."""
     try:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
     except Exception:
-        said = "it cannot be told"
-    return f"{type(error).__name__}: {said}"
+        message = "its message cannot be read"
+    return f"{type(error).__name__}: {message}"
 
 
 SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 
 
-class _Spelling(reprlib.Repr):
-    """Python's spelling, cut where it is long; whatever a value's own ``__repr__`` does."""
+class _Repr(reprlib.Repr):
+    """``repr`` that shortens long values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class _Spelling(reprlib.Repr):
         return repr(x) if x.bit_length() <= SHOWN else f"an integer of {x.bit_length()} bits"
 
 
-_spelling = _Spelling()
+_repr = _Repr()
 
 
-def told(value: object) -> str:
-    """A value for a message, as Python spells it, cut where it is long."""
+def format_value(value: object) -> str:
+    """Return ``repr(value)`` for a message, shortened, even if ``__repr__`` raises."""
     try:
-        shown = _spelling.repr(value)
-    except Exception:  # of classes that are called as Python's own are
+        shown = _repr.repr(value)
+    except Exception:  # reprlib dispatches by class name: a user's class may be called "list"
         shown = f"<{type(value).__name__}>"
     return shown if len(shown) <= 2 * SHOWN else f"{shown[:SHOWN]}..."

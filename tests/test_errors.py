@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.errors import told
+from mtp_plugin.errors import format_value
 from tests.hostile import HOSTILE, Evil
 
 
@@ -26,18 +26,18 @@ from tests.hostile import HOSTILE, Evil
     ids=range(9),
 )
 def test_values_are_spelled_as_python_does_and_cut(value: Any, shown: str) -> None:
-    assert told(value) == shown
+    assert format_value(value) == shown
 
 
 def test_what_cannot_be_spelled_is_named() -> None:
-    assert told(Evil()).startswith("<Evil instance at 0x")
+    assert format_value(Evil()).startswith("<Evil instance at 0x")
 
 
 @pytest.mark.parametrize("name", ["list", "dict", "deque", "array", "str", "int", "set"])
 def test_classes_that_are_called_as_pythons_own(name: str) -> None:
-    assert told(type(name, (), {})()) == f"<{name}>"
+    assert format_value(type(name, (), {})()) == f"<{name}>"
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_no_value_is_too_much(value: Any) -> None:
-    assert 0 < len(told(value)) <= 410
+    assert 0 < len(format_value(value)) <= 410

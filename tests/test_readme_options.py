@@ -155,7 +155,7 @@ def elsewhere() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 
-def told(head: str = HEAD[0]) -> tuple[list[str], slice]:
+def format_value(head: str = HEAD[0]) -> tuple[list[str], slice]:
     """The page's lines, and where the table of this head is."""
     lines = PAGE.read_text(encoding="utf-8").split("\n")
     start = head[: head.index("|", 1)]
@@ -165,13 +165,13 @@ def told(head: str = HEAD[0]) -> tuple[list[str], slice]:
 
 
 def test_options_of_the_page() -> None:
-    lines, place = told()
+    lines, place = format_value()
     for line, wanted in zip(lines[place], table(), strict=True):
         assert line == wanted
 
 
 def test_what_other_engines_alone_have_on_the_page() -> None:
-    lines, place = told(HEAD_ELSEWHERE[0])
+    lines, place = format_value(HEAD_ELSEWHERE[0])
     for line, wanted in zip(lines[place], elsewhere(), strict=True):
         assert line == wanted
 
@@ -207,7 +207,7 @@ def test_what_the_table_says_is_what_admission_does(name: str) -> None:
     if OPTIONS[name].draws:
         options["temperature"] = 0.5
     params = SamplingParams(**options)
-    lines, place = told()
+    lines, place = format_value()
     line = next(line for line in lines[place] if line.startswith(f"| `{name}` |"))
     cell = line.split("|")[HEAD[0].split("|").index(" given ")].strip()
     for mode, names in served().items():
@@ -225,7 +225,7 @@ REFUSED_INSIDE = {
 @pytest.mark.parametrize("option", HOSTED, ids=lambda option: option.name)
 def test_what_the_table_says_is_what_a_request_of_a_host_gets(option: Option) -> None:
     """Of every field that asks for an option: given or refused by its name."""
-    lines, place = told()
+    lines, place = format_value()
     line = next(line for line in lines[place] if line.startswith(f"| `{option.name}` |"))
     cell = line.split("|")[HEAD[0].split("|").index(" given there ")].strip()
     if option.name == LOGPROBS_MODE:
@@ -260,6 +260,6 @@ def test_what_is_read_of_a_request_of_a_host(name: str) -> None:
 
 if __name__ == "__main__":
     for head, rows in ((HEAD, table()), (HEAD_ELSEWHERE, elsewhere())):
-        all_lines, at = told(head[0])
+        all_lines, at = format_value(head[0])
         all_lines[at] = rows
         PAGE.write_text("\n".join(all_lines), encoding="utf-8")

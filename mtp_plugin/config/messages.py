@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from mtp_plugin.errors import told
+from mtp_plugin.errors import format_value
 
 LONGEST_KEY = 200
 """Characters of a key that messages show."""
@@ -63,7 +63,7 @@ def got(value: Any) -> str:
         return "a mapping"
     if isinstance(value, (list, tuple)):
         return "a list"
-    shown = told(value)
+    shown = format_value(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 

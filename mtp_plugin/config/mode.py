@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from mtp_plugin.errors import ConfigError, told
+from mtp_plugin.errors import ConfigError, format_value
 
 
 class SpeculativeDecodingMode(IntEnum):
@@ -24,7 +24,9 @@ class SpeculativeDecodingMode(IntEnum):
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         allowed = ", ".join(member.name for member in cls)
-        raise ConfigError(f"speculative decoding mode: expected one of {allowed}, got {told(name)}")
+        raise ConfigError(
+            f"speculative decoding mode: expected one of {allowed}, got {format_value(name)}"
+        )
 
     def is_none(self) -> bool:
         return self is SpeculativeDecodingMode.NONE

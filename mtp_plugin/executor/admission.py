@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError, RequestError, told
+from mtp_plugin.errors import MTPPluginError, RequestError, format_value
 from mtp_plugin.executor.models import ModelFacts
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import PyExecutor
@@ -186,7 +186,7 @@ class Admission:
         if wrong:
             raise RequestError(
                 f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
-                f"{told(wrong[:3])}"
+                f"{format_value(wrong[:3])}"
             )
 
     def _check_text(self, prompt: str, request_id: int) -> None:
@@ -266,7 +266,7 @@ class Admission:
                 f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
             ]
         if stop and self._tokenizer is None:
-            return [f"stop={told(stop)} (the checkpoint has no tokenizer.json)"]
+            return [f"stop={format_value(stop)} (the checkpoint has no tokenizer.json)"]
         return [
             f"stop={shortened(word)} ({problem})"
             for word in stop
@@ -289,7 +289,9 @@ class Admission:
                 words[word] = None
                 continue
             if self._tokenizer is None:
-                problems.append(f"{name}={told(word)} (the checkpoint has no tokenizer.json)")
+                problems.append(
+                    f"{name}={format_value(word)} (the checkpoint has no tokenizer.json)"
+                )
                 continue
             if len(word) > LONG_BAD_WORD:  # before it is tokenised, which takes time
                 problems.append(
@@ -300,7 +302,7 @@ class Admission:
             try:
                 word.encode()
             except UnicodeEncodeError:
-                problems.append(f"{name}={told(word)} (it is no valid Unicode text)")
+                problems.append(f"{name}={format_value(word)} (it is no valid Unicode text)")
                 continue
             if not tokenise:
                 continue
@@ -309,14 +311,14 @@ class Admission:
                 plain = self._ids_of(bare or word)
                 spaced = self._ids_of(f" {bare}") if bare else plain
             except MTPPluginError as error:
-                problems.append(f"{name}={told(word)} ({error})")
+                problems.append(f"{name}={format_value(word)} ({error})")
                 continue
             if not plain:
-                problems.append(f"{name}={told(word)} (it has no tokens)")
+                problems.append(f"{name}={format_value(word)} (it has no tokens)")
                 continue
             if len(plain) > MAX_BAD_WORD_LEN:
                 problems.append(
-                    f"{name}={told(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
+                    f"{name}={format_value(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
                     f"served, got {len(plain)})"
                 )
                 continue
@@ -390,7 +392,7 @@ class Admission:
         if not isinstance(text, str):
             raise MTPPluginError(
                 f"the tokenizer {type(self._tokenizer).__name__} gave no text for {ids[:3]}, but "
-                f"{told(text)}"
+                f"{format_value(text)}"
             )
         return text
 
@@ -408,7 +410,7 @@ def _banned(
 
 def _first_of(ids: Sequence[int]) -> str:
     """Ids for a message: of many the first three, and how many more there are."""
-    shown = ", ".join(map(told, ids[:3]))
+    shown = ", ".join(map(format_value, ids[:3]))
     return shown if len(ids) <= 3 else f"{shown} and {len(ids) - 3} more"
 
 

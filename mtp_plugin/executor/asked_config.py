@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig, load_config, parse_config
-from mtp_plugin.errors import ConfigError, told
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.models import LoadedModel, read_facts
 from mtp_plugin.executor.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
@@ -53,7 +53,9 @@ def asked_config(
         CheckpointError: the checkpoint cannot be asked for its MTP layers.
     """
     if report is not None and not callable(report):
-        raise ConfigError(f"on_progress: expected a function of a line of text, got {told(report)}")
+        raise ConfigError(
+            f"on_progress: expected a function of a line of text, got {format_value(report)}"
+        )
     loaded = model if isinstance(model, LoadedModel) else None
     folder = model if isinstance(model, (str, Path)) else None
     if model is not None and loaded is None and folder is None:
@@ -128,7 +130,7 @@ def is_folder(path: str | Path) -> bool:
     try:
         return given.is_dir()
     except OSError as error:
-        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
+        raise ConfigError(f"{format_value(str(path))}: {error.strerror}") from None
 
 
 def _expanded(path: str | Path) -> str:
@@ -137,7 +139,7 @@ def _expanded(path: str | Path) -> str:
     except RuntimeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
+        raise ConfigError(f"{format_value(str(path))}: {error.strerror}") from None
 
 
 def _check_file(path: str | Path) -> None:
@@ -146,7 +148,7 @@ def _check_file(path: str | Path) -> None:
         if Path(path).suffix.lower() in (".yaml", ".yml") or Path(path).exists():
             return
     except OSError as error:
-        raise ConfigError(f"{told(str(path))}: {error.strerror}") from None
+        raise ConfigError(f"{format_value(str(path))}: {error.strerror}") from None
     raise ConfigError(
         f"{path}: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
         f"fetched from a hub)"
@@ -200,7 +202,8 @@ def asked_tokenizer(tokenizer: Any) -> Any:
         is_there = False
     if not is_there:
         raise ConfigError(
-            f"tokenizer: expected a folder with {TOKENIZER_FILE}, got {told(str(tokenizer))}"
+            f"tokenizer: expected a folder with {TOKENIZER_FILE}, "
+            f"got {format_value(str(tokenizer))}"
         )
     return read_tokenizer_of(folder)
 

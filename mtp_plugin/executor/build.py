@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, told
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.attention import (
     AttentionBackend,
     AttentionLease,
@@ -154,14 +154,14 @@ def _check_arguments(tokenizer: Any, chunk_policy: Any, kv_fill: Any) -> None:
     ]
     if tokenizer is not None and missing:
         raise ConfigError(
-            f"tokenizer: expected one with encode and decode, got {told(tokenizer)} without "
-            f"{missing[0]}"
+            f"tokenizer: expected one with encode and decode, got {format_value(tokenizer)} "
+            f"without {missing[0]}"
         )
     if not callable(chunk_policy):
-        raise ConfigError(f"chunk_policy: expected a function, got {told(chunk_policy)}")
+        raise ConfigError(f"chunk_policy: expected a function, got {format_value(chunk_policy)}")
     is_number = isinstance(kv_fill, (int, float)) and not isinstance(kv_fill, bool)
     if not is_number or HIGHEST_FILL < abs(kv_fill) < math.inf:
-        raise ConfigError(f"kv_fill: expected a number, got {told(kv_fill)}")
+        raise ConfigError(f"kv_fill: expected a number, got {format_value(kv_fill)}")
 
 
 def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, RequestError, expect_int, told
+from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
@@ -301,5 +301,5 @@ def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -
             f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} asks none"
         )
     if not callable(stop_callback):
-        raise ConfigError(f"stop_callback: expected a function, got {told(stop_callback)}")
+        raise ConfigError(f"stop_callback: expected a function, got {format_value(stop_callback)}")
     pieces.set_stop_callback(stop_callback)

@@ -12,8 +12,8 @@ from mtp_plugin.executor.attention import HeadShape
 from mtp_plugin.executor.kv_cache.sizing import (
     available_bytes,
     available_host_bytes,
+    format_bytes,
     least_kv_bytes,
-    told,
 )
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.resolved_config import ResolvedConfig, resolve_dtype
@@ -83,11 +83,11 @@ def check_requests(
         beside = beside if beside <= left else 0
         needed = config.max_batch_size * each
         if needed > left - beside:
-            cached = f" beside a KV cache of {told(beside)}" if beside else ""
+            cached = f" beside a KV cache of {format_bytes(beside)}" if beside else ""
             raise ConfigError(
                 f"max_batch_size: {config.max_batch_size} requests of up to "
-                f"{resolved.max_seq_len} tokens take at least {told(needed)}{cached}, "
-                f"{told(left)} are available on {place}"
+                f"{resolved.max_seq_len} tokens take at least {format_bytes(needed)}{cached}, "
+                f"{format_bytes(left)} are available on {place}"
             )
 
 

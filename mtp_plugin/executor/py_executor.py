@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mtp_plugin.errors import ExecutorError, RequestError, error_told, told
+from mtp_plugin.errors import ExecutorError, RequestError, describe_error, format_value
 from mtp_plugin.executor.model_engine import ModelEngine
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.resources import ResourceManagers
@@ -104,7 +104,7 @@ class PyExecutor:
         if self._closed:
             raise ExecutorError("the executor was shut down")
         if not isinstance(request, LlmRequest):
-            raise RequestError(f"enqueue: expected an LlmRequest, got {told(request)}")
+            raise RequestError(f"enqueue: expected an LlmRequest, got {format_value(request)}")
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id}: the id is in use")
         self.check_fits(request)
@@ -157,7 +157,7 @@ class PyExecutor:
             return self._overlap_step() if self.overlap else self._plain_step()
         except BaseException as error:
             # a step that an interrupt cut short cannot be taken up again either
-            self._fail_all(f"a step failed: {error_told(error)}")
+            self._fail_all(f"a step failed: {describe_error(error)}")
             raise
 
     def _plain_step(self) -> list[StepEvent]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, told
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.models import FusedModel, LoadedModel, ModelFacts
 from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin, make_plan
 
@@ -60,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
         ConfigError: another name, or CUDA was asked for, and there is none.
     """
     if name not in DEVICES:
-        raise ConfigError(f"device: expected one of {', '.join(DEVICES)}, got {told(name)}")
+        raise ConfigError(f"device: expected one of {', '.join(DEVICES)}, got {format_value(name)}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

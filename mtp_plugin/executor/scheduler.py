@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mtp_plugin.errors import ExecutorError, told
+from mtp_plugin.errors import ExecutorError, format_value
 from mtp_plugin.executor.kv_cache import BlockManager
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.speculative.plugin import DraftPlan
@@ -129,7 +129,7 @@ class Scheduler:
         chunk = self.chunk_policy(request, room)
         if not isinstance(chunk, int):
             raise ExecutorError(
-                f"chunk_policy: expected a length from 1 to {room}, got {told(chunk)}"
+                f"chunk_policy: expected a length from 1 to {room}, got {format_value(chunk)}"
             )
         chunk = min(max(chunk, 1), room, request.context_remaining_length)
         whole = chunk == request.context_remaining_length

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from mtp_plugin.errors import RequestError, expect, told
+from mtp_plugin.errors import RequestError, expect, format_value
 from mtp_plugin.infer.logprobs import usable
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.infer.thinking import Thinking, forced_token
@@ -228,12 +228,12 @@ def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
 
 def _expect_served(params: SamplingParams, thinking: Thinking | None) -> None:
     problems = [
-        f"{name}={told(value)}"
+        f"{name}={format_value(value)}"
         for name, value in params.asked().items()
         if name in _NEITHER_SERVED_NOR_IDLE
     ]
     problems += [
-        f"bad_words={told(word)} (expected its token ids)"
+        f"bad_words={format_value(word)} (expected its token ids)"
         for word in params.bad_words
         if isinstance(word, str)
     ]

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from mtp_plugin.errors import TensorContractError, told
+from mtp_plugin.errors import TensorContractError, format_value
 
 INTEGERS = frozenset({torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8})
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
@@ -56,7 +56,7 @@ def expect_tensor(
     sizes = "" if shape is None else f" [{', '.join(map(_spelled, shape))}]"
     gaps = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
     place = "" if device is None else f" on {device}"
-    given = told(value)
+    given = format_value(value)
     if isinstance(value, torch.Tensor):
         strides = f" with strides {list(value.stride())}" if contiguous else ""
         given = f"{value.dtype} {list(value.shape)}{strides} on {value.device}"

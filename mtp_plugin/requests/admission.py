@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtp_plugin.errors import SHOWN, RequestError, told
+from mtp_plugin.errors import SHOWN, RequestError, format_value
 from mtp_plugin.requests.options import (
     HOST_OPTIONS,
     LOGPROBS_MODE,
@@ -57,10 +57,10 @@ class HostAsks(NamedTuple):
         if name == _CONTEXT_LOGITS:
             return f"{name} (of prompt_logprobs too)"
         if isinstance(value, str):
-            return f"{name}={value if len(value) <= SHOWN else told(value)}"
+            return f"{name}={value if len(value) <= SHOWN else format_value(value)}"
         if isinstance(value, bool) or not isinstance(value, Real) or name == _LOGPROBS:
             return name
-        return f"{self.option.host[0].removeprefix(_CONFIG)}={told(value)}"
+        return f"{self.option.host[0].removeprefix(_CONFIG)}={format_value(value)}"
 
 
 def _rows() -> Iterator[Option]:
@@ -166,7 +166,7 @@ def _read(one: HostAsks) -> Any:
         return read(one.value)
     value, values = plain(one.value), one.option.values
     if not values.allows(value):
-        raise RequestError(f"expected {values.words}, got {told(value)}")
+        raise RequestError(f"expected {values.words}, got {format_value(value)}")
     return value
 
 
@@ -181,7 +181,9 @@ def _words(listed: Any, *, are_plain: bool = False) -> tuple[tuple[int, ...], ..
     except Exception:  # whatever the values of a host do
         words = ()
     if not OPTIONS["bad_words"].values.allows(words) or not words:
-        raise RequestError(f"expected lists of token ids >= 0, none empty, got {told(listed)}")
+        raise RequestError(
+            f"expected lists of token ids >= 0, none empty, got {format_value(listed)}"
+        )
     if len(words) > MAX_BAD_WORDS:
         raise RequestError(f"expected at most {MAX_BAD_WORDS} words, got {len(words)}")
     longest = max(map(len, words))
@@ -194,7 +196,9 @@ def _bias(given: Any) -> Any:
     if isinstance(given, Mapping):
         biases = dict(given)
         if not OPTIONS["logit_bias"].values.allows(biases):
-            raise RequestError(f"expected {OPTIONS['logit_bias'].values.words}, got {told(biases)}")
+            raise RequestError(
+                f"expected {OPTIONS['logit_bias'].values.words}, got {format_value(biases)}"
+            )
         if len(biases) > MAX_BIAS_IDS:
             raise RequestError(f"expected at most {MAX_BIAS_IDS} ids, got {len(biases)}")
         return biases
@@ -208,7 +212,7 @@ def _bias(given: Any) -> Any:
 def _top_k(count: Any) -> int:
     option, value = OPTIONS["top_k"], plain(count)
     if not option.values.allows(value):
-        raise RequestError(f"expected {option.values.words}, got {told(value)}")
+        raise RequestError(f"expected {option.values.words}, got {format_value(value)}")
     return max(int(value), 0)
 
 
@@ -216,7 +220,7 @@ def _num_logprobs(number: Any) -> int:
     option = OPTIONS["logprobs"]
     if not isinstance(number, Integral) or not option.values.allows(int(number)):
         raise RequestError(
-            f"expected {_NUM_LOGPROBS} to be {option.values.words}, got {told(number)}"
+            f"expected {_NUM_LOGPROBS} to be {option.values.words}, got {format_value(number)}"
         )
     return int(number)
 
@@ -226,7 +230,7 @@ def _logprobs_mode(mode: Any) -> str:
     name = value.lower() if isinstance(value, str) else None
     if name != "processed":
         raise RequestError(
-            f"expected raw or processed, got {told(value if name is None else name)}"
+            f"expected raw or processed, got {format_value(value if name is None else name)}"
         )
     return name
 

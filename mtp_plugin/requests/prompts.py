@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtp_plugin.errors import RequestError, told
+from mtp_plugin.errors import RequestError, format_value
 from mtp_plugin.requests.options import MAX_RANGE, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -49,7 +49,9 @@ def expect_short(prompt: Sequence[Any], where: str) -> None:
         RequestError: with ``where`` in front.
     """
     if isinstance(prompt, range) and prompt[MAX_RANGE:]:
-        raise RequestError(f"{where}: expected at most {MAX_RANGE} token ids, got {told(prompt)}")
+        raise RequestError(
+            f"{where}: expected at most {MAX_RANGE} token ids, got {format_value(prompt)}"
+        )
 
 
 def params_of(

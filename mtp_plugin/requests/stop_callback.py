@@ -8,7 +8,7 @@ from itertools import islice
 from numbers import Integral
 from typing import Any
 
-from mtp_plugin.errors import error_told, told
+from mtp_plugin.errors import describe_error, format_value
 
 MAX_UNKNOWN = 10
 """Ids that nobody asked about which are told."""
@@ -49,7 +49,7 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     try:
         answer = callback(list(outputs))
     except Exception as error:
-        return _failed(outputs, error_told(error))
+        return _failed(outputs, describe_error(error))
     if answer is None:
         return StopWishes()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Collection):
@@ -63,13 +63,15 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
         num_wishes = len(answer)
         wishes = list(islice(_wishes(answer), MAX_WISHES))
     except Exception as error:  # as of tensors without a dimension
-        return _failed(outputs, error_told(error))
+        return _failed(outputs, describe_error(error))
     if num_wishes > MAX_WISHES:
         return _failed(outputs, f"expected at most {MAX_WISHES} ids, got {num_wishes}")
     for request_id, count in wishes:
         if not _is_integer(request_id) or request_id not in outputs:
             among = ", ".join(map(str, outputs))
-            unknown.append(f"stop_callback: expected ids among {among}, got {told(request_id)}")
+            unknown.append(
+                f"stop_callback: expected ids among {among}, got {format_value(request_id)}"
+            )
             continue
         before, now = outputs[request_id]
         count = now if count is _ALL else count
@@ -78,7 +80,7 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
         else:
             wrong[int(request_id)] = (
                 f"stop_callback: expected {before} to {now} tokens of the output to keep, got "
-                f"{told(count)}"
+                f"{format_value(count)}"
             )
     more = len(unknown) - MAX_UNKNOWN
     if more > 0:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError, error_told, expect_int, told
+from mtp_plugin.errors import RequestError, describe_error, expect_int, format_value
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import is_failure
@@ -86,8 +86,8 @@ class StopRule:
         count = len(self.device_ids)
         if self.min_tokens > 0 and count > MAX_STOP_IDS:
             raise RequestError(
-                f"min_tokens={told(self.min_tokens)} beside {count} ids that end the text: at most "
-                f"{MAX_STOP_IDS} can be held back"
+                f"min_tokens={format_value(self.min_tokens)} and {count} ids that end the text: "
+                f"at most {MAX_STOP_IDS} can be held back"
             )
 
     @classmethod
@@ -170,7 +170,7 @@ class StopRule:
                 except BaseException as error:
                     if not is_failure(error):
                         raise
-                    why = f"the tokenizer cannot decode token {token}: {error_told(error)}"
+                    why = f"the tokenizer cannot decode token {token}: {describe_error(error)}"
                     return Ending(count, FinishReason.ERROR, why, error)
             if reason is None and length + count >= self.max_length:
                 reason = FinishReason.LENGTH

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError, error_told
+from mtp_plugin.errors import MTPPluginError, describe_error
 
 SHOWN = 40
 """Characters of a text that messages show."""
@@ -56,7 +56,7 @@ def named_failures(tokenizer: Any, what: Callable[[], str]) -> Iterator[None]:
         if not is_failure(error):
             raise
         raise MTPPluginError(
-            f"the tokenizer {type(tokenizer).__name__} {what()}: {error_told(error)}"
+            f"the tokenizer {type(tokenizer).__name__} {what()}: {describe_error(error)}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, told
+from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, format_value
 from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.host import (
     asked_of,
@@ -91,7 +91,7 @@ class MTPSpecMetadata:
             self.draft_window in ("exact", "trtllm"),
             ConfigError,
             f"MTPSpecMetadata: draft_window: expected exact or trtllm, got "
-            f"{told(self.draft_window)}",
+            f"{format_value(self.draft_window)}",
         )
         if self.device is None:
             manager = self.mtp_hidden_states_manager

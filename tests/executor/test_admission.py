@@ -180,7 +180,7 @@ REQUESTS = [
     Case(
         "more ids than can be held back, beside another reason",
         [[1]],
-        "request 0: not supported: n=2, min_tokens=2 beside 33 ids that end the text: at most 32 "
+        "request 0: not supported: n=2, min_tokens=2 and 33 ids that end the text: at most 32 "
         "can be held back",
         params=SamplingParams(min_tokens=2, stop_token_ids=tuple(range(33)), ignore_eos=True, n=2),
     ),

@@ -12,7 +12,7 @@ import pytest
 
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
-from mtp_plugin.errors import CheckpointError, ConfigError, told
+from mtp_plugin.errors import CheckpointError, ConfigError, format_value
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.asked_config import asked_config, config_of_checkpoint
 
@@ -178,7 +178,7 @@ def test_a_folder_without_a_tokenizer(bed, given: str) -> None:
     with pytest.raises(ConfigError) as error:
         LLM(bed.path, model=bed.model, tokenizer=given, **SMALL)
     expected = "tokenizer: expected a folder with tokenizer.json, got "
-    assert str(error.value) == expected + told(given)
+    assert str(error.value) == expected + format_value(given)
     assert len(str(error.value)) < 300
 
 

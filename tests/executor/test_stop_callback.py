@@ -285,7 +285,7 @@ class UnspeakableError(Exception):
     ("error", "told"),
     [
         (ValueError("a\nb"), "ValueError: a b"),
-        (UnspeakableError(), "UnspeakableError: it cannot be told"),
+        (UnspeakableError(), "UnspeakableError: its message cannot be read"),
     ],
 )
 def test_whatever_is_raised_is_one_line(bed, prompts, error, told) -> None:

@@ -61,7 +61,7 @@ def told_of(value: tl.tensor) -> tuple[object, ...]:
     )
 
 
-def told(operation: Callable[..., object], *operands: object, **flags: object) -> object:
+def format_value(operation: Callable[..., object], *operands: object, **flags: object) -> object:
     """What becomes of the operands of an operation, or the error that they end in."""
     try:
         values = operation(*operands, **flags)
@@ -86,7 +86,10 @@ def pairs() -> Iterator[tuple[object, object]]:
 def test_operands(flags: dict[str, bool], both: Both) -> None:
     quick, plain = (semantic.binary_op_type_checking_impl for semantic in both)
     for lhs, rhs in pairs():
-        assert told(quick, lhs, rhs, **flags) == told(plain, lhs, rhs, **flags), (lhs, rhs)
+        assert format_value(quick, lhs, rhs, **flags) == format_value(plain, lhs, rhs, **flags), (
+            lhs,
+            rhs,
+        )
 
 
 def unsigned(operand: object) -> bool:
@@ -106,7 +109,10 @@ def test_operations(name: str, flags: tuple[bool, ...], both: Both) -> None:
     for lhs, rhs in pairs():
         if name == "ashr" and any(unsigned(each) for each in (lhs, rhs)):
             continue  # that of unsigned numbers is another operation
-        assert told(quick, lhs, rhs, *flags) == told(plain, lhs, rhs, *flags), (lhs, rhs)
+        assert format_value(quick, lhs, rhs, *flags) == format_value(plain, lhs, rhs, *flags), (
+            lhs,
+            rhs,
+        )
 
 
 @pytest.mark.parametrize("name", [*operators(interpreter.interpreter_semantic)])
@@ -116,10 +122,10 @@ def test_operators(name: str, both: Both) -> None:
     plain = functools.partial(getattr(tl.tensor, name), _semantic=both[1])
     for lhs, rhs in pairs():
         if isinstance(lhs, tl.tensor):
-            assert told(quick, lhs, rhs) == told(plain, lhs, rhs), (lhs, rhs)
+            assert format_value(quick, lhs, rhs) == format_value(plain, lhs, rhs), (lhs, rhs)
             if not isinstance(rhs, tl.tensor):
                 rhs = tl.constexpr(rhs)
-                assert told(quick, lhs, rhs) == told(plain, lhs, rhs), (lhs, rhs)
+                assert format_value(quick, lhs, rhs) == format_value(plain, lhs, rhs), (lhs, rhs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -131,7 +137,7 @@ def test_pointers(points_to: tl.dtype, shape: tuple[int, ...], both: Both) -> No
     pointer = value_of(numbers, tl.pointer_type(points_to), shape)
     offsets = [a_value(dtype, other) for dtype in TYPES for other in SHAPES]
     for offset in (*offsets, *NUMBERS, tl.constexpr(7), pointer):
-        assert told(quick, pointer, offset) == told(plain, pointer, offset), offset
+        assert format_value(quick, pointer, offset) == format_value(plain, pointer, offset), offset
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -140,13 +146,16 @@ def test_a_choice(shape: tuple[int, ...], both: Both) -> None:
     for dtype in (tl.int1, tl.int32):
         condition = a_value(dtype, shape)
         for x, y in pairs():
-            assert told(quick, condition, x, y) == told(plain, condition, x, y), (x, y)
+            assert format_value(quick, condition, x, y) == format_value(plain, condition, x, y), (
+                x,
+                y,
+            )
 
 
 def test_numbers_of_a_type(both: Both) -> None:
     numbers = [number for number in NUMBERS if number != 1e300]
     for dtype, number, _ in itertools.product(TYPES, numbers, range(2)):
-        quick, plain = (told(semantic.scalar_constant, number, dtype) for semantic in both)
+        quick, plain = (format_value(semantic.scalar_constant, number, dtype) for semantic in both)
         assert quick == plain, (dtype, number)
 
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import MTPPluginError, RequestError, told
+from mtp_plugin.errors import MTPPluginError, RequestError, format_value
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
@@ -199,11 +199,11 @@ REFUSED = [
     Refused({"random_seed": 0.5}, f"random_seed must be {SEEDS}, got 0.5"),
     Refused(
         {"seed": 3, "random_seed": 4},
-        "random_seed=4 is seed under another name, and seed=3 stands beside it",
+        "random_seed=4 is seed under another name, and seed=3 is given as well",
     ),
     Refused(
         {"max_new_tokens": 3, "max_tokens": 4},
-        "max_tokens=4 is max_new_tokens under another name, and max_new_tokens=3 stands beside it",
+        "max_tokens=4 is max_new_tokens under another name, and max_new_tokens=3 is given as well",
     ),
     out_of_range("repetition_penalty", 0, "a finite number > 0"),
     out_of_range("repetition_penalty", INF, "a finite number > 0"),
@@ -285,7 +285,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
             {"beam_width": 4, "seed": 3, "random_seed": 4, "top_k": -2, "allowed_token_ids": []},
             (
                 "beam_width: expected None or 1, as nothing else is served, got 4",
-                "random_seed=4 is seed under another name, and seed=3 stands beside it",
+                "random_seed=4 is seed under another name, and seed=3 is given as well",
                 "top_k must be an integer >= -1, got -2",
                 "allowed_token_ids: names no id",
             ),
@@ -480,7 +480,7 @@ def test_what_other_engines_alone_have(name: str) -> None:
             SamplingParams(**{name: value})
         assert str(refused.value) == (
             f"sampling parameters: {name}: expected {ELSEWHERE[name].taken}, as nothing else is "
-            f"served, got {told(value)}{INSTEAD.get(name, '')}"
+            f"served, got {format_value(value)}{INSTEAD.get(name, '')}"
         )
 
 
@@ -901,22 +901,22 @@ def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, 
     [
         (
             {"seed": 3, "random_seed": 10**5000},
-            "random_seed=an integer of 16610 bits is seed under another name, and seed=3 stands "
-            "beside it",
+            "random_seed=an integer of 16610 bits is seed under another name, and seed=3 is "
+            "given as well",
         ),
         (
             {"bad": ["a"], "bad_words": ["x" * 10**5]},
-            f"bad=['a'] is bad_words under another name, and bad_words=['{'x' * 200}'...] stands "
-            f"beside it",
+            f"bad=['a'] is bad_words under another name, and bad_words=['{'x' * 200}'...] is "
+            f"given as well",
         ),
         (
             {"logit_bias": np.ones(2), "embedding_bias": 2 * np.ones(2)},
             "embedding_bias=array([2., 2.]) is logit_bias under another name, and "
-            "logit_bias=array([1., 1.]) stands beside it",
+            "logit_bias=array([1., 1.]) is given as well",
         ),
         (
             {"seed": 3, "random_seed": []},  # not what it takes, so it is no nothing
-            "random_seed=[] is seed under another name, and seed=3 stands beside it",
+            "random_seed=[] is seed under another name, and seed=3 is given as well",
         ),
     ],
     ids=["digits", "characters", "arrays", "an empty list"],

@@ -249,7 +249,7 @@ def test_too_many_ids_cannot_be_held_back(word: bool) -> None:
     ids = tuple(range(MAX_STOP_IDS + (not word)))
     words = ((MAX_STOP_IDS,), (3, 4)) if word else ()
     for min_tokens in (1, 2):
-        told = f"min_tokens={min_tokens} beside 33 ids that end the text: at most 32 can be held"
+        told = f"min_tokens={min_tokens} and 33 ids that end the text: at most 32 can be held"
         with pytest.raises(RequestError, match=f"^{told} back$"):
             StopRule(max_length=9, min_tokens=min_tokens, end_ids=ids, words=words)
 

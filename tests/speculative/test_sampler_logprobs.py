@@ -43,7 +43,7 @@ def make(**options: Any) -> MTPSampler:
     return MTPSampler(sizes, nextn=K, device="cpu", **{"served_options": {"logprobs"}, **options})
 
 
-def told(*runs: list[int]) -> dict[str, Any]:
+def format_value(*runs: list[int]) -> dict[str, Any]:
     """What a worker returns: tokens 7 to 9, of which 7 is the most likely."""
     entries = torch.zeros(len(runs), K + 1, ENTRY_WIDTH, dtype=torch.int32)
     entries[..., TOP_IDS_PLACE:TOP_VALUES_PLACE] = -1
@@ -63,7 +63,7 @@ def told(*runs: list[int]) -> dict[str, Any]:
 def test_tokens_and_the_most_likely_ones() -> None:
     requests = [asking(0, 2), asking(1, 0), asking(2, None)]
     piece = make()
-    given = told([9, 7], [8], [7, 7, 7])
+    given = format_value([9, 7], [8], [7, 7, 7])
     state = piece.sample_async(batch([], requests), given)
     given["logprob_entries"].fill_(-777)  # the next step writes there
     results = piece.update_requests(state)
@@ -79,7 +79,9 @@ def test_tokens_and_the_most_likely_ones() -> None:
 def test_a_stop_drops_what_stands_behind_it() -> None:
     request = asking(0, 1, stop_token_ids=(8,))
     piece = make()
-    (result,) = piece.update_requests(piece.sample_async(batch([], [request]), told([7, 8, 9, 9])))
+    (result,) = piece.update_requests(
+        piece.sample_async(batch([], [request]), format_value([7, 8, 9, 9]))
+    )
     assert result.token_ids == [7, 8]
     assert [list(one) for one in result.logprobs] == [[7], [8, 7]]
 
@@ -87,7 +89,7 @@ def test_a_stop_drops_what_stands_behind_it() -> None:
 def test_each_request_has_its_own_whoever_has_ended() -> None:
     requests = [asking(0, 0), asking(1, 0), asking(2, 0)]
     piece = make()
-    state = piece.sample_async(batch([], requests), told([7], [8], [9]))
+    state = piece.sample_async(batch([], requests), format_value([7], [8], [9]))
     requests[0].finish_by(FinishReason.CANCELLED, 0)
     results = piece.update_requests(state)
     assert [list(result.logprobs[0]) for result in results] == [[8], [9]]
@@ -98,7 +100,7 @@ def test_what_a_request_keeps_is_its_own_memory() -> None:
     runs = [[9, 7], [8], [7, 7, 7]]
     piece = make()
     requests = [asking(slot, 0) for slot in range(3)]
-    results = piece.update_requests(piece.sample_async(batch([], requests), told(*runs)))
+    results = piece.update_requests(piece.sample_async(batch([], requests), format_value(*runs)))
     for result, run in zip(results, runs, strict=True):
         (part,) = result.logprobs._parts
         assert part._entries.untyped_storage().nbytes() == len(run) * ENTRY_WIDTH * 4
@@ -107,7 +109,7 @@ def test_what_a_request_keeps_is_its_own_memory() -> None:
 def test_a_host_that_made_the_state_itself() -> None:
     request = asking(0, 0)
     piece = make()
-    state = piece.sample_async(batch([], [request]), told([7, 9]))
+    state = piece.sample_async(batch([], [request]), format_value([7, 9]))
     own = SampleStateMTP(scheduled_requests=batch([], [request]), host=state.host)
     (result,) = piece.update_requests(own)
     assert [list(one) for one in result.logprobs] == [[7], [9]]
@@ -124,13 +126,13 @@ def test_where_a_host_keeps_them() -> None:
     request = asking(0, 0)
     request.py_result = Result()
     piece = make()
-    piece.update_requests(piece.sample_async(batch([], [request]), told([7, 8])))
+    piece.update_requests(piece.sample_async(batch([], [request]), format_value([7, 8])))
     assert request.py_result.told == [[[{7: Logprob(-0.5, 1)}]], [[{8: Logprob(-1.5, 2)}]]]
 
 
 def test_nothing_travels_where_nobody_asks() -> None:
     piece = make()
-    state = piece.sample_async(batch([], [asking(0, None)]), told([7]))
+    state = piece.sample_async(batch([], [asking(0, None)]), format_value([7]))
     assert state.host.log_probs is None
 
 

@@ -670,7 +670,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stop ids": (
         {"sampling": {"min_length": 4}, "stop_words": [[n] for n in range(20, 53)]},
-        "min_tokens=4 beside 33 ids that end the text: at most 32 can be held back",
+        "min_tokens=4 and 33 ids that end the text: at most 32 can be held back",
     ),
 }
 

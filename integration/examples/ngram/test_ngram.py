@@ -180,7 +180,7 @@ def test_options_are_the_plugins_own(repeating: Bed) -> None:
 # --- the look-up ---
 
 
-def told(tokens: list[int], ngram: int, k: int) -> list[int]:
+def format_value(tokens: list[int], ngram: int, k: int) -> list[int]:
     """The same over a list."""
     newest = tokens[-ngram:]
     for end in range(len(tokens) - 1, ngram - 1, -1):
@@ -206,7 +206,7 @@ def test_look_up(tokens: list[int], drafts: list[int]) -> None:
     text = torch.tensor([tokens + [9] * (12 - len(tokens))], dtype=torch.int32)
     found = look_up(text, torch.tensor([len(tokens)]), 2, 3)
     assert found.tolist() == [drafts]
-    assert told(tokens, 2, 3) == drafts
+    assert format_value(tokens, 2, 3) == drafts
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -218,7 +218,7 @@ def test_look_up_in_a_batch(seed: int) -> None:
     lengths = torch.tensor([len(tokens) for tokens in texts])
     found = look_up(torch.tensor(rows, dtype=torch.int32), lengths, ngram, k)
     assert found.dtype == torch.int32
-    assert found.tolist() == [told(tokens, ngram, k) for tokens in texts]
+    assert found.tolist() == [format_value(tokens, ngram, k) for tokens in texts]
 
 
 # --- the pieces ---

@@ -59,7 +59,7 @@ def least_kv_bytes(cache: KVCacheConfig, token_bytes: int) -> int:
     return ((asked_blocks(cache) or 1) + 1) * cache.tokens_per_block * token_bytes
 
 
-def told(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Bytes for a message, in GiB or MiB."""
     size = num_bytes / 2**30
     return f"{size:.1f} GiB" if size >= 1 else f"{num_bytes / 2**20:.1f} MiB"
@@ -127,7 +127,8 @@ def num_kv_blocks(
         if available is not None and needed > available:
             raise ConfigError(
                 f"kv_cache_config.max_tokens: {cache.max_tokens} tokens in blocks of "
-                f"{cache.tokens_per_block} take {told(needed)}, {told(available)} are available on "
+                f"{cache.tokens_per_block} take {format_bytes(needed)}, "
+                f"{format_bytes(available)} are available on "
                 f"{device.type}"
             )
         return asked
@@ -140,7 +141,8 @@ def num_kv_blocks(
     if holds < 1:
         raise ConfigError(
             f"kv_cache_config.tokens_per_block: a block of {cache.tokens_per_block} tokens and the "
-            f"one for padding take {told(2 * block_bytes)}, {told(most)} are available for the KV "
+            f"one for padding take {format_bytes(2 * block_bytes)}, "
+            f"{format_bytes(most)} are available for the KV "
             f"cache on {device.type}"
         )
     return min(config.max_batch_size * -(-max_seq_len // cache.tokens_per_block), holds)

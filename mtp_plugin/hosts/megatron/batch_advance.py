@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mtp_plugin.errors import TensorContractError, expect_int, told
+from mtp_plugin.errors import TensorContractError, expect_int, format_value
 from mtp_plugin.hosts.megatron.checks import (
     expect_active,
     expect_kv,
@@ -118,9 +118,11 @@ def _check_state(
     device: torch.device,
 ) -> None:
     if not isinstance(buffers, NextForwardBuffers):
-        raise TensorContractError(f"buffers: expected NextForwardBuffers, got {told(buffers)}")
+        raise TensorContractError(
+            f"buffers: expected NextForwardBuffers, got {format_value(buffers)}"
+        )
     if not isinstance(kv, KVBlockState):
-        raise TensorContractError(f"kv: expected KVBlockState, got {told(kv)}")
+        raise TensorContractError(f"kv: expected KVBlockState, got {format_value(kv)}")
     sizes = (num_requests, num_decode, num_drafts, device)
     if sizes not in _checked_sizes.get(buffers, ()):
         for name, entries in (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtp_plugin.errors import TensorContractError, expect_int, told
+from mtp_plugin.errors import TensorContractError, expect_int, format_value
 from mtp_plugin.hosts.megatron.types import KVBlockState
 from mtp_plugin.kernels.checks import AtLeast, expect_tensor
 
@@ -80,7 +80,7 @@ def outputs(
         return tuple(torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in expected)
     if not isinstance(out, (tuple, list)) or len(out) != len(expected):
         names = ", ".join(name for name, _, _ in expected)
-        raise TensorContractError(f"out: expected ({names}), got {told(out)}")
+        raise TensorContractError(f"out: expected ({names}), got {format_value(out)}")
     for (name, shape, dtype), tensor in zip(expected, out, strict=True):
         if not (
             isinstance(tensor, torch.Tensor)

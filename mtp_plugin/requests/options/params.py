@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from mtp_plugin.errors import RequestError, told
+from mtp_plugin.errors import RequestError, format_value
 from mtp_plugin.requests.options.option import (
     ANYTHING,
     BAD_WORDS,
@@ -432,7 +432,7 @@ def unserved(
         elif name not in served:
             hint = OPTIONS[name].enabled_by
             why = f" is not enabled; {hint}" if hint else ""
-            told_of.append(f"{spelled(name)}={told(value)}{why}")
+            told_of.append(f"{spelled(name)}={format_value(value)}{why}")
     return told_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtp_plugin.errors import told
+from mtp_plugin.errors import format_value
 from mtp_plugin.requests.options.option import (
     GREEDY_BELOW,
     MAX_BAD_WORD_LEN,
@@ -44,7 +44,7 @@ def problems_of(
     return [
         *(
             f"{spelled.get(name, name)} must be {options[name].values.words}, got "
-            f"{told(values[name])}"
+            f"{format_value(values[name])}"
             for name in wrong
         ),
         *_too_many(sound, spelled),
@@ -72,13 +72,13 @@ def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iter
     least, most = values["min_tokens"], values["max_new_tokens"]
     if most is not None and least > most:
         name = spelled.get("max_new_tokens", "max_new_tokens")
-        yield f"min_tokens {told(least)} is above {name} {told(most)}"
+        yield f"min_tokens {format_value(least)} is above {name} {format_value(most)}"
     for name in ("relaxed_topk", "relaxed_delta"):
         value = values[name]
         if value is not None and not is_greedy(values):
-            yield f"{name}={told(value)} needs greedy decoding, and this request samples"
+            yield f"{name}={format_value(value)} needs greedy decoding, and this request samples"
         if value is not None and not values["relaxed_acceptance"]:
-            yield f"{name}={told(value)} contradicts relaxed_acceptance=False"
+            yield f"{name}={format_value(value)} contradicts relaxed_acceptance=False"
     verification, drafts = values["verification"], values["draft_sampling"]
     if verification is not None and drafts is not None:
         expected = DRAFTS_OF_VERIFICATION[verification]

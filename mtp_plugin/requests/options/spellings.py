@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mtp_plugin.errors import SHOWN, told
+from mtp_plugin.errors import SHOWN, format_value
 from mtp_plugin.requests.options.option import (
     ANYTHING,
     MAX_BAD_WORD_LEN,
@@ -135,13 +135,13 @@ def named_here(
     for name in [name for name in given if name not in names]:
         value, neutral = plain(given[name]), NEUTRAL_ELSEWHERE.get(name)
         if neutral is None:
-            shown = name if len(name) <= SHOWN else told(name)
+            shown = name if len(name) <= SHOWN else format_value(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
         elif not (_is_one_of(value, neutral) or (name in READ_BY_NOBODY and is_int(value))):
             expected = " or ".join(map(repr, neutral))
             instead = f"; write {WRITTEN_HERE[name]}" if name in WRITTEN_HERE else ""
             problems.append(
-                f"{name}: expected {expected}, as nothing else is served, got {told(value)}"
+                f"{name}: expected {expected}, as nothing else is served, got {format_value(value)}"
                 f"{instead}"
             )
     named = {name: value for name, value in given.items() if name in names}
@@ -154,8 +154,8 @@ def named_here(
                 ours, theirs
             ):
                 problems.append(
-                    f"{other}={told(theirs)} is {name} under another name, and {name}={told(ours)} "
-                    f"stands beside it"
+                    f"{other}={format_value(theirs)} is {name} under another name, "
+                    f"and {name}={format_value(ours)} is given as well"
                 )
     return named, problems
 

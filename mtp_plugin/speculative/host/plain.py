@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from mtp_plugin.errors import ExecutorError, MetadataError, RequestError, told
+from mtp_plugin.errors import ExecutorError, MetadataError, RequestError, format_value
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import TextWatch
@@ -94,8 +94,8 @@ class PlainRequest:
         words = [word for word in params.bad_words if isinstance(word, str)]
         if words:
             raise RequestError(
-                f"request {self.request_id}: {params.spelled('bad_words')}={told(words[0])}: "
-                f"expected its token ids"
+                f"request {self.request_id}: {params.spelled('bad_words')}="
+                f"{format_value(words[0])}: expected its token ids"
             )
         if "stop" in asked and watch is None:
             raise RequestError(

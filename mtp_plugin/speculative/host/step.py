@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.errors import MetadataError, told
+from mtp_plugin.errors import MetadataError, format_value
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
@@ -253,16 +253,20 @@ def read_request_ids(
         raise MetadataError(f"request_ids: expected a list of {num_requests}, got {got}")
     ids = list(ids)
     if len(ids) != num_requests:
-        raise MetadataError(f"request_ids: expected a list of {num_requests}, got {told(ids)}")
+        raise MetadataError(
+            f"request_ids: expected a list of {num_requests}, got {format_value(ids)}"
+        )
     if is_prepared and prepared != ids:
         raise MetadataError(
-            f"request_ids: {told(ids)}, and prepare() was called for {told(prepared)}"
+            f"request_ids: {format_value(ids)}, and prepare() was called for "
+            f"{format_value(prepared)}"
         )
     attn_ids = getattr(attn_metadata, "request_ids", None)
     if isinstance(attn_ids, Sequence) and len(attn_ids) and list(attn_ids) != ids:
         raise MetadataError(
-            f"request_ids: {told(ids)} in the speculative metadata and {told(list(attn_ids))} in "
-            "the attention metadata; expected the batch's requests in the same order"
+            f"request_ids: {format_value(ids)} in the speculative metadata "
+            f"and {format_value(list(attn_ids))} in the attention metadata; "
+            f"expected the batch's requests in the same order"
         )
     if not is_prepared:  # else prepare() has checked them
         expect_distinct_ids(ids, manager)
@@ -281,8 +285,8 @@ def expect_distinct_ids(request_ids: Sequence[int], manager: Any) -> None:
     twice = [n for n, count in Counter(request_ids).items() if count > 1 and not is_dummy(n)]
     if twice:
         raise MetadataError(
-            f"request_ids: expected every request once, got {told(twice[0])} "
-            f"{list(request_ids).count(twice[0])} times in {told(list(request_ids))}"
+            f"request_ids: expected every request once, got {format_value(twice[0])} "
+            f"{list(request_ids).count(twice[0])} times in {format_value(list(request_ids))}"
         )
 
 
@@ -306,7 +310,7 @@ def read_num_seqs(attn_metadata: Any) -> int:
     if num_seqs is None:
         raise MetadataError(
             "attn_metadata: expected the step's attention metadata with num_seqs, got "
-            f"{told(attn_metadata)}"
+            f"{format_value(attn_metadata)}"
         )
     return int(num_seqs)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mtp_plugin.errors import ConfigError, PluginError, expect, expect_int, told
+from mtp_plugin.errors import ConfigError, PluginError, expect, expect_int, format_value
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.thinking import (
@@ -65,7 +65,7 @@ class HostFacts:
             expect(
                 is_valid,
                 ConfigError,
-                f"HostFacts: {name}: expected {expected}, got {told(getattr(self, name))}",
+                f"HostFacts: {name}: expected {expected}, got {format_value(getattr(self, name))}",
             )
 
     @property
@@ -249,7 +249,7 @@ class SpeculativePieces:
 
     def _expect(self, name: str, is_valid: bool, expected: str, given: object = _FIELD) -> None:
         if not is_valid:
-            shown = told(getattr(self, name) if given is _FIELD else given)
+            shown = format_value(getattr(self, name) if given is _FIELD else given)
             raise PluginError(f"SpeculativePieces: {name}: expected {expected}, got {shown}")
 
     @property

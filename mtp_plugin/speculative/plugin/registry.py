@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from mtp_plugin.errors import PluginError, error_told, expect, told
+from mtp_plugin.errors import PluginError, describe_error, expect, format_value
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
     HostFacts,
@@ -84,7 +84,9 @@ def make_plan(plugin: SpeculativePlugin, config: Any, num_mtp_layers: int) -> Dr
     plan: object = plugin.plan(config, num_mtp_layers)
     if isinstance(plan, DraftPlan):
         return plan
-    raise PluginError(f"{type(plugin).__name__}.plan(): expected a DraftPlan, got {told(plan)}")
+    raise PluginError(
+        f"{type(plugin).__name__}.plan(): expected a DraftPlan, got {format_value(plan)}"
+    )
 
 
 def build_pieces(
@@ -100,7 +102,7 @@ def build_pieces(
     if isinstance(pieces, SpeculativePieces):
         return pieces
     raise PluginError(
-        f"{type(plugin).__name__}.build(): expected SpeculativePieces, got {told(pieces)}"
+        f"{type(plugin).__name__}.build(): expected SpeculativePieces, got {format_value(pieces)}"
     )
 
 
@@ -118,7 +120,7 @@ def _load(point: EntryPoint) -> SpeculativePlugin:
     except PluginError:
         raise
     except (Exception, SystemExit) as error:  # an import may end the process of its caller
-        raise PluginError(f"{source} cannot be loaded: {error_told(error)}") from error
+        raise PluginError(f"{source} cannot be loaded: {describe_error(error)}") from error
     expect(
         plugin.decoding_type.lower() == point.name.lower(),
         PluginError,
@@ -137,12 +139,12 @@ def _expect_plugin(plugin: object, source: str) -> None:
     if isinstance(plugin, type):
         problem = "is a class"
     elif not (isinstance(name, str) and name):
-        problem = f"has decoding_type {told(name)}, expected a name"
+        problem = f"has decoding_type {format_value(name)}, expected a name"
     else:
         missing = [f"{n}()" for n in ("plan", "build") if not callable(getattr(plugin, n, None))]
         if not missing:
             return
         problem = f"has no {' and no '.join(missing)}"
     raise PluginError(
-        f"{source}: expected a SpeculativePlugin object, but {told(plugin)} {problem}"
+        f"{source}: expected a SpeculativePlugin object, but {format_value(plugin)} {problem}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import MetadataError, NoFreeSlotsError, expect, told
+from mtp_plugin.errors import MetadataError, NoFreeSlotsError, expect, format_value
 from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
@@ -238,6 +238,6 @@ class EditRows:
             not wrong,
             MetadataError,
             f"{name}: expected ids below {vocab}, the size of the vocabulary, got "
-            f"{told(wrong[:3])}",
+            f"{format_value(wrong[:3])}",
         )
         return to_device(listed, torch.int64, self.pools.bias.device)

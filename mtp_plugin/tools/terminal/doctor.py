@@ -16,8 +16,8 @@ from mtp_plugin.executor.attention import HeadShape, select_backend
 from mtp_plugin.executor.kv_cache.sizing import (
     asked_blocks,
     available_bytes,
+    format_bytes,
     num_kv_blocks,
-    told,
 )
 from mtp_plugin.executor.memory import check_requests, token_bytes
 from mtp_plugin.executor.models import (
@@ -227,8 +227,8 @@ def _examine_memory(
     blocks = num_kv_blocks(
         config, device, max_seq_len=max_seq_len, token_bytes=row, available=available
     )
-    size = told((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
-    beside = "" if available is None else f" of {told(available)} available"
+    size = format_bytes((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
+    beside = "" if available is None else f" of {format_bytes(available)} available"
     found.add("KV cache", f"{blocks} blocks, {size}{beside}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtp_plugin.config.loading import parse_yaml
-from mtp_plugin.errors import ConfigError, RequestError, expect, told
+from mtp_plugin.errors import ConfigError, RequestError, expect, format_value
 from mtp_plugin.requests.options import OPTIONS, SamplingParams
 
 
@@ -30,12 +30,14 @@ def sampling_params(
     for text in others:
         name, equals, value = text.partition("=")
         expect(
-            bool(name and equals), RequestError, f"--option: expected NAME=VALUE, got {told(text)}"
+            bool(name and equals),
+            RequestError,
+            f"--option: expected NAME=VALUE, got {format_value(text)}",
         )
         expect(name not in flags, RequestError, f"--option: {name} has a flag of its own")
-        expect(name not in values, RequestError, f"--option: {told(name)} is given twice")
+        expect(name not in values, RequestError, f"--option: {format_value(name)} is given twice")
         try:
-            values[name] = parse_yaml(value, f"--option: {told(name)}")
+            values[name] = parse_yaml(value, f"--option: {format_value(name)}")
         except ConfigError as error:
             raise RequestError(str(error)) from None
     unsaid = {

@@ -335,7 +335,7 @@ def test_more_end_ids_than_can_be_held_back() -> None:
         request(py_stop_ids=ids, sampling_config=SimpleNamespace(min_length=[5]), py_end_id=0)
     )
     assert facts.refused == (
-        "min_tokens=5 beside 33 ids that end the text: at most 32 can be held back"
+        "min_tokens=5 and 33 ids that end the text: at most 32 can be held back"
     )
     assert (facts.stop.min_tokens, facts.options) == (0, {})
     held = read_request(request(py_end_id=3, sampling_config=SimpleNamespace(min_length=[5])))

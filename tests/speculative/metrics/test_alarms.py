@@ -36,7 +36,7 @@ class Text:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def format_value(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", logger="mtp_plugin")
     return caplog
 

@@ -117,7 +117,7 @@ def bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
-def told(values: dict[str, Any]) -> list[int]:
+def format_value(values: dict[str, Any]) -> list[int]:
     """A row, number by number."""
     wide = [*values.get("wide", ()), *[-1.0] * 3][:3]
     return [
@@ -147,13 +147,13 @@ def told(values: dict[str, Any]) -> list[int]:
 
 @given(steps=st.lists(st.dictionaries(st.integers(0, 5), slot_values, min_size=1), max_size=4))
 def test_a_table_holds_what_was_written_last(steps: list[dict[int, dict[str, Any]]]) -> None:
-    table, rows = SlotTable(6, COLUMNS, CPU), [told({}) for _ in range(6)]
+    table, rows = SlotTable(6, COLUMNS, CPU), [format_value({}) for _ in range(6)]
     assert table.rows.tolist() == rows
     for values in steps:
         places = table.write(values)
         assert (places.dtype, places.tolist()) == (torch.int64, list(values))
         for slot, row in values.items():
-            rows[slot] = told(row)
+            rows[slot] = format_value(row)
         assert table.rows.tolist() == rows
 
 

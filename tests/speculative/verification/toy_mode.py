@@ -61,7 +61,7 @@ def refused(**mtp: Any) -> str:
     return "nothing"
 
 
-def told(verification: Any) -> Mapping[str, Any]:
+def format_value(verification: Any) -> Mapping[str, Any]:
     """What is made of a config, and of requests that ask for the mode."""
     config = MTPDecodingConfig(max_draft_len=2, mtp={"verification": verification})
     modes = make_modes(DecodingOptions.read(config), torch.device("cpu"))
@@ -79,8 +79,8 @@ def told(verification: Any) -> Mapping[str, Any]:
 if __name__ == "__main__":
     schema = MTPPluginOptions.model_json_schema()["properties"]["verification"]
     everything = {
-        "one": told("dice"),
-        "listed": told(["coupled", "dice"]),
+        "one": format_value("dice"),
+        "listed": format_value(["coupled", "dice"]),
         "asked": SamplingParams(verification="dice", draft_sampling="plain").asked(),
         "name": refused(verification=["coupled", "bones"]),
         "drafts": refused(verification="dice", draft_sampling="coupled"),

@@ -84,7 +84,7 @@ def test_what_nests_without_end_is_named() -> None:
         (
             ["max_tokens=3"],
             "sampling parameters: max_tokens=3 is max_new_tokens under another name, and "
-            "max_new_tokens=9 stands beside it",
+            "max_new_tokens=9 is given as well",
         ),
         (["min_tokens=x"], "sampling parameters: min_tokens must be an integer >= 0, got 'x'"),
         (
