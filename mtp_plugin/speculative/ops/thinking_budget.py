@@ -63,11 +63,13 @@ def update_thinking_state(
     """Advance ``thought`` and ``end_place`` of requests with a budget by their accepted tokens.
 
     Args:
-        accepted: [R, K+1] tokens.
+        accepted: tokens [R, K+1] integer, any strides, and how many of each row count.
         slots: as in :func:`force_thinking_end`; written.
     """
-    requests = int(accepted.num_accepted.shape[0])
-    device = accepted.tokens.device
+    tokens = expect_tensor("accepted tokens", accepted.tokens, dtype=INTEGERS, shape=("R", "K+1"))
+    requests, device = int(tokens.shape[0]), tokens.device
+    counts = accepted.num_accepted
+    expect_tensor("num_accepted", counts, dtype=INTEGERS, shape=(requests,), device=device)
     check_slots(slots, requests, device)
     rule.check(device)
     if requests:

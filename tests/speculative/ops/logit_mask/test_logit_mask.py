@@ -448,13 +448,7 @@ def test_rows_of_drafts_are_refused(backend: Backend) -> None:
         ("logits", torch.zeros(8), r"logits: expected floating-point tensor \[8, V\]"),
         ("logits", torch.zeros(8, 7).int(), "logits: expected floating-point .*torch.int32"),
         ("table", torch.zeros(9, WIDTH), rf"slot table: expected torch.int32 \[S, {WIDTH}\].*32 "),
-        ("table", torch.zeros(9, 9).int(), rf"slot table: .*\[S, {WIDTH}\].*\[9, 9\]"),
-        ("table", torch.zeros(38).int(), r"slot table: .*got torch.int32 \[38\]"),
-        ("table", torch.zeros(38, 9).int().t(), "slot table: .*rows without gaps"),
         ("slot_ids", torch.zeros(3).long(), r"slot_ids: expected integers \[>= 4\].*\[3\]"),
-        ("slot_ids", torch.zeros(4), "slot_ids: expected integers .*torch.float32"),
-        ("slot_ids", torch.zeros(4).bool(), "slot_ids: expected integers .*torch.bool"),
-        ("slot_ids", torch.zeros(4, 1).long(), r"slot_ids: .*\[4, 1\]"),
     ],
 )
 @pytest.mark.parametrize("backend", Backend)

@@ -223,6 +223,24 @@ def test_strided_arguments(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tokens": [[1]]}, r"accepted tokens: expected .*got \[\[1\]\]"),
+        ({"num_accepted": vector([1, 2])}, r"num_accepted: expected .*\[1\].* got .*\[2\]"),
+    ],
+)
+def test_wrong_accepted_tokens_are_refused(
+    backend: Backend, change: dict[str, Any], message: str
+) -> None:
+    one = vector([1], torch.int32)
+    accepted = Accepted(**{"tokens": one.view(1, 1), "num_accepted": one, "status": one, **change})
+    slots, rule = slots_of([Thinker(0, 0)]), rule_of(Tags(0, (1, 2), -1))
+    with pytest.raises(TensorContractError, match=message):
+        update_thinking_state(accepted, slots, rule, backend=backend)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"draft_tokens": vector([1])}, r"draft_tokens: expected G\*K = 4 token ids"),
         ({"draft_tokens": torch.zeros(4, device=DEVICE)}, "draft_tokens: .*torch.float32"),
         ({"target_tokens": vector([1], torch.int32)}, r"target_tokens: expected .*tensor \[7\]"),
