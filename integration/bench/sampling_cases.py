@@ -17,7 +17,7 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.edit_pools import EditPools, num_words, packed_bits
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
-from mtp_plugin.speculative.ops.sampling import draw
+from mtp_plugin.speculative.ops.sampling import sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 
@@ -115,7 +115,7 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         sums = RowSums.unwritten(logits) if kind.has_sums else None
-        choices = draw(logits, rows, slots, sums=sums, backend=backend)
+        choices = sample_tokens(logits, rows, slots, sums=sums, backend=backend)
         accepted = accept(layout, logits, drafts, AcceptanceRules(choices=choices), backend=backend)
         results = {"choices": choices, "tokens": accepted.tokens, "num": accepted.num_accepted}
         return results if sums is None else {**results, "masses": sums.masses, "tops": sums.tops}

@@ -55,9 +55,17 @@ from mtp_plugin.speculative.ops.draft_inputs import (
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
-from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, STEP_COLUMN, Role, draw
-from mtp_plugin.speculative.ops.sampling.processed import processed_scores
-from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs
+from mtp_plugin.speculative.ops.sampling import (
+    DRAFT_COLUMNS,
+    STEP_COLUMN,
+    ProposedDrafts,
+    Role,
+    TargetSamples,
+    keep_draft_probs,
+    processed_scores,
+    rejection_sample,
+    sample_tokens,
+)
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.speculative.ops.synthetic_acceptance import synthetic_acceptance, synthetic_rule
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
@@ -81,7 +89,7 @@ def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
 def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
     """Of a table that has the columns of all modes too."""
     kinds = {"pool": float, "thinking": int, "relaxed_topk": int, "relaxed_limit": float}
-    of_modes = [*CHOICE_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
+    of_modes = [*DRAFT_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
     columns = TableColumns([*REQUEST_COLUMNS, *of_modes])
     words = -(-vocab // 32)
     pools = EditPools(
@@ -140,7 +148,7 @@ def compile_acceptance() -> None:
             )
 
 
-def compile_sampling() -> None:
+def compile_logit_masks() -> None:
     for contexts, generations, dtype in ((0, 8, BF16), (3, 8, F32)):
         positions = ints(contexts * 5 + generations * 4, dtype=I64)
         layout = StepLayout((5,) * contexts, generations, 3, ints(contexts), positions)
@@ -156,12 +164,12 @@ def compile_sampling() -> None:
         update_token_history(accepted, slots, drafted, backend=Backend.TRITON)
 
 
-def compile_draws() -> None:
-    # those that edit rows are in `draws`
+def compile_sampling_of_raw_rows() -> None:
+    # rows with logits processing are in `sampling`
     requests, width = 100, 4
     rows = DrawnRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
     logits = floats(requests * width, VOCAB)
-    draw(
+    sample_tokens(
         logits,
         rows,
         dataclasses.replace(slot_rows(requests), pools=None),
@@ -182,7 +190,7 @@ def compile_thinking() -> None:
         update_thinking_state(accepted, slots, rule, backend=Backend.TRITON)
 
 
-def compile_judging_by_odds() -> None:
+def compile_rejection_sampling() -> None:
     for requests, k, vocab, dtype, ids in (
         (8, 3, VOCAB, F32, None),
         (100, 3, VOCAB, BF16, None),
@@ -200,16 +208,16 @@ def compile_judging_by_odds() -> None:
             keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
             rows = DrawnRows(0, k + 1, positions, drafts=drafts)
             number = requests * (k + 1)
-            judge(
+            rejection_sample(
                 floats(number, vocab, dtype=dtype),
                 rows,
                 some,
-                drafts,
-                pool,
-                floats(number, 4, dtype=F32),
-                ints(number),
-                draft_lens=ints(requests) if ids is None else None,
-                forced_ids=None if dtype is F32 else ints(number),
+                ProposedDrafts(drafts, pool, ints(requests) if ids is None else None),
+                TargetSamples(
+                    ints(number),
+                    floats(number, 4, dtype=F32),
+                    None if dtype is F32 else ints(number),
+                ),
                 by_block=dtype is not BF16,
                 backend=Backend.TRITON,
             )

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 1800
 BAD = "tests.compiled.refused."
 MODULES = {
-    90: ("tests.compiled.launches", "tests.compiled.draws", "tests.compiled.refused"),
+    90: ("tests.compiled.launches", "tests.compiled.sampling", "tests.compiled.refused"),
     89: ("tests.compiled.launches",),
 }
 """What is compiled, by compute capability."""

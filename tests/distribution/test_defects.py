@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.ops.sampling import Role, draw
-from mtp_plugin.speculative.ops.sampling import reference as draws
-from mtp_plugin.speculative.ops.sampling.residual import reference as odds
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
+from mtp_plugin.speculative.ops.sampling import rejection_reference as odds
+from mtp_plugin.speculative.ops.sampling import sample_reference as draws
 from mtp_plugin.speculative.step import Accepted, SlotRows
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
 from tests.distribution.chain import Language, Ways, texts
@@ -31,13 +31,13 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def residual_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    right = odds._Case.tokens_behind
+    right = odds._Case.next_tokens
 
     def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
         moved = replace(case, q=case.q.roll(1, dims=1))
         return right(moved, *behind)
 
-    patch.setattr(odds._Case, "tokens_behind", wrong)
+    patch.setattr(odds._Case, "next_tokens", wrong)
 
 
 def cuts_without_renormalisation(patch: pytest.MonkeyPatch) -> None:
@@ -70,22 +70,22 @@ def coupled_noise_under_rejection(patch: pytest.MonkeyPatch) -> None:
 
 def rejection_draws_of_the_target(patch: pytest.MonkeyPatch) -> None:
     """What follows a rejected draft is of p, as if nothing had been tested."""
-    right = odds._Case.tokens_behind
+    right = odds._Case.next_tokens
 
     def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
         return right(replace(case, is_present=torch.zeros_like(case.is_present)), *behind)
 
-    patch.setattr(odds._Case, "tokens_behind", wrong)
+    patch.setattr(odds._Case, "next_tokens", wrong)
 
 
 def residual_behind_an_absent_draft(patch: pytest.MonkeyPatch) -> None:
     """What follows the last draft that is there is drawn as if the next had been rejected."""
-    right = odds._Case.tokens_behind
+    right = odds._Case.next_tokens
 
     def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
         return right(replace(case, is_present=torch.ones_like(case.is_present)), *behind)
 
-    patch.setattr(odds._Case, "tokens_behind", wrong)
+    patch.setattr(odds._Case, "next_tokens", wrong)
 
 
 def block_without_a_step(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.Monk
         assert slots.pools is not None
         everything = torch.full_like(slots.pools.allowed, -1)
         free = replace(slots, pools=replace(slots.pools, allowed=everything))
-        draw(logits, rows, free, by_choice=True, cuts=cuts, **others)
+        sample_tokens(logits, rows, free, as_drafts=True, cuts=cuts, **others)
         right(logits, rows, free, cuts, pool, **others)
 
     monkeypatch.setattr(draft_rules, "keep_draft_probs", wrong)
@@ -248,7 +248,10 @@ def test_odds_of_drafts_that_were_forced_are_seen_r28(monkeypatch: pytest.Monkey
     right = odds._Case.of.__func__
 
     def wrong(cls: Any, *inputs: Any) -> Any:
-        case, free = right(cls, *inputs), right(cls, *inputs[:-1], None)
+        case, free = (
+            right(cls, *inputs),
+            right(cls, *inputs[:-1], replace(inputs[-1], forced_ids=None)),
+        )
         return replace(case, q=free.q)
 
     monkeypatch.setattr(odds._Case, "of", classmethod(wrong))

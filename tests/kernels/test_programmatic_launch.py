@@ -147,7 +147,7 @@ def early_kernels() -> list[Any]:
 
 
 READ_AHEAD = {
-    "speculative/ops/sampling/kernel.py:finish_kernel": {
+    "speculative/ops/sampling/sample_triton.py:sample_finish_kernel": {
         "table_ptr",
         "slot_ptr",
         "position_ptr",

@@ -32,7 +32,8 @@ class VerificationInputs:
     logits: torch.Tensor  # [C + G*(K+1), V] of the target, edited as the requests ask
     input_ids: torch.Tensor | None  # [T]; None: the caller has none
     rows: DrawnRows | None = None  # of the target; None: nothing is drawn
-    cuts: torch.Tensor | None = None  # of the draw, [rows, NUM_CUTS]; None: no mode reads them
+    cuts: torch.Tensor | None = None
+    """[N, TRUNCATION_SIZE], as `sample_tokens` wrote it; None: no mode reads it."""
 
     @property
     def layout(self) -> StepLayout:

@@ -11,8 +11,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import propose, propose_processed, write_drafts
-from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
-from mtp_plugin.speculative.ops.sampling.residual import keep_draft_probs
+from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
 from mtp_plugin.speculative.step import DraftOutput
 
 
@@ -75,14 +74,16 @@ class SampledDrafts:
         slots = kept.as_drafts_read()
         cuts = None
         if pool is not None:
-            cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
-        drafts = draw(
+            cuts = torch.empty(
+                len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
+            )
+        drafts = sample_tokens(
             logits,
             rows,
             slots,
-            by_choice="draft_sampling" in slots.columns,
+            as_drafts="draft_sampling" in slots.columns,
             vocab_ids=place.vocab_ids,
-            cuts=cuts,
+            truncation=cuts,
             backend=backend,
         )
         if pool is not None and cuts is not None:

@@ -12,8 +12,12 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import STEP_COLUMN
-from mtp_plugin.speculative.ops.sampling.residual import judge
+from mtp_plugin.speculative.ops.sampling import (
+    STEP_COLUMN,
+    ProposedDrafts,
+    TargetSamples,
+    rejection_sample,
+)
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 
 
@@ -45,20 +49,16 @@ class ResidualVerification(VerificationMode):
         step, cuts = inputs.step, inputs.cuts
         if rules.choices is None or cuts is None:  # everybody is greedy
             return rules
-        judgement = judge(
+        result = rejection_sample(
             inputs.logits,
             inputs.expect_rows(),
             step.drawn_slots(),
-            step.draft_tokens,
-            step.draft_probs,
-            cuts,
-            rules.choices,
-            draft_lens=step.draft_lens,
-            forced_ids=rules.forced_ids,
+            ProposedDrafts(step.draft_tokens, step.draft_probs, step.draft_lens),
+            TargetSamples(rules.choices, cuts, rules.forced_ids),
             by_block=self._by_block,
             backend=backend,
         )
-        return replace(rules, choices=judgement.choices, forced_matches=judgement.matches)
+        return replace(rules, choices=result.tokens, forced_matches=result.num_accepted)
 
     @override
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:

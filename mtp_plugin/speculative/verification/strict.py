@@ -12,7 +12,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import CHOICE_COLUMNS, DraftedBy
+from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS, DraftedBy
 from mtp_plugin.speculative.verification.choice import ServedChoices
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.verifications import codes
@@ -27,7 +27,7 @@ class StrictVerification(VerificationMode):
 
     name = "strict"
     verifications = ("coupled",)
-    columns = CHOICE_COLUMNS
+    columns = DRAFT_COLUMNS
     reads_tokens = False
     served_options = frozenset({"verification", "draft_sampling"})
 

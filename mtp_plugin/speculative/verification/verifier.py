@@ -12,8 +12,12 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS, NUM_CUTS, draw
-from mtp_plugin.speculative.ops.sampling.processed import processed_scores
+from mtp_plugin.speculative.ops.sampling import (
+    SAMPLING_OPTIONS,
+    TRUNCATION_SIZE,
+    processed_scores,
+    sample_tokens,
+)
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
@@ -59,7 +63,7 @@ class Verifier:
     def served_options(self) -> frozenset[str]:
         """Options of a request that draws, edits of the logits or some mode give, and no mode
         refuses."""
-        served = (EDITED_OPTIONS | DRAWN_OPTIONS).union(*(m.served_options for m in self.modes))
+        served = (EDITED_OPTIONS | SAMPLING_OPTIONS).union(*(m.served_options for m in self.modes))
         if self.thinking is not None:
             served |= {"thinking_token_budget"}
         return served.difference(*(mode.refused_options for mode in self.modes))
@@ -107,13 +111,15 @@ class Verifier:
         """What the modes accept, where the target's tokens are drawn."""
         logits, slots = inputs.logits, inputs.step.drawn_slots()
         if self.tells_scores or any(mode.reads_cuts for mode in self.modes):
-            cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=logits.device)
+            cuts = torch.empty(
+                len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
+            )
             inputs = replace(inputs, cuts=cuts)
         # what is edited in part is no raw row
         is_raw = inputs.step.only_draws and not self.tells_scores
         sums = RowSums.unwritten(logits) if is_raw else None
-        choices = draw(
-            logits, inputs.expect_rows(), slots, cuts=inputs.cuts, sums=sums, backend=backend
+        choices = sample_tokens(
+            logits, inputs.expect_rows(), slots, truncation=inputs.cuts, sums=sums, backend=backend
         )
         forced = None
         if self.thinking is not None and not inputs.step.only_draws:

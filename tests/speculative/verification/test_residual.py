@@ -14,8 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
-from mtp_plugin.speculative.ops.sampling.residual import Judgement
+from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy, RejectionResult
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.verification import (
     ResidualVerification,
@@ -94,11 +93,11 @@ def test_block_verification_is_made_where_it_is_listed(
 ) -> None:
     told = []
 
-    def judge(*_: Any, by_block: bool, **__: Any) -> Judgement:
+    def rejection_sample(*_: Any, by_block: bool, **__: Any) -> RejectionResult:
         told.append(by_block)
-        return Judgement(torch.zeros(1), torch.zeros(1))
+        return RejectionResult(torch.zeros(1), torch.zeros(1))
 
-    monkeypatch.setattr(residual, "judge", judge)
+    monkeypatch.setattr(residual, "rejection_sample", rejection_sample)
     mode = next(one for one in modes_of(verification=listed) if type(one) is ResidualVerification)
     rules = AcceptanceRules(choices=torch.zeros(1))
     mode.verify(MagicMock(), rules, backend=Backend.TORCH)

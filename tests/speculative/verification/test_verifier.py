@@ -14,7 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DRAWN_OPTIONS
+from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (
     StrictVerification,
@@ -82,7 +82,7 @@ def test_every_mode_decides_its_own_rows(backend: Backend, monkeypatch: Any) -> 
     assert mode.calls == [(backend, False)]
     assert len(reductions) == 1
     choices = StrictVerification.served_options
-    assert verifier.served_options == EDITED_OPTIONS | DRAWN_OPTIONS | choices | {"n"}
+    assert verifier.served_options == EDITED_OPTIONS | SAMPLING_OPTIONS | choices | {"n"}
 
 
 HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}

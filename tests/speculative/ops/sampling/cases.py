@@ -1,4 +1,4 @@
-"""Batches of rows that draw, with options at every edge."""
+"""Batches of rows that sample_tokens, with options at every edge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import poisoned_memory
@@ -29,23 +29,23 @@ MIN_PS = (0.0, 0.0, 1e-3, 0.05, 0.1, 0.5, 1.0)
 KINDS = ("odd", "odd", "smooth", "flat", "peaked", "masked", "large", "far", "constant")
 
 
-def options_of(dice: random.Random, vocab: int) -> Options:
+def options_of(rng: random.Random, vocab: int) -> Options:
     """Of one request."""
     return Options(
-        dice.choice(TEMPERATURES),
-        dice.choice((*TOP_KS, vocab, max(vocab - 1, 0), vocab + 1)),
-        dice.choice(TOP_PS),
-        dice.choice(MIN_PS),
-        dice.choice((0, 2**64 - 1, dice.getrandbits(64), dice.getrandbits(32))),
+        rng.choice(TEMPERATURES),
+        rng.choice((*TOP_KS, vocab, max(vocab - 1, 0), vocab + 1)),
+        rng.choice(TOP_PS),
+        rng.choice(MIN_PS),
+        rng.choice((0, 2**64 - 1, rng.getrandbits(64), rng.getrandbits(32))),
     )
 
 
-def rows_of(dice: random.Random, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+def rows_of(rng: random.Random, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     """Logits [rows, V] on the CPU, each row of another kind."""
-    noise = torch.Generator().manual_seed(dice.getrandbits(31))
+    noise = torch.Generator().manual_seed(rng.getrandbits(31))
     values = odd_rows(noise, rows, vocab, dtype).float()
     for row in range(rows):
-        kind, normal = dice.choice(KINDS), torch.randn(vocab, generator=noise)
+        kind, normal = rng.choice(KINDS), torch.randn(vocab, generator=noise)
         if kind == "smooth":
             values[row] = normal * 3
         elif kind == "flat":
@@ -59,16 +59,16 @@ def rows_of(dice: random.Random, rows: int, vocab: int, dtype: torch.dtype) -> t
         elif kind == "large":
             values[row] = normal * 2000 - 9000
         elif kind == "far":  # where an exponent is known to a fraction only
-            values[row] = normal + dice.choice((-30_000, 30_000))
+            values[row] = normal + rng.choice((-30_000, 30_000))
         elif kind == "constant":
-            values[row] = dice.choice((0.0, -3.5, 1000.0, torch.finfo(dtype).min))
+            values[row] = rng.choice((0.0, -3.5, 1000.0, torch.finfo(dtype).min))
     return values.to(dtype)
 
 
-def slots_of(options: list[Options], dice: random.Random, *, gap: int = 0) -> SlotRows:
+def slots_of(options: list[Options], rng: random.Random, *, gap: int = 0) -> SlotRows:
     """The options in slots in any order; other slots, and what lies between them, are poison."""
     number = len(options) + 2
-    order = dice.sample(range(number), len(options))
+    order = rng.sample(range(number), len(options))
     wide = torch.full((number, COLUMNS.width + gap), POISON, dtype=torch.int32)
     for slot, one in zip(order, options, strict=True):
         words = [part - 2**32 if part >= 2**31 else part for part in split(one.seed)]
@@ -110,23 +110,23 @@ class Batch:
         ahead: bool = False,
         cut: bool = False,
     ) -> Batch:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         requests = contexts + generations
-        options = [options_of(dice, vocab) for _ in range(requests)]
-        positions = [dice.choice((0, 7, dice.randrange(2**31 - 100))) for _ in range(requests)]
-        counts = [dice.randrange(5) for _ in range(requests)]
-        ids = sorted(dice.sample(range(vocab * 3 + 5), vocab))
+        options = [options_of(rng, vocab) for _ in range(requests)]
+        positions = [rng.choice((0, 7, rng.randrange(2**31 - 100))) for _ in range(requests)]
+        counts = [rng.randrange(5) for _ in range(requests)]
+        ids = sorted(rng.sample(range(vocab * 3 + 5), vocab))
         rows = DrawnRows(
             contexts,
             width,
             _apart(positions, index_dtype, behind),
             _apart(counts, torch.int32, behind) if ahead else None,
-            dice.randrange(4),
+            rng.randrange(4),
         )
         return cls(
-            strided(rows_of(dice, rows.num_rows, vocab, dtype), behind),
+            strided(rows_of(rng, rows.num_rows, vocab, dtype), behind),
             rows,
-            slots_of(options, dice, gap=behind),
+            slots_of(options, rng, gap=behind),
             options,
             role,
             vector(ids, torch.int32) if cut else None,
@@ -136,17 +136,17 @@ class Batch:
         self,
         backend: Backend,
         *,
-        cuts: torch.Tensor | None = None,
+        truncation: torch.Tensor | None = None,
         sums: RowSums | None = None,
     ) -> torch.Tensor:
         with poisoned_memory():
-            return draw(
+            return sample_tokens(
                 self.logits,
                 self.rows,
                 self.slots,
                 role=self.role,
                 vocab_ids=self.vocab_ids,
-                cuts=cuts,
+                truncation=truncation,
                 sums=sums,
                 backend=backend,
             )

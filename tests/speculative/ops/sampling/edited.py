@@ -56,15 +56,15 @@ class EditedBatch:
         **shape: object,
     ) -> EditedBatch:
         batch = Batch.of(seed, vocab, **shape)
-        dice = random.Random(seed + 1)
+        rng = random.Random(seed + 1)
         ids = list(range(vocab)) if batch.vocab_ids is None else batch.vocab_ids.tolist()
         whole = vocab if batch.vocab_ids is None else vocab * 3 + 5
         generations = batch.rows.num_requests - batch.rows.num_contexts
-        width = batch.rows.column + batch.rows.width - 1 + dice.randrange(2)
-        dtype = dice.choice((torch.int32, torch.int64))
-        drafted = [[draft_of(dice, ids, dtype) for _ in range(width)] for _ in range(generations)]
+        width = batch.rows.column + batch.rows.width - 1 + rng.randrange(2)
+        dtype = rng.choice((torch.int32, torch.int64))
+        drafted = [[draft_of(rng, ids, dtype) for _ in range(width)] for _ in range(generations)]
         asks = [
-            asks_of(dice, ids, whole) if dice.random() < 0.8 else Asks()
+            asks_of(rng, ids, whole) if rng.random() < 0.8 else Asks()
             for _ in range(batch.rows.num_requests)
         ]
         rows = batch.rows
@@ -74,7 +74,7 @@ class EditedBatch:
         if greedy:
             options = [one._replace(temperature=0.0) for one in options]
             write(slots, [{"temperature": 0.0}] * len(options))
-        placed, columns = pools_of(asks, whole, dice)
+        placed, columns = pools_of(asks, whole, rng)
         if pools:
             write(
                 slots, [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
@@ -132,39 +132,39 @@ class EditedBatch:
         return self.as_drawn_from().undecided()
 
 
-def draft_of(dice: random.Random, ids: list[int], dtype: torch.dtype) -> int:
+def draft_of(rng: random.Random, ids: list[int], dtype: torch.dtype) -> int:
     """Often one of few; sometimes of no vocabulary, or one that is only its own in 64 bits."""
     beyond = [2**31 - 1, -1] if dtype == torch.int32 else [2**32 + ids[0], 2**40, -1]
-    return dice.choice((ids[0], ids[0], ids[-1], ids[len(ids) // 2], dice.choice(beyond)))
+    return rng.choice((ids[0], ids[0], ids[-1], ids[len(ids) // 2], rng.choice(beyond)))
 
 
-def asks_of(dice: random.Random, ids: list[int], whole: int) -> Asks:
+def asks_of(rng: random.Random, ids: list[int], whole: int) -> Asks:
     """Of one request; ids that columns stand for are named as often as others."""
 
     def some() -> list[int]:
-        named = [dice.choice((dice.choice(ids), dice.randrange(whole))) for _ in range(8)]
-        return named[: dice.randint(0, 8)]
+        named = [rng.choice((rng.choice(ids), rng.randrange(whole))) for _ in range(8)]
+        return named[: rng.randint(0, 8)]
 
     bias = allowed = counts = None
-    if dice.random() < 0.5:
-        bias = {token: dice.choice(NUMBERS) for token in some()}
-        if dice.random() < 0.3:  # a host's own row
-            bias = {token: dice.choice((*NUMBERS, -torch.inf, torch.inf)) for token in range(whole)}
-            bias[dice.randrange(whole)] = torch.nan
-    if dice.random() < 0.4:
-        allowed = {*some(), dice.choice(ids)}
-        if dice.random() < 0.3:
+    if rng.random() < 0.5:
+        bias = {token: rng.choice(NUMBERS) for token in some()}
+        if rng.random() < 0.3:  # a host's own row
+            bias = {token: rng.choice((*NUMBERS, -torch.inf, torch.inf)) for token in range(whole)}
+            bias[rng.randrange(whole)] = torch.nan
+    if rng.random() < 0.4:
+        allowed = {*some(), rng.choice(ids)}
+        if rng.random() < 0.3:
             allowed = set(range(whole)) - allowed
-    if dice.random() < 0.7:
-        counts = {token: dice.choice((0, 1, 1, 2, 3, 40000, 65534, 65535)) for token in some()}
+    if rng.random() < 0.7:
+        counts = {token: rng.choice((0, 1, 1, 2, 3, 40000, 65534, 65535)) for token in some()}
     return Asks(
         bias=bias,
         allowed=allowed,
         counts=counts,
         seen=some(),
-        repetition=dice.choice(FACTORS),
-        presence=dice.choice((*[0.0] * 8, *NUMBERS, 3e38)),
-        frequency=dice.choice((*[0.0] * 8, *NUMBERS, 3e38, -3e38)),
+        repetition=rng.choice(FACTORS),
+        presence=rng.choice((*[0.0] * 8, *NUMBERS, 3e38)),
+        frequency=rng.choice((*[0.0] * 8, *NUMBERS, 3e38, -3e38)),
     )
 
 

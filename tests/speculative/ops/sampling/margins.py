@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW
-from mtp_plugin.speculative.ops.sampling import reference
+from mtp_plugin.speculative.ops.sampling import sample_reference as reference
 from mtp_plugin.speculative.step import SlotRows
 from tests import near_ties
 from tests.speculative.ops.sampling.story import Options

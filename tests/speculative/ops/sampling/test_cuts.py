@@ -11,9 +11,9 @@ import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import launch
-from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
-from mtp_plugin.speculative.ops.sampling.cuts import search_kernel
+from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
+from mtp_plugin.speculative.ops.sampling import truncation_search_triton as search_kernel
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -37,8 +37,8 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
 
 def drawn(batch: Batch) -> list[torch.Tensor]:
     """Tokens of the kernels that only draw, and of those that tell what cuts leave."""
-    cuts = torch.zeros(batch.rows.num_rows, NUM_CUTS, device=DEVICE)
-    return [batch.tokens(Backend.TRITON, cuts=given) for given in (None, cuts)]
+    truncation = torch.zeros(batch.rows.num_rows, TRUNCATION_SIZE, device=DEVICE)
+    return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
 
 
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
@@ -95,7 +95,7 @@ def test_a_wrong_guess_of_how_deep_ids_lie(
     key: int, is_always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
-    guessed, asked = search_kernel.guessed, []
+    guessed, asked = search_kernel.guess_bounds, []
 
     def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
         asked.append(key)
@@ -104,7 +104,7 @@ def test_a_wrong_guess_of_how_deep_ids_lie(
         far = tl.full([], key, tl.int32)
         return bounds.low, tl.minimum(tl.maximum(far, bounds.low + 1), bounds.high)
 
-    monkeypatch.setattr(search_kernel, "guessed", guess)
+    monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     for options in (Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)):
         asked.clear()
         batch = batch_of(normal(1, 2), options)
@@ -119,13 +119,13 @@ def test_no_pass_for_cuts_of_a_whole_list(
     top_k: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What top-k leaves is listed as a whole, where it is not too many, and top-p cuts the list."""
-    between, seen = search_kernel.between, []
+    between, seen = search_kernel.list_between, []
 
     def count(*given: Any) -> Any:
         seen.append(1)
         return between(*given)
 
-    monkeypatch.setattr(search_kernel, "between", count)
+    monkeypatch.setattr(search_kernel, "list_between", count)
     batch = batch_of(normal(1, 2), Options(1.0, top_k=top_k, top_p=0.95, seed=3))
     tokens = batch.tokens(Backend.TRITON)
     assert len(seen) == passes
@@ -152,9 +152,9 @@ def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
     for row, options, among in asked:
         many = [options._replace(seed=seed) for seed in range(MANY)]
         batch = batch_of(row.expand(MANY, -1), *many)
-        cuts = torch.zeros(MANY, NUM_CUTS, device=DEVICE)
-        for given in (None, cuts):
-            tokens = batch.tokens(backend, cuts=given)
+        truncation = torch.zeros(MANY, TRUNCATION_SIZE, device=DEVICE)
+        for given in (None, truncation):
+            tokens = batch.tokens(backend, truncation=given)
             assert torch.equal(tokens, batch.tokens(Backend.TORCH))
             assert set(tokens.tolist()) <= set(among)
 
@@ -282,17 +282,20 @@ def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
 def test_depths_that_are_nothing_are_equal(options: Options, step: float) -> None:
     """Of many differences one depth, or none at all, is left: the lowest ids stay."""
     batch = batch_of(-step * (torch.arange(VOCAB) % 2)[None].float(), options)
-    cuts = [torch.zeros(1, NUM_CUTS, device=DEVICE) for _ in Backend]
-    drawn = [batch.tokens(backend, cuts=of) for backend, of in zip(Backend, cuts, strict=True)]
+    truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
+    drawn = [
+        batch.tokens(backend, truncation=of)
+        for backend, of in zip(Backend, truncation, strict=True)
+    ]
     assert torch.equal(*drawn)
-    torch.testing.assert_close(cuts[0][:, 3], cuts[1][:, 3])
+    torch.testing.assert_close(truncation[0][:, 3], truncation[1][:, 3])
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
 def test_one_pass_cuts_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
     passes = []
-    for name in ("between", "measured", "drawn_of_chunks"):
+    for name in ("list_between", "measure", "sample_chunks"):
         kernel = getattr(search_kernel, name)
 
         def counted(*values: object, name: str = name, kernel: Any = kernel) -> Any:
@@ -302,7 +305,10 @@ def test_one_pass_cuts_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) 
         monkeypatch.setattr(search_kernel, name, counted)
     options = Options(1.0, top_p=0.95, seed=1)
     batch = batch_of(normal(1, 2), options)
-    told = [torch.zeros(1, NUM_CUTS, device=DEVICE) for _ in Backend]
-    tokens = [batch.tokens(backend, cuts=cuts) for backend, cuts in zip(Backend, told, strict=True)]
+    told = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
+    tokens = [
+        batch.tokens(backend, truncation=truncation)
+        for backend, truncation in zip(Backend, told, strict=True)
+    ]
     assert torch.equal(*tokens)
-    assert passes == ["between"] * shares
+    assert passes == ["list_between"] * shares

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling import story
@@ -31,7 +31,7 @@ def drawn(
     """So many draws from `ROW`, at indices that follow each other."""
     words = [part - 2**32 if part >= 2**31 else part for part in split(options.seed)]
     table = vector([COLUMNS.row({**options._asdict(), "seed": words})], torch.int32)
-    return draw(
+    return sample_tokens(
         torch.tensor([ROW], device=DEVICE).expand(number, -1),
         DrawnRows(0, number, vector([position])),
         SlotRows(table, vector([0]), COLUMNS),

@@ -12,7 +12,8 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import Role, draw, launch
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.doors import check_strided_arguments, poisoned_memory
@@ -35,9 +36,9 @@ OPTIONS = [
 
 def arguments() -> dict[str, Any]:
     """One prompt and four turns of two rows; every option decides about something."""
-    dice = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     return {
-        "logits": (torch.randn(9, 70, generator=dice) * 2).to(DEVICE),
+        "logits": (torch.randn(9, 70, generator=rng) * 2).to(DEVICE),
         "rows": DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]), vector([0, 1, 2, 1, 3]), 1),
         "slots": slots_of(OPTIONS, random.Random(4)),
         "vocab_ids": vector(range(5, 75), torch.int32),
@@ -47,7 +48,7 @@ def arguments() -> dict[str, Any]:
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
     def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
-        return draw(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+        return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
     given = arguments()
     slots = given.pop("slots")
@@ -63,7 +64,7 @@ def test_strided_arguments(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
     def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
-        return draw(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+        return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
     given = arguments()
     slots = given.pop("slots")
@@ -83,10 +84,10 @@ def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
     given = arguments()
-    expected = draw(**given, backend=backend)
+    expected = sample_tokens(**given, backend=backend)
     wide = slots_of(OPTIONS, random.Random(4), gap=5)
     assert wide.table.stride(0) == COLUMNS.width + 5
-    assert torch.equal(draw(**{**given, "slots": wide}, backend=backend), expected)
+    assert torch.equal(sample_tokens(**{**given, "slots": wide}, backend=backend), expected)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -94,7 +95,7 @@ def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
 def test_the_strided_draws_use_every_argument(backend: Backend, left_out: str) -> None:
     """Else a wrong stride would go unseen."""
     given = arguments()
-    before = draw(**given, backend=backend)
+    before = sample_tokens(**given, backend=backend)
     rows, slots = given["rows"], given["slots"]
     change: dict[str, Any] = {
         "ahead": {"rows": replace(rows, ahead=None)},
@@ -104,7 +105,7 @@ def test_the_strided_draws_use_every_argument(backend: Backend, left_out: str) -
         "role": {"role": Role.PLAIN_DRAFT},
         "slots": {"slots": replace(slots, slot_ids=slots.slot_ids[:-1].flip(0))},
     }[left_out]
-    assert not torch.equal(draw(**(given | change), backend=backend), before)
+    assert not torch.equal(sample_tokens(**(given | change), backend=backend), before)
 
 
 META = torch.zeros(5, dtype=torch.int32, device="meta")
@@ -137,7 +138,7 @@ EDITED = replace(SLOTS, pools=pools_of([Asks()], 70, random.Random(1))[0])
         ({"vocab_ids": vector(range(70))}, "vocab_ids: .*got torch.int64"),
         ({"vocab_ids": vector(range(69), torch.int32)}, r"logits: expected \[R, 69\]"),
         ({"sums": SUMS}, "sums: expected rows of the target, got role TARGET.* some vocab_ids"),
-        ({**RAW, "role": Role.RESIDUAL}, "sums: .* got role RESIDUAL, by_choice False and no"),
+        ({**RAW, "role": Role.RECOVERED}, "sums: .* got role RECOVERED, as_drafts False and no"),
         ({**RAW, "slots": EDITED}, "sums: expected slots without pools"),
         ({**RAW, "sums": replace(SUMS, tops=SUMS.tops[1:])}, r"sums, tops: .* \[9, 8\]"),
         ({**RAW, "sums": replace(SUMS, masses=SUMS.masses.double())}, "sums, masses: .*float64"),
@@ -152,7 +153,7 @@ def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], messa
         for name, value in change.items()
     }
     with pytest.raises(TensorContractError, match=message):
-        draw(**(arguments() | moved), backend=backend)
+        sample_tokens(**(arguments() | moved), backend=backend)
 
 
 def test_a_step_without_positions_is_refused() -> None:
@@ -166,7 +167,7 @@ def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
     slots = SlotRows(SLOTS.table, SLOTS.slot_ids[:0], COLUMNS)
     rows = DrawnRows(0, 3, vector([]))
-    tokens = draw(torch.zeros(0, 70, device=DEVICE), rows, slots, backend=backend)
+    tokens = sample_tokens(torch.zeros(0, 70, device=DEVICE), rows, slots, backend=backend)
     assert tokens.shape == (0,)
     assert tokens.dtype == torch.int32
 
@@ -217,7 +218,7 @@ def test_a_captured_draw_follows_its_inputs() -> None:
     batch = Batch.of(8, 129280, contexts=0, generations=8, width=4)
 
     def step() -> torch.Tensor:
-        return draw(batch.logits, batch.rows, batch.slots, backend=Backend.TRITON)
+        return sample_tokens(batch.logits, batch.rows, batch.slots, backend=Backend.TRITON)
 
     graph, tokens = captured(step)
     for seed in range(3):
@@ -229,6 +230,6 @@ def test_a_captured_draw_follows_its_inputs() -> None:
         rows = replace(batch.rows, column=batch.rows.column)
         graph.replay()
         with poisoned_memory():
-            expected = draw(batch.logits, rows, batch.slots, backend=Backend.TORCH)
+            expected = sample_tokens(batch.logits, rows, batch.slots, backend=Backend.TORCH)
         hangs = replace(other, rows=rows).undecided()
         assert bool(((tokens == expected) | hangs).all())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import Role, launch
+from mtp_plugin.speculative.ops.sampling import Role
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -61,7 +62,7 @@ def test_torch_and_triton_agree_over_many_chunks(
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
     monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(launch, "MOST_BEHIND", most_behind)
+    monkeypatch.setattr(launch, "MAX_GRID_Y", most_behind)
     judge = Judge()
 
     @settings(max_examples=20)
@@ -99,11 +100,11 @@ def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
 )
 def test_no_chunk_is_left_out_by_rounding(kind: str, temperature: float) -> None:
     """Rows of which exponents are large, are no numbers, or whose scale is hardly one."""
-    dice, number, vocab = random.Random(1), 20, 4099
-    options = [Options(temperature, seed=dice.getrandbits(60)) for _ in range(number)]
+    rng, number, vocab = random.Random(1), 20, 4099
+    options = [Options(temperature, seed=rng.getrandbits(60)) for _ in range(number)]
     rows = DrawnRows(number, 1, vector([3] * number))
     logits = rows_of_noise(kind, (number, vocab)).to(DEVICE)
-    batch = Batch(logits, rows, slots_of(options, dice), options)
+    batch = Batch(logits, rows, slots_of(options, rng), options)
     judge = Judge()
     judge.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
     judge.check()

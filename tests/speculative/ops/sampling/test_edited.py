@@ -16,7 +16,8 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.logit_rows import processing as reference
-from mtp_plugin.speculative.ops.sampling import Role, draw, launch
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.step import StepLayout
 from tests.doors import check_strided_arguments, storage
 from tests.kernels.top_k.rows import DTYPES
@@ -131,7 +132,7 @@ def one(
     width = 1 if drafts is None else drafts.shape[1] + 1 - column
     rows = DrawnRows(0, width, vector([5]), None, column, drafts)
     logits = torch.tensor([row] * width, device=DEVICE)
-    tokens = draw(logits, rows, replace(slots, pools=pools), backend=backend)
+    tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
     before = [[]] if drafts is None else [drafts[0, : column + i].tolist() for i in range(width)]
     for i, token in enumerate(tokens.tolist()):
         told = story.edited(row, Place(asks, 0, before[i]))
@@ -257,7 +258,7 @@ def test_ids_are_the_targets_in_a_cut_vocabulary(backend: Backend) -> None:
     rows = DrawnRows(0, 1, vector([5]))
     for ids, told in (([3, 7, 40], 40), ([3, 7, 41], 7), ([3, 8, 41], -1)):
         cut = vector(ids, torch.int32)
-        assert draw(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [told]
+        assert sample_tokens(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [told]
 
 
 @BOTH
@@ -272,7 +273,7 @@ def test_rows_of_drafts(backend: Backend) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2, device=DEVICE)
     for column, told in ((0, [3, 3]), (1, [2, 3]), (2, [1, 3])):
         rows = DrawnRows.of_drafts(layout, vector([1, 2]), column, drafts)
-        tokens = draw(logits, rows, replace(slots, pools=pools), backend=backend)
+        tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
         assert tokens.tolist() == told
 
 
@@ -286,7 +287,7 @@ def test_contexts_have_no_draft_in_front(backend: Backend) -> None:
     drafts = torch.full((1, 3), 3, device=DEVICE)[:0]
     rows = DrawnRows(1, 1, vector([4]), None, 3, drafts)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=DEVICE)
-    assert draw(logits, rows, replace(slots, pools=pools), backend=backend).tolist() == [3]
+    assert sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend).tolist() == [3]
 
 
 # --- the door ---
@@ -300,9 +301,9 @@ def test_pools_that_do_not_fit(backend: Backend) -> None:
     for name in vars(pools):
         slots = replace(batch.slots, pools=replace(pools, **{name: vars(pools)[name].half()}))
         with pytest.raises(TensorContractError, match=f"pool {name} of logit edits: expected"):
-            draw(batch.logits, batch.rows, slots, backend=backend)
+            sample_tokens(batch.logits, batch.rows, slots, backend=backend)
     with pytest.raises(TensorContractError, match=r"logits: expected 7 columns.*, got 6"):
-        draw(batch.logits[:, :6], batch.rows, batch.slots, backend=backend)
+        sample_tokens(batch.logits[:, :6], batch.rows, batch.slots, backend=backend)
 
 
 @BOTH
@@ -322,7 +323,7 @@ def test_strided_arguments(backend: Backend, cut: bool) -> None:
     refused = {"slots.table": gaps, "rows.drafts": "row-contiguous", "logits": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
     refused |= {"vocab_ids": "expected a contiguous vector"} if cut else {}
-    check_strided_arguments(draw, arguments, refused=refused, backend=backend)
+    check_strided_arguments(sample_tokens, arguments, refused=refused, backend=backend)
 
 
 def test_columns_that_ask_are_there() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import launch
-from mtp_plugin.speculative.ops.sampling.cuts import cut_kernel, flat_kernel
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
+from mtp_plugin.speculative.ops.sampling import truncation_triton
 from tests.kernels.top_k.rows import DTYPES, strided
 from tests.speculative.ops.logits.pools import pools_of
 from tests.speculative.ops.logits.story import Asks
@@ -40,13 +40,13 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if DEVICE.type != "cpu":
         pytest.skip("tries are seen in the interpreter")
     columns: list[int] = []
-    stays = flat_kernel._stays
+    stays = truncation_triton._is_kept
 
     def told(column: Any, *others: Any) -> Any:
         columns.append(int(column.handle.data.item()))
         return stays(column, *others)
 
-    monkeypatch.setattr(flat_kernel, "_stays", told)
+    monkeypatch.setattr(truncation_triton, "_is_kept", told)
     return columns
 
 
@@ -115,13 +115,13 @@ def test_a_row_is_read_until_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None
     """An id near the highest stays as soon as what top-p leaves out is seen."""
     if DEVICE.type != "cpu":
         pytest.skip("pieces are counted in the interpreter")
-    weighed, seen = flat_kernel._weighed, []
+    weighed, seen = truncation_triton._weigh, []
 
     def count(*given: Any) -> Any:
         seen.append(1)
         return weighed(*given)
 
-    monkeypatch.setattr(flat_kernel, "_weighed", count)
+    monkeypatch.setattr(truncation_triton, "_weigh", count)
     vocab = 4096 * 2 * 10
     asked = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
     batch = batch_of(normal(1, vocab).expand(4, -1), asked)
@@ -183,5 +183,5 @@ def test_what_is_crowded_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     def listed(*given: Any) -> Any:
         raise AssertionError(given)
 
-    monkeypatch.setattr(cut_kernel, "listed", listed)
+    monkeypatch.setattr(truncation_triton, "list_values", listed)
     check(batch_of(normal(1), [Options(1.0, top_p=0.95, seed=1)]))

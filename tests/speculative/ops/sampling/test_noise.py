@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.ops.sampling import reference
-from mtp_plugin.speculative.ops.sampling.noise_kernel import gumbel, gumbel_bound, philox, unit
+from mtp_plugin.speculative.ops.sampling import sample_reference as reference
+from mtp_plugin.speculative.ops.sampling.row_triton import gumbel, gumbel_bound, philox, unit
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.sampling import story
 
@@ -106,9 +106,9 @@ def test_noise_of_pinned_words() -> None:
 
 
 def test_bounds_are_above_the_noise_and_close_where_it_is_high() -> None:
-    dice = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
     words = [2**i + j for i in range(1, 32) for j in (-1, 0, 1)] + [0, 2**32 - 1, 2**32 - 2**7]
-    words += torch.randint(0, 2**32, (512 - len(words),), generator=dice).tolist()
+    words += torch.randint(0, 2**32, (512 - len(words),), generator=rng).tolist()
     _, noise, bound = on_device(words)
     above = bound.double() - noise.double() / math.log(2)
     assert float(above.min()) > -1e-4  # the finish allows for ten times as much
@@ -122,7 +122,7 @@ def test_bounds_are_above_the_noise_and_close_where_it_is_high() -> None:
 
 def test_the_best_noise_of_a_row_has_the_mean_of_gumbel() -> None:
     """Over many words: Euler's constant, and a variance of pi squared over 6."""
-    dice = torch.Generator().manual_seed(5)
-    noise = reference.gumbel_of(torch.randint(0, 2**32, (400_000,), generator=dice)).double()
+    rng = torch.Generator().manual_seed(5)
+    noise = reference.gumbel_of(torch.randint(0, 2**32, (400_000,), generator=rng)).double()
     assert abs(float(noise.mean()) - 0.5772156649) < 4 * 1.2825 / math.sqrt(len(noise))
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03

@@ -11,9 +11,9 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import draw, launch
-from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
-from mtp_plugin.speculative.ops.sampling.cuts import search_kernel
+from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, sample_tokens
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
+from mtp_plugin.speculative.ops.sampling import truncation_search_triton as search_kernel
 from mtp_plugin.speculative.row_sums import ChunkLayout
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
@@ -83,24 +83,24 @@ def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
 
 def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, and what is left of rows, of a launch over memory that holds anything."""
-    cuts = torch.full((batch.rows.num_rows, NUM_CUTS), NAN, device=DEVICE)
+    truncation = torch.full((batch.rows.num_rows, TRUNCATION_SIZE), NAN, device=DEVICE)
     with poisoned_memory():
-        tokens = draw(
+        tokens = sample_tokens(
             batch.logits,
             batch.rows,
             batch.slots,
             vocab_ids=batch.vocab_ids,
-            cuts=cuts,
+            truncation=truncation,
             backend=Backend.TRITON,
         )
-    return tokens, cuts
+    return tokens, truncation
 
 
 def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows draw as the reference does and as one program does, whether they tell of cuts or not."""
-    tokens, cuts = drawn(batch)
+    tokens, truncation = drawn(batch)
     only_drawn = batch.tokens(Backend.TRITON)
-    assert not bool(cuts.isnan().any())
+    assert not bool(truncation.isnan().any())
     monkeypatch.setattr(launch, "SHARES", 1)
     alone, cuts_alone = drawn(batch)
     hangs = batch.undecided()
@@ -108,8 +108,8 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     for others in (only_drawn, alone, of_one, batch.tokens(Backend.TORCH)):
         assert not bool(((tokens != others) & ~hangs).any())
     # two orders of summation may cut at neighbours
-    torch.testing.assert_close(cuts[:, :2], cuts_alone[:, :2], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(cuts[:, 3], cuts_alone[:, 3], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(truncation[:, :2], cuts_alone[:, :2], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(truncation[:, 3], cuts_alone[:, 3], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +197,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
-    guessed = search_kernel.guessed
+    guessed = search_kernel.guess_bounds
     guesses: list[int] = []
 
     def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
@@ -210,7 +210,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
             return bounds.high - 1, bounds.high
         return bounds.low, bounds.high
 
-    monkeypatch.setattr(search_kernel, "guessed", guess)
+    monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
     tokens, _ = drawn(batch)
@@ -230,11 +230,11 @@ def test_whoever_comes_last_goes_on(
     asked = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
     batch = batch_of(rows, asked)
     assert launch._shares(number, vocab // 128) == launch.SHARES
-    tokens, cuts = drawn(batch)
+    tokens, truncation = drawn(batch)
     only_drawn = batch.tokens(Backend.TRITON)
     for _ in range(50):
         again, cuts_again = drawn(batch)
         assert torch.equal(again, tokens)
-        assert torch.equal(cuts_again, cuts)
+        assert torch.equal(cuts_again, truncation)
         assert torch.equal(batch.tokens(Backend.TRITON), only_drawn)
     check(batch, monkeypatch)

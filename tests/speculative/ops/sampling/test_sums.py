@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import launch
-from mtp_plugin.speculative.ops.sampling.contract import NUM_CUTS
+from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE
+from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import FEW_ROWS, RowSums
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
@@ -44,34 +44,40 @@ def ask(batch: Batch, numbers: list[int]) -> torch.Tensor:
     return vector([numbers[request] >= 0 for request, _ in batch.drawn()], torch.bool)
 
 
-def drawn(batch: Batch, backend: Backend, *, with_cuts: bool) -> tuple[torch.Tensor, ...]:
+def drawn(batch: Batch, backend: Backend, *, with_truncation: bool) -> tuple[torch.Tensor, ...]:
     """Tokens and cuts, and the sums beside them."""
     with poisoned_memory():
         sums = RowSums.unwritten(batch.logits)
-        cuts = torch.empty(len(batch.logits), NUM_CUTS, device=DEVICE) if with_cuts else None
-        tokens = batch.tokens(backend, cuts=cuts, sums=sums)
-    return tokens, torch.empty(0) if cuts is None else cuts, sums
+        truncation = (
+            torch.empty(len(batch.logits), TRUNCATION_SIZE, device=DEVICE)
+            if with_truncation
+            else None
+        )
+        tokens = batch.tokens(backend, truncation=truncation, sums=sums)
+    return tokens, torch.empty(0) if truncation is None else truncation, sums
 
 
-def check(batch: Batch, rows: torch.Tensor, backend: Backend, *, with_cuts: bool = False) -> None:
-    tokens, cuts, sums = drawn(batch, backend, with_cuts=with_cuts)
+def check(
+    batch: Batch, rows: torch.Tensor, backend: Backend, *, with_truncation: bool = False
+) -> None:
+    tokens, truncation, sums = drawn(batch, backend, with_truncation=with_truncation)
     check_sums(sums, told_sums(batch.logits), rows)
     assert torch.equal(tokens, batch.tokens(backend))
-    if with_cuts:
-        alone = torch.full_like(cuts, NAN)
-        batch.tokens(backend, cuts=alone)
-        assert torch.equal(cuts, alone)
+    if with_truncation:
+        alone = torch.full_like(truncation, NAN)
+        batch.tokens(backend, truncation=alone)
+        assert torch.equal(truncation, alone)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_the_story_of_sums(backend: Backend) -> None:
     @settings(max_examples=60 if backend is Backend.TORCH else 25)
-    @given(vocab=st.sampled_from((1, 2, 31, 300, 4097)), with_cuts=st.booleans(), **shapes)
-    def agree(vocab: int, seed: int, with_cuts: bool, **shape: object) -> None:
+    @given(vocab=st.sampled_from((1, 2, 31, 300, 4097)), with_truncation=st.booleans(), **shapes)
+    def agree(vocab: int, seed: int, with_truncation: bool, **shape: object) -> None:
         batch = Batch.of(seed, vocab, **shape)
-        dice = random.Random(seed)
-        rows = ask(batch, [dice.choice((-1, 0, 20)) for _ in batch.options])
-        check(batch, rows, backend, with_cuts=with_cuts)
+        rng = random.Random(seed)
+        rows = ask(batch, [rng.choice((-1, 0, 20)) for _ in batch.options])
+        check(batch, rows, backend, with_truncation=with_truncation)
 
     agree()
 
@@ -88,12 +94,12 @@ def test_sums_of_many_pieces(
     monkeypatch.setattr(launch, "SHARES", shares)
 
     @settings(max_examples=8)
-    @given(vocab=st.sampled_from((4096, 9001, 20011)), with_cuts=st.booleans(), **shapes)
-    def agree(vocab: int, with_cuts: bool, seed: int, **shape: object) -> None:
+    @given(vocab=st.sampled_from((4096, 9001, 20011)), with_truncation=st.booleans(), **shapes)
+    def agree(vocab: int, with_truncation: bool, seed: int, **shape: object) -> None:
         batch = Batch.of(seed, vocab, **shape)
-        dice = random.Random(seed)
-        rows = ask(batch, [dice.choice((-1, 0, 20)) for _ in batch.options])
-        check(batch, rows, Backend.TRITON, with_cuts=with_cuts)
+        rng = random.Random(seed)
+        rows = ask(batch, [rng.choice((-1, 0, 20)) for _ in batch.options])
+        check(batch, rows, Backend.TRITON, with_truncation=with_truncation)
 
     agree()
 
@@ -120,16 +126,16 @@ def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("with_cuts", [False, True])
+@pytest.mark.parametrize("with_truncation", [False, True])
 def test_sums_whatever_is_drawn(
-    with_cuts: bool, backend: Backend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    with_truncation: bool, backend: Backend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kind of request, of which every other one asks; some ask beside others that do not."""
     monkeypatch.setattr(launch, "SHARES", 4)
     noise = torch.Generator().manual_seed(7)
     row = (torch.randn(20_011, generator=noise) * 1.5).to(dtype)
     batch = batch_of(row, [option for option in EVERY for _ in range(2)])
-    check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_cuts=with_cuts)
+    check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_truncation=with_truncation)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -145,7 +151,9 @@ def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -
         rows = ask(batch, [0] * len(EVERY))
         check(batch, rows, backend)
         if not bool((row > -INF).any()):
-            assert drawn(batch, backend, with_cuts=False)[2].masses.tolist() == [0.0] * len(EVERY)
+            assert drawn(batch, backend, with_truncation=False)[2].masses.tolist() == [0.0] * len(
+                EVERY
+            )
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import NUM_CUTS, draw
-from mtp_plugin.speculative.ops.sampling.processed import launch, processed_scores
+from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, processed_scores, sample_tokens
+from mtp_plugin.speculative.ops.sampling import processed_triton as launch
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.rows import DTYPES
@@ -50,8 +50,8 @@ def told_of(row: list[float], options: Options, forced: int) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def forced_of(dice: random.Random, rows: int, vocab: int) -> list[int]:
-    return [dice.choice((-1, -1, -1, dice.randrange(vocab))) for _ in range(rows)]
+def forced_of(rng: random.Random, rows: int, vocab: int) -> list[int]:
+    return [rng.choice((-1, -1, -1, rng.randrange(vocab))) for _ in range(rows)]
 
 
 def scores_of(
@@ -59,9 +59,9 @@ def scores_of(
 ) -> torch.Tensor:
     logits, rows = case.logits, case.batch.rows
     with poisoned_memory():
-        cuts = torch.empty(len(logits), NUM_CUTS, dtype=torch.float32, device=DEVICE)
-        draw(logits, rows, slots, cuts=cuts, backend=backend)
-        return processed_scores(logits, rows, slots, cuts, forced, backend=backend)
+        truncation = torch.empty(len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=DEVICE)
+        sample_tokens(logits, rows, slots, truncation=truncation, backend=backend)
+        return processed_scores(logits, rows, slots, truncation, forced, backend=backend)
 
 
 def shares_of(scores: torch.Tensor) -> torch.Tensor:
@@ -92,10 +92,10 @@ def test_the_story_of_processed_scores(backend: Backend) -> None:
         case = EditedBatch.of(seed, vocab, **shape)
         case = replace(case, batch=case.batch.replaced(rows=replace(case.batch.rows, column=0)))
         case = replace(case, places=without_column(case))
-        dice, count = random.Random(seed), len(case.logits)
-        forced = forced_of(dice, count, vocab) if forces else [-1] * count
+        rng, count = random.Random(seed), len(case.logits)
+        forced = forced_of(rng, count, vocab) if forces else [-1] * count
         slots = case.batch.slots
-        asked = [dice.choice((-1, 0, 5)) for _ in case.options]
+        asked = [rng.choice((-1, 0, 5)) for _ in case.options]
         write(slots, [{"logprobs": number} for number in asked])
         given_ids = vector(forced, torch.int32) if forces else None
         got = shares_of(scores_of(case, given_ids, slots, backend)).tolist()
@@ -135,9 +135,12 @@ def test_drafts_in_front_of_a_row_are_counted(backend: Backend) -> None:
     write(slots, [{**asks, **columns[0], "logprobs": 0}])
     slots = replace(slots, pools=pools)
     rows = DrawnRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
-    logits, cuts = torch.zeros(3, 7, device=DEVICE), torch.empty(3, NUM_CUTS, device=DEVICE)
-    draw(logits, rows, slots, cuts=cuts, backend=backend)
-    scores = processed_scores(logits, rows, slots, cuts, backend=backend)
+    logits, truncation = (
+        torch.zeros(3, 7, device=DEVICE),
+        torch.empty(3, TRUNCATION_SIZE, device=DEVICE),
+    )
+    sample_tokens(logits, rows, slots, truncation=truncation, backend=backend)
+    scores = processed_scores(logits, rows, slots, truncation, backend=backend)
     assert scores[:, 3].tolist() == [0.0, -2.0, -3.0]
     assert not bool(scores[:, :3].any())
 
@@ -153,15 +156,21 @@ OPTIONS = [
 
 def arguments(vocab: int = 70) -> dict[str, Any]:
     """One prompt and four turns of two rows, of which the last asks for nothing."""
-    dice = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     slots = slots_of(OPTIONS, random.Random(4))
     write(slots, [{"logprobs": number} for number in (0, 5, 0, 3, 2)])
     rows = DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]))
-    logits = (torch.randn(9, vocab, generator=dice) * 2).to(DEVICE)
-    cuts = torch.empty(9, NUM_CUTS, device=DEVICE)
-    draw(logits, rows, slots, cuts=cuts, backend=Backend.TORCH)
+    logits = (torch.randn(9, vocab, generator=rng) * 2).to(DEVICE)
+    truncation = torch.empty(9, TRUNCATION_SIZE, device=DEVICE)
+    sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
     forced = vector([-1, -1, -1, 5, -1, -1, 0, -1, -1], torch.int32)
-    return {"logits": logits, "rows": rows, "slots": slots, "cuts": cuts, "forced": forced}
+    return {
+        "logits": logits,
+        "rows": rows,
+        "slots": slots,
+        "truncation": truncation,
+        "forced": forced,
+    }
 
 
 @BOTH
@@ -172,7 +181,11 @@ def test_strided_arguments(backend: Backend) -> None:
     given_ = arguments()
     slots = given_.pop("slots")
     given_ |= {"table": slots.table, "slot_ids": slots.slot_ids}
-    refused = {"logits": "row-contiguous", "table": "rows without gaps", "cuts": "without gaps"}
+    refused = {
+        "logits": "row-contiguous",
+        "table": "rows without gaps",
+        "truncation": "expected contiguous",
+    }
     check_strided_arguments(told, given_, refused=refused, backend=backend)
 
 
@@ -209,9 +222,9 @@ def test_what_stays_is_told_however_deep_it_lies(options: Options, step: float) 
     rows = DrawnRows(0, 1, vector([7]))
     told = []
     for backend in Backend:
-        cuts = torch.empty(1, NUM_CUTS, device=DEVICE)
-        draw(logits, rows, slots, cuts=cuts, backend=backend)
-        told.append(processed_scores(logits, rows, slots, cuts, backend=backend))
+        truncation = torch.empty(1, TRUNCATION_SIZE, device=DEVICE)
+        sample_tokens(logits, rows, slots, truncation=truncation, backend=backend)
+        told.append(processed_scores(logits, rows, slots, truncation, backend=backend))
     torch.testing.assert_close(*told, rtol=1e-6, atol=1e-6)
     if options.top_p == 1 and options.min_p == 0:
         assert int((told[1] > -torch.inf).sum()) == options.top_k
@@ -228,7 +241,7 @@ def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     assert bool(got[:7].isnan().all())
     forbid_launches(monkeypatch, launch)
     nobody = DrawnRows(0, 2, vector([]))
-    none = {"logits": given_["logits"][:0], "cuts": given_["cuts"][:0], "forced": None}
+    none = {"logits": given_["logits"][:0], "truncation": given_["truncation"][:0], "forced": None}
     assert processed_scores(**{**given_, **none, "rows": nobody}, backend=Backend.TRITON).shape == (
         0,
         70,
@@ -240,10 +253,13 @@ def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"logits": torch.zeros(9, 70, dtype=torch.int32, device=DEVICE)}, "floating"),
         ({"logits": torch.zeros(8, 70, device=DEVICE)}, r"logits: expected .*\[9, V\]"),
-        ({"rows": DrawnRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got drafts'"),
-        ({"rows": DrawnRows(1, 2, vector([1] * 5), column=1)}, "got drafts'"),
-        ({"cuts": torch.zeros(9, 3, device=DEVICE)}, r"cuts: expected torch.float32 \[9, 4\]"),
-        ({"forced": vector([1] * 8)}, r"forced: expected integers \[9\]"),
+        ({"rows": DrawnRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got rows of drafts"),
+        ({"rows": DrawnRows(1, 2, vector([1] * 5), column=1)}, "got rows of drafts"),
+        (
+            {"truncation": torch.zeros(9, 3, device=DEVICE)},
+            r"truncation: expected .*\[9, 4\]",
+        ),
+        ({"forced": vector([1] * 8)}, r"forced: expected integer tensor \[9\]"),
     ],
 )
 def test_what_the_door_refuses(change: dict[str, Any], message: str) -> None:

@@ -13,14 +13,18 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
-    CHOICE_COLUMNS,
-    NUM_CUTS,
+    DRAFT_COLUMNS,
     STEP_COLUMN,
+    TRUNCATION_SIZE,
     DraftedBy,
     JudgedBy,
-    draw,
+    ProposedDrafts,
+    RejectionResult,
+    TargetSamples,
+    keep_draft_probs,
+    rejection_sample,
+    sample_tokens,
 )
-from mtp_plugin.speculative.ops.sampling.residual import Judgement, judge, keep_draft_probs
 from mtp_plugin.speculative.step import SlotRows
 from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import strided
@@ -39,7 +43,7 @@ READ = (
     "seed",
     "draft_step",
 )
-COLUMNS = (*CHOICE_COLUMNS, STEP_COLUMN)
+COLUMNS = (*DRAFT_COLUMNS, STEP_COLUMN)
 WAYS = [
     (JudgedBy.COUPLED, DraftedBy.COUPLED),
     (JudgedBy.COUPLED, DraftedBy.GREEDY),
@@ -81,28 +85,28 @@ class Batch:
         edits: bool = False,
         forced: bool = False,
     ) -> Batch:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         noise = torch.Generator().manual_seed(seed)
         requests = contexts + generations
         slots = slot_rows(
-            [_values(dice, vocab) for _ in range(requests)],
+            [_values(rng, vocab) for _ in range(requests)],
             COLUMNS,
-            slots=dice.sample(range(requests + 3), requests),
+            slots=rng.sample(range(requests + 3), requests),
             num_slots=requests + 4,  # the last is nobody's
             gap=behind,
         )
         if edits:
-            slots = replace(slots, pools=_pools(dice, requests, vocab))
+            slots = replace(slots, pools=_pools(rng, requests, vocab))
             for name in ("bias_row", "allowed_row", "count_row"):
                 given = column(slots, name)
                 given[slots.slot_ids[:requests]] = vector(
-                    [dice.choice((NO_ROW, row, row)) for row in range(requests)], torch.int32
+                    [rng.choice((NO_ROW, row, row)) for row in range(requests)], torch.int32
                 )
         num_rows = contexts + generations * (draft_len + 1)
         logits = torch.randn(num_rows, vocab, generator=noise) * 2
         of_drafts = torch.randn(draft_len, requests, vocab, generator=noise) * 2
         for place in range(num_rows):
-            kind = dice.choice(ROW_KINDS)
+            kind = rng.choice(ROW_KINDS)
             generation, offset = divmod(max(place - contexts, 0), draft_len + 1)
             if kind == "like" and place >= contexts and offset < draft_len:
                 other = of_drafts[offset, contexts + generation]
@@ -112,16 +116,16 @@ class Batch:
             elif kind == "infinite":
                 logits[place, torch.randint(0, vocab, (2,), generator=noise)] = torch.inf
             elif kind == "dead":
-                logits[place] = dice.choice((-torch.inf, torch.nan))
+                logits[place] = rng.choice((-torch.inf, torch.nan))
             elif kind == "masked":
                 logits[place, torch.rand(vocab, generator=noise) < 0.5] = -torch.inf
-        ids = sorted(dice.sample(range(vocab), max(vocab * 2 // 3, 1)))
+        ids = sorted(rng.sample(range(vocab), max(vocab * 2 // 3, 1)))
         vocab_ids = vector(ids, torch.int32) if cut else None
         if cut:
             of_drafts = of_drafts[:, :, ids]
-        positions = [dice.randrange(2**20) for _ in range(requests)]
+        positions = [rng.randrange(2**20) for _ in range(requests)]
         draft_lens = [
-            dice.choice((draft_len, draft_len, dice.randint(0, draft_len)))
+            rng.choice((draft_len, draft_len, rng.randint(0, draft_len)))
             for _ in range(generations)
         ]
         return cls(
@@ -150,22 +154,22 @@ class Batch:
         for place in range(self.draft_len):
             rows = DrawnRows(0, 1, self.rows.positions, column=place, drafts=drafts)
             logits = self.draft_logits[place]
-            cuts = torch.full((requests, NUM_CUTS), torch.nan, device=DEVICE)
+            truncation = torch.full((requests, TRUNCATION_SIZE), torch.nan, device=DEVICE)
             with poisoned_memory():
-                told = draw(
+                told = sample_tokens(
                     logits,
                     rows,
                     self.slots,
-                    by_choice=True,
+                    as_drafts=True,
                     vocab_ids=self.vocab_ids,
-                    cuts=cuts,
+                    truncation=truncation,
                     backend=backend,
                 )
                 keep_draft_probs(
                     logits,
                     rows,
                     self.slots,
-                    cuts,
+                    truncation,
                     pool,
                     vocab_ids=self.vocab_ids,
                     backend=backend,
@@ -175,27 +179,25 @@ class Batch:
 
     def judged(
         self, drafts: torch.Tensor, pool: torch.Tensor | None, backend: Backend
-    ) -> tuple[Judgement, torch.Tensor]:
+    ) -> tuple[RejectionResult, torch.Tensor]:
         """What is made of these drafts, and the steps of the slots behind it."""
         slots = on_copy(self.slots)
         mine = drafts[self.rows.num_contexts :]
         rows = replace(self.rows, drafts=mine)
-        cuts = torch.full((len(self.logits), NUM_CUTS), torch.nan, device=DEVICE)
+        truncation = torch.full((len(self.logits), TRUNCATION_SIZE), torch.nan, device=DEVICE)
         forced_ids = self.forced_ids(mine) if self.forced else None
         with poisoned_memory():
-            choices = draw(self.logits, rows, slots, cuts=cuts, backend=backend)
+            choices = sample_tokens(
+                self.logits, rows, slots, truncation=truncation, backend=backend
+            )
             if forced_ids is not None:
                 choices = torch.where(forced_ids >= 0, forced_ids, choices)
-            judgement = judge(
+            judgement = rejection_sample(
                 self.logits,
                 rows,
                 slots,
-                mine.reshape(-1),
-                pool,
-                cuts,
-                choices,
-                draft_lens=self.draft_lens,
-                forced_ids=forced_ids,
+                ProposedDrafts(mine.reshape(-1), pool, self.draft_lens),
+                TargetSamples(choices, truncation, forced_ids),
                 by_block=self.by_block,
                 backend=backend,
             )
@@ -203,21 +205,19 @@ class Batch:
 
     def forced_ids(self, drafts: torch.Tensor) -> torch.Tensor:
         """Of every row the only id that it allows, -1: any [N] int32; drafts [G, K]."""
-        dice = random.Random(len(self.logits))
-        told = [
-            dice.choice((-1, dice.randrange(self.vocab))) for _ in range(self.rows.num_contexts)
-        ]
+        rng = random.Random(len(self.logits))
+        told = [rng.choice((-1, rng.randrange(self.vocab))) for _ in range(self.rows.num_contexts)]
         for mine in drafts.tolist():
-            for draft in (*mine, dice.randrange(self.vocab)):
-                other = dice.randrange(self.vocab)
-                told.append(dice.choice((-1, -1, draft, draft, other)))
+            for draft in (*mine, rng.randrange(self.vocab)):
+                other = rng.randrange(self.vocab)
+                told.append(rng.choice((-1, -1, draft, draft, other)))
         return vector(told, torch.int32)
 
     def drawn(self, drafts: torch.Tensor, backend: Backend) -> torch.Tensor:
         """What rows draw [N] before anything is judged."""
         mine = drafts[self.rows.num_contexts :]
         rows = replace(self.rows, drafts=mine)
-        choices = draw(self.logits, rows, on_copy(self.slots), backend=backend)
+        choices = sample_tokens(self.logits, rows, on_copy(self.slots), backend=backend)
         if not self.forced:
             return choices
         forced_ids = self.forced_ids(mine)
@@ -233,7 +233,7 @@ class Batch:
         told: list[story.Judged | None] = []
         for generation, rows in enumerate(logits):
             request = contexts + generation
-            judged_by, drafted_by, temperature, *cuts, seed, step = (
+            judged_by, drafted_by, temperature, *truncation, seed, step = (
                 held(self.slots, request, name) for name in READ
             )
             if judged_by == JudgedBy.COUPLED or temperature < GREEDY_BELOW:
@@ -243,7 +243,7 @@ class Batch:
             q = [[float(token == draft) for token in range(self.vocab)] for draft in mine]
             if drafted_by == DraftedBy.PLAIN:
                 q = pool[self.slots.slot_ids[request]].double().tolist()
-            p = [story.shares_of(row, Options(temperature, *cuts)) for row in rows]
+            p = [story.shares_of(row, Options(temperature, *truncation)) for row in rows]
             p, q = story.forced_shares(p, q, mine, forced[generation])
             number = self.draft_len
             if self.draft_lens is not None:
@@ -264,32 +264,32 @@ class Batch:
     def without_block(self) -> Batch:
         """Whoever is judged by block is judged by rejection, and nobody may be otherwise."""
         slots = on_copy(self.slots)
-        judged_by = column(slots, CHOICE_COLUMNS[0].name)
+        judged_by = column(slots, DRAFT_COLUMNS[0].name)
         judged_by[judged_by == JudgedBy.BLOCK] = int(JudgedBy.REJECTION)
         return replace(self, slots=slots, by_block=False)
 
 
-def _values(dice: random.Random, vocab: int) -> dict[str, object]:
-    judged_by, drafted_by = dice.choice(WAYS)
+def _values(rng: random.Random, vocab: int) -> dict[str, object]:
+    judged_by, drafted_by = rng.choice(WAYS)
     return {
         **NONE,
         "verification": judged_by,
         "draft_sampling": drafted_by,
-        "draft_step": dice.randrange(50),
-        "temperature": dice.choice((0.0, 0.6, 0.9, 0.9, 1.0, 1.0, 1.3, 5.0)),
-        "top_k": dice.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
-        "top_p": dice.choice((1.0, 1.0, 0.9, 0.5)),
-        "min_p": dice.choice((0.0, 0.0, 0.05)),
-        "repetition_penalty": dice.choice((1.0, 1.5)),
-        "presence_penalty": dice.choice((0.0, 0.8)),
-        "frequency_penalty": dice.choice((0.0, 0.6)),
-        "seed": [dice.randrange(-(2**31), 2**31) for _ in range(2)],
+        "draft_step": rng.randrange(50),
+        "temperature": rng.choice((0.0, 0.6, 0.9, 0.9, 1.0, 1.0, 1.3, 5.0)),
+        "top_k": rng.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
+        "top_p": rng.choice((1.0, 1.0, 0.9, 0.5)),
+        "min_p": rng.choice((0.0, 0.0, 0.05)),
+        "repetition_penalty": rng.choice((1.0, 1.5)),
+        "presence_penalty": rng.choice((0.0, 0.8)),
+        "frequency_penalty": rng.choice((0.0, 0.6)),
+        "seed": [rng.randrange(-(2**31), 2**31) for _ in range(2)],
     }
 
 
-def _pools(dice: random.Random, requests: int, vocab: int) -> EditPools:
+def _pools(rng: random.Random, requests: int, vocab: int) -> EditPools:
     """A row per request, of every kind of edit; at least one id is allowed."""
-    noise = torch.Generator().manual_seed(dice.getrandbits(31))
+    noise = torch.Generator().manual_seed(rng.getrandbits(31))
     words = -(-vocab // 32)
     allowed = torch.rand(requests, words * 32, generator=noise) < 0.8
     allowed[:, 0] = True

@@ -70,7 +70,7 @@ def judged(
         return Judged(matches, -1, min(gaps, default=1.0))
     behind = shares_behind(p, q, drafts, matches, by_block=by_block)
     noisy = {
-        token: math.log(share) + gumbel(noise.word(token, matches, Role.RESIDUAL))
+        token: math.log(share) + gumbel(noise.word(token, matches, Role.RECOVERED))
         for token, share in enumerate(behind)
         if share > 0
     }

@@ -17,13 +17,17 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import (
-    NUM_CUTS,
     STEP_COLUMN,
+    TRUNCATION_SIZE,
     DraftedBy,
     JudgedBy,
-    draw,
+    ProposedDrafts,
+    TargetSamples,
+    keep_draft_probs,
+    rejection_sample,
+    sample_tokens,
 )
-from mtp_plugin.speculative.ops.sampling.residual import judge, keep_draft_probs, launch
+from mtp_plugin.speculative.ops.sampling import rejection_triton as launch
 from mtp_plugin.speculative.step import SlotRows
 from tests import near_ties
 from tests.doors import check_strided_arguments
@@ -37,9 +41,9 @@ from tests.speculative.ops.slots import column, on_copy, slot_rows
 VOCAB, K = 3, 2
 
 
-def random_shares(dice: random.Random, number: int) -> list[float]:
-    weights = [dice.choice((0.0, 0.2, 1.0, dice.random())) for _ in range(number)]
-    weights[dice.randrange(number)] += 0.3
+def random_shares(rng: random.Random, number: int) -> list[float]:
+    weights = [rng.choice((0.0, 0.2, 1.0, rng.random())) for _ in range(number)]
+    weights[rng.randrange(number)] += 0.3
     return [weight / sum(weights) for weight in weights]
 
 
@@ -54,13 +58,13 @@ def all_on(token: int) -> list[float]:
 def test_the_story_is_exact(seed: int, by_block: bool, forces: bool, number: int) -> None:
     """Over all drafts, of which so many are there, what stands, what follows, and what the target
     then says on its own."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     texts = [text for n in range(K + 1) for text in itertools.product(range(VOCAB), repeat=n)]
-    p = {text: random_shares(dice, VOCAB) for text in texts}
-    q = {text: random_shares(dice, VOCAB) for text in texts if len(text) < K}
+    p = {text: random_shares(rng, VOCAB) for text in texts}
+    q = {text: random_shares(rng, VOCAB) for text in texts if len(text) < K}
     forced = dict.fromkeys(texts, -1)
     if forces:
-        forced = {text: dice.choice((-1, dice.randrange(VOCAB))) for text in texts}
+        forced = {text: rng.choice((-1, rng.randrange(VOCAB))) for text in texts}
     told = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for drafts in itertools.product(range(VOCAB), repeat=K):
@@ -95,9 +99,9 @@ def test_the_story_is_exact(seed: int, by_block: bool, forces: bool, number: int
 def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> None:
     """One set of drafts judged by thousands of seeds: each number of matches, and each token behind
     it, is as often as told."""
-    dice = random.Random(8)
+    rng = random.Random(8)
     number, vocab, drafts = 30_000, 4, [2, 0]
-    p = [random_shares(dice, vocab) for _ in range(3)]
+    p = [random_shares(rng, vocab) for _ in range(3)]
     q = [[0.4, 0.1, 0.3, 0.2], [0.5, 0.1, 0.1, 0.3]]
     noise = torch.Generator().manual_seed(2)
     slots = slot_rows(
@@ -125,24 +129,28 @@ def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> No
     slots = SlotRows(table, torch.arange(number, device=DEVICE), slots.columns)
     rows = DrawnRows(0, 3, torch.full((number,), 6, device=DEVICE))
     logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
-    cuts = torch.empty(len(logits), NUM_CUTS, device=DEVICE)
-    choices = draw(logits, rows, slots, cuts=cuts, backend=Backend.TORCH)
-    judgement = judge(
+    truncation = torch.empty(len(logits), TRUNCATION_SIZE, device=DEVICE)
+    choices = sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
+    judgement = rejection_sample(
         logits,
         rows,
         slots,
-        vector(drafts, torch.int32).repeat(number),
-        torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
-        cuts,
-        choices,
-        forced_ids=None if forced is None else vector(forced, torch.int32).repeat(number),
+        ProposedDrafts(
+            vector(drafts, torch.int32).repeat(number),
+            torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
+        ),
+        TargetSamples(
+            choices,
+            truncation,
+            None if forced is None else vector(forced, torch.int32).repeat(number),
+        ),
         backend=Backend.TORCH,
     )
     if forced is not None:
         p, q = story.forced_shares(p, q, drafts, forced)
-    tokens = judgement.choices.view(number, 3).gather(1, judgement.matches.long().unsqueeze(1))
+    tokens = judgement.tokens.view(number, 3).gather(1, judgement.num_accepted.long().unsqueeze(1))
     for matches, chance in enumerate(story.chances(p, q, drafts, by_block=by_block)):
-        mine = judgement.matches == matches
+        mine = judgement.num_accepted == matches
         assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
         behind = story.shares_behind(p, q, drafts, matches, by_block=by_block)
         for token, share in enumerate(behind):
@@ -163,18 +171,18 @@ class Followed:
         judgement, _ = batch.judged(drafts, pool, backend)
         expected = batch.drawn(drafts, backend)
         for generation, told in enumerate(batch.story(drafts, pool)):
-            matches = int(judgement.matches[generation])
+            matches = int(judgement.num_accepted[generation])
             if told is None:
                 assert matches == -1
                 continue
             self.generations["all"] += 1
             place = batch.rows.num_contexts + generation * batch.rows.width + matches
-            token = int(judgement.choices[place])
+            token = int(judgement.tokens[place])
             expected[place] = token
             if (matches, token) != (told.matches, told.token):
                 assert told.margin < CLOSE, (generation, matches, token, told)
                 self.generations["differ"] += 1
-        assert torch.equal(judgement.choices, expected)
+        assert torch.equal(judgement.tokens, expected)
 
     def check(self, least: int) -> None:
         near_ties.count(
@@ -186,14 +194,14 @@ class Followed:
 
 def small_batch(seed: int, *, generations: int, vocabs: Sequence[int] = (3, 6, 9)) -> Batch:
     """One of few ids, in which some drafts are absent, and of some rows ids are forced."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     return Batch.of(
         1000 + seed,
-        dice.choice(vocabs),
+        rng.choice(vocabs),
         generations=generations,
-        draft_len=dice.choice((1, 2, 3, 4)),
-        cut=dice.random() < 0.2,
-        forced=dice.random() < 0.25,
+        draft_len=rng.choice((1, 2, 3, 4)),
+        cut=rng.random() < 0.2,
+        forced=rng.random() < 0.25,
     )
 
 
@@ -201,7 +209,7 @@ def small_batch(seed: int, *, generations: int, vocabs: Sequence[int] = (3, 6, 9
     ("backend", "batches", "generations"), [(Backend.TORCH, 80, 10), (Backend.TRITON, 6, 7)]
 )
 def test_every_decision_is_the_story_s(backend: Backend, batches: int, generations: int) -> None:
-    """Draw by draw, with the very noise: what stands, and the token behind it."""
+    """Draw by sample_tokens, with the very noise: what stands, and the token behind it."""
     followed = Followed()
     for seed in range(batches):
         followed.compare(small_batch(seed, generations=generations), backend)
@@ -248,8 +256,8 @@ def test_kernels_follow_torch(batch: Batch) -> None:
     for probs in (pool,) if batch.vocab > 5 else (pool, None):
         expected, steps = batch.judged(drafts, probs, Backend.TORCH)
         judgement, after = batch.judged(drafts, probs, Backend.TRITON)
-        assert torch.equal(judgement.matches, expected.matches)
-        assert torch.equal(judgement.choices, expected.choices)
+        assert torch.equal(judgement.num_accepted, expected.num_accepted)
+        assert torch.equal(judgement.tokens, expected.tokens)
         assert torch.equal(after, steps)
 
 
@@ -260,8 +268,8 @@ def test_without_block_verification_nothing_is_made_for_it(batch: Batch, backend
     alone = batch.without_block()
     told, steps = alone.judged(drafts, pool, backend)
     expected, after = replace(alone, by_block=True).judged(drafts, pool, Backend.TORCH)
-    assert torch.equal(told.matches, expected.matches)
-    assert torch.equal(told.choices, expected.choices)
+    assert torch.equal(told.num_accepted, expected.num_accepted)
+    assert torch.equal(told.tokens, expected.tokens)
     assert torch.equal(steps, after)
 
 
@@ -284,7 +292,7 @@ def test_kernels_are_compiled_for_what_is_asked(
 
     batch = Batch.of(1, 9).without_block()
     drafts, pool = batch.drafted(Backend.TORCH)
-    for name in ("piece_kernel", "finish_kernel"):
+    for name in ("rejection_scan_kernel", "rejection_finish_kernel"):
         monkeypatch.setattr(launch, name, recorded(getattr(launch, name)))
     replace(batch, by_block=by_block).judged(drafts, pool, Backend.TRITON)
     assert asked == [by_block] * 2
@@ -299,8 +307,8 @@ def test_requests_of_other_modes_are_left_alone(backend: Backend, code: int) -> 
     slots = on_copy(batch.slots)
     column(slots, "verification").fill_(int(code))
     judgement, _ = replace(batch, slots=slots).judged(drafts, pool, backend)
-    assert (judgement.matches == -1).all()
-    assert torch.equal(judgement.choices, batch.drawn(drafts, Backend.TORCH))
+    assert (judgement.num_accepted == -1).all()
+    assert torch.equal(judgement.tokens, batch.drawn(drafts, Backend.TORCH))
 
 
 def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
@@ -362,27 +370,25 @@ def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
     check_kept(kept[:-1], pool[:-1])
     expected, _ = batch.judged(drafts, pool, Backend.TORCH)
     judgement, _ = batch.judged(drafts, pool, Backend.TRITON)
-    assert (judgement.matches != expected.matches).sum() <= 1
-    assert (judgement.choices != expected.choices).sum() <= 1
+    assert (judgement.num_accepted != expected.num_accepted).sum() <= 1
+    assert (judgement.tokens != expected.tokens).sum() <= 1
 
 
 def arguments() -> dict[str, Any]:
     """Of a batch in which something is judged every way."""
     batch = Batch.of(40, 20, generations=5, contexts=2)
     drafts, pool = batch.drafted(Backend.TORCH)
-    cuts = torch.empty(len(batch.logits), NUM_CUTS, device=DEVICE)
-    choices = draw(batch.logits, batch.rows, batch.slots, cuts=cuts, backend=Backend.TORCH)
+    truncation = torch.empty(len(batch.logits), TRUNCATION_SIZE, device=DEVICE)
+    choices = sample_tokens(
+        batch.logits, batch.rows, batch.slots, truncation=truncation, backend=Backend.TORCH
+    )
     return {
         "logits": batch.logits,
         "positions": batch.rows.positions,
         "table": batch.slots.table,
         "slot_ids": batch.slots.slot_ids,
-        "draft_tokens": drafts[2:].reshape(-1),
-        "draft_probs": pool,
-        "cuts": cuts,
-        "choices": choices,
-        "draft_lens": batch.draft_lens,
-        "forced_ids": batch.forced_ids(drafts[2:]),
+        "drafts": ProposedDrafts(drafts[2:].reshape(-1), pool, batch.draft_lens),
+        "target": TargetSamples(choices, truncation, batch.forced_ids(drafts[2:])),
     }
 
 
@@ -399,8 +405,8 @@ def test_judging_takes_two_launches(mode: JudgedBy, monkeypatch: pytest.MonkeyPa
     given["rows"] = DrawnRows(2, 4, given.pop("positions"))
     given["by_block"] = mode is JudgedBy.BLOCK
     with Launches(monkeypatch) as launches:
-        judge(slots=slots, **given, backend=Backend.TRITON)
-    assert launches.counts == {"piece": 1, "finish": 1}
+        rejection_sample(slots=slots, **given, backend=Backend.TRITON)
+    assert launches.counts == {"rejection_scan": 1, "rejection_finish": 1}
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -409,14 +415,14 @@ def test_strided_arguments(backend: Backend) -> None:
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> list[torch.Tensor]:
         slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
-        told = judge(rows=DrawnRows(2, 4, positions), slots=slots, **others)
-        return [told.matches, told.choices]
+        told = rejection_sample(rows=DrawnRows(2, 4, positions), slots=slots, **others)
+        return [told.num_accepted, told.tokens]
 
     refused = {
         "logits": "row-contiguous",
         "table": "rows without gaps",
-        "draft_probs": "without gaps",
-        "cuts": "without gaps",
+        "drafts.probs": "expected contiguous",
+        "target.truncation": "expected contiguous",
     }
     check_strided_arguments(judged, arguments(), refused=refused, backend=backend)
 
@@ -432,16 +438,17 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
 
     given = arguments()
     given = {
-        **{name: given[name] for name in ("positions", "table", "slot_ids", "draft_probs")},
+        **{name: given[name] for name in ("positions", "table", "slot_ids")},
+        "draft_probs": given["drafts"].probs,
         "logits": given["logits"][:7, :12].contiguous(),
-        "cuts": torch.tensor([2.0, 1.5, 7.0, 3.0], device=DEVICE).repeat(7, 1),
+        "truncation": torch.tensor([2.0, 1.5, 7.0, 3.0], device=DEVICE).repeat(7, 1),
         "vocab_ids": vector(range(3, 15), torch.int32),
     }
     refused = {
         "logits": "row-contiguous",
         "table": "rows without gaps",
-        "draft_probs": "without gaps",
-        "cuts": "without gaps",
+        "draft_probs": "expected contiguous",
+        "truncation": "expected contiguous",
         "vocab_ids": "contiguous vector",
     }
     check_strided_arguments(kept, given, refused=refused, backend=backend)
@@ -450,25 +457,28 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"draft_probs": torch.zeros(9, 3, 7)}, "V = 20 words, as the logits have, got 7"),
-        (
-            {"draft_probs": torch.zeros(9, 2, 20)},
-            r"\[S, >= 3, V\] .*got torch.float32 \[9, 2, 20\]",
-        ),
-        ({"cuts": torch.zeros(4, 4)}, r"cuts: expected torch.float32 \[22, 4\]"),
-        ({"choices": torch.zeros(3, dtype=torch.int32)}, "choices"),
-        ({"draft_tokens": torch.zeros(3)}, r"expected G\*K = 15 integer ids"),
-        ({"draft_lens": torch.zeros(3, dtype=torch.int32)}, "draft_lens"),
-        ({"forced_ids": torch.zeros(5, dtype=torch.int32)}, "forced_ids: expected integers"),
-        ({"forced_ids": torch.zeros(22)}, "forced_ids: expected integers"),
+        ({"drafts.probs": torch.zeros(9, 3, 7)}, r"draft_probs: .*\[S, >= 3, 20\].*\[9, 3, 7\]"),
+        ({"drafts.probs": torch.zeros(9, 2, 20)}, r"draft_probs: .*got .*\[9, 2, 20\]"),
+        ({"target.truncation": torch.zeros(4, 4)}, r"truncation: expected .*\[22, 4\]"),
+        ({"target.tokens": torch.zeros(3).int()}, "target tokens: expected integer"),
+        ({"drafts.tokens": torch.zeros(3).int()}, r"expected G\*K = 15 integer ids"),
+        ({"drafts.tokens": torch.zeros(15)}, "draft_tokens: expected integer tensor"),
+        ({"drafts.lens": torch.zeros(3).int()}, r"draft_lens: expected integer tensor \[5\]"),
+        ({"target.forced_ids": torch.zeros(5).int()}, "forced_ids: expected integer"),
+        ({"target.forced_ids": torch.zeros(22)}, "forced_ids: expected integer"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
-    given = arguments() | {name: tensor.to(DEVICE) for name, tensor in change.items()}
+def test_arguments_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
+    given = arguments()
+    for name, tensor in change.items():
+        argument, field = name.split(".")
+        given[argument] = replace(given[argument], **{field: tensor.to(DEVICE)})
     slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
     rows = DrawnRows(2, 4, given.pop("positions"))
     with pytest.raises(TensorContractError, match=message):
-        judge(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+        rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
 
 
 def test_slots_without_steps_are_refused() -> None:
@@ -477,7 +487,7 @@ def test_slots_without_steps_are_refused() -> None:
     del given["table"], given["slot_ids"]
     rows = DrawnRows(2, 4, given.pop("positions"))
     with pytest.raises(TensorContractError, match=f"columns .*{STEP_COLUMN.name} too"):
-        judge(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+        rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -487,8 +497,15 @@ def test_steps_of_prompts_alone_launch_nothing(
     forbid_launches(monkeypatch, launch)
     batch = Batch.of(3, 9, contexts=2, generations=0)
     choices = vector([1, 2], torch.int32)
-    cuts = torch.zeros(2, NUM_CUTS, device=DEVICE)
+    truncation = torch.zeros(2, TRUNCATION_SIZE, device=DEVICE)
     none = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    told = judge(batch.logits, batch.rows, batch.slots, none, None, cuts, choices, backend=backend)
-    assert told.matches.numel() == 0
-    assert torch.equal(told.choices, choices)
+    told = rejection_sample(
+        batch.logits,
+        batch.rows,
+        batch.slots,
+        ProposedDrafts(none),
+        TargetSamples(choices, truncation),
+        backend=backend,
+    )
+    assert told.num_accepted.numel() == 0
+    assert torch.equal(told.tokens, choices)

@@ -1,13 +1,13 @@
-"""Draws in torch: the CPU path and the oracle of the kernels."""
+"""Sampling in torch: Philox noise, truncation and the sampled tokens."""
 
 from __future__ import annotations
 
 import torch
 
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
-from mtp_plugin.speculative.ops.sampling.contract import (
-    NUM_CUTS,
+from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
+    TRUNCATION_SIZE,
     DraftedBy,
     JudgedBy,
     Role,
@@ -15,62 +15,57 @@ from mtp_plugin.speculative.ops.sampling.contract import (
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 
-DRAWN_OPTIONS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
-"""Options of a request that decide draws here."""
-
 _MASK = 2**32 - 1
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def draw(
+def sample_tokens_reference(
     logits: torch.Tensor,
     rows: DrawnRows,
     slots: SlotRows,
     *,
     role: Role,
-    by_choice: bool,
+    as_drafts: bool,
     vocab_ids: torch.Tensor | None,
-    cuts: torch.Tensor | None,
+    truncation: torch.Tensor | None,
     sums: RowSums | None,
 ) -> torch.Tensor:
-    """As at the door."""
     owners, indices, _ = rows.owners()
-    everyone = slice(0, rows.num_requests)
-    seed = slots.read("seed", everyone)[owners]
+    requests = slice(0, rows.num_requests)
+    seed = slots.read("seed", requests)[owners]
     temperature, top_k, top_p, min_p = (
-        slots.read(name, everyone)[owners] for name in ("temperature", "top_k", "top_p", "min_p")
+        slots.read(name, requests)[owners] for name in ("temperature", "top_k", "top_p", "min_p")
     )
-    is_first = temperature < GREEDY_BELOW
+    is_greedy = temperature < GREEDY_BELOW
     roles: int | torch.Tensor = role
     steps: int | torch.Tensor = 0
-    if by_choice:
-        drafted_by = slots.read("draft_sampling", everyone)[owners]
+    if as_drafts:
+        drafted_by = slots.read("draft_sampling", requests)[owners]
         is_plain = drafted_by == DraftedBy.PLAIN
-        is_first = is_first | (drafted_by == DraftedBy.GREEDY)
+        is_greedy = is_greedy | (drafted_by == DraftedBy.GREEDY)
         roles = torch.where(is_plain, Role.PLAIN_DRAFT, role)
-        steps = torch.where(is_plain, noise_steps(slots, everyone)[owners], 0)
+        steps = torch.where(is_plain, noise_steps(slots, requests)[owners], 0)
     values = edited(logits, rows, slots, vocab_ids=vocab_ids)
     scores = scaled(values, temperature)
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
-    kept = cut(scores, top_k, top_p, min_p)
+    kept = truncate(scores, top_k, top_p, min_p)
     noisy = kept + gumbel(ids, seed, indices, roles, steps)
-    noisy = torch.where(is_first.unsqueeze(1), scores, noisy)
-    # +inf is the highest whatever is drawn; the first of equals wins
+    noisy = torch.where(is_greedy.unsqueeze(1), scores, noisy)
+    # +inf is the maximum with any noise; the first of equals wins
     noisy = torch.where(scores == torch.inf, torch.inf, noisy)
     column = noisy.argmax(dim=1)
-    if cuts is not None:
-        cuts.copy_(_cuts(values, kept, column, is_first))
+    if truncation is not None:
+        truncation.copy_(_truncation(values, kept, column, is_greedy))
     if sums is not None:
-        _sum(values, slots.read("logprobs", everyone)[owners] >= 0, sums)
+        _fill_sums(values, slots.read("logprobs", requests)[owners] >= 0, sums)
     token = ids.to(torch.int64)[column]
     return torch.where((scores > -torch.inf).any(dim=1), token, -1).to(torch.int32)
 
 
 def noise_steps(slots: SlotRows, requests: slice) -> torch.Tensor:
-    """What noise beside the target's is counted by, [N] int64: nothing but under block
-    verification."""
+    """The step that keys noise other than the target's, [N] int64; 0 without block verification."""
     by_block = slots.read("verification", requests) == JudgedBy.BLOCK
     steps = torch.zeros_like(by_block, dtype=torch.int64)
     if STEP_COLUMN.name in slots.columns:
@@ -78,17 +73,17 @@ def noise_steps(slots: SlotRows, requests: slice) -> torch.Tensor:
     return steps
 
 
-def _cuts(
-    values: torch.Tensor, kept: torch.Tensor, column: torch.Tensor, is_first: torch.Tensor
+def _truncation(
+    values: torch.Tensor, kept: torch.Tensor, column: torch.Tensor, is_greedy: torch.Tensor
 ) -> torch.Tensor:
-    """`NUM_CUTS` numbers of every row, of its values and what cuts leave of their scores [N, V]."""
+    """The truncation of rows, from their values and kept scores [N, V]."""
     highest = values.amax(dim=1)
-    stays = kept > -torch.inf
-    depth = torch.where(stays, -kept, -torch.inf).amax(dim=1)
+    is_kept = kept > -torch.inf
+    depth = torch.where(is_kept, -kept, -torch.inf).amax(dim=1)
     columns = torch.arange(values.shape[1], device=values.device)
-    last = torch.where(stays & (-kept == depth.unsqueeze(1)), columns, 0).amax(dim=1)
-    mass = torch.where(stays, kept, -torch.inf).exp().sum(dim=1)
-    is_one = is_first | (highest == torch.inf)
+    last = torch.where(is_kept & (-kept == depth.unsqueeze(1)), columns, 0).amax(dim=1)
+    mass = torch.where(is_kept, kept, -torch.inf).exp().sum(dim=1)
+    is_one = is_greedy | (highest == torch.inf)
     return torch.stack(
         [
             highest,
@@ -100,42 +95,44 @@ def _cuts(
     )
 
 
-def _sum(values: torch.Tensor, is_asked: torch.Tensor, sums: RowSums) -> None:
-    """Fill the sums of values [N, V] in rows that are asked for [N]."""
-    if values.device.type == "cpu":  # elsewhere nobody waits to know how many there are
-        asked = is_asked.nonzero().squeeze(1)
+def _fill_sums(values: torch.Tensor, is_requested: torch.Tensor, sums: RowSums) -> None:
+    """Fill the sums of values [N, V] in requested rows [N]."""
+    if values.device.type == "cpu":  # on a device this would synchronize
+        index = is_requested.nonzero().squeeze(1)
     else:
-        asked = torch.arange(len(values), device=values.device)
-    values = values[asked]
+        index = torch.arange(len(values), device=values.device)
+    values = values[index]
     chunks = sums.layout.chunks_of(torch.arange(values.shape[1], device=values.device))
-    tops = torch.full_like(sums.tops[asked], -torch.inf)
-    sums.tops[asked] = tops.scatter_reduce(1, chunks.expand_as(values), values, "amax")
+    tops = torch.full_like(sums.tops[index], -torch.inf)
+    sums.tops[index] = tops.scatter_reduce(1, chunks.expand_as(values), values, "amax")
     highest = values.amax(dim=1, keepdim=True)
     below = values - torch.where(highest > -torch.inf, highest, 0.0)
-    sums.masses[asked] = below.exp().sum(dim=1)
+    sums.masses[index] = below.exp().sum(dim=1)
 
 
 def kept_scores(
-    values: torch.Tensor, cuts: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
+    values: torch.Tensor, truncation: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Of edited values [N, V], what `draw` left of their scores, -inf where nothing: [N, V]."""
-    highest, deepest, last, mass = (cuts[:, i : i + 1] for i in range(NUM_CUTS))
+    """Scores [N, V] of processed values [N, V] with -inf for tokens that are not kept."""
+    highest, deepest, last, mass = (truncation[:, i : i + 1] for i in range(TRUNCATION_SIZE))
     columns = torch.arange(values.shape[1], device=values.device)
     depth = (highest - values) / temperature.clamp_min(GREEDY_BELOW).unsqueeze(1)
     depth = torch.where(highest == torch.inf, torch.where(values == torch.inf, 0.0, 1.0), depth)
-    stays = (depth < deepest) | ((depth == deepest) & (columns <= last))
-    stays &= (-depth).exp() >= min_p.unsqueeze(1)
-    return torch.where(stays & (highest > -torch.inf) & (mass > 0), -depth, -torch.inf)
+    is_kept = (depth < deepest) | ((depth == deepest) & (columns <= last))
+    is_kept &= (-depth).exp() >= min_p.unsqueeze(1)
+    return torch.where(is_kept & (highest > -torch.inf) & (mass > 0), -depth, -torch.inf)
 
 
-def probabilities(kept: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
-    """What `kept_scores` [N, V] stand for; of a row without any value nothing but 0."""
-    return torch.where(kept > -torch.inf, kept.exp() / cuts[:, NUM_CUTS - 1 :], 0.0)
+def probabilities(kept: torch.Tensor, truncation: torch.Tensor) -> torch.Tensor:
+    """Probabilities of `kept_scores` [N, V]; all 0 for a row without finite value or +inf."""
+    return torch.where(kept > -torch.inf, kept.exp() / truncation[:, TRUNCATION_SIZE - 1 :], 0.0)
 
 
 def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """(x - row maximum) / T of float32 without NaN; of greedy rows with T = 1. In a row that holds
-    +inf that stays, and all else is -inf."""
+    """(x - row maximum) / T of float32 without NaN; T = 1 for greedy rows.
+
+    In a row that holds +inf, all other values become -inf.
+    """
     highest = values.amax(dim=1, keepdim=True)
     below = values - torch.where(highest.isfinite(), highest, 0.0)
     below = below.masked_fill((highest == torch.inf) & (values < torch.inf), -torch.inf)
@@ -143,12 +140,12 @@ def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return below / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
 
 
-def cut(
+def truncate(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Scores [N, V], -inf where top-k, then top-p of the rest, then min-p leave an id out.
+    """Apply top-k, then top-p of the rest, then min-p: -inf for tokens that are not kept.
 
-    Ties at a cut keep the lowest ids.
+    Among equal scores at a threshold the lowest ids are kept.
     """
     vocab = scores.shape[1]
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
@@ -172,10 +169,10 @@ def gumbel(
     role: int | torch.Tensor,
     step: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """Noise of ids [V] at token indices [N] of requests with seeds [N, 2] int32: [N, V] float32.
+    """Gumbel noise [N, V] float32 of ids [V] at token indices [N], for seeds [N, 2] int32.
 
     Args:
-        role, step: of all, or of each [N].
+        role, step: one for all rows, or [N].
     """
     return gumbel_of(words_of(ids, seed, indices, role, step))
 
@@ -187,10 +184,10 @@ def words_of(
     role: int | torch.Tensor,
     step: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """Random words as `gumbel` asks for them [N, V], unsigned 32-bit in int64."""
+    """Random words [N, V] of `gumbel`, unsigned 32-bit in int64."""
     groups = ids.to(torch.int64) >> 2
     of_group = None
-    if ids.device.type == "cpu":  # elsewhere nobody waits to know how many there are
+    if ids.device.type == "cpu":  # on a device this would synchronize
         groups, of_group = torch.unique_consecutive(groups, return_inverse=True)
     rows = torch.zeros_like(indices, dtype=torch.int64).unsqueeze(1)
     of_role = (rows.squeeze(1) + role).unsqueeze(1)
@@ -205,12 +202,12 @@ def words_of(
 
 
 def gumbel_of(word: torch.Tensor) -> torch.Tensor:
-    """-log(-log1p(-v)) of uniform v in (0, 1) made of unsigned 32-bit words in int64."""
+    """-log(-log1p(-v)) of uniform v in (0, 1) from unsigned 32-bit words in int64."""
     return -torch.log(-torch.log1p(-uniform_of(word)))
 
 
 def uniform_of(word: torch.Tensor) -> torch.Tensor:
-    """Numbers in (0, 1), float32, of unsigned 32-bit words in int64."""
+    """Numbers in (0, 1), float32, from unsigned 32-bit words in int64."""
     return ((word.to(torch.float32) + 0.5) * 2**-32).clamp_max(1 - 2**-24)
 
 
@@ -230,7 +227,7 @@ def philox(
 
 
 def _product(x: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low word of x * multiplier, by halves: int64 does not hold it."""
+    """The high and the low word of x * multiplier, by halves, since the product overflows int64."""
     low, high = x & 0xFFFF, x >> 16
     of_low, of_high = low * multiplier, high * multiplier
     middle = of_low + ((of_high & 0xFFFF) << 16)

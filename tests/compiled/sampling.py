@@ -1,8 +1,8 @@
-"""More launches of the largest kernels there are, that draw tokens: up to a minute each.
+"""More launches of the sampling kernels, which take up to a minute each to compile.
 
-With those of `launches` every choice of the launch has a binary. A smaller GPU is spared these:
-none holds more than 8 KiB of its shared memory, and but for loads of float16 their instructions
-are those of the draws and the edits that it gets.
+With those of `launches`, every variant of the launch has a binary. They are not compiled for
+smaller GPUs: none uses more than 8 KiB of shared memory, and except for loads of float16 their
+instructions are those of the sampling and logits-processing kernels that are.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import replace
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
-from mtp_plugin.speculative.ops.sampling import Role, draw
+from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from tests.compiled.launches import F16, F32, I64, VOCAB, floats, ints, slot_rows
 
 
-def compile_draws_of_edited_rows() -> None:
+def compile_sampling_of_processed_rows() -> None:
     requests = 8
     rows = DrawnRows(0, 4, ints(requests, dtype=I64), drafts=ints(requests, 4))
     logits = floats(requests * 4, VOCAB)
-    draw(logits, rows, slot_rows(requests), role=Role.TARGET, backend=Backend.TRITON)
+    sample_tokens(logits, rows, slot_rows(requests), role=Role.TARGET, backend=Backend.TRITON)
 
 
-def compile_draws_by_choice() -> None:
+def compile_sampling_of_drafts() -> None:
     for requests, vocab, dtype, has_pools in ((300, 202048, F16, True), (8, 32768, F32, False)):
         drafts = ints(requests, 4 if has_pools else 1)
         slots = slot_rows(requests, vocab if has_pools else VOCAB)
-        draw(
+        sample_tokens(
             floats(requests, vocab, dtype=dtype),
             DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=drafts),
             slots if has_pools else replace(slots, pools=None),
-            by_choice=True,
+            as_drafts=True,
             vocab_ids=ints(vocab),
-            cuts=floats(requests, 4, dtype=F32),
+            truncation=floats(requests, 4, dtype=F32),
             backend=Backend.TRITON,
         )

@@ -1,1 +1,0 @@
-"""Draws under top-k, top-p and min-p on the device."""
