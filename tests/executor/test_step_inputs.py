@@ -15,8 +15,8 @@ from mtp_plugin.executor import step_inputs_triton
 from mtp_plugin.executor.row_table import Row, RowTable, StepRows
 from mtp_plugin.executor.step_inputs import StepInputs, generation_inputs
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
+from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
 K, NUM_SLOTS, MAX_SEQ_LEN, SENTINEL = 3, 6, 40, 99

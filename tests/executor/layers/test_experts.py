@@ -28,9 +28,9 @@ from mtp_plugin.executor.layers.experts import (
     router_logits,
 )
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, HALF, KINDS, Kind, rolled
+from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.on_device import DEVICE
 
 PLAIN = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=True, scale=1.0)

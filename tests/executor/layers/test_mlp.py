@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.executor.layers.mlp import silu_mul
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, rolled, strided
+from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.on_device import DEVICE
 
 

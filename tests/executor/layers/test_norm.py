@@ -14,9 +14,9 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms, rms_norm
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
+from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.on_device import DEVICE
 
 EPS = 1e-5

@@ -15,9 +15,9 @@ from mtp_plugin.executor.layers import rotary_triton
 from mtp_plugin.executor.layers.norm import rms_norm
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments
 from tests.executor.layers import example
 from tests.executor.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, forbid_launches
 
 POSITIONS = [0, 8, 3, 8, 5]

@@ -20,10 +20,10 @@ from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
 from mtp_plugin.hosts.megatron.token_verify import verify_speculative_tokens
 from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import Tables, flat_tokens, random_decodes, random_requests
 from tests.hosts.megatron.example import Decode, Request
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import (
     INDEX_DTYPES,

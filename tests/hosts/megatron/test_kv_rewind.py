@@ -16,10 +16,10 @@ from mtp_plugin.hosts.megatron import kv_rewind_triton
 from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.types import RewoundBlocks
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import Tables, random_requests
 from tests.hosts.megatron.example import Request
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,

@@ -17,10 +17,10 @@ from mtp_plugin.hosts.megatron.token_verify import (
     verify_speculative_tokens,
 )
 from mtp_plugin.kernels.backend import Backend
-from tests.doors import check_strided_arguments
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import flat_tokens, random_decodes
 from tests.hosts.megatron.example import Decode
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.letters import ids
 from tests.speculative.ops.on_device import (
     DEVICE,

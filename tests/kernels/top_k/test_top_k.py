@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.top_k import BLOCK, MAX_PIECES, split, top1_partials
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import (
     DTYPES,
     VOCABS,
@@ -22,6 +21,7 @@ from tests.kernels.top_k.rows import (
     strided,
     without_nan,
 )
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.on_device import DEVICE
 
 BIG = 300_000

@@ -19,11 +19,11 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import propose_processed, write_drafts
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.logit_mask.test_logit_mask import word_of
-from tests.speculative.ops.logits import story
-from tests.speculative.ops.logits.pools import bits_of, ids_in, pools_of
-from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.logits_processing import example as story
+from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.pools import bits_of, ids_in, pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.slots import column, on_copy, slot_rows
 

@@ -14,7 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.draft import write_drafts
 from mtp_plugin.speculative.step import DraftOutput, SlotRows
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.thinking_budget.example import Tags, Thinker
 from tests.speculative.ops.thinking_budget.test_thinking_budget import (

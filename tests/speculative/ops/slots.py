@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
 from mtp_plugin.speculative.step import SlotRows
-from tests.doors import storage
+from tests.op_arguments import storage
 from tests.speculative.ops.on_device import DEVICE
 
 POISON = 77

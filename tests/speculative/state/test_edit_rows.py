@@ -23,7 +23,7 @@ from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.verification import make_modes
-from tests.speculative.ops.logits.pools import ids_in
+from tests.speculative.ops.logits_processing.pools import ids_in
 from tests.speculative.ops.on_device import read_back_forbidden
 from tests.speculative.state.cases import Request, batch, make
 

@@ -20,7 +20,7 @@ from mtp_plugin.speculative.step import (
     Accepted,
     StepLayout,
 )
-from tests.doors import poisoned_memory, storage
+from tests.op_arguments import poisoned_memory, storage
 from tests.speculative.ops.acceptance import example
 from tests.speculative.ops.acceptance.margins import CLOSE, margins, undecided
 from tests.speculative.ops.bits import same_bits

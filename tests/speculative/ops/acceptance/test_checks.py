@@ -13,7 +13,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.acceptance.cases import Thinker, layout_of, relaxed_rule
 from tests.speculative.ops.on_device import DEVICE, poisoned, vector
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.acceptance.cases import layout_of
 from tests.speculative.ops.on_device import DEVICE, vector
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.top_k import BLOCK
 from mtp_plugin.speculative.ops.acceptance.accept_triton import relaxed_partials
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import (
     DTYPES,
     VOCABS,
@@ -20,6 +19,7 @@ from tests.kernels.top_k.rows import (
     strided,
     without_nan,
 )
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.acceptance.cases import (
     POOLS,
     Thinker,

@@ -19,9 +19,9 @@ from mtp_plugin.kernels.top_k import split
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.draft import draft_argmax, propose
 from mtp_plugin.speculative.step import DraftOutput
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
+from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft import example
 from tests.speculative.ops.draft.loop import Loop, real_logits

@@ -14,7 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.draft import propose, propose_processed
 from mtp_plugin.speculative.step import DraftOutput
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.sampling.edited import EditedBatch
 

@@ -15,9 +15,9 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.draft import propose
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided, without_nan
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft import example
 from tests.speculative.ops.draft.loop import Loop, real_logits

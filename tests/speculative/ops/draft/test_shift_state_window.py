@@ -15,7 +15,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.draft import shift_state_window
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft import example
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, replay_in_graph, vector

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft import write_drafts
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.draft.loop import Loop
 from tests.speculative.ops.on_device import vector
 

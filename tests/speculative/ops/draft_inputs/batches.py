@@ -19,7 +19,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     build_reused_inputs,
 )
 from mtp_plugin.speculative.step import DrafterInputs, StepLayout
-from tests.doors import poisoned_memory
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs import example
 from tests.speculative.ops.draft_inputs.example import Pair

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.draft_inputs import History, TargetRows, advance_history
 from mtp_plugin.speculative.step import StepLayout
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs import example
 from tests.speculative.ops.draft_inputs.batches import FLOATS, int32

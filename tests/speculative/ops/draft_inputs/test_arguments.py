@@ -20,7 +20,7 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     build_reused_inputs,
 )
 from mtp_plugin.speculative.step import DrafterInputs
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.draft_inputs.batches import Batch, Request, make_batch
 from tests.speculative.ops.on_device import DEVICE

@@ -21,12 +21,12 @@ from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
 from mtp_plugin.speculative.ops import logit_mask_triton
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.step import SlotRows, StepLayout
-from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
+from tests.op_arguments import check_strided_arguments, poisoned_memory, storage
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.logits import story
-from tests.speculative.ops.logits.pools import pools_of
+from tests.speculative.ops.logits_processing import example
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
 from tests.speculative.ops.slots import slot_rows
 
@@ -43,7 +43,7 @@ class Batch:
     logits: torch.Tensor
     slots: SlotRows
     rows: DrawnRows
-    places: list[story.Place]
+    places: list[example.Place]
     """Per row of logits."""
 
     @classmethod
@@ -81,7 +81,7 @@ class Batch:
             [r.choice([*few, *few, vocab + 3, 2**31 - 1]) for _ in range(k)]
             for _ in range(generations)
         ]
-        expected = [[]] * contexts + (drafted if drafts else [[story.UNTOLD] * k] * generations)
+        expected = [[]] * contexts + (drafted if drafts else [[example.UNTOLD] * k] * generations)
         asks = [asks_of(r, vocab, few, stops, before, pools) for before in expected]
         layout = StepLayout(
             tuple(lens),
@@ -111,7 +111,7 @@ class Batch:
                 layout, strided_vector(flat, index_dtype, spare) if drafts else None
             ),
             [
-                story.Place(ask, index, tuple(before[:i]))
+                example.Place(ask, index, tuple(before[:i]))
                 for ask, indices, before in zip(asks, sampled, expected, strict=True)
                 for i, index in enumerate(indices)
             ],
@@ -122,7 +122,7 @@ class Batch:
 
     def example(self) -> torch.Tensor:
         expected = [
-            story.without_banned(row, place)
+            example.without_banned(row, place)
             for row, place in zip(self.logits.double().tolist(), self.places, strict=True)
         ]
         shape = self.logits.shape
@@ -131,7 +131,7 @@ class Batch:
 
 def asks_of(
     rng: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
-) -> story.Asks:
+) -> example.Asks:
     """One request's options, with bad words that begin in its last tokens or drafts ``before``."""
     listed = [
         rng.choice([-1, vocab, rng.randrange(vocab), rng.randrange(vocab)]) for _ in range(stops)
@@ -148,7 +148,7 @@ def asks_of(
         some = [*listed, *(word[-1] for word in words or ()), rng.randrange(vocab)]
         kept = rng.choice((rng.sample(some, rng.randint(1, len(some))), range(vocab)))
         allowed = {token for token in kept if 0 <= token < vocab} or {0}
-    return story.Asks(
+    return example.Asks(
         allowed=allowed,
         words=words,
         recent=recent,
@@ -303,7 +303,7 @@ def text_of(
     recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **options: Any
 ) -> Batch:
     """A request that has the tokens `recent`, and drafts; a vocabulary of 9 ids."""
-    asks = story.Asks(words=words, recent=recent, **options)
+    asks = example.Asks(words=words, recent=recent, **options)
     pools, columns = pools_of([asks], 9, random.Random(0))
     padded = [-1] * (MAX_BAD_WORD_LEN - len(recent)) + recent
     values = {"prompt_len": asks.prompt_len, "min_tokens": asks.min_tokens, "stop_ids": asks.stops}
@@ -395,7 +395,7 @@ def test_unknown_drafts(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_request_without_words_next_to_one_with(backend: Backend) -> None:
     """Pool rows of other requests are poison."""
-    asks = [story.Asks(recent=[1]), story.Asks(words=[(1, 4)], recent=[1])]
+    asks = [example.Asks(recent=[1]), example.Asks(words=[(1, 4)], recent=[1])]
     pools, columns = pools_of(asks, 9, random.Random(3))
     values = [
         {"prompt_len": 1, "min_tokens": 0, "stop_ids": (), "recent": [-1] * 15 + [1], **rows}

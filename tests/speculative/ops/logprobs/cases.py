@@ -13,8 +13,8 @@ from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops.logprobs import LogprobEntries, logprobs
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import odd_rows, strided
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.chunks import told_sums
 from tests.speculative.ops.logprobs.example import Entry, entry_of
 from tests.speculative.ops.on_device import DEVICE, POISON, vector

@@ -14,7 +14,7 @@ from mtp_plugin.speculative.ops import logprobs_triton
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
-from tests.doors import check_strided_arguments
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.chunks import told_sums
 from tests.speculative.ops.logprobs.cases import Case, layout_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector

@@ -17,9 +17,9 @@ from mtp_plugin.requests.options import MAX_LOGPROBS
 from mtp_plugin.speculative.ops import logprobs_triton
 from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.row_sums import RowSums
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES, strided
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.logprobs.cases import Case, check_example, check_same, layout_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, vector
 from tests.speculative.ops.sampling.cases import Batch

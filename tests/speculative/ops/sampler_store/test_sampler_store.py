@@ -14,8 +14,8 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import sampler_store_triton
 from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.speculative.step import NO_INPUT, PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
-from tests.doors import check_strided_arguments
 from tests.kernels.top_k.launches import captured
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
 
 

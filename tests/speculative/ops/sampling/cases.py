@@ -13,8 +13,8 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import odd_rows, strided
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.on_device import DEVICE, POISON, vector
 from tests.speculative.ops.sampling import story
 from tests.speculative.ops.sampling.margins import undecided

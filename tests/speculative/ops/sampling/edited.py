@@ -24,9 +24,9 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
 )
 from mtp_plugin.speculative.logit_rows.rows_triton import place_of
 from mtp_plugin.speculative.step import SlotRows
-from tests.speculative.ops.logits import story as edits
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.logits_processing import example as edits
+from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, POISON
 from tests.speculative.ops.sampling import story
 from tests.speculative.ops.sampling.cases import ROUNDED, Batch

@@ -16,10 +16,10 @@ from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.launches import captured
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks
+from tests.op_arguments import check_strided_arguments, poisoned_memory
+from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, Batch, slots_of
 from tests.speculative.ops.sampling.story import Options

@@ -19,12 +19,12 @@ from mtp_plugin.speculative.logit_rows import processing as reference
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.step import StepLayout
-from tests.doors import check_strided_arguments, storage
 from tests.kernels.top_k.rows import DTYPES
+from tests.op_arguments import check_strided_arguments, storage
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.logits import story
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks, Place
+from tests.speculative.ops.logits_processing import example as story
+from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, slots_of
 from tests.speculative.ops.sampling.edited import EditedBatch, columns_of, loaded, write

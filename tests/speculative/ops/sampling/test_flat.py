@@ -14,8 +14,8 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.ops.sampling import truncation_triton
 from tests.kernels.top_k.rows import DTYPES, strided
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.edited import columns_of, write

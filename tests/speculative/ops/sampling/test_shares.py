@@ -15,10 +15,10 @@ from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.ops.sampling import truncation_search_triton as search_kernel
 from mtp_plugin.speculative.row_sums import ChunkLayout
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import DTYPES, strided
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks
+from tests.op_arguments import poisoned_memory
+from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.edited import columns_of, write

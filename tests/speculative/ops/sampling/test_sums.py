@@ -16,9 +16,9 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import FEW_ROWS, RowSums
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.chunks import check_sums, told_sums
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of

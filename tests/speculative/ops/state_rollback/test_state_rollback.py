@@ -15,8 +15,8 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import state_rollback_triton
 from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
-from tests.doors import check_strided_arguments
 from tests.hosts.megatron.batches import random_decodes
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import (
     DEVICE,

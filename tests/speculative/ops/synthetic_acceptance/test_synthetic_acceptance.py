@@ -21,8 +21,8 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     synthetic_rule,
 )
 from mtp_plugin.speculative.step import SlotRows, StepLayout
-from tests.doors import check_strided_arguments, poisoned_memory, storage
 from tests.kernels.top_k.launches import captured
+from tests.op_arguments import check_strided_arguments, poisoned_memory, storage
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.speculative.ops.slots import column, slot_rows
 from tests.speculative.ops.synthetic_acceptance import example

@@ -16,7 +16,7 @@ from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
-from tests.doors import check_strided_arguments, poisoned_memory, storage
+from tests.op_arguments import check_strided_arguments, poisoned_memory, storage
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.slots import column, held, on_copy, slot_rows

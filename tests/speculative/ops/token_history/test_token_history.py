@@ -19,11 +19,11 @@ from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.ops import token_history_triton
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, SlotRows
-from tests.doors import check_strided_arguments, storage
 from tests.kernels.top_k.launches import captured
+from tests.op_arguments import check_strided_arguments, storage
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.logits.pools import bits_of, pools_of
-from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.pools import bits_of, pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.speculative.ops.slots import on_copy, slot_rows
 from tests.speculative.ops.token_history.example import Kept

@@ -18,10 +18,10 @@ from mtp_plugin.speculative.logit_rows import DrawnRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, processed_scores, sample_tokens
 from mtp_plugin.speculative.ops.sampling import processed_triton as launch
 from mtp_plugin.speculative.step import SlotRows
-from tests.doors import check_strided_arguments, poisoned_memory
 from tests.kernels.top_k.rows import DTYPES
-from tests.speculative.ops.logits.pools import pools_of
-from tests.speculative.ops.logits.story import Asks, Place
+from tests.op_arguments import check_strided_arguments, poisoned_memory
+from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling import story
 from tests.speculative.ops.sampling.cases import COLUMNS, ROUNDED, slots_of

@@ -26,8 +26,8 @@ from mtp_plugin.speculative.ops.sampling import (
     sample_tokens,
 )
 from mtp_plugin.speculative.step import SlotRows
-from tests.doors import poisoned_memory
 from tests.kernels.top_k.rows import strided
+from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.residual import story
 from tests.speculative.ops.sampling.story import Options

@@ -30,8 +30,8 @@ from mtp_plugin.speculative.ops.sampling import (
 from mtp_plugin.speculative.ops.sampling import rejection_triton as launch
 from mtp_plugin.speculative.step import SlotRows
 from tests import near_ties
-from tests.doors import check_strided_arguments
 from tests.integration_bench.test_step_launches import Launches
+from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.margins import CLOSE, RARE
 from tests.speculative.ops.sampling.residual import story

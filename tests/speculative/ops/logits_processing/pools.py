@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.edit_pools import EditPools
-from tests.speculative.ops.logits.story import Asks
+from tests.speculative.ops.logits_processing.example import Asks
 from tests.speculative.ops.on_device import DEVICE
 
 SOILED = 0x2B2B2B2B
