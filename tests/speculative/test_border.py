@@ -13,8 +13,8 @@ import mtp_plugin
 
 PACKAGE = Path(mtp_plugin.__file__).parent
 PLUGIN = PACKAGE / "speculative"
-BORDER = ("host/", "drafting/attention_loop.py", "drafting/trace_check.py")
-"""Of the plugin: who reads a host's objects, and who changes or compares its metadata."""
+BORDER = ("host/", "plugin/", "drafting/attention_loop.py", "drafting/trace_check.py")
+"""Files that read objects of a host engine or of a plugin, or that change or compare metadata."""
 BY_NAME = {"getattr", "hasattr"}
 
 
@@ -24,9 +24,11 @@ def parsed(path: Path) -> ast.Module:
 
 
 def by_name(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls that ask whether an object has an attribute, or for a default in its place."""
+    """Calls that read an attribute by its name, except of ``self``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
+            continue
+        if node.args and isinstance(node.args[0], ast.Name) and node.args[0].id == "self":
             continue
         called = node.func
         name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", None)

@@ -233,8 +233,9 @@ def epoch_of(request: Any) -> int:
 
 
 def phase_of(request: Any) -> str:
-    """The name of a request's state, whichever host's enum it is."""
-    return str(getattr(request.state, "name", request.state))
+    """Return the name of a request's state, of any host engine's enum; "" if it has no state."""
+    state = getattr(request, "state", None)
+    return "" if state is None else str(getattr(state, "name", state))
 
 
 def ends_prompt(request: Any) -> bool | None:

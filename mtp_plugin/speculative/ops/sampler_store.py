@@ -87,7 +87,7 @@ def _check(store: torch.Tensor, slots: torch.Tensor, results: ResultTensors) -> 
         ("new_tokens_lens", (count,)),
         ("status", (count,)),
     ):
-        value = getattr(results, name)
+        value = vars(results)[name]
         if name != "status" or value is not None:
             expect_tensor(name, value, dtype=INTEGERS, shape=shape, device=device)
     return max_draft_len

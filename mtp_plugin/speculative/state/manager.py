@@ -196,8 +196,7 @@ class SlotStateManager:
         owner = self._owners.get(request.request_id)
         if owner is None or owner is request or facts.is_dummy:
             return
-        has_state = getattr(owner, "state", None) is not None
-        if has_state and phase_of(owner) == RequestState.GENERATION_COMPLETE.name:
+        if phase_of(owner) == RequestState.GENERATION_COMPLETE.name:
             return
         raise MetadataError(
             f"request {request.request_id}: another live request has this id and holds its slot; "
