@@ -15,7 +15,7 @@ from integration.bench.targets import DRAWS, graph_target
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.speculative.edit_pools import EditPools, num_words, packed_bits
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.ops.sampling import sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
@@ -111,7 +111,7 @@ def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
         columns,
         _pools(shape, rng) if kind.has_pools else None,
     )
-    rows = DrawnRows.of_target(layout, drafts)
+    rows = LogitRows.of_target(layout, drafts)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
         sums = RowSums.unwritten(logits) if kind.has_sums else None

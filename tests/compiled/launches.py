@@ -34,7 +34,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
-from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
+from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -154,7 +154,7 @@ def compile_logit_masks() -> None:
         layout = StepLayout((5,) * contexts, generations, 3, ints(contexts), positions)
         slots = slot_rows(layout.num_requests)
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
-        rows = DrawnRows.of_target(layout, ints(generations * 3))
+        rows = LogitRows.of_target(layout, ints(generations * 3))
         for some in (slots, dataclasses.replace(slots, pools=None)):
             with mask_disallowed_tokens(logits, rows, some, backend=Backend.TRITON):
                 pass
@@ -167,7 +167,7 @@ def compile_logit_masks() -> None:
 def compile_sampling_of_raw_rows() -> None:
     # rows with logits processing are in `sampling`
     requests, width = 100, 4
-    rows = DrawnRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
+    rows = LogitRows(0, width, ints(requests, dtype=I64), drafts=ints(requests, 4))
     logits = floats(requests * width, VOCAB)
     sample_tokens(
         logits,
@@ -203,10 +203,10 @@ def compile_rejection_sampling() -> None:
             words = vocab if ids is None else len(ids)
             drafts = ints(requests, k)
             positions = ints(requests, dtype=I64)
-            rows = DrawnRows(0, 1, positions, ints(requests), 0, drafts)
+            rows = LogitRows(0, 1, positions, ints(requests), 0, drafts)
             logits, cuts = floats(requests, words, dtype=dtype), floats(requests, 4, dtype=F32)
             keep_draft_probs(logits, rows, some, cuts, pool, vocab_ids=ids, backend=Backend.TRITON)
-            rows = DrawnRows(0, k + 1, positions, drafts=drafts)
+            rows = LogitRows(0, k + 1, positions, drafts=drafts)
             number = requests * (k + 1)
             rejection_sample(
                 floats(number, vocab, dtype=dtype),
@@ -234,7 +234,7 @@ def compile_processed() -> None:
         drafts = ints(generations, k) if k else None
         processed_scores(
             floats(rows, vocab, dtype=dtype),
-            DrawnRows(contexts, k + 1, ints(requests), drafts=drafts),
+            LogitRows(contexts, k + 1, ints(requests), drafts=drafts),
             slot_rows(requests, vocab),
             floats(rows, 4, dtype=F32),
             ints(rows) if forces else None,
@@ -329,7 +329,7 @@ def compile_draft_step() -> None:
     ):
         filled = dataclasses.replace(place, **more)
         propose(floats(requests, vocab), filled, backend=Backend.TRITON)
-        following = DrawnRows(0, 1, last, ints(requests), 2, filled.drafts)
+        following = LogitRows(0, 1, last, ints(requests), 2, filled.drafts)
         for slots in (slot_rows(requests), None):
             write_drafts(ints(requests), filled, following, slots, backend=Backend.TRITON)
         slots = slot_rows(requests)

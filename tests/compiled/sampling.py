@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from tests.compiled.launches import F16, F32, I64, VOCAB, floats, ints, slot_rows
 
 
 def compile_sampling_of_processed_rows() -> None:
     requests = 8
-    rows = DrawnRows(0, 4, ints(requests, dtype=I64), drafts=ints(requests, 4))
+    rows = LogitRows(0, 4, ints(requests, dtype=I64), drafts=ints(requests, 4))
     logits = floats(requests * 4, VOCAB)
     sample_tokens(logits, rows, slot_rows(requests), role=Role.TARGET, backend=Backend.TRITON)
 
@@ -28,7 +28,7 @@ def compile_sampling_of_drafts() -> None:
         slots = slot_rows(requests, vocab if has_pools else VOCAB)
         sample_tokens(
             floats(requests, vocab, dtype=dtype),
-            DrawnRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=drafts),
+            LogitRows(0, 1, ints(requests, dtype=I64), ints(requests), drafts=drafts),
             slots if has_pools else replace(slots, pools=None),
             as_drafts=True,
             vocab_ids=ints(vocab),

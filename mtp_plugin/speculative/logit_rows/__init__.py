@@ -2,7 +2,7 @@
 
 A *row* is one of the [N, V] rows of logits of a step. Context requests have one row each; then each
 generation request has K+1 consecutive rows, of which row i follows its first i draft tokens.
-:class:`DrawnRows` maps rows to requests and to the absolute index of the token that a row samples.
+:class:`LogitRows` maps rows to requests and to the absolute index of the token that a row samples.
 
 Per-request options are read on the device from the slot table. What does not fit a slot lies in
 pools (`edit_pools.EditPools`), one row per request that needs it. Every op that reads logits
@@ -29,13 +29,13 @@ have the same steps for kernels.
 
 from mtp_plugin.requests.options import GREEDY_BELOW
 from mtp_plugin.speculative.logit_rows.processing import EDITED_OPTIONS, ban_next, banned, edited
-from mtp_plugin.speculative.logit_rows.rows import DrawnRows
+from mtp_plugin.speculative.logit_rows.rows import LogitRows
 from mtp_plugin.speculative.logit_rows.thinking import ThinkingRule, ThinkingState
 
 __all__ = [
     "EDITED_OPTIONS",
     "GREEDY_BELOW",
-    "DrawnRows",
+    "LogitRows",
     "ThinkingRule",
     "ThinkingState",
     "ban_next",

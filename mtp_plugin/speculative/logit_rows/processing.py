@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, EditPools, bit_of
-from mtp_plugin.speculative.logit_rows.rows import DrawnRows
+from mtp_plugin.speculative.logit_rows.rows import LogitRows
 from mtp_plugin.speculative.step import SlotRows
 
 EDITED_OPTIONS = frozenset(
@@ -26,7 +26,7 @@ EDITED_OPTIONS = frozenset(
 
 def edited(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     *,
     vocab_ids: torch.Tensor | None = None,
@@ -58,7 +58,7 @@ def edited(
 def _penalised(
     values: torch.Tensor,
     ids: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     pools: EditPools,
     owners: torch.Tensor,
@@ -97,7 +97,7 @@ def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return (words & bit_of(ids) != 0) & (row >= 0).unsqueeze(1)
 
 
-def banned(rows: DrawnRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
+def banned(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that must not come next in every row; -1: none.
 
     Returns:
@@ -132,7 +132,7 @@ def banned(rows: DrawnRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor
     return torch.where(yields.unsqueeze(1), -1, stops), words
 
 
-def ban_next(rows: DrawnRows, slots: SlotRows) -> None:
+def ban_next(rows: LogitRows, slots: SlotRows) -> None:
     """Update the draft masks for the drafts that these rows propose, one per request.
 
     Ids masked for the previous draft are allowed again. Requests without a row of allowed ids have
@@ -175,7 +175,7 @@ def _flip(words: torch.Tensor, row: torch.Tensor, ids: torch.Tensor, flips: torc
 
 
 def _tokens_before(
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     owners: torch.Tensor,
     num_before: torch.Tensor,

@@ -13,7 +13,7 @@ from mtp_plugin.speculative.step import StepLayout
 
 
 @dataclass(frozen=True)
-class DrawnRows:
+class LogitRows:
     """Rows of logits, and the absolute index of the token that each row samples.
 
     Contexts have one row each, then generations ``width`` rows each. Row i of request r samples the
@@ -82,22 +82,22 @@ class DrawnRows:
             TensorContractError: another shape, dtype or device.
         """
         expect_tensor(
-            "drawn rows, positions", self.positions, dtype=INTEGERS, shape=("R",), device=device
+            "logit rows, positions", self.positions, dtype=INTEGERS, shape=("R",), device=device
         )
         requests = self.num_requests
         if not 0 <= self.num_contexts <= requests or self.width < 1 or self.column < 0:
             raise TensorContractError(
-                f"drawn rows: expected 0 to {requests} contexts, a width of 1 or more and a column "
+                f"logit rows: expected 0 to {requests} contexts, a width of 1 or more and a column "
                 f"of 0 or more, got {self.num_contexts}, {self.width} and {self.column}"
             )
         if self.ahead is not None:
             expect_tensor(
-                "drawn rows, ahead", self.ahead, dtype=INTEGERS, shape=(requests,), device=device
+                "logit rows, ahead", self.ahead, dtype=INTEGERS, shape=(requests,), device=device
             )
         if self.drafts is not None:
             least = self.column + self.width - 1
             expect_tensor(
-                "drawn rows, drafts",
+                "logit rows, drafts",
                 self.drafts,
                 dtype=INTEGERS,
                 shape=(requests - self.num_contexts, AtLeast(least)),

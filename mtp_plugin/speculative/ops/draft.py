@@ -11,7 +11,7 @@ from mtp_plugin.errors import TensorContractError, expect_int
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import FLOATS, INTEGERS, AtLeast, expect_tensor
 from mtp_plugin.speculative.logit_rows import (
-    DrawnRows,
+    LogitRows,
     ThinkingRule,
     ThinkingState,
     ban_next,
@@ -40,9 +40,9 @@ def propose(logits: torch.Tensor, output: DraftOutput, *, backend: Backend) -> N
 def propose_processed(
     logits: torch.Tensor,
     output: DraftOutput,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
-    following: DrawnRows | None = None,
+    following: LogitRows | None = None,
     thinking: ThinkingRule | None = None,
     *,
     backend: Backend,
@@ -74,7 +74,7 @@ def propose_processed(
 def write_drafts(
     drafts: torch.Tensor,
     output: DraftOutput,
-    following: DrawnRows | None = None,
+    following: LogitRows | None = None,
     slots: SlotRows | None = None,
     thinking: ThinkingRule | None = None,
     *,
@@ -149,9 +149,9 @@ def propose_reference(logits: torch.Tensor, output: DraftOutput) -> None:
 def propose_processed_reference(
     logits: torch.Tensor,
     output: DraftOutput,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
-    following: DrawnRows | None,
+    following: LogitRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
     values = edited(logits, rows, slots.as_drafts_read(), vocab_ids=output.vocab_ids)
@@ -162,7 +162,7 @@ def propose_processed_reference(
 def write_drafts_reference(
     drafts: torch.Tensor,
     output: DraftOutput,
-    following: DrawnRows | None,
+    following: LogitRows | None,
     slots: SlotRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
@@ -228,12 +228,12 @@ def _check_vector(name: str, tensor: torch.Tensor, size: int | AtLeast) -> None:
 
 
 def _checked_following(
-    following: DrawnRows | None,
+    following: LogitRows | None,
     output: DraftOutput,
     slots: SlotRows,
     thinking: ThinkingRule | None,
     device: torch.device,
-) -> DrawnRows | None:
+) -> LogitRows | None:
     """Check the slots, the thinking rule and ``following``; None if nothing is masked there."""
     check_slots(slots, int(output.drafts.shape[0]), device)
     if following is not None and slots.pools is not None and slots.bans is not None:
@@ -247,7 +247,7 @@ def _checked_following(
     return following
 
 
-def _check_rows(name: str, rows: DrawnRows, output: DraftOutput, column: int) -> None:
+def _check_rows(name: str, rows: LogitRows, output: DraftOutput, column: int) -> None:
     """Check that the rows are one per request, of this column."""
     rows.check(output.drafts.device)
     expected = int(output.drafts.shape[0])

@@ -13,7 +13,7 @@ from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, 
 from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
+from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools, ban_next, edited, edits_of
 from mtp_plugin.speculative.logit_rows.thinking_triton import forced_behind
 from mtp_plugin.speculative.ops.draft import shift_state_window_reference
@@ -276,9 +276,9 @@ def propose_triton(logits: torch.Tensor, output: DraftOutput) -> None:
 def propose_processed_triton(
     logits: torch.Tensor,
     output: DraftOutput,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
-    following: DrawnRows | None,
+    following: LogitRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
     partials = _processed_partials(logits, output, rows, slots)
@@ -288,7 +288,7 @@ def propose_processed_triton(
 def write_drafts_triton(
     drafts: torch.Tensor,
     output: DraftOutput,
-    following: DrawnRows | None,
+    following: LogitRows | None,
     slots: SlotRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
@@ -312,7 +312,7 @@ def draft_argmax_triton(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _processed_partials(
-    logits: torch.Tensor, output: DraftOutput, rows: DrawnRows, slots: SlotRows
+    logits: torch.Tensor, output: DraftOutput, rows: LogitRows, slots: SlotRows
 ) -> Top1Partials:
     """As `top1_partials`, after logits processing."""
     pools = slots.as_drafts_read().pools
@@ -359,7 +359,7 @@ def _processed_partials(
 def _write(
     source: Top1Partials | torch.Tensor,
     output: DraftOutput,
-    following: DrawnRows | None = None,
+    following: LogitRows | None = None,
     slots: SlotRows | None = None,
     thinking: ThinkingRule | None = None,
 ) -> None:

@@ -9,12 +9,12 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import FLOATS, expect_tensor
-from mtp_plugin.speculative.logit_rows import DrawnRows, banned
+from mtp_plugin.speculative.logit_rows import LogitRows, banned
 from mtp_plugin.speculative.step import SlotRows, check_slots
 
 
 def mask_disallowed_tokens(
-    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows, *, backend: Backend
+    logits: torch.Tensor, rows: LogitRows, slots: SlotRows, *, backend: Backend
 ) -> AbstractContextManager[torch.Tensor]:
     """Context manager: the logits with -inf for every token that must not come next.
 
@@ -42,7 +42,7 @@ def mask_disallowed_tokens(
 
 
 def mask_disallowed_tokens_reference(
-    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows
+    logits: torch.Tensor, rows: LogitRows, slots: SlotRows
 ) -> AbstractContextManager[torch.Tensor]:
     ids = torch.cat(banned(rows, slots), dim=1)
     vocab = logits.shape[1]

@@ -15,7 +15,7 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     ALLOWED_ROW,
     early_stops,
@@ -131,7 +131,7 @@ def restore_logits_kernel(
 
 
 def mask_disallowed_tokens_triton(
-    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows
+    logits: torch.Tensor, rows: LogitRows, slots: SlotRows
 ) -> AbstractContextManager[torch.Tensor]:
     """Mask in place, since a copy costs more than all of acceptance."""
     expect_reachable(mask_logits_kernel, "logits", logits)
@@ -143,7 +143,7 @@ def mask_disallowed_tokens_triton(
 
 @contextmanager
 def _masked_in_place(
-    logits: torch.Tensor, rows: DrawnRows, slots: SlotRows
+    logits: torch.Tensor, rows: LogitRows, slots: SlotRows
 ) -> Iterator[torch.Tensor]:
     num_rows, vocab = logits.shape
     pools, drafts = slots.pools, rows.drafts

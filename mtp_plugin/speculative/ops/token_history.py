@@ -7,7 +7,7 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, bit_of
-from mtp_plugin.speculative.logit_rows import DrawnRows, ban_next
+from mtp_plugin.speculative.logit_rows import LogitRows, ban_next
 from mtp_plugin.speculative.step import Accepted, SlotRows, check_slots
 
 
@@ -47,14 +47,14 @@ def update_token_history(
     rows = None
     if positions is not None and slots.bans is not None:
         slots.bans.check(slots.pools)
-        rows = DrawnRows(0, 1, positions, num_accepted)
+        rows = LogitRows(0, 1, positions, num_accepted)
         rows.check(device)
     if requests:
         backend.dispatch(update_token_history_reference)(accepted, slots, rows)
 
 
 def update_token_history_reference(
-    accepted: Accepted, slots: SlotRows, rows: DrawnRows | None
+    accepted: Accepted, slots: SlotRows, rows: LogitRows | None
 ) -> None:
     """``rows``: the rows that propose the next step's first drafts; None: drafts are not masked."""
     requests = slice(0, accepted.num_accepted.shape[0])

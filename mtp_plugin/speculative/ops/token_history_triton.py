@@ -13,7 +13,7 @@ from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, 
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.options import MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     MOST_COUNTED,
     RECENT,
@@ -109,7 +109,7 @@ def token_history_kernel(
 
 
 def update_token_history_triton(
-    accepted: Accepted, slots: SlotRows, rows: DrawnRows | None
+    accepted: Accepted, slots: SlotRows, rows: LogitRows | None
 ) -> None:
     """One launch, one program per request."""
     tokens, pools, bans = accepted.tokens, slots.pools, slots.bans

@@ -13,7 +13,7 @@ from mtp_plugin.errors import MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.step import StepLayout
@@ -31,7 +31,7 @@ class VerificationInputs:
     step: HostStep
     logits: torch.Tensor  # [C + G*(K+1), V] of the target, edited as the requests ask
     input_ids: torch.Tensor | None  # [T]; None: the caller has none
-    rows: DrawnRows | None = None  # of the target; None: nothing is drawn
+    rows: LogitRows | None = None  # of the target; None: nothing is drawn
     cuts: torch.Tensor | None = None
     """[N, TRUNCATION_SIZE], as `sample_tokens` wrote it; None: no mode reads it."""
 
@@ -40,7 +40,7 @@ class VerificationInputs:
         """The step's shape."""
         return self.step.layout
 
-    def expect_rows(self) -> DrawnRows:
+    def expect_rows(self) -> LogitRows:
         """The rows of the target, of a step in which tokens are drawn.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.logit_rows import DrawnRows, ThinkingRule
+from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import propose, propose_processed, write_drafts
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
 from mtp_plugin.speculative.step import DraftOutput
@@ -25,13 +25,13 @@ class DraftPass:
     thinking: ThinkingRule | None = None  # what budgets of thinking go by
 
     @property
-    def rows(self) -> DrawnRows:
+    def rows(self) -> LogitRows:
         """Those of the logits."""
         place = self.place
         layout = self.step.layout
-        return DrawnRows.of_drafts(layout, self.num_accepted, place.column, place.drafts)
+        return LogitRows.of_drafts(layout, self.num_accepted, place.column, place.drafts)
 
-    def behind(self, rows: DrawnRows) -> DrawnRows | None:
+    def behind(self, rows: LogitRows) -> LogitRows | None:
         """Those of the drafts behind these; None: none follow."""
         column = self.place.column + 1
         return replace(rows, column=column) if column < self.step.layout.draft_len else None

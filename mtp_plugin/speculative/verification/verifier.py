@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows, ThinkingRule
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, LogitRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.sampling import (
@@ -93,7 +93,7 @@ class Verifier:
         if not inputs.step.edits_logits:
             return self._judge(inputs, STRICT, last_tokens, backend)
         step, slots = inputs.step, inputs.step.drawn_slots()
-        rows = DrawnRows.of_target(step.layout, step.draft_tokens)
+        rows = LogitRows.of_target(step.layout, step.draft_tokens)
         inputs = replace(inputs, rows=rows)
         if step.only_draws:
             return self._judge_drawn(inputs, last_tokens, backend)

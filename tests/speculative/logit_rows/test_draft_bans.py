@@ -15,7 +15,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.edit_pools import DraftBans
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.draft import propose_processed, write_drafts
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
@@ -153,7 +153,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
             banned += batch.check(asks, first, drafts)
             held = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
             following = torch.zeros(requests, k + 1, dtype=torch.int32, device=DEVICE)
-            rows = DrawnRows(0, 1, given_positions, accepted.num_accepted, 0, held)
+            rows = LogitRows(0, 1, given_positions, accepted.num_accepted, 0, held)
             for number in range(k):
                 sampled = [dice.choice(ids) for _ in asks]
                 place = DraftOutput(held, following, number)
@@ -218,7 +218,7 @@ def test_strided_arguments(backend: Backend) -> None:
     }
     check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 
-    def placed(drafts: torch.Tensor, held: torch.Tensor, behind: DrawnRows, slots: SlotRows):
+    def placed(drafts: torch.Tensor, held: torch.Tensor, behind: LogitRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
         rows = replace(behind, drafts=held)
         write_drafts(drafts, DraftOutput(held, following, 1), rows, slots, backend=backend)
@@ -229,7 +229,7 @@ def test_strided_arguments(backend: Backend) -> None:
     arguments = {
         "drafts": vector([4, 5, 6, 7], torch.int32),
         "held": torch.arange(12, dtype=torch.int32, device=DEVICE).reshape(4, 3),
-        "behind": DrawnRows(0, 1, vector(given_batch.positions), vector([1, 0, 2, 1]), 2),
+        "behind": LogitRows(0, 1, vector(given_batch.positions), vector([1, 0, 2, 1]), 2),
         "slots": slots,
     }
     # `held` is given beside the rows, which have none of their own
@@ -243,9 +243,9 @@ def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
     following = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     place, drafts = DraftOutput(held, following, 0), vector([1, 2], torch.int32)
     for rows in (
-        DrawnRows(0, 1, vector([3, 4]), column=0, drafts=held),
-        DrawnRows(0, 2, vector([3, 4]), column=1, drafts=held),
-        DrawnRows(0, 1, vector([3, 4, 5]), column=1),
+        LogitRows(0, 1, vector([3, 4]), column=0, drafts=held),
+        LogitRows(0, 2, vector([3, 4]), column=1, drafts=held),
+        LogitRows(0, 1, vector([3, 4, 5]), column=1),
     ):
         with pytest.raises(TensorContractError, match="following rows: expected 2 of width 1 and"):
             write_drafts(drafts, place, rows, slots, backend=backend)
@@ -271,7 +271,7 @@ def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
         noise = torch.Generator().manual_seed(seed)
         for number in range(k):
             place = DraftOutput(drafts, following, number)
-            rows = DrawnRows(0, 1, positions, None, number, drafts)
+            rows = LogitRows(0, 1, positions, None, number, drafts)
             behind = replace(rows, column=number + 1) if number + 1 < k else None
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
             propose_processed(logits, place, rows, mine.slots, behind, backend=backend)

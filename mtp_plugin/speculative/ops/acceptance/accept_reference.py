@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
 from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
@@ -115,7 +115,7 @@ def _edited(
     if layout.draft_len > 0:
         drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len)
     positions = torch.zeros_like(slots.of(slice(0, layout.num_requests)))
-    rows = DrawnRows(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
+    rows = LogitRows(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
     return edited(logits, rows, slots)
 
 

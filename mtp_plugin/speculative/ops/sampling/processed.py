@@ -7,7 +7,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
 from mtp_plugin.speculative.ops.sampling.sample_reference import kept_scores
 from mtp_plugin.speculative.ops.sampling.types import check_truncation
 from mtp_plugin.speculative.step import SlotRows, check_slots
@@ -15,7 +15,7 @@ from mtp_plugin.speculative.step import SlotRows, check_slots
 
 def processed_scores(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     forced: torch.Tensor | None = None,
@@ -39,7 +39,7 @@ def processed_scores(
     """
     rows.check_logits(logits)
     if rows.ahead is not None or rows.column:
-        raise TensorContractError("drawn rows: expected those of the target, got rows of drafts")
+        raise TensorContractError("logit rows: expected those of the target, got rows of drafts")
     check_slots(slots, rows.num_requests, logits.device)
     check_truncation(truncation, rows.num_rows, logits.device)
     if forced is not None:
@@ -53,7 +53,7 @@ def processed_scores(
 
 def processed_scores_reference(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     forced: torch.Tensor | None,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, place_of
 from mtp_plugin.speculative.ops.sampling.row_triton import (
@@ -97,7 +97,7 @@ def processed_scores_kernel(
 
 def processed_scores_triton(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     forced: torch.Tensor | None,

@@ -7,7 +7,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling.rejection_reference import (
     keep_draft_probs_reference,
     rejection_sample_reference,
@@ -28,7 +28,7 @@ _COLUMNS = [column.name for column in (*DRAFT_COLUMNS, STEP_COLUMN)]
 
 def keep_draft_probs(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     draft_probs: torch.Tensor,
@@ -66,7 +66,7 @@ def keep_draft_probs(
 
 def rejection_sample(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     drafts: ProposedDrafts,
     target: TargetSamples,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
 from mtp_plugin.speculative.ops.sampling.sample_reference import (
     gumbel,
     kept_scores,
@@ -29,7 +29,7 @@ from mtp_plugin.speculative.step import SlotRows
 
 def keep_draft_probs_reference(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     draft_probs: torch.Tensor,
@@ -52,7 +52,7 @@ def keep_draft_probs_reference(
 
 def rejection_sample_reference(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     drafts: ProposedDrafts,
     target: TargetSamples,
@@ -99,7 +99,7 @@ class _Case:
     def of(
         cls,
         logits: torch.Tensor,
-        rows: DrawnRows,
+        rows: LogitRows,
         slots: SlotRows,
         proposed: ProposedDrafts,
         target: TargetSamples,

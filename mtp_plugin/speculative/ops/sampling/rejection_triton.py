@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, place_of
 from mtp_plugin.speculative.ops.sampling.row_triton import (
@@ -473,7 +473,7 @@ def rejection_finish_kernel(
 
 def keep_draft_probs_triton(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     truncation: torch.Tensor,
     draft_probs: torch.Tensor,
@@ -516,7 +516,7 @@ def keep_draft_probs_triton(
 
 def rejection_sample_triton(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     drafts: ProposedDrafts,
     target: TargetSamples,

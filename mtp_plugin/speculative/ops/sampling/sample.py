@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling.sample_reference import sample_tokens_reference
 from mtp_plugin.speculative.ops.sampling.types import DRAFT_COLUMNS, Role, check_truncation
 from mtp_plugin.speculative.row_sums import RowSums
@@ -18,7 +18,7 @@ SAMPLING_OPTIONS = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
 
 def sample_tokens(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     *,
     role: Role = Role.TARGET,

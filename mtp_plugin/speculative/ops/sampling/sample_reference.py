@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
 from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
@@ -23,7 +23,7 @@ _ROUNDS = 10
 
 def sample_tokens_reference(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     *,
     role: Role,

@@ -23,7 +23,7 @@ from mtp_plugin.kernels.programmatic_launch import (
     pdl_options,
 )
 from mtp_plugin.speculative import row_sums
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
     edited,
@@ -523,7 +523,7 @@ def sample_finish_kernel(
 
 def sample_tokens_triton(
     logits: torch.Tensor,
-    rows: DrawnRows,
+    rows: LogitRows,
     slots: SlotRows,
     *,
     role: Role,
@@ -653,7 +653,7 @@ class _Inputs:
     """Arguments that both launches read."""
 
     logits: torch.Tensor
-    rows: DrawnRows
+    rows: LogitRows
     slots: SlotRows
     vocab_ids: torch.Tensor
     missing: torch.Tensor  # passed for absent tensors, never read

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.draft import propose, propose_processed
 from mtp_plugin.speculative.step import DraftOutput
 from tests.op_arguments import check_strided_arguments
@@ -81,7 +81,7 @@ def test_strided_arguments(backend: Backend) -> None:
     slots, output = case.batch.slots, output_of(case)
 
     def placed(
-        logits: torch.Tensor, rows: DrawnRows, table: torch.Tensor, slot_ids: torch.Tensor
+        logits: torch.Tensor, rows: LogitRows, table: torch.Tensor, slot_ids: torch.Tensor
     ) -> torch.Tensor:
         own = replace(output, drafts=output.drafts.clone(), next_tokens=output.next_tokens.clone())
         mine = replace(slots, table=table, slot_ids=slot_ids)

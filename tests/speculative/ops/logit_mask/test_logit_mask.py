@@ -17,7 +17,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, DrawnRows
+from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, LogitRows
 from mtp_plugin.speculative.ops import logit_mask_triton
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.step import SlotRows, StepLayout
@@ -42,7 +42,7 @@ class Batch:
 
     logits: torch.Tensor
     slots: SlotRows
-    rows: DrawnRows
+    rows: LogitRows
     places: list[example.Place]
     """Per row of logits."""
 
@@ -107,7 +107,7 @@ class Batch:
         return cls(
             strided(odd_rows(rng, rows, vocab, dtype), spare),
             replace(held, pools=placed) if pools else held,
-            DrawnRows.of_target(
+            LogitRows.of_target(
                 layout, strided_vector(flat, index_dtype, spare) if drafts else None
             ),
             [
@@ -265,7 +265,7 @@ def one_turn(prompt_len: int, min_tokens: int, start: int) -> Batch:
     positions = vector([start, start + 1])
     layout = StepLayout((), 1, 1, vector([], torch.int32), positions)
     logits = torch.tensor([[0.0, 1.0, 2.0]], device=DEVICE).repeat(2, 1)
-    return Batch(logits, slot_rows(values), DrawnRows.of_target(layout), [])
+    return Batch(logits, slot_rows(values), LogitRows.of_target(layout), [])
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 2**31 - 1])
@@ -293,7 +293,7 @@ def test_padding_rows_are_not_masked(backend: Backend) -> None:
     slots = slot_rows([{"prompt_len": 3, "min_tokens": 9, "stop_ids": [2]}, *empty], slots=[4, 6])
     shared = replace(slots, slot_ids=vector([4, 6, 6, 6]))
     layout = StepLayout((), 4, 1, vector([], torch.int32), vector([3, 4, 1, 2, 1, 2, 1, 2]))
-    rows = DrawnRows.of_target(layout)
+    rows = LogitRows.of_target(layout)
     batch = replace(batch, slots=shared, rows=rows, logits=batch.logits.repeat(4, 1))
     with batch.masked(backend) as masked:
         assert masked.argmax(dim=1).tolist() == [1, 1] + [2] * 6
@@ -311,7 +311,7 @@ def text_of(
     k = len(drafts)
     positions = vector(range(8, 9 + k))
     layout = StepLayout((), 1, k, vector([], torch.int32), positions)
-    rows = DrawnRows.of_target(layout, vector(drafts))
+    rows = LogitRows.of_target(layout, vector(drafts))
     logits = torch.arange(9.0, device=DEVICE).repeat(k + 1, 1)
     return Batch(logits, replace(slots, pools=pools), rows, [])
 
@@ -404,7 +404,7 @@ def test_request_without_words_next_to_one_with(backend: Backend) -> None:
     slots = replace(slot_rows(values), pools=pools)
     layout = StepLayout((), 2, 0, vector([], torch.int32), vector([5, 5]))
     logits = torch.zeros(2, 9, device=DEVICE)
-    batch = Batch(logits, slots, DrawnRows.of_target(layout), [])
+    batch = Batch(logits, slots, LogitRows.of_target(layout), [])
     assert hidden(batch, backend) == [[], [4]]
 
 
@@ -418,14 +418,14 @@ def test_edited_options() -> None:
 def test_positions_are_needed() -> None:
     layout = StepLayout((), 1, 1, vector([], torch.int32))
     with pytest.raises(TensorContractError, match="needs the step's positions"):
-        DrawnRows.of_target(layout)
+        LogitRows.of_target(layout)
 
 
 @pytest.mark.parametrize("drafts", [torch.zeros(3).int(), torch.zeros(2, 3).int()])
 def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
     layout = StepLayout((), 2, 2, vector([], torch.int32), vector(range(6)))
     with pytest.raises(TensorContractError, match=r"draft_tokens: expected G\*K = 4 integer ids"):
-        DrawnRows.of_target(layout, drafts)
+        LogitRows.of_target(layout, drafts)
 
 
 @pytest.mark.parametrize("backend", Backend)

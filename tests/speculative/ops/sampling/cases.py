@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
@@ -88,7 +88,7 @@ class Batch:
     """Rows, what their requests ask for, and the same told as a story."""
 
     logits: torch.Tensor
-    rows: DrawnRows
+    rows: LogitRows
     slots: SlotRows
     options: list[Options]
     role: Role = Role.TARGET
@@ -116,7 +116,7 @@ class Batch:
         positions = [rng.choice((0, 7, rng.randrange(2**31 - 100))) for _ in range(requests)]
         counts = [rng.randrange(5) for _ in range(requests)]
         ids = sorted(rng.sample(range(vocab * 3 + 5), vocab))
-        rows = DrawnRows(
+        rows = LogitRows(
             contexts,
             width,
             _apart(positions, index_dtype, behind),

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import POOL_ROWS
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
     edited,
@@ -177,7 +177,7 @@ def columns_of(asks: Asks) -> dict[str, float]:
 
 
 def placed_rows(
-    rows: DrawnRows, batch: Batch, asks: list[Asks], drafted: list[list[int]] | None
+    rows: LogitRows, batch: Batch, asks: list[Asks], drafted: list[list[int]] | None
 ) -> list[Place]:
     """What stands in front of every row, and whose it is."""
     places: list[Place] = []

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.ops.sampling import truncation_search_triton as search_kernel
@@ -26,7 +26,7 @@ INF, NAN = float("inf"), float("nan")
 
 def batch_of(rows: torch.Tensor, *options: Options) -> Batch:
     """A row per request."""
-    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    requests = LogitRows(len(options), 1, vector(range(len(options))))
     return Batch(rows.to(DEVICE), requests, slots_of(list(options), random.Random(1)), [*options])
 
 

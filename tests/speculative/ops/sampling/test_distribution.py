@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.on_device import DEVICE, vector
@@ -33,7 +33,7 @@ def drawn(
     table = vector([COLUMNS.row({**options._asdict(), "seed": words})], torch.int32)
     return sample_tokens(
         torch.tensor([ROW], device=DEVICE).expand(number, -1),
-        DrawnRows(0, number, vector([position])),
+        LogitRows(0, number, vector([position])),
         SlotRows(table, vector([0]), COLUMNS),
         role=role,
         backend=backend,

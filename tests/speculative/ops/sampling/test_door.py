@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import RowSums
@@ -39,7 +39,7 @@ def arguments() -> dict[str, Any]:
     rng = torch.Generator().manual_seed(3)
     return {
         "logits": (torch.randn(9, 70, generator=rng) * 2).to(DEVICE),
-        "rows": DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]), vector([0, 1, 2, 1, 3]), 1),
+        "rows": LogitRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]), vector([0, 1, 2, 1, 3]), 1),
         "slots": slots_of(OPTIONS, random.Random(4)),
         "vocab_ids": vector(range(5, 75), torch.int32),
     }
@@ -159,14 +159,14 @@ def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], messa
 def test_a_step_without_positions_is_refused() -> None:
     layout = StepLayout((), 2, 1, vector([]))
     with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
-        DrawnRows.of_target(layout)
+        LogitRows.of_target(layout)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_launches(monkeypatch, launch)
     slots = SlotRows(SLOTS.table, SLOTS.slot_ids[:0], COLUMNS)
-    rows = DrawnRows(0, 3, vector([]))
+    rows = LogitRows(0, 3, vector([]))
     tokens = sample_tokens(torch.zeros(0, 70, device=DEVICE), rows, slots, backend=backend)
     assert tokens.shape == (0,)
     assert tokens.dtype == torch.int32
@@ -176,10 +176,10 @@ def test_rows_of_a_step_draw_what_stands_behind_them() -> None:
     """Chunks of 3 and 1 tokens, two turns of K + 1 = 3 rows: the index of each row's token."""
     positions = vector([5, 6, 7, 0, 20, 21, 22, 9, 9, 9])
     layout = StepLayout((3, 1), 2, 2, vector([3, 1], torch.int32), positions)
-    rows = DrawnRows.of_target(layout)
+    rows = LogitRows.of_target(layout)
     assert (rows.num_contexts, rows.width, rows.num_rows) == (2, 3, 8)
     assert rows.positions.tolist() == [7, 0, 20, 9]
-    drafts = DrawnRows.of_drafts(layout, vector([1, 1, 2, 3]), 1)
+    drafts = LogitRows.of_drafts(layout, vector([1, 1, 2, 3]), 1)
     assert (drafts.num_contexts, drafts.width, drafts.num_rows, drafts.column) == (0, 1, 4, 1)
     assert drafts.ahead is not None
     assert (drafts.positions + drafts.ahead).tolist() == [8, 1, 22, 12]
@@ -197,7 +197,7 @@ def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> 
         alone = replace(
             batch,
             logits=batch.logits[row : row + 1],
-            rows=DrawnRows(0, 1, vector([index - 1])),
+            rows=LogitRows(0, 1, vector([index - 1])),
             slots=replace(batch.slots, slot_ids=batch.slots.slot_ids[request : request + 1]),
         )
         assert alone.tokens(backend).tolist() == [tokens[row]]
@@ -205,7 +205,7 @@ def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> 
     mixed = replace(
         batch,
         logits=batch.logits.flip(0),
-        rows=DrawnRows(len(order), 1, vector([index - 1 for _, (_, index) in order])),
+        rows=LogitRows(len(order), 1, vector([index - 1 for _, (_, index) in order])),
         slots=replace(
             batch.slots, slot_ids=vector([batch.slots.slot_ids[r] for _, (r, _) in order])
         ),

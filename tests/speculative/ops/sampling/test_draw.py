@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative import row_sums
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from tests.kernels.top_k.rows import DTYPES
@@ -102,7 +102,7 @@ def test_no_chunk_is_left_out_by_rounding(kind: str, temperature: float) -> None
     """Rows of which exponents are large, are no numbers, or whose scale is hardly one."""
     rng, number, vocab = random.Random(1), 20, 4099
     options = [Options(temperature, seed=rng.getrandbits(60)) for _ in range(number)]
-    rows = DrawnRows(number, 1, vector([3] * number))
+    rows = LogitRows(number, 1, vector([3] * number))
     logits = rows_of_noise(kind, (number, vocab)).to(DEVICE)
     batch = Batch(logits, rows, slots_of(options, rng), options)
     judge = Judge()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows import processing as reference
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
@@ -130,7 +130,7 @@ def one(
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
     write(slots, [{**columns_of(asks), **columns[0]}])
     width = 1 if drafts is None else drafts.shape[1] + 1 - column
-    rows = DrawnRows(0, width, vector([5]), None, column, drafts)
+    rows = LogitRows(0, width, vector([5]), None, column, drafts)
     logits = torch.tensor([row] * width, device=DEVICE)
     tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
     before = [[]] if drafts is None else [drafts[0, : column + i].tolist() for i in range(width)]
@@ -255,7 +255,7 @@ def test_ids_are_the_targets_in_a_cut_vocabulary(backend: Backend) -> None:
     write(slots, [{**columns_of(asks), **columns[0]}])
     slots = replace(slots, pools=pools)
     logits = torch.tensor([[9.0, 4.0, 1.0]], device=DEVICE)
-    rows = DrawnRows(0, 1, vector([5]))
+    rows = LogitRows(0, 1, vector([5]))
     for ids, told in (([3, 7, 40], 40), ([3, 7, 41], 7), ([3, 8, 41], -1)):
         cut = vector(ids, torch.int32)
         assert sample_tokens(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [told]
@@ -272,7 +272,7 @@ def test_rows_of_drafts(backend: Backend) -> None:
     drafts = vector([3, 2, 1, 3, 2, 1]).reshape(2, 3)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2, device=DEVICE)
     for column, told in ((0, [3, 3]), (1, [2, 3]), (2, [1, 3])):
-        rows = DrawnRows.of_drafts(layout, vector([1, 2]), column, drafts)
+        rows = LogitRows.of_drafts(layout, vector([1, 2]), column, drafts)
         tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
         assert tokens.tolist() == told
 
@@ -285,7 +285,7 @@ def test_contexts_have_no_draft_in_front(backend: Backend) -> None:
     slots = slots_of([Options(temperature=0.0)], random.Random(1))
     write(slots, [{**columns_of(asks), **columns[0]}])
     drafts = torch.full((1, 3), 3, device=DEVICE)[:0]
-    rows = DrawnRows(1, 1, vector([4]), None, 3, drafts)
+    rows = LogitRows(1, 1, vector([4]), None, 3, drafts)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=DEVICE)
     assert sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend).tolist() == [3]
 

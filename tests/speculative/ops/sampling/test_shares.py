@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, sample_tokens
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.ops.sampling import truncation_search_triton as search_kernel
@@ -77,7 +77,7 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
 
 def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
     """A row per request."""
-    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    requests = LogitRows(len(options), 1, vector(range(len(options))))
     return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative import row_sums
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.row_sums import FEW_ROWS, RowSums
@@ -120,7 +120,7 @@ EVERY = [
 def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
     """A row per request, all alike."""
     rows = row.to(DEVICE).expand(len(options), -1).clone()
-    requests = DrawnRows(len(options), 1, vector(range(len(options))))
+    requests = LogitRows(len(options), 1, vector(range(len(options))))
     return Batch(rows, requests, slots_of(options, random.Random(1)), options)
 
 

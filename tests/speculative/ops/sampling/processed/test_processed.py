@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, processed_scores, sample_tokens
 from mtp_plugin.speculative.ops.sampling import processed_triton as launch
 from mtp_plugin.speculative.step import SlotRows
@@ -134,7 +134,7 @@ def test_drafts_in_front_of_a_row_are_counted(backend: Backend) -> None:
     asks = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
     write(slots, [{**asks, **columns[0], "logprobs": 0}])
     slots = replace(slots, pools=pools)
-    rows = DrawnRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
+    rows = LogitRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
     logits, truncation = (
         torch.zeros(3, 7, device=DEVICE),
         torch.empty(3, TRUNCATION_SIZE, device=DEVICE),
@@ -159,7 +159,7 @@ def arguments(vocab: int = 70) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(3)
     slots = slots_of(OPTIONS, random.Random(4))
     write(slots, [{"logprobs": number} for number in (0, 5, 0, 3, 2)])
-    rows = DrawnRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]))
+    rows = LogitRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]))
     logits = (torch.randn(9, vocab, generator=rng) * 2).to(DEVICE)
     truncation = torch.empty(9, TRUNCATION_SIZE, device=DEVICE)
     sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
@@ -219,7 +219,7 @@ def test_what_stays_is_told_however_deep_it_lies(options: Options, step: float) 
     logits = logits[None].to(DEVICE)
     slots = slots_of([options], random.Random(1))
     write(slots, [{"logprobs": 5}])
-    rows = DrawnRows(0, 1, vector([7]))
+    rows = LogitRows(0, 1, vector([7]))
     told = []
     for backend in Backend:
         truncation = torch.empty(1, TRUNCATION_SIZE, device=DEVICE)
@@ -240,7 +240,7 @@ def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(got[7:], expected[7:], rtol=1e-6, atol=1e-6)
     assert bool(got[:7].isnan().all())
     forbid_launches(monkeypatch, launch)
-    nobody = DrawnRows(0, 2, vector([]))
+    nobody = LogitRows(0, 2, vector([]))
     none = {"logits": given_["logits"][:0], "truncation": given_["truncation"][:0], "forced": None}
     assert processed_scores(**{**given_, **none, "rows": nobody}, backend=Backend.TRITON).shape == (
         0,
@@ -253,8 +253,8 @@ def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"logits": torch.zeros(9, 70, dtype=torch.int32, device=DEVICE)}, "floating"),
         ({"logits": torch.zeros(8, 70, device=DEVICE)}, r"logits: expected .*\[9, V\]"),
-        ({"rows": DrawnRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got rows of drafts"),
-        ({"rows": DrawnRows(1, 2, vector([1] * 5), column=1)}, "got rows of drafts"),
+        ({"rows": LogitRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got rows of drafts"),
+        ({"rows": LogitRows(1, 2, vector([1] * 5), column=1)}, "got rows of drafts"),
         (
             {"truncation": torch.zeros(9, 3, device=DEVICE)},
             r"truncation: expected .*\[9, 4\]",

@@ -11,7 +11,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.edit_pools import EditPools
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, DrawnRows
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows
 from mtp_plugin.speculative.ops.sampling import (
     DRAFT_COLUMNS,
     STEP_COLUMN,
@@ -62,7 +62,7 @@ class Batch:
 
     logits: torch.Tensor  # [C + G*(K+1), V]
     draft_logits: torch.Tensor  # [K, R, V']
-    rows: DrawnRows
+    rows: LogitRows
     slots: SlotRows
     draft_lens: torch.Tensor | None
     vocab_ids: torch.Tensor | None
@@ -131,7 +131,7 @@ class Batch:
         return cls(
             strided(logits.to(dtype), behind),
             of_drafts.to(dtype).to(DEVICE),
-            DrawnRows(contexts, draft_len + 1, vector(positions)),
+            LogitRows(contexts, draft_len + 1, vector(positions)),
             slots,
             vector(draft_lens, torch.int32) if lens else None,
             vocab_ids,
@@ -152,7 +152,7 @@ class Batch:
         pool = torch.zeros(len(self.slots.table), self.draft_len, self.vocab, device=DEVICE)
         drafts = torch.zeros(requests, self.draft_len, dtype=torch.int32, device=DEVICE)
         for place in range(self.draft_len):
-            rows = DrawnRows(0, 1, self.rows.positions, column=place, drafts=drafts)
+            rows = LogitRows(0, 1, self.rows.positions, column=place, drafts=drafts)
             logits = self.draft_logits[place]
             truncation = torch.full((requests, TRUNCATION_SIZE), torch.nan, device=DEVICE)
             with poisoned_memory():

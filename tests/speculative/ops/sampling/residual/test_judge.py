@@ -15,7 +15,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import DrawnRows
+from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
@@ -127,7 +127,7 @@ def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> No
     first = slots.columns.offset("seed")
     table[:, first : first + 2] = seeds.to(DEVICE, torch.int32)
     slots = SlotRows(table, torch.arange(number, device=DEVICE), slots.columns)
-    rows = DrawnRows(0, 3, torch.full((number,), 6, device=DEVICE))
+    rows = LogitRows(0, 3, torch.full((number,), 6, device=DEVICE))
     logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
     truncation = torch.empty(len(logits), TRUNCATION_SIZE, device=DEVICE)
     choices = sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
@@ -402,7 +402,7 @@ def test_judging_takes_two_launches(mode: JudgedBy, monkeypatch: pytest.MonkeyPa
     given = arguments()
     slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
     column(slots, "verification").fill_(int(mode))
-    given["rows"] = DrawnRows(2, 4, given.pop("positions"))
+    given["rows"] = LogitRows(2, 4, given.pop("positions"))
     given["by_block"] = mode is JudgedBy.BLOCK
     with Launches(monkeypatch) as launches:
         rejection_sample(slots=slots, **given, backend=Backend.TRITON)
@@ -415,7 +415,7 @@ def test_strided_arguments(backend: Backend) -> None:
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> list[torch.Tensor]:
         slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
-        told = rejection_sample(rows=DrawnRows(2, 4, positions), slots=slots, **others)
+        told = rejection_sample(rows=LogitRows(2, 4, positions), slots=slots, **others)
         return [told.num_accepted, told.tokens]
 
     refused = {
@@ -433,7 +433,7 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> torch.Tensor:
         slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
-        keep_draft_probs(rows=DrawnRows(0, 1, positions, column=1), slots=slots, **others)
+        keep_draft_probs(rows=LogitRows(0, 1, positions, column=1), slots=slots, **others)
         return others["draft_probs"][:-1]
 
     given = arguments()
@@ -476,7 +476,7 @@ def test_arguments_that_do_not_fit_are_refused(
         argument, field = name.split(".")
         given[argument] = replace(given[argument], **{field: tensor.to(DEVICE)})
     slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
-    rows = DrawnRows(2, 4, given.pop("positions"))
+    rows = LogitRows(2, 4, given.pop("positions"))
     with pytest.raises(TensorContractError, match=message):
         rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
 
@@ -485,7 +485,7 @@ def test_slots_without_steps_are_refused() -> None:
     given = arguments()
     slots = slot_rows([{}] * 7)
     del given["table"], given["slot_ids"]
-    rows = DrawnRows(2, 4, given.pop("positions"))
+    rows = LogitRows(2, 4, given.pop("positions"))
     with pytest.raises(TensorContractError, match=f"columns .*{STEP_COLUMN.name} too"):
         rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
 
