@@ -18,6 +18,9 @@ FAST = tests/config tests/kernels tests/tools tests/test_errors.py tests/test_re
 	tests/speculative/ops/draft_inputs tests/speculative/ops/token_history \
 	tests/speculative/state tests/speculative/test_plugin.py tests/speculative/test_sampler.py \
 	tests/speculative/verification integration/examples/test_own_loop.py
+# the command of `make demo`; integration/recording.py records it
+DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
+DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
 # the oldest Triton that is supported, in a folder that comes before the environment's own
 OLD_TRITON := $(CURDIR)/.triton-3.5
 # how drafts of a temperature are judged
@@ -36,8 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/mtp-plugin generate --compare-drafts --config configs/tiny_eagle.yaml
-	$(BIN)/mtp-plugin generate --compare-drafts --config configs/tiny_vanilla.yaml
+	@$(BIN)/$(DEMO)
 
 test: $(STAMP)
 	$(PYTEST)

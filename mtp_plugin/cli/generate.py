@@ -87,34 +87,37 @@ def command(
         bool,
         typer.Option(
             "--compare/--no-compare",
-            help="Also decode without MTP: for the speed, and token by token for the text.",
+            help="Also decode without MTP, to compare the speed and every output token.",
         ),
     ] = True,
     compare_drafts: Annotated[
         bool,
         typer.Option(
             "--compare-drafts/--no-compare-drafts",
-            help="Also draft for the first prompts without the executor: for the tokens per step.",
+            help="Also decode the first four prompts with the same drafts but without the "
+            "executor, to compare outputs and acceptance length.",
         ),
     ] = False,
     marks: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--marks/--no-marks", help="Mark accepted drafts where the output has no colours."
+            "--marks/--no-marks",
+            help="Put accepted drafts between « and » where the output has no colors. Default: "
+            "only in a terminal.",
         ),
-    ] = True,
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Decode prompts and show what speculation did.
+    """Generate text and compare with decoding without MTP.
 
-    All prompts run as one batch. The first unfinished text streams live, with accepted drafts
-    marked; the others wait for their turn. Without a prompt, piped input is taken, else those of
-    prompts.json in the folder around the checkpoint.
+    All prompts run as one batch. The first unfinished output streams live, with accepted drafts in
+    color; the others follow in order. Without a prompt, standard input is read if it is a pipe,
+    else prompts.json in the parent directory of the checkpoint.
 
-    Exit code 1: the text is not that of decoding without MTP, or the output cannot be written.
-    2: a named error.
+    Exit code 1: the output differs from decoding without MTP, or cannot be written. 2: an error
+    with a name.
     """
     from mtp_plugin.tools.terminal.prompts import read_prompts
     from mtp_plugin.tools.terminal.read_ahead import read_ahead

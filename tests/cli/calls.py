@@ -56,9 +56,5 @@ def open_empty_pipe() -> int:
 
 
 def texts_shown(out: str) -> list[str]:
-    """What stands between the titles of each text, marks included."""
-    return re.findall(r"── text\n(.*?)\n── \d+ tokens?, ended by", out, re.DOTALL)
-
-
-def bare(text: str) -> str:
-    return text.replace("«", "").replace("»", "")
+    """The streamed outputs, marks included."""
+    return re.findall(r"── output\n(.*?)\n── \d+ tokens?, finish reason", out, re.DOTALL)

@@ -28,7 +28,6 @@ from tests.cli.calls import (
     SYNTHETIC,
     VANILLA,
     Run,
-    bare,
     byte_tokenizer,
     texts_shown,
 )
@@ -43,14 +42,25 @@ def test_generate_shows_text_table_and_verdict(
     assert result.code == 0
     with LLM(file) as llm:
         outputs = llm.generate(["def f(", "import"], SamplingParams(max_new_tokens=20))
-    assert [bare(text) for text in texts_shown(result.out)] == [
-        output.text.rstrip("\n") for output in outputs
+    assert texts_shown(result.out) == [output.text.rstrip("\n") for output in outputs]
+    assert "── prompt 1 of 2\ndef f(\n── output" in result.out
+    assert "── prompt 2 of 2\nimport\n── output" in result.out
+    assert re.search(r"^\d+\.\dx tokens per second, identical output$", result.out, re.MULTILINE)
+    assert "acceptance rate at position 1 / 2 / 3" in result.out
+    assert "«" not in result.out
+    table = {
+        row: list(map(float, numbers))
+        for row, *numbers in re.findall(r"^ +(\w.*?)  +([\d.]+) +([\d.]+) *$", result.out, re.M)
+    }
+    tokens, steps = (
+        table["tokens after the first token of each prompt"],
+        table["decode steps for them"],
+    )
+    assert tokens == [38, 38]
+    assert steps[1] == 38
+    assert table["tokens per decode step, acceptance length"] == [
+        round(count / number, 2) for count, number in zip(tokens, steps, strict=True)
     ]
-    assert "── prompt 1 of 2\ndef f(\n── text" in result.out
-    assert "── prompt 2 of 2\nimport\n── text" in result.out
-    for row in ("tokens per step (acceptance length)", "accepted up to draft 1..3", "speed-up"):
-        assert row in result.out
-    assert re.search(r"tokens +40 +40", result.out)
     last = result.out.splitlines()[-1]
     assert last == "identical to decoding without MTP: yes (40 tokens)"
     assert "loading weights" in result.err
@@ -58,7 +68,7 @@ def test_generate_shows_text_table_and_verdict(
 
 def test_marks_stand_around_accepted_drafts(run: Run, config: Callable[..., str]) -> None:
     file = config(EAGLE)
-    result = run("generate", "-c", file, "-p", "def f(", "-n", "30", "--no-compare")
+    result = run("generate", "-c", file, "-p", "def f(", "-n", "30", "--no-compare", "--marks")
     drafted, own, in_draft = "", "", False
     with LLM(file) as llm:
         for events in llm.stream("def f(", SamplingParams(max_new_tokens=30)):
@@ -134,13 +144,13 @@ def test_synthetic_acceptance_is_marked_wherever_it_shows(
     options = ("-p", "ab", "-n", "40")
     result = run("generate", "-c", config(SYNTHETIC), *options)
     assert result.code == 0
-    assert "── text (synthetic, not the model's)" in result.out
+    assert "── output (synthetic, not the model's)" in result.out
     assert (
         "synthetic acceptance (90% / 80% / 70%): for benchmarks: drafts are accepted by draw, the "
         "text is not the model's"
     ) in result.out
-    assert "tokens per step (synthetic)" in result.out
-    assert "accepted by synthetic draw up to draft 1..3" in result.out
+    assert re.search(r"^\d+\.\dx tokens per second, synthetic acceptance$", result.out, re.M)
+    assert "tokens per decode step, synthetic acceptance" in result.out
     assert re.search(
         r"^identical to decoding without MTP: not promised by synthetic acceptance; \d+ of 40 ",
         result.out,
@@ -346,6 +356,7 @@ def test_a_difference_is_told_and_fails(
     spelled = byte_tokenizer().decode([token])
     verdict = result.out.splitlines()[-2:]
     assert verdict[0] == "identical to decoding without MTP: NO"
+    assert "x tokens per second, output NOT identical\n" in result.out
     assert verdict[1] == (
         f"  prompt 2, token 5: {token} {spelled!r}, target-only decoding has 0 {'!'!r}"
     )

@@ -40,7 +40,7 @@ def test_generate_from_a_checkpoint_alone(run: Run, checkpoint: Path) -> None:
     result = run("generate", "-m", str(checkpoint), "-p", "ab", "-n", "12")
     assert result.code == 0
     assert result.err.splitlines()[0] == CHOSEN
-    assert "accepted up to draft 1..3" in result.out
+    assert "acceptance rate at position 1 / 2 / 3" in result.out
     assert result.out.splitlines()[-1] == "identical to decoding without MTP: yes (12 tokens)"
 
 

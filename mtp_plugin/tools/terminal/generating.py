@@ -33,8 +33,8 @@ class Asked:
 
     prompts: Sequence[str]
     params: SamplingParams
-    marks: bool
-    """Whether accepted drafts are marked where the output has no colours."""
+    marks: bool | None
+    """Put accepted drafts between marks where the output has no colors; None: in a terminal."""
     compare: bool
     """Also without MTP: for the speed, and token by token for the text."""
     compare_drafts: bool

@@ -58,19 +58,40 @@ class Report:
 
 
 def show_report(report: Report, console: OutputConsole) -> None:
-    """Log-probabilities that were asked for, the table, then how the text compares with target-only
-    decoding."""
+    """Print the requested log-probabilities, the table under its headline, and how the output
+    compares with decoding without MTP."""
     console.write_line("")
     for line in logprob_lines(report.run.results, report.tokenizer):
         console.write_line(line)
     if report.label is not None:
         console.write_line(str(report.label), "bold yellow")
+    verdict_style = "bold green" if report.exit_code == OK else "bold red"
+    line = headline(report)
+    if line is not None:
+        console.write_line(line, "bold yellow" if report.label is not None else verdict_style)
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     if report.run_without_executor is not None:
         for line in without_executor_lines(report, report.run_without_executor):
             console.write_line(line, "dim" if report.exit_code == OK else "bold red")
     for line in comparison_lines(report):
         console.write_line(line, None if report.exit_code == OK else "bold red")
+
+
+def headline(report: Report) -> str | None:
+    """The speed-up and whether the output is identical; None without a timed run without MTP."""
+    if report.run_without_mtp is None or not report.run_without_mtp.tokens_per_second:
+        return None
+    ratio = report.run.tokens_per_second / report.run_without_mtp.tokens_per_second
+    speed = f"{ratio:.1f}x tokens per second"
+    if report.label is not None:
+        return f"{speed}, {report.label.name} acceptance"
+    comparison = report.comparison
+    if comparison is None:
+        return speed
+    if comparison.differences:
+        return f"{speed}, output NOT identical"
+    ties = f" up to {comparison.num_ties} rounding ties" if comparison.num_ties else ""
+    return f"{speed}, identical output{ties}"
 
 
 def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> Iterator[str]:
@@ -93,29 +114,30 @@ def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> It
 
 
 def _table(report: Report, *, ascii_box: bool) -> Table:
+    """Compare the runs.
+
+    Tokens and steps are those of decoding, summed over the prompts: the first token of a prompt
+    comes from the step that reads the prompt, which counts as neither.
+    """
     runs = [report.run] + ([report.run_without_mtp] if report.run_without_mtp is not None else [])
+    stats = [run.acceptance for run in runs]
     table = Table(box=box.ASCII if ascii_box else box.SIMPLE_HEAD)
     table.add_column("")
     for name in ("with MTP", "without MTP") if report.max_draft_len else ("without MTP",):
         if len(table.columns) <= len(runs):
             table.add_column(name, justify="right")
-    if report.max_draft_len:
-        lengths = [f"{run.acceptance.acceptance_length:.2f}" for run in runs]
-        drawn = report.label.name if report.label is not None and report.label.is_drawn else None
-        what = drawn or "acceptance length"
-        table.add_row(f"tokens per step ({what})", *lengths)
-        shares = " / ".join(f"{share:.0%}" for share in report.run.acceptance.per_position)
-        drafted = f"1..{report.max_draft_len}" if report.max_draft_len > 1 else "1"
-        by_whom = f" by {drawn} draw" if drawn else ""
-        table.add_row(f"accepted{by_whom} up to draft {drafted}", shares)
-    table.add_row("prompts", *(str(len(run.results)) for run in runs))
-    table.add_row("tokens", *(str(run.num_tokens) for run in runs))
-    table.add_row("target steps of the batch", *(str(run.num_steps) for run in runs))
-    table.add_row("seconds", *(f"{run.seconds:.2f}" for run in runs))
     table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    if report.run_without_mtp is not None and report.run_without_mtp.tokens_per_second:
-        ratio = report.run.tokens_per_second / report.run_without_mtp.tokens_per_second
-        table.add_row("speed-up", f"{ratio:.2f}x")
+    firsts = "first token" if len(report.prompts) == 1 else "first token of each prompt"
+    table.add_row(f"tokens after the {firsts}", *(str(each.emitted) for each in stats))
+    table.add_row("decode steps for them", *(str(each.steps) for each in stats))
+    if report.max_draft_len:
+        synthetic = report.label is not None and report.label.is_drawn
+        what = "synthetic acceptance" if synthetic else "acceptance length"
+        lengths = [f"{each.acceptance_length:.2f}" for each in stats]
+        table.add_row(f"tokens per decode step, {what}", *lengths)
+        rates = " / ".join(f"{share:.0%}" for share in stats[0].per_position)
+        positions = " / ".join(str(1 + position) for position in range(report.max_draft_len))
+        table.add_row(f"acceptance rate at position {positions}", rates)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The texts of a batch, shown as they are accepted."""
+"""Streams the outputs of a batch to the console, with accepted drafts in color."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ PROMPT_TAIL = 600
 
 
 class StreamView:
-    """Shows one text after the other, in the order of the prompts, while all run in one batch.
+    """Shows one output after the other, in the order of the prompts, while all run in one batch.
 
-    The first unfinished text is live. What the others gain meanwhile waits, and appears at once
-    when their turn comes. Accepted drafts are coloured; without colours they stand between marks.
+    The first unfinished output is live. The others are buffered, and shown when those before them
+    have finished.
 
     Args:
         console: where to write.
-        prompts: shown above each text.
-        marks: put marks around accepted drafts where the console has no colours.
+        prompts: shown above each output.
+        marks: put accepted drafts between marks where the console has no colors; None: if it is
+            a terminal.
     """
 
-    def __init__(self, console: OutputConsole, prompts: Sequence[str], *, marks: bool) -> None:
+    def __init__(
+        self, console: OutputConsole, prompts: Sequence[str], *, marks: bool | None = None
+    ) -> None:
         self._console = console
         self._prompts = prompts
         self._rule, opening, closing = "──", "«", "»"
         if not can_show(self._rule + opening + closing, console.file):
             self._rule, opening, closing = "--", "<<", ">>"
+        marks = console.is_terminal if marks is None else marks
         self._marks = (opening, closing) if marks and not console.has_colors else ("", "")
         self._waiting: list[list[Segment]] = [[] for _ in prompts]
         self._num_tokens = [0] * len(prompts)
@@ -45,7 +49,7 @@ class StreamView:
         self._explain()
 
     def show(self, events: Sequence[tuple[int, StepEvent]]) -> None:
-        """Take a step's events, each with the number of its prompt, counted from 0."""
+        """Add a step's events, each with the index of its prompt."""
         for index, event in events:
             self._waiting[index] += event.segments
             self._num_tokens[index] += len(event.token_ids)
@@ -55,7 +59,7 @@ class StreamView:
         self._flush()
 
     def close(self) -> None:
-        """End an unfinished line, so that what follows starts on its own."""
+        """End an unfinished line."""
         if self._current < len(self._prompts) and self._started:
             self._end_draft()
             self._end_line()
@@ -64,9 +68,9 @@ class StreamView:
         opening, closing = self._marks
         if self._console.has_colors:
             self._console.write("accepted drafts", DRAFT_STYLE)
-            self._console.write_line(" are coloured", QUIET_STYLE)
+            self._console.write_line(" are green", QUIET_STYLE)
         elif opening:
-            self._console.write_line(f"{opening}accepted drafts{closing} are marked")
+            self._console.write_line(f"{opening}accepted drafts{closing} are between marks")
 
     def _flush(self) -> None:
         while self._current < len(self._prompts):
@@ -82,7 +86,7 @@ class StreamView:
             self._end_draft()
             self._end_line()
             count = self._num_tokens[index]
-            self._title(f"{count} {'token' if count == 1 else 'tokens'}, ended by {ending}")
+            self._title(f"{count} {'token' if count == 1 else 'tokens'}, finish reason: {ending}")
             self._current += 1
             self._started = False
 
@@ -93,11 +97,11 @@ class StreamView:
         self._title(f"prompt {index + 1} of {len(self._prompts)}")
         self._write_text(shown, QUIET_STYLE)
         self._end_line()
-        told = ""
+        label = ""
         if self._label is not None:
             whose = ", not the model's" if self._label.is_drawn else ""
-            told = f" ({self._label.name}{whose})"
-        self._title(f"text{told}")
+            label = f" ({self._label.name}{whose})"
+        self._title(f"output{label}")
         self._started = True
 
     def _write(self, segment: Segment) -> None:

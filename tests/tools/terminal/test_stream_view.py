@@ -33,14 +33,14 @@ def test_the_first_unfinished_text_is_live_and_the_others_wait() -> None:
     view = StreamView(console, ["p", "q", "r"], marks=True)
     length = FinishReason.LENGTH
     view.show([(0, event(("a", False))), (1, event(("x", False))), (2, event(("1", False)))])
-    assert written(console).endswith("── prompt 1 of 3\np\n── text\na")
+    assert written(console).endswith("── prompt 1 of 3\np\n── output\na")
     view.show([(1, event(("y", True), ("z", False), end=length)), (2, event(("2", True)))])
-    assert written(console).endswith("── text\na")
+    assert written(console).endswith("── output\na")
     view.show([(0, event(("b", True), end=FinishReason.END_ID))])
-    assert written(console).split("── text\n", 1)[1] == (
-        "a«b»\n── 2 tokens, ended by stop\n"
-        "\n── prompt 2 of 3\nq\n── text\nx«y»z\n── 3 tokens, ended by length\n"
-        "\n── prompt 3 of 3\nr\n── text\n1«2"
+    assert written(console).split("── output\n", 1)[1] == (
+        "a«b»\n── 2 tokens, finish reason: stop\n"
+        "\n── prompt 2 of 3\nq\n── output\nx«y»z\n── 3 tokens, finish reason: length\n"
+        "\n── prompt 3 of 3\nr\n── output\n1«2"
     )
     view.show([(2, event(("3", True), ("4", False)))])
     view.close()
@@ -60,7 +60,7 @@ def test_marks_fit_the_encoding() -> None:
     console = plain_console("ascii")
     view = StreamView(console, ["p"], marks=True)
     view.show([(0, event(("a", True), end=FinishReason.LENGTH))])
-    assert "-- text\n<<a>>\n-- 1 token, ended by length\n" in written(console)
+    assert "-- output\n<<a>>\n-- 1 token, finish reason: length\n" in written(console)
 
 
 def test_a_long_prompt_is_shown_by_its_end() -> None:
@@ -68,7 +68,7 @@ def test_a_long_prompt_is_shown_by_its_end() -> None:
     view = StreamView(console, ["x" * 5000 + "END"], marks=False)
     view.show([(0, event(("a", False)))])
     assert "\n..." in written(console)
-    assert "xEND\n── text\na" in written(console)
+    assert "xEND\n── output\na" in written(console)
     assert len(written(console)) < 1000
 
 
@@ -82,3 +82,10 @@ def test_a_pipe_gets_the_text_as_it_is() -> None:
     console = plain_console(force_terminal=False)
     console.write("a\x1b[31mb" + "x" * 300 + "[bold]")
     assert written(console) == "a\x1b[31mb" + "x" * 300 + "[bold]"
+
+
+def test_marks_by_default_only_in_a_terminal() -> None:
+    for is_terminal in (False, True):
+        console = plain_console(force_terminal=is_terminal, color_system=None)
+        StreamView(console, ["p"]).show([(0, event(("a", True)))])
+        assert ("«a" in written(console)) is is_terminal
