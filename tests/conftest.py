@@ -61,8 +61,8 @@ def group_of_combinations(item: pytest.Function) -> tuple[int, tuple[object, ...
         combined, count = frozenset(marker.args) or params.keys(), marker.kwargs.get("cases", 1)
         if not combined <= params.keys():
             raise pytest.UsageError(f"{item.nodeid}: thinned by {marker.args}, has {[*params]}")
-        places = item.callspec.indices.items()
-        others = tuple(place for name, place in places if name not in combined)
+        # a value is one object in all combinations, and may have no repr
+        others = tuple(id(value) for name, value in params.items() if name not in combined)
     elif (
         MATRIX & params.keys()
         and "executor" in item.path.parts

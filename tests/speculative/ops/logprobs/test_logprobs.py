@@ -124,6 +124,7 @@ def tied_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(rows).to(dtype)
 
 
+@pytest.mark.thinned(cases=6)
 @pytest.mark.parametrize("with_sums", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 4096, 9001])

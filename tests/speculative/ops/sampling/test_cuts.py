@@ -48,6 +48,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return request.param
 
 
+@pytest.mark.thinned(cases=24)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     ("options", "spread"),
@@ -88,6 +89,7 @@ def test_every_way(options: Options, spread: float) -> None:
         assert int(differs.sum()) <= 1
 
 
+@pytest.mark.thinned("is_always")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
 @pytest.mark.parametrize("key", [0, 1_040_000_000, 1_065_353_216, 2_139_095_040])
 @pytest.mark.parametrize("is_always", [False, True])
@@ -132,6 +134,7 @@ def test_no_pass_for_cuts_of_a_whole_list(
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
 
+@pytest.mark.thinned("kept", cases=2)
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("kept", [1, 150, 1000, 6000])
 def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
@@ -171,6 +174,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.thinned("dtype")
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 5, 4097])
@@ -248,6 +252,7 @@ def odd_row(kind: str) -> torch.Tensor:
     return values
 
 
+@pytest.mark.thinned("options")
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     "kind", ["zeros of both signs", "few values", "sorted", "two heights", "sampled low", "normal"]

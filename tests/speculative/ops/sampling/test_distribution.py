@@ -79,6 +79,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.thinned(cases=5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_tokens_are_as_frequent_as_they_are_likely(options: Options) -> None:
     expected = probabilities(options)

@@ -185,6 +185,7 @@ def test_rows_of_a_step_draw_what_stands_behind_them() -> None:
     assert (drafts.positions + drafts.ahead).tolist() == [8, 1, 22, 12]
 
 
+@pytest.mark.thinned("seed")
 @pytest.mark.parametrize("vocab", [70, 4500])
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("seed", range(3))

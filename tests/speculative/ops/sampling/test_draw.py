@@ -50,6 +50,7 @@ def test_story_torch_and_triton_agree() -> None:
     judge.check()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("parts", "most_behind", "few_rows"), [(1, 65535, 33), (2, 1, 33), (1, 1, 0), (4, 65535, 0)]
 )
@@ -88,6 +89,7 @@ def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     }[kind]()
 
 
+@pytest.mark.thinned(cases=3)
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [

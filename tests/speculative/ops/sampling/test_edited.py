@@ -94,6 +94,7 @@ def test_story_torch_and_triton_agree(greedy: bool) -> None:
     judge.check()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("parts", [1, 4])
 def test_torch_and_triton_agree_over_many_chunks(
     parts: int, monkeypatch: pytest.MonkeyPatch
@@ -331,6 +332,7 @@ def test_columns_that_ask_are_there() -> None:
         assert name in COLUMNS
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [151936, 32000])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])

@@ -67,6 +67,7 @@ def check(batch: Batch) -> None:
     judge.check()
 
 
+@pytest.mark.thinned(cases=2)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
 def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
@@ -75,6 +76,7 @@ def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list
     assert len(tried) >= len(asked)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("min_p", [0.02, 0.3])
 def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) -> None:
     asked = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
@@ -142,6 +144,7 @@ def test_of_equals_the_lowest_stay(kept: int, is_tried: bool, tried: list[int]) 
     assert (len(tried) > 6) == is_tried
 
 
+@pytest.mark.thinned(cases=6)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
 def test_rows_of_every_form(kind: str, tried: list[int]) -> None:

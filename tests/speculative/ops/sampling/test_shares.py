@@ -112,6 +112,7 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(truncation[:, 3], cuts_alone[:, 3], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thinned("shares")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [2, 4])
 def test_shares_of_a_row_draw_what_one_program_draws(
@@ -144,6 +145,7 @@ def test_rows_of_every_kind_stand_beside_shared_ones(monkeypatch: pytest.MonkeyP
     check(batch_of(torch.cat([rows, infinite]), [*asked, *wanted]), monkeypatch)
 
 
+@pytest.mark.thinned("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["ids", "strided", "edited"])
 def test_shared_rows_of_every_form(

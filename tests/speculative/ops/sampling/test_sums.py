@@ -82,6 +82,7 @@ def test_the_story_of_sums(backend: Backend) -> None:
     agree()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("few_rows", [0, FEW_ROWS])
 @pytest.mark.parametrize(("parts", "shares"), [(1, 1), (2, 4), (4, 1)])
 def test_sums_of_many_pieces(
@@ -124,6 +125,7 @@ def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
     return Batch(rows, requests, slots_of(options, random.Random(1)), options)
 
 
+@pytest.mark.thinned("with_truncation", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("with_truncation", [False, True])
