@@ -1,4 +1,4 @@
-"""From a config to an executor that is ready: model, pieces, KV cache, graphs, loop."""
+"""Build an executor from a config: model, components, KV cache, graphs, loop."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ THIN_MODEL_WIDTH = 512
 than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
 HIGHEST_FILL = torch.finfo(torch.float16).max
-"""Of KV pools, beside infinities and NaN: every dtype has it."""
+"""Largest finite fill of KV pools, which every dtype can represent."""
 
 
 @dataclass(frozen=True)
 class BuiltExecutor:
-    """An executor, and what it was built of."""
+    """An executor and its parts."""
 
     executor: PyExecutor
     config: LLMConfig
-    """With the draft length that the checkpoint gives where the file names none."""
+    """With the draft length of the checkpoint if the file names none."""
     device: torch.device
     max_seq_len: int
-    """Tokens of a request at most."""
+    """Maximum number of tokens of a request."""
     model: LoadedModel
     tokenizer: Any
-    """None where there is none."""
+    """None: prompts are token ids."""
     attn_backend: AttentionBackend
     pieces: SpeculativePieces
     blocks: BlockManager
@@ -90,7 +90,7 @@ def build_executor(
     chunk_policy: ChunkPolicy = whole_budget,
     kv_fill: float = 0.0,
 ) -> BuiltExecutor:
-    """Load what is not given, and put an executor together.
+    """Load what is not given, and build an executor.
 
     Args and errors: see `mtp_plugin.executor.llm.LLM`.
     """
@@ -184,7 +184,7 @@ def _dtype_of(model: LoadedModel) -> torch.dtype:
 
 
 def _check_memory(resolved: ResolvedConfig, model: LoadedModel) -> None:
-    """Ask for the requests' memory again, now that the weights have theirs."""
+    """Check the requests' memory again, now that the weights are loaded."""
     layers = model.facts.num_hidden_layers + resolved.plan.num_draft_layers
     dtype = _dtype_of(model)
     row = token_bytes(HeadShape.of(model.target.config), dtype, layers)
@@ -222,8 +222,7 @@ def _engine(
     on_progress: Progress | None,
     kv_fill: float,
 ) -> ModelEngine:
-    """Cut the draft head, then size the KV cache, which takes of the memory that is left; then
-    capture."""
+    """Make the draft head, size the KV cache by the memory that is left, then capture."""
     config, device = resolved.config, resolved.device
     report = on_progress or (lambda _: None)
     draft_head = None

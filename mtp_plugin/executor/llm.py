@@ -20,7 +20,7 @@ from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
-from mtp_plugin.executor.progress import Progress, loading_told, prompts_told
+from mtp_plugin.executor.progress import Progress, batch_progress, loading_progress
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
@@ -81,7 +81,7 @@ class LLM:
         self._thaw: Callable[[], Any] = lambda: None
         try:
             try:
-                with loading_told(on_progress) as tell:
+                with loading_progress(on_progress) as tell:
                     built = build_executor(
                         asked.config,
                         model=asked.model,
@@ -151,7 +151,7 @@ class LLM:
         """
         self._dispatcher.expect_to_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
-        with prompts_told(len(requests), use_tqdm) as tell:
+        with batch_progress(len(requests), use_tqdm) as tell:
             for events in self._run(requests):
                 tell(events)
         return [RequestOutput.of(request) for request in requests]

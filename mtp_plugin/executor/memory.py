@@ -21,9 +21,9 @@ from mtp_plugin.executor.resolved_config import ResolvedConfig, resolve_dtype
 _TABLES = 3
 """Tensors that hold a step's rows: one on the device, two on the host."""
 _FIXED_COLUMNS = 6
-"""Of these rows, beside a step's tokens and a request's blocks."""
+"""Columns of these rows, in addition to a step's tokens and a request's blocks."""
 _HOST_BYTES = 240
-"""Of a request's places in lists of free slots, at least."""
+"""Of a request's entries in lists of free slots, at least."""
 
 
 def token_bytes(heads: HeadShape, dtype: torch.dtype, num_layers: int) -> int:
@@ -32,8 +32,8 @@ def token_bytes(heads: HeadShape, dtype: torch.dtype, num_layers: int) -> int:
 
 
 def request_bytes(resolved: ResolvedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes on the device and on the host that each request of a batch takes, at least: its rows
-    of a step, what is kept of it, and its logits.
+    """Least bytes on the device and on the host of each request of a batch: its rows of a step,
+    its state, and its logits.
 
     Args:
         dtype: that the model runs in.
@@ -53,12 +53,12 @@ def check_requests(
     token_bytes: int = 0,
     weight_bytes: int = 0,
 ) -> None:
-    """Refuse a batch whose requests take more memory than there is, before any of it is taken.
+    """Refuse a batch whose requests need more memory than there is, before allocating it.
 
     Args:
-        dtype: that the model runs in; None: the one that is asked for.
-        token_bytes: of a token's KV rows; 0: not known yet. The cache that is asked for, or the
-            smallest one, is left beside the requests.
+        dtype: that the model runs in; None: the configured one.
+        token_bytes: of a token's KV rows; 0: not known yet. Memory for the configured cache, or
+            the smallest one, is left next to the requests.
         weight_bytes: of weights that will be loaded.
 
     Raises:
@@ -75,25 +75,25 @@ def check_requests(
         ]
     else:
         needs = [("cpu", on_device + on_host, cache, weight_bytes, available_host_bytes())]
-    for place, each, beside, weights, available in needs:
+    for place, each, cached, weights, available in needs:
         if available is None:
             continue
         left = max(0, available - weights)
-        # a cache that does not fit by itself is told by itself
-        beside = beside if beside <= left else 0
+        # a cache that does not fit alone gets an error of its own
+        cached = cached if cached <= left else 0
         needed = config.max_batch_size * each
-        if needed > left - beside:
-            cached = f" beside a KV cache of {format_bytes(beside)}" if beside else ""
+        if needed > left - cached:
+            cache_size = f" next to a KV cache of {format_bytes(cached)}" if cached else ""
             raise ConfigError(
                 f"max_batch_size: {config.max_batch_size} requests of up to "
-                f"{resolved.max_seq_len} tokens take at least {format_bytes(needed)}{cached}, "
+                f"{resolved.max_seq_len} tokens take at least {format_bytes(needed)}{cache_size}, "
                 f"{format_bytes(left)} are available on {place}"
             )
 
 
 @contextmanager
 def shortage_named(option: str, what: str) -> Iterator[None]:
-    """Allocations that fail in here are a `ConfigError` of ``option``; other errors pass."""
+    """Raise a `ConfigError` of ``option`` for allocations that fail inside; others errors pass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -106,7 +106,7 @@ def shortage_named(option: str, what: str) -> Iterator[None]:
 
 
 def memory_line(engine: ModelEngine) -> str:
-    """What an engine holds for KV cache, MTP state and CUDA graphs, in MiB."""
+    """Describe an engine's memory for KV cache, MTP state and CUDA graphs, in MiB."""
     blocks, report = engine.blocks, engine.pieces.memory_report
     kv = _mib(engine.pools.num_bytes())
     parts = [f"KV cache {kv} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]

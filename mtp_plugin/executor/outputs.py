@@ -1,4 +1,4 @@
-"""What a finished request comes back as."""
+"""The output of a finished request."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RequestOutput:
     finish_reason: FinishReason
     acceptance: AcceptanceStats
     error: str | None = None
-    """What went wrong, where ``finish_reason`` is ERROR."""
+    """The reason if ``finish_reason`` is ERROR."""
     logprobs: Logprobs | None = None
-    """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
+    """A mapping of ids to log-probabilities for each of ``token_ids``; None: not requested."""
     prompt_logprobs: PromptLogprobs | None = None
     """The same for each of ``prompt_token_ids``, None for the first."""
 
@@ -65,5 +65,5 @@ class RequestOutput:
 
     @property
     def label(self) -> Label | None:
-        """What must be said of the text; None: it is the target's own."""
+        """A label of outputs that are not the target's own; None: they are."""
         return self.acceptance.label

@@ -1,4 +1,4 @@
-"""What goes on, on standard error where that is a terminal: loading, and batches of prompts."""
+"""Progress of loading and of batches of prompts, on standard error if it is a terminal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REFRESH_SECONDS = 0.5
-"""Between two pictures of a bar, which take a millisecond; a step in between costs a look at the
-clock."""
+"""Between two updates of a bar, which take a millisecond; other steps only read the clock."""
 
 Progress = Callable[[str], None]
 """Called with a line of text as loading goes on."""
 
 
 class Gain(Protocol):
-    """What a step gave a request."""
+    """The result of a step for one request."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -34,10 +33,10 @@ class Gain(Protocol):
 
 
 @contextmanager
-def loading_told(on_progress: Progress | None) -> Iterator[Progress | None]:
-    """Whom to tell how loading goes: who asked, else a line of the terminal that goes in the end.
+def loading_progress(on_progress: Progress | None) -> Iterator[Progress | None]:
+    """Report progress of loading to the given function, else to a temporary line of the terminal.
 
-    Gives None where there is no terminal either.
+    Yields None without a function and a terminal.
     """
     console = None if on_progress is not None else _terminal()
     if console is None:
@@ -50,12 +49,11 @@ def loading_told(on_progress: Progress | None) -> Iterator[Progress | None]:
 
 
 @contextmanager
-def prompts_told(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[Sequence[Gain]], None]]:
-    """Whom to tell what steps gave: a bar where it is asked for, for several prompts and a
-    terminal."""
+def batch_progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[Sequence[Gain]], None]]:
+    """Show results of steps in a bar if requested, for several prompts and on a terminal."""
     console = _terminal() if use_tqdm and num_prompts > 1 else None
     if console is None:
-        yield _nobody
+        yield _ignore
         return
     shown = _PromptBar(console, num_prompts)
     try:
@@ -64,14 +62,14 @@ def prompts_told(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[Sequenc
         shown.close()
 
 
-def _nobody(_: Sequence[Gain]) -> None:
+def _ignore(_: Sequence[Gain]) -> None:
     pass
 
 
 class _PromptBar:
-    """Prompts that have ended, of how many, and tokens per second.
+    """Finished prompts, their total, and tokens per second.
 
-    No thread draws it, so that nothing runs beside the steps.
+    No thread updates it, so that nothing runs next to the steps.
     """
 
     def __init__(self, console: Console, num_prompts: int) -> None:
@@ -118,12 +116,12 @@ class _PromptBar:
             self._bar.update(self._task, completed=self._ended, speed=speed)
             draw()
         except OSError:
-            # a terminal that has gone must not end what it only watched
+            # a closed terminal must not end the run
             self._gone = True
 
 
 def _terminal() -> Console | None:
-    """Standard error as a terminal that can be drawn on; None: it is none."""
+    """Standard error as a terminal with cursor control; None: it is none."""
     stream = sys.stderr
     if stream is None or stream.closed or not stream.isatty():
         return None

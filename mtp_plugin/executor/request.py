@@ -1,4 +1,4 @@
-"""A request of the embedded executor: its tokens, and where it stands in its life."""
+"""A request of the embedded executor: its tokens, and its state."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class LlmRequest(PlainRequest):
         self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
         self.logprobs = None if params.logprobs is None else Logprobs()
-        """Of the tokens emitted so far; None: nobody asks."""
+        """Of the tokens generated so far; None: not requested."""
         self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
-        """Of the prompt's tokens as far as it was scored; None: nobody asks."""
-        self._untold = self.prompt_logprobs
+        """Of the prompt tokens scored so far; None: not requested."""
+        self._unreported = self.prompt_logprobs
         self.edits_logits = self.facts.edits_logits
         self.only_draws = self.facts.only_draws
         self.max_length = self.facts.stop.max_length
@@ -68,9 +68,9 @@ class LlmRequest(PlainRequest):
     # ---- tokens -----------------------------------------------------------------------------
 
     def first_prompt_logprobs(self) -> PromptLogprobs | None:
-        """What an event tells of the prompt: `prompt_logprobs` once, then None."""
-        told, self._untold = self._untold, None
-        return told
+        """Return `prompt_logprobs` for the first event, then None."""
+        logprobs, self._unreported = self._unreported, None
+        return logprobs
 
     def take_back_tokens(self, count: int) -> None:
         """Drop the last emitted tokens, whose text was not shown, and their text.
@@ -98,19 +98,19 @@ class LlmRequest(PlainRequest):
 
     @property
     def error(self) -> str | None:
-        """Why this request ended with an error; None where it did not."""
+        """Why this request failed; None: it did not."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
         return self.py_error or "the sampler ended it without a reason"
 
     def fail(self, why: str) -> None:
-        """End the request with an error; nothing changes where it has ended."""
+        """End the request with an error, unless it has finished."""
         if not self.is_finished:
             self.py_error = why
             self.finish_by(FinishReason.ERROR)
 
     def pause(self) -> None:
-        """Start over: read prompt and output again, and drop what is in flight.
+        """Start over: read prompt and output again, and drop results in flight.
 
         Raises:
             ExecutorError: the request has finished.

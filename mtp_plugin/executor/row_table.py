@@ -71,8 +71,8 @@ class StepShape:
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
-    edits_logits: bool = False  # a request asks for more than first choices, as its slot says
-    only_draws: bool = False  # and none for more than draws and log-probabilities
+    edits_logits: bool = False  # a request needs more than greedy decoding, see its slot
+    only_draws: bool = False  # and none more than sampling and log-probabilities
 
     @property
     def num_contexts(self) -> int:

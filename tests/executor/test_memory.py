@@ -77,7 +77,7 @@ CASES = [
             "max_seq_len": 64,
             "kv_cache_config": {"max_tokens": 5 * 10**6},
         },
-        "max_batch_size: 200000 requests of up to 64 tokens take at least 2.8 GiB beside a KV "
+        "max_batch_size: 200000 requests of up to 64 tokens take at least 2.8 GiB next to a KV "
         "cache of 3.6 GiB, 4.0 GiB are available on cpu",
     ),
 ]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtp_plugin.executor import LLM, SamplingParams, progress
-from mtp_plugin.executor.progress import prompts_told
+from mtp_plugin.executor.progress import batch_progress
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
@@ -148,7 +148,7 @@ def test_a_terminal_that_goes_away_ends_nothing(terminal, monkeypatch) -> None:
     screen = terminal()
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     gain = SimpleNamespace(token_ids=[1, 2], finish_reason=None)
-    with prompts_told(3, use_tqdm=True) as tell:
+    with batch_progress(3, use_tqdm=True) as tell:
         tell([gain])
 
         def gone(_: str) -> int:
@@ -163,7 +163,7 @@ def test_steps_between_two_pictures_draw_nothing(terminal, monkeypatch) -> None:
     terminal()
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 1000.0)
     gain = SimpleNamespace(token_ids=[1], finish_reason=None)
-    with prompts_told(3, use_tqdm=True) as tell:
+    with batch_progress(3, use_tqdm=True) as tell:
         drawn: list[None] = []
         monkeypatch.setattr("rich.progress.Progress.refresh", lambda _: drawn.append(None))
         for _ in range(1000):

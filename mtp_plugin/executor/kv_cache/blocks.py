@@ -11,10 +11,10 @@ from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
 
 
 class BlockManager:
-    """Hands out KV blocks; the block behind the last one is the sentinel that takes padding writes.
+    """Hands out KV blocks; the block after the last one is the sentinel for padding writes.
 
     One block table serves the target and every draft layer. As a resource manager it only frees:
-    the scheduler reserves, since it decides by what is free.
+    the scheduler reserves, since its decisions depend on the free blocks.
 
     Args:
         num_blocks: usable blocks. block_size: tokens per block.
@@ -94,11 +94,11 @@ class BlockManager:
         """Rows of rejected drafts stay reserved for the next step."""
 
     def free_resources(self, request: Any) -> None:
-        """Give the request's blocks back; an unknown id changes nothing."""
+        """Free the request's blocks; an unknown id changes nothing."""
         taken = map(self._tables.pop, (request.request_id,), ([],))
         self._free.extend(chain.from_iterable(taken))  # one operation, as above
 
     def shutdown(self) -> None:
-        """Give every block back."""
+        """Free every block."""
         self._tables.clear()
         self._free = deque(range(self.num_blocks))

@@ -46,7 +46,7 @@ class PagedKVPools:
         pools = self._layers.get(layer_idx)
         if pools is None:
             raise MetadataError(
-                f"KV pools: layer {layer_idx} was asked for before it wrote any row; layers that "
+                f"KV pools: layer {layer_idx} was read before it wrote any row; layers that "
                 f"have: {self.layer_ids}"
             )
         return pools

@@ -1,4 +1,4 @@
-"""How many KV blocks there are: as asked for, else what the batch can use and memory holds."""
+"""Number of KV blocks: as configured, else what the batch can use and memory holds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor.kv_cache.pools import PagedKVPools
 
 CPU_KV_BYTES = 2 * 2**30
-"""Most bytes that the KV pools take on a CPU unless ``kv_cache_config.max_tokens`` says
-otherwise."""
+"""Maximum size of the KV pools on a CPU without ``kv_cache_config.max_tokens``."""
 
 
 def probe_pools(write_one_token: Callable[[PagedKVPools], object]) -> PagedKVPools:
@@ -33,8 +32,8 @@ def bytes_per_token(pools: PagedKVPools) -> int:
     return pools.num_bytes() // pools.num_rows
 
 
-def asked_blocks(cache: KVCacheConfig) -> int | None:
-    """Blocks that ``max_tokens`` asks for; None: none are asked for.
+def configured_blocks(cache: KVCacheConfig) -> int | None:
+    """Blocks of ``max_tokens``; None: not configured.
 
     Raises:
         ConfigError: it holds no block.
@@ -51,22 +50,22 @@ def asked_blocks(cache: KVCacheConfig) -> int | None:
 
 
 def least_kv_bytes(cache: KVCacheConfig, token_bytes: int) -> int:
-    """Bytes of the cache that is asked for, or of the smallest one, with the block for padding.
+    """Bytes of the configured cache, or of the smallest one, with the block for padding.
 
     Raises:
-        ConfigError: as `asked_blocks`.
+        ConfigError: as `configured_blocks`.
     """
-    return ((asked_blocks(cache) or 1) + 1) * cache.tokens_per_block * token_bytes
+    return ((configured_blocks(cache) or 1) + 1) * cache.tokens_per_block * token_bytes
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes for a message, in GiB or MiB."""
+    """Format a number of bytes in GiB or MiB."""
     size = num_bytes / 2**30
     return f"{size:.1f} GiB" if size >= 1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated; None: a CPU whose system does not tell.
+    """Bytes that can be allocated; None: a CPU whose system does not report it.
 
     On CUDA the device's free memory, on a CPU what the system has, within the limit of the
     process's control group.
@@ -110,7 +109,7 @@ def num_kv_blocks(
 
     Args:
         config: with the cache's options and the batch size.
-        device: of the pools; on a CPU they take `CPU_KV_BYTES` unless more is asked for.
+        device: of the pools; on a CPU they take `CPU_KV_BYTES` unless more is configured.
         max_seq_len: tokens of a request at most.
         token_bytes: see `bytes_per_token`.
         available: see `available_bytes`.
@@ -121,17 +120,16 @@ def num_kv_blocks(
     """
     cache = config.kv_cache_config
     block_bytes = token_bytes * cache.tokens_per_block
-    asked = asked_blocks(cache)
-    if asked is not None:
-        needed = (asked + 1) * block_bytes
+    configured = configured_blocks(cache)
+    if configured is not None:
+        needed = (configured + 1) * block_bytes
         if available is not None and needed > available:
             raise ConfigError(
                 f"kv_cache_config.max_tokens: {cache.max_tokens} tokens in blocks of "
                 f"{cache.tokens_per_block} take {format_bytes(needed)}, "
-                f"{format_bytes(available)} are available on "
-                f"{device.type}"
+                f"{format_bytes(available)} are available on {device.type}"
             )
-        return asked
+        return configured
     most = CPU_KV_BYTES if available is None else available
     if device.type == "cuda":
         most = int(most * cache.free_gpu_memory_fraction)
@@ -141,8 +139,7 @@ def num_kv_blocks(
     if holds < 1:
         raise ConfigError(
             f"kv_cache_config.tokens_per_block: a block of {cache.tokens_per_block} tokens and the "
-            f"one for padding take {format_bytes(2 * block_bytes)}, "
-            f"{format_bytes(most)} are available for the KV "
-            f"cache on {device.type}"
+            f"one for padding take {format_bytes(2 * block_bytes)}, {format_bytes(most)} are "
+            f"available for the KV cache on {device.type}"
         )
     return min(config.max_batch_size * -(-max_seq_len // cache.tokens_per_block), holds)

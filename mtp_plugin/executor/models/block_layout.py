@@ -52,7 +52,7 @@ class TensorPlan:
 def block_config(config: PreTrainedConfig, family: MTPFamily, num_layers: int) -> PreTrainedConfig:
     """A copy of the target's config under which its layer class builds MTP blocks.
 
-    The blocks take the indices behind the target's layers, because that index addresses the KV
+    The blocks take the indices after the target's layers, because that index addresses the KV
     pools; so everything that is listed per layer grows by `num_layers` full-attention entries.
     """
     extended = copy.deepcopy(config)

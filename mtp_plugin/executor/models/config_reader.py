@@ -49,7 +49,7 @@ ACTING_KEYS = frozenset(
         "use_kernels",
     }
 )
-"""Keys by which transformers would do something by itself, beside all that begin with `_`."""
+"""Keys by which transformers would act, in addition to all that begin with `_`."""
 _UNTOLD = frozenset({"quantization_config", "transformers_version"})
 
 
@@ -65,7 +65,7 @@ class CheckedConfig:
     token_ids: Mapping[str, Any]
     """`bos_token_id`, `eos_token_id` and `pad_token_id` where they are known."""
     quantised: bool
-    """Whether the config tells of quantised weights, which do not run."""
+    """Whether the config describes quantised weights, which do not run."""
     stripped: tuple[str, ...]
     """`FILE: KEY` of each key by which transformers would do something by itself."""
     unread: tuple[str, ...]
@@ -172,12 +172,12 @@ def _check(
     if problems:
         raise _refusal(where, problems)
     try:
-        asked = GenerationConfig.model_validate(generation)
+        generated = GenerationConfig.model_validate(generation)
     except ValidationError as error:
         raise _refusal(generation_file, problems_of(GenerationConfig, error)) from None
     ids: dict[str, Any] = {}
     for key in GenerationConfig.model_fields:
-        given = getattr(asked, key)
+        given = getattr(generated, key)
         problems += beyond(key, given, schema.vocab_size)
         ids[key] = getattr(schema, key) if given is None else given
     if problems:
@@ -216,4 +216,4 @@ def _acts(key: str) -> bool:
 
 
 def _refusal(where: Path, problems: Iterable[Problem]) -> CheckpointError:
-    return CheckpointError("\n".join(f"{where}: {key}: {told}" for key, told in problems))
+    return CheckpointError("\n".join(f"{where}: {key}: {reason}" for key, reason in problems))

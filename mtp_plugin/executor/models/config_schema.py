@@ -90,7 +90,7 @@ class DecoderConfig(CheckpointModel):
     read_here: ClassVar[frozenset[str]] = frozenset(
         {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
     )
-    """Keys that do not reach transformers as they stand."""
+    """Keys that are not passed to transformers unchanged."""
 
     @property
     def kv_heads(self) -> int:
@@ -160,11 +160,11 @@ class DecoderConfig(CheckpointModel):
             yield f"{key}.rope_type", f"expected one of {join(ROPE_TYPES)}, got {got(kind)}"
             return
         except ValidationError as error:
-            for path, told in problems_of(ROPE_MODELS[error.title], error):
-                yield f"{key}.{path}", told
+            for path, reason in problems_of(ROPE_MODELS[error.title], error):
+                yield f"{key}.{path}", reason
             return
-        for path, told in rope.problems():
-            yield f"{key}.{path}", told
+        for path, reason in rope.problems():
+            yield f"{key}.{path}", reason
         share = rope.partial_rotary_factor
         if self.rotary_share is None and share not in (None, 1.0):
             yield "partial_rotary_factor", f"expected 1 in family {self.model_type}, got {share}"
@@ -305,7 +305,7 @@ class DeepseekV3Config(GroupedExperts):
 
 
 class LayerKinds(DecoderConfig):
-    """Families that tell the kind of every layer."""
+    """Families whose config lists the kind of every layer."""
 
     layer_types: Names | None = None
 
@@ -363,7 +363,7 @@ class MiMoConfig(LayerKinds, HeadedConfig):
 
 
 class GenerationConfig(CheckpointModel):
-    """`generation_config.json`: which ids begin, end and fill a text; how to draw is asked."""
+    """`generation_config.json`: ids that begin, end and pad a text."""
 
     bos_token_id: Annotated[TokenId | None, BeforeValidator(_none_below_zero)] = None
     eos_token_id: EndIds = None

@@ -124,7 +124,7 @@ FAMILIES: dict[str, MTPFamily] = {
             names=_DEEPSEEK_NAMES,
             owned=_DEEPSEEK_OWNED,
             ignorable=_DEEPSEEK_COPIES,
-            # MTP blocks are always mixtures of experts, also behind dense targets
+            # MTP blocks are always mixtures of experts, also after dense targets
             block_config=(("first_k_dense_replace", 0),),
             experts_key="n_routed_experts",
         ),

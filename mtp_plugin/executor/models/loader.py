@@ -227,7 +227,7 @@ def check_attention(name: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' load report and progress bar: the loader judges the report itself."""
+    """Without transformers' load report and progress bar: the loader checks the report itself."""
     level = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

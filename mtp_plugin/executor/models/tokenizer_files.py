@@ -27,7 +27,7 @@ _FOREIGN = ("fast_tokenizer_files", "init_inputs")
 
 
 def read_tokenizer(checked: CheckedConfig) -> Any:
-    """The tokenizer beside a checked config; None where there is none.
+    """Load the tokenizer next to a checked config; None: it has none.
 
     No code of the checkpoint runs: an `auto_map` counts for nothing.
 
@@ -43,7 +43,7 @@ def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
     """The tokenizer in a folder that has its file, as `read_tokenizer`.
 
     Args:
-        settings: of `AutoTokenizer`, beside its own.
+        settings: further ones of `AutoTokenizer`.
     """
     for name in (TOKENIZER_FILE, TOKENIZER_SETTINGS, *_OTHERS):
         if name == TOKENIZER_FILE or (directory / name).exists():
@@ -62,8 +62,7 @@ def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
 
 
 def unread_tokenizer(directory: Path) -> str:
-    """What is told of a directory without a tokenizer that is read, where another one lies there;
-    empty where none does."""
+    """Describe a tokenizer in a format that is not read; empty: there is none."""
     if (directory / TOKENIZER_FILE).is_file():
         return ""
     found = [name for name in _UNREAD if (directory / name).is_file()]

@@ -14,8 +14,8 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.executor.attention import HeadShape, select_backend
 from mtp_plugin.executor.kv_cache.sizing import (
-    asked_blocks,
     available_bytes,
+    configured_blocks,
     format_bytes,
     num_kv_blocks,
 )
@@ -158,7 +158,7 @@ def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
 
 def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
     cache = config.kv_cache_config
-    asked, block = asked_blocks(cache), cache.tokens_per_block
+    asked, block = configured_blocks(cache), cache.tokens_per_block
     if asked is None:
         found.add("KV blocks", f"of {block} tokens, as many as memory holds")
     else:

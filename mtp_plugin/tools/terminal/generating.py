@@ -11,7 +11,7 @@ from torch import OutOfMemoryError
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.progress import prompts_told
+from mtp_plugin.executor.progress import batch_progress
 from mtp_plugin.tools.parity import Drafting, transformers_attention
 from mtp_plugin.tools.terminal.console import OutputConsole, progress
 from mtp_plugin.tools.terminal.decoding import BatchRun, run_batch
@@ -102,7 +102,7 @@ def _run_shown(llm: LLM, asked: Asked, stream: OutputConsole | None) -> BatchRun
 
 def _run_told(llm: LLM, asked: Asked) -> BatchRun:
     """With a bar for several prompts, which is drawn between the steps."""
-    with prompts_told(len(asked.prompts), use_tqdm=True) as tell:
+    with batch_progress(len(asked.prompts), use_tqdm=True) as tell:
         return run_batch(
             llm, asked.prompts, asked.params, lambda events: tell([event for _, event in events])
         )

@@ -332,7 +332,7 @@ def test_check_mode_finds_stale_row_counts() -> None:
 def test_attending_before_any_write(name: str) -> None:
     case = Case([3, 3], [8, 5], [8, 5])
     metadata = case.metadata(find_backend(name))
-    with pytest.raises(MetadataError, match="layer 7 was asked for before it wrote any row"):
+    with pytest.raises(MetadataError, match="layer 7 was read before it wrote any row"):
         find_backend(name).attend(7, case.query, metadata)
 
 
