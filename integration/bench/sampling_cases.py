@@ -14,8 +14,12 @@ from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import DRAWS, graph_target
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
-from mtp_plugin.speculative.edit_pools import EditPools, num_words, packed_bits
 from mtp_plugin.speculative.logit_rows import LogitRows
+from mtp_plugin.speculative.logits_processor_state import (
+    LogitsProcessorState,
+    num_words,
+    packed_bits,
+)
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.speculative.ops.sampling import sample_tokens
 from mtp_plugin.speculative.row_sums import RowSums
@@ -134,14 +138,14 @@ def _logits(shape: Shape, rng: RandomInputs, *, is_peaked: bool) -> torch.Tensor
     return logits.mul_(2.2).scatter_(1, at, heights.to(logits.dtype))
 
 
-def _pools(shape: Shape, rng: RandomInputs) -> EditPools:
+def _pools(shape: Shape, rng: RandomInputs) -> LogitsProcessorState:
     """A row that all requests share, which nothing here writes."""
     words, device = num_words(shape.vocab), rng.device
     seen = rng.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
     counts = torch.zeros(1, shape.vocab, dtype=torch.int16, device=device)
     counts[0, seen] = 2
     allowed = rng.integers(-(2**31), 2**31 - 1, 1, words + 1)
-    return EditPools(
+    return LogitsProcessorState(
         bias=rng.normal(1, shape.vocab, dtype=torch.float32),
         allowed=allowed,
         counts=counts,

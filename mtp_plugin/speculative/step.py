@@ -20,7 +20,7 @@ from mtp_plugin.kernels.checks import expect_integers, is_integral
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
+from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.speculative.row_sums import RowSums
 
 PAD_TOKEN = -1
@@ -245,8 +245,8 @@ class SlotRows:
     table: torch.Tensor  # [S, W] int32, rows without gaps; floats bit for bit
     slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
     columns: TableColumns  # which are there
-    pools: EditPools | None = None  # None: no request has a row of one
-    bans: DraftBans | None = None  # None: drafts are not kept from what must not come
+    pools: LogitsProcessorState | None = None  # None: no request has a row of one
+    bans: DraftMask | None = None  # None: drafts are not kept from what must not come
 
     def as_drafts_read(self) -> SlotRows:
         """The same with the allowed ids of drafts."""

@@ -33,8 +33,8 @@ from mtp_plugin.hosts.megatron.types import KVBlockState, NextForwardBuffers
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.thinking import ThinkingEnd
-from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
 from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
+from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.draft import (
     draft_argmax,
@@ -92,14 +92,14 @@ def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
     of_modes = [*DRAFT_COLUMNS, STEP_COLUMN, *(SlotColumn(*column) for column in kinds.items())]
     columns = TableColumns([*REQUEST_COLUMNS, *of_modes])
     words = -(-vocab // 32)
-    pools = EditPools(
+    pools = LogitsProcessorState(
         bias=floats(2, vocab, dtype=F32),
         allowed=ints(2, words + 1),
         counts=ints(2, vocab, dtype=torch.int16),
         seen=ints(2, words),
         words=ints(2, 64, 16),
     )
-    bans = DraftBans(ints(2, words + 1), ints(3, 96))
+    bans = DraftMask(ints(2, words + 1), ints(3, 96))
     return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools, bans)
 
 

@@ -16,9 +16,9 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import ThinkingEnd
-from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.logit_rows import ThinkingRule
+from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
@@ -174,11 +174,13 @@ def texts(
     return decoder.run(length)
 
 
-def _of_all(rows: EditRows, number: int) -> tuple[EditPools, DraftBans]:
+def _of_all(rows: EditRows, number: int) -> tuple[LogitsProcessorState, DraftMask]:
     """Pools in which every row stands so many times."""
-    pools = EditPools(**{k: v.repeat_interleave(number, 0) for k, v in vars(rows.pools).items()})
+    pools = LogitsProcessorState(
+        **{k: v.repeat_interleave(number, 0) for k, v in vars(rows.pools).items()}
+    )
     hidden = rows.bans.hidden[:-1].repeat_interleave(number, 0)
-    return pools, DraftBans(
+    return pools, DraftMask(
         rows.bans.allowed.repeat_interleave(number, 0), torch.cat([hidden, rows.bans.hidden[-1:]])
     )
 
@@ -190,8 +192,8 @@ class _Decoder:
     manager: Any
     table: SlotTable
     slot_ids: torch.Tensor
-    pools: EditPools | None
-    bans: DraftBans | None
+    pools: LogitsProcessorState | None
+    bans: DraftMask | None
     draft_len: int
     backend: Backend
     vocab_ids: torch.Tensor | None

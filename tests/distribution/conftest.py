@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.speculative import edit_pools
+from mtp_plugin.speculative import logits_processor_state
 from mtp_plugin.speculative.state import edit_rows
 
 
@@ -16,6 +16,6 @@ def few_words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """
     if request.node.get_closest_marker("gpu"):
         return
-    for module in (edit_pools, edit_rows):
+    for module in (logits_processor_state, edit_rows):
         monkeypatch.setattr(module, "MAX_BAD_WORDS", 8)
         monkeypatch.setattr(module, "MAX_BAD_WORD_LEN", 4)

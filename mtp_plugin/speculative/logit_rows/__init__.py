@@ -4,8 +4,8 @@ A *row* is one of the [N, V] rows of logits of a step. Context requests have one
 generation request has K+1 consecutive rows, of which row i follows its first i draft tokens.
 :class:`LogitRows` maps rows to requests and to the absolute index of the token that a row samples.
 
-Per-request options are read on the device from the slot table. What does not fit a slot lies in
-pools (`edit_pools.EditPools`), one row per request that needs it. Every op that reads logits
+Per-request options are read on the device from the slot table. What does not fit a slot lies in the
+pools of `LogitsProcessorState`, one row per request that needs it. Every op that reads logits
 processes them where it loads them, in this order:
 
 1. NaN becomes -inf.
@@ -15,7 +15,7 @@ processes them where it loads them, in this order:
    are subtracted from tokens of the output. Draft tokens before the row count as output.
 
 Two rules depend on the tokens just before a row; `ops.logit_mask` applies them to the rows that
-verify drafts, and a draft mask (`edit_pools.DraftBans`) to the drafts:
+verify drafts, and a draft mask (`DraftMask`) to the drafts:
 
 5. Tokens that would complete a bad word are disallowed.
 6. Stop ids are disallowed before ``min_tokens``, unless no allowed token would remain.

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, EditPools, bit_of
 from mtp_plugin.speculative.logit_rows.rows import LogitRows
+from mtp_plugin.speculative.logits_processor_state import (
+    MOST_COUNTED,
+    WORD_BITS,
+    LogitsProcessorState,
+    bit_of,
+)
 from mtp_plugin.speculative.step import SlotRows
 
 EDITED_OPTIONS = frozenset(
@@ -60,7 +65,7 @@ def _penalised(
     ids: torch.Tensor,
     rows: LogitRows,
     slots: SlotRows,
-    pools: EditPools,
+    pools: LogitsProcessorState,
     owners: torch.Tensor,
     num_before: torch.Tensor,
 ) -> torch.Tensor:

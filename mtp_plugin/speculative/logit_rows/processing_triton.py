@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative import edit_pools
+from mtp_plugin.speculative import logits_processor_state
 
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
@@ -24,9 +24,9 @@ MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 WORDS_ROW = tl.constexpr(request_column("words_row"))
 RECENT = tl.constexpr(request_column("recent"))
-MOST_COUNTED = tl.constexpr(edit_pools.MOST_COUNTED)
-WORD_BITS = tl.constexpr(edit_pools.WORD_BITS)
-WORD_SHIFT = tl.constexpr(edit_pools.WORD_BITS.bit_length() - 1)
+MOST_COUNTED = tl.constexpr(logits_processor_state.MOST_COUNTED)
+WORD_BITS = tl.constexpr(logits_processor_state.WORD_BITS)
+WORD_SHIFT = tl.constexpr(logits_processor_state.WORD_BITS.bit_length() - 1)
 """``id >> WORD_SHIFT`` is the word that holds the bit of an id."""
 NO_ID = tl.constexpr(2147483647)
 DRAFTS = tl.constexpr(16)

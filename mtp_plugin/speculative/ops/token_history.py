@@ -6,8 +6,8 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.edit_pools import MOST_COUNTED, WORD_BITS, bit_of
 from mtp_plugin.speculative.logit_rows import LogitRows, ban_next
+from mtp_plugin.speculative.logits_processor_state import MOST_COUNTED, WORD_BITS, bit_of
 from mtp_plugin.speculative.step import Accepted, SlotRows, check_slots
 
 

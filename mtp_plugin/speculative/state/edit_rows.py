@@ -1,4 +1,4 @@
-"""Who has which row of the pools of logit edits, and what stands in it at first."""
+"""Who has which row of the pools, and what stands in it at first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mtp_plugin.requests.columns import Number, within_float32
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.edit_pools import (
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.logits_processor_state import (
     MOST_COUNTED,
-    DraftBans,
-    EditPools,
+    DraftMask,
+    LogitsProcessorState,
     num_words,
     packed_bits,
 )
-from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.step import to_device
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -52,7 +52,7 @@ class EditRows:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         words = num_words(vocab_size)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.pools = EditPools(
+        self.pools = LogitsProcessorState(
             bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
             allowed=torch.zeros(num_rows, words + 1, **int32),
             counts=torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device),
@@ -60,7 +60,7 @@ class EditRows:
             words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
         )
         hidden = MAX_STOP_IDS + MAX_BAD_WORDS
-        self.bans = DraftBans(
+        self.bans = DraftMask(
             allowed=torch.zeros_like(self.pools.allowed),
             hidden=torch.full((num_rows + 1, hidden), -1, **int32),
         )

@@ -120,7 +120,7 @@ class SlotStateManager:
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
         """Device bytes that a request of a batch takes, columns of modes left out: a row of the
-        pools of logit edits, and slots for itself, for who comes behind it, and for warm-up.
+        pools, and slots for itself, for who comes behind it, and for warm-up.
 
         Args:
             pair_bytes: of a slot's past pairs.
@@ -340,7 +340,7 @@ class SlotStateManager:
         return {"thought": thought, "end_place": place}
 
     def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
-        """The request's rows in the pools of logit edits, and its last tokens for bad words.
+        """The request's rows in the pools, and its last tokens for bad words.
 
         Raises:
             MetadataError: it needs one, and there is none.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
-from mtp_plugin.speculative.edit_pools import DraftBans, EditPools
+from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.speculative.step import SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
@@ -39,8 +39,8 @@ class SlotTable:
     def rows_of(
         self,
         slot_ids: torch.Tensor,
-        pools: EditPools | None = None,
-        bans: DraftBans | None = None,
+        pools: LogitsProcessorState | None = None,
+        bans: DraftMask | None = None,
     ) -> SlotRows:
         """The rows of a step's requests, [R] int64."""
         return SlotRows(self.rows, slot_ids, self.columns, pools, bans)

@@ -14,8 +14,8 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.edit_pools import DraftBans
 from mtp_plugin.speculative.logit_rows import LogitRows
+from mtp_plugin.speculative.logits_processor_state import DraftMask
 from mtp_plugin.speculative.ops.draft import propose_processed, write_drafts
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
@@ -77,7 +77,7 @@ class Batch:
             }
             for ask, rows in zip(asks, columns, strict=True)
         ]
-        bans = DraftBans(pools.allowed.clone(), hidden.to(DEVICE))
+        bans = DraftMask(pools.allowed.clone(), hidden.to(DEVICE))
         slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, bans=bans)
         return cls(asks, slots, [dice.randrange(14) for _ in range(requests)])
 
@@ -85,7 +85,7 @@ class Batch:
         """With a table, and bans, of its own."""
         bans = self.slots.bans
         assert bans is not None
-        mine = DraftBans(bans.allowed.clone(), bans.hidden.clone())
+        mine = DraftMask(bans.allowed.clone(), bans.hidden.clone())
         return replace(self, slots=replace(on_copy(self.slots), bans=mine))
 
     def behind(self, runs: list[list[int]]) -> list[Asks]:
@@ -183,7 +183,7 @@ def one_request(**asks: object) -> Batch:
     slots = slot_rows([{**values, **columns[0]}])
     return Batch(
         [Asks(**asks)],  # type: ignore[arg-type]
-        replace(slots, pools=pools, bans=DraftBans(pools.allowed.clone(), hidden)),
+        replace(slots, pools=pools, bans=DraftMask(pools.allowed.clone(), hidden)),
         [5],
     )
 
@@ -204,9 +204,9 @@ def test_strided_arguments(backend: Backend) -> None:
     given_batch = Batch.of(3, 4, 40)
     refused = {"slots.table": "rows without gaps", "accepted.tokens": "row-contiguous"}
     for name in ("bias", "allowed", "counts", "seen", "words"):
-        refused[f"slots.pools.{name}"] = f"pool {name} of logit edits"
+        refused[f"slots.pools.{name}"] = f"pools.{name}"
     for name in ("allowed", "hidden"):
-        refused[f"slots.bans.{name}"] = f"bans of drafts, {name}"
+        refused[f"slots.bans.{name}"] = f"draft mask, {name}"
     pools = given_batch.slots.pools
     assert pools is not None
     finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))

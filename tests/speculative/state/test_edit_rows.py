@@ -1,4 +1,4 @@
-"""Rows of the pools of logit edits: who has one, what stands in it, and who gets it back."""
+"""Rows of the pools: who has one, what stands in it, and who gets it back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.verification import make_modes
@@ -51,7 +51,7 @@ def request(request_id: int, prompt: list[int] | None = None, **options: Any) ->
     return LlmRequest(request_id, tokens, params, end_ids=(2,), max_draft_len=2, max_seq_len=99)
 
 
-def pools(manager: SlotStateManager) -> EditPools:
+def pools(manager: SlotStateManager) -> LogitsProcessorState:
     assert manager.edit_rows is not None
     return manager.edit_rows.pools
 

@@ -16,7 +16,6 @@ from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, 
 from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     ALLOWED_ROW,
     Pools,
@@ -26,6 +25,7 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
     num_words,
 )
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW
+from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import Accepted, StepLayout
 
@@ -543,7 +543,7 @@ def relaxed_partials(
     rule: RelaxedRule,
     *,
     has_choices: bool = False,
-    pools: EditPools | None = None,
+    pools: LogitsProcessorState | None = None,
     draft_lens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
 ) -> RelaxedPartials:

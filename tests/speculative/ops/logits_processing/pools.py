@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
-from mtp_plugin.speculative.edit_pools import EditPools
+from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from tests.speculative.ops.logits_processing.example import Asks
 from tests.speculative.ops.on_device import DEVICE
 
@@ -19,7 +19,7 @@ SOILED = 0x2B2B2B2B
 
 def pools_of(
     asks: Sequence[Asks], vocab: int, rng: random.Random
-) -> tuple[EditPools, list[dict[str, int]]]:
+) -> tuple[LogitsProcessorState, list[dict[str, int]]]:
     """Return the pools of requests, and the columns that hold their row numbers.
 
     A request has different rows in different pools; the ends of poisoned words are all ids.
@@ -59,7 +59,7 @@ def pools_of(
                 listed[row, place, -len(word) :] = torch.tensor(word, dtype=torch.int32)
         columns.append({name: given.get(name, -1) for name in POOL_ROWS})
     pools = (bias, allowed, counts, seen, listed)
-    return EditPools(*(pool.to(DEVICE) for pool in pools)), columns
+    return LogitsProcessorState(*(pool.to(DEVICE) for pool in pools)), columns
 
 
 def bits_of(ids: Collection[int], words: int) -> torch.Tensor:

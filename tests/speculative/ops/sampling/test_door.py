@@ -75,8 +75,8 @@ def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
     refused = {
         "logits": "row-contiguous",
         "table": "rows without gaps",
-        "sums.tops": "without gaps",
-        "sums.masses": "without gaps",
+        "sums.tops": "expected contiguous",
+        "sums.masses": "expected contiguous",
     }
     check_strided_arguments(drawn, given, refused=refused, backend=backend)
 

@@ -301,7 +301,7 @@ def test_pools_that_do_not_fit(backend: Backend) -> None:
     assert pools is not None
     for name in vars(pools):
         slots = replace(batch.slots, pools=replace(pools, **{name: vars(pools)[name].half()}))
-        with pytest.raises(TensorContractError, match=f"pool {name} of logit edits: expected"):
+        with pytest.raises(TensorContractError, match=f"pools.{name}: expected"):
             sample_tokens(batch.logits, batch.rows, slots, backend=backend)
     with pytest.raises(TensorContractError, match=r"logits: expected 7 columns.*, got 6"):
         sample_tokens(batch.logits[:, :6], batch.rows, batch.slots, backend=backend)
@@ -322,7 +322,7 @@ def test_strided_arguments(backend: Backend, cut: bool) -> None:
     }
     gaps = "rows without gaps"
     refused = {"slots.table": gaps, "rows.drafts": "row-contiguous", "logits": "row-contiguous"}
-    refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
+    refused |= {f"slots.pools.{name}": f"pools.{name}" for name in vars(pools)}
     refused |= {"vocab_ids": "expected a contiguous vector"} if cut else {}
     check_strided_arguments(sample_tokens, arguments, refused=refused, backend=backend)
 

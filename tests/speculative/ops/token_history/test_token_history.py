@@ -15,7 +15,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
-from mtp_plugin.speculative.edit_pools import EditPools
+from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.ops import token_history_triton
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, SlotRows
@@ -98,7 +98,7 @@ class Batch:
     def noted(self, backend: Backend) -> Batch:
         """On copies of all that is moved on."""
         assert self.slots.pools is not None
-        pools = EditPools(*(pool.clone() for pool in vars(self.slots.pools).values()))
+        pools = LogitsProcessorState(*(pool.clone() for pool in vars(self.slots.pools).values()))
         slots = replace(on_copy(self.slots), pools=pools)
         update_token_history(self.accepted, slots, backend=backend)
         return replace(self, slots=slots)
@@ -273,7 +273,7 @@ def test_strided_arguments(backend: Backend) -> None:
     finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
     arguments = {"accepted": batch.accepted, "slots": replace(batch.slots, pools=finite)}
     refused = {"accepted.tokens": "row-contiguous", "slots.table": "rows without gaps"}
-    refused |= {f"slots.pools.{name}": f"pool {name} of logit edits" for name in vars(pools)}
+    refused |= {f"slots.pools.{name}": f"pools.{name}" for name in vars(pools)}
     check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 
 

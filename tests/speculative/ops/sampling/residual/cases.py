@@ -10,8 +10,8 @@ import torch
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
-from mtp_plugin.speculative.edit_pools import EditPools
 from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows
+from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.ops.sampling import (
     DRAFT_COLUMNS,
     STEP_COLUMN,
@@ -287,7 +287,7 @@ def _values(rng: random.Random, vocab: int) -> dict[str, object]:
     }
 
 
-def _pools(rng: random.Random, requests: int, vocab: int) -> EditPools:
+def _pools(rng: random.Random, requests: int, vocab: int) -> LogitsProcessorState:
     """A row per request, of every kind of edit; at least one id is allowed."""
     noise = torch.Generator().manual_seed(rng.getrandbits(31))
     words = -(-vocab // 32)
@@ -301,7 +301,7 @@ def _pools(rng: random.Random, requests: int, vocab: int) -> EditPools:
         (flags.view(requests, words, 32) * bits).sum(dim=2).to(torch.int32)
         for flags in (allowed, seen)
     ]
-    return EditPools(
+    return LogitsProcessorState(
         bias=torch.randn(requests, vocab, generator=noise).to(DEVICE),
         allowed=torch.cat([of_words[0], allowed.sum(1, keepdim=True).to(torch.int32)], 1).to(
             DEVICE
