@@ -1,11 +1,13 @@
 """Multi-token-prediction speculative decoding as a plugin for PyExecutor-shaped serving loops.
 
-The names below are what a host or a user starts from. Each is imported when it is first asked for,
-so that ``import mtp_plugin`` alone loads nothing.
+The names below are the public interface for users and host engines. They are imported lazily, so
+that ``import mtp_plugin`` loads nothing else.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mtp_plugin.config import MTPDecodingConfig as MTPDecodingConfig
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from mtp_plugin.speculative.step import Accepted as Accepted
     from mtp_plugin.speculative.step import StepOutput as StepOutput
 
-_ROOMS = {
+_MODULES = {
     "Accepted": "speculative.step",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
@@ -81,9 +83,9 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker reads the imports above
 
     def __getattr__(name: str) -> Any:
-        if name not in _ROOMS:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
 

@@ -1,16 +1,25 @@
-"""How another way to speculate or another engine plugs in: pieces, registry, requests' facts."""
+"""The public names for writing a drafter or a host engine, all in one module.
 
+A drafter is a `SpeculativePlugin` that builds `SpeculativePieces`; see integration/examples/ngram.
+"""
+
+from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.draft_length.draft_state import DraftState
 from mtp_plugin.speculative.host import (
+    DecodingOptions,
+    HostStep,
     PlainAttentionMetadata,
     PlainBatch,
     PlainRequest,
     RequestFacts,
     SpecRequest,
 )
+from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.plugin import (
     ENTRY_POINT_GROUP,
     NO_SPECULATION,
@@ -25,16 +34,31 @@ from mtp_plugin.speculative.plugin import (
     register_plugin,
     unregister_plugin,
 )
-from mtp_plugin.speculative.step import StepResult
+from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.state import SlotStateManager
+from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput, StepResult
+from mtp_plugin.speculative.verification import (
+    StrictVerification,
+    VerificationInputs,
+    VerificationMode,
+    Verifier,
+)
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "NO_SPECULATION",
+    "Accepted",
+    "Backend",
+    "ConfigError",
+    "DecodingOptions",
     "DraftPlan",
     "DraftState",
     "FinishReason",
     "HostFacts",
+    "HostStep",
     "MTPPlugin",
+    "MTPSampler",
+    "MTPSpecMetadata",
     "NoSpeculationPlugin",
     "PlainAttentionMetadata",
     "PlainBatch",
@@ -43,11 +67,19 @@ __all__ = [
     "RequestFacts",
     "RequestState",
     "SamplingParams",
+    "SlotStateManager",
     "SpecRequest",
+    "SpeculativeDecodingMode",
     "SpeculativePieces",
     "SpeculativePlugin",
+    "StepLayout",
+    "StepOutput",
     "StepResult",
     "StopRule",
+    "StrictVerification",
+    "VerificationInputs",
+    "VerificationMode",
+    "Verifier",
     "find_plugin",
     "register_plugin",
     "unregister_plugin",

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 import pytest
 
@@ -23,11 +24,15 @@ def test_a_public_name_is_that_of_its_module(name: str) -> None:
 
 
 def test_the_pieces_are_there() -> None:
-    assert set(mtp_plugin.__all__) == set(mtp_plugin._ROOMS)
+    assert set(mtp_plugin.__all__) == set(mtp_plugin._MODULES)
     assert set(mtp_plugin.__all__) >= PIECES
     everything: dict[str, object] = {}
     exec("from mtp_plugin import *", everything)
     assert set(mtp_plugin.__all__) <= set(everything)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert version("mtp-plugin") == mtp_plugin.__version__
 
 
 def test_what_calls_give_is_there() -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from mtp_plugin import __version__
 from mtp_plugin.cli import bench, config, doctor, generate, parity
 from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import output, run_to_the_end
@@ -38,9 +39,7 @@ def main() -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from mtp_plugin.tools.terminal.version import package_version
-
-        output().write_line(f"mtp-plugin {package_version()}")
+        output().write_line(f"mtp-plugin {__version__}")
         raise typer.Exit
 
 

@@ -1,8 +1,8 @@
-"""A second drafter, built on the public interface alone: prompt lookup by n-grams.
+"""A third-party drafter: prompt lookup by n-grams, built on `mtp_plugin.plugin` alone.
 
-It proposes what followed the last time that the newest n tokens stood in the request's own text.
-The text lies in a pool on the device, so that a step can be launched before the host knows the
-tokens of the one before.
+The draft is what followed the previous occurrence of the request's last n tokens. The tokens of
+each request are kept on the device, so that a step can be launched before the host has read the
+tokens of the step before.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.plugin import DraftPlan, HostFacts, SpeculativePieces
-from mtp_plugin.speculative.host import DecodingOptions, HostStep
-from mtp_plugin.speculative.metadata import MTPSpecMetadata
-from mtp_plugin.speculative.sampler import MTPSampler
-from mtp_plugin.speculative.state import SlotStateManager
-from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput
-from mtp_plugin.speculative.verification import (
+from mtp_plugin.plugin import (
+    Accepted,
+    Backend,
+    ConfigError,
+    DecodingOptions,
+    DraftPlan,
+    HostFacts,
+    HostStep,
+    MTPSampler,
+    MTPSpecMetadata,
+    SlotStateManager,
+    SpeculativeDecodingMode,
+    SpeculativePieces,
+    StepLayout,
+    StepOutput,
     StrictVerification,
     VerificationInputs,
     VerificationMode,
@@ -31,8 +36,8 @@ from mtp_plugin.speculative.verification import (
 )
 
 
-class TextPool(SlotStateManager):
-    """The slots of requests, and beside each the tokens of its text; the last one takes padding."""
+class TokenPool(SlotStateManager):
+    """State slots with the token ids of each request; the last row takes padding writes."""
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class TextPool(SlotStateManager):
             num_seq_slots=num_seq_slots,
             vocab_size=vocab_size,
         )
-        # the column behind the longest text takes what nobody reads
+        # the last column takes writes of masked positions
         shape = (self.num_rows, max_seq_len + 1)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
@@ -61,9 +66,9 @@ class TextPool(SlotStateManager):
 
 
 class LookupWorker(torch.nn.Module):
-    """Accepts, writes down what is new, and looks it up."""
+    """Verifies drafts, appends the new tokens to the pool and looks up the next drafts."""
 
-    def __init__(self, max_draft_len: int, ngram: int, verifier: Verifier, pool: TextPool) -> None:
+    def __init__(self, max_draft_len: int, ngram: int, verifier: Verifier, pool: TokenPool) -> None:
         super().__init__()
         self.max_draft_len = max_draft_len
         self.ngram = ngram
@@ -104,50 +109,54 @@ class LookupWorker(torch.nn.Module):
         positions: torch.Tensor,
         accepted: Accepted,
     ) -> torch.Tensor:
-        """Put prompt rows and emitted tokens where they belong; the texts' lengths [R] int64."""
+        """Write prompt and accepted tokens at their positions; return the lengths [R] int64."""
         num_contexts, num_rows = layout.num_contexts, layout.num_ctx_tokens
-        text, last_column = self.pool.tokens, self.pool.tokens.shape[1] - 1
+        tokens, last_column = self.pool.tokens, self.pool.tokens.shape[1] - 1
         chunk_lens = layout.context_lens.long()
-        owners = torch.repeat_interleave(slots[:num_contexts], chunk_lens, output_size=num_rows)
-        text[owners, positions[:num_rows]] = input_ids[:num_rows]
+        row_slots = torch.repeat_interleave(slots[:num_contexts], chunk_lens, output_size=num_rows)
+        tokens[row_slots, positions[:num_rows]] = input_ids[:num_rows]
 
-        # behind a chunk, and behind the input of a generation's first row
+        # the position after a prompt chunk, and after the first input token of a generation
         ends = positions[chunk_lens.cumsum(0) - 1] + 1
         newest = positions[num_rows :: layout.step_rows] + 1
         first = torch.cat([ends, newest])
         columns = torch.arange(layout.step_rows, device=first.device)
         where = (first.unsqueeze(1) + columns).clamp_max(last_column)
         where = where.masked_fill(accepted.tokens < 0, last_column)
-        text[slots.unsqueeze(1), where] = accepted.tokens.clamp_min(0)
+        tokens[slots.unsqueeze(1), where] = accepted.tokens.clamp_min(0)
         return (first + accepted.num_accepted).clamp_max(last_column)
 
 
 def look_up(
-    text: torch.Tensor, lengths: torch.Tensor, ngram: int, max_draft_len: int
+    tokens: torch.Tensor, lengths: torch.Tensor, ngram: int, max_draft_len: int
 ) -> torch.Tensor:
-    """What followed the last earlier place of each text's newest n tokens [R, K] int32; else zeros.
+    """Return the K tokens after the previous occurrence of each row's last n tokens.
 
-    Where fewer than K tokens follow, the text goes on as if it repeated itself from there.
+    If fewer than K tokens follow, they repeat. Rows without an earlier occurrence get zeros.
 
     Args:
-        text: [R, W] int32. lengths: [R] int64.
+        tokens: [R, W] int32.
+        lengths: valid tokens of each row, [R] int64.
+
+    Returns:
+        [R, K] int32.
     """
-    width = text.shape[1]
-    columns = torch.arange(width, device=text.device)
-    found = torch.ones_like(text, dtype=torch.bool)
+    width = tokens.shape[1]
+    columns = torch.arange(width, device=tokens.device)
+    found = torch.ones_like(tokens, dtype=torch.bool)
     for back in range(ngram):
-        token = text.gather(1, (lengths - 1 - back).clamp_min(0).unsqueeze(1))
-        found &= torch.roll(text, back, dims=1) == token
+        token = tokens.gather(1, (lengths - 1 - back).clamp_min(0).unsqueeze(1))
+        found &= torch.roll(tokens, back, dims=1) == token
     ends = (columns >= ngram - 1) & (columns < lengths.unsqueeze(1) - 1)
     last = torch.where(found & ends, columns, -1).amax(dim=1, keepdim=True)
     known = lengths.unsqueeze(1) - 1 - last
-    steps = torch.arange(max_draft_len, device=text.device)
-    drafts = text.gather(1, last + 1 + steps.remainder(known.clamp_min(1)))
+    steps = torch.arange(max_draft_len, device=tokens.device)
+    drafts = tokens.gather(1, last + 1 + steps.remainder(known.clamp_min(1)))
     return drafts.masked_fill(last < 0, 0)
 
 
 class NgramPlugin:
-    """Prompt lookup under the decoding type ``NGRAM_TEST``."""
+    """Registers prompt lookup as the decoding type ``NGRAM_TEST``."""
 
     decoding_type = "NGRAM_TEST"
     defaults = {"max_draft_len": 3, "ngram": 2}  # noqa: RUF012 - read only
@@ -158,7 +167,7 @@ class NgramPlugin:
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
         k = plan.max_draft_len
         verifier = Verifier([StrictVerification(DecodingOptions(max_draft_len=k), host.device)])
-        pool = TextPool(
+        pool = TokenPool(
             verifier.modes,
             host.max_batch_size,
             host.max_seq_len,

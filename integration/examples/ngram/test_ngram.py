@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from integration.examples.ngram.plugin import NgramPlugin, TextPool, look_up
+from integration.examples.ngram.plugin import NgramPlugin, TokenPool, look_up
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError, PluginError
 from mtp_plugin.executor import LLM, SamplingParams
@@ -229,7 +229,7 @@ def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
     with wandering.llm() as llm:
         pieces = llm.pieces
         manager, metadata = pieces.manager, pieces.make_metadata()
-        assert isinstance(manager, TextPool)
+        assert isinstance(manager, TokenPool)
         assert isinstance(manager, ResourceManager)
         assert manager.tokens.shape == (manager.num_rows, 97)
         assert not hasattr(manager, "mtp_past_tokens_pool")

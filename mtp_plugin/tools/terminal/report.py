@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from mtp_plugin import __version__
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.logprobs import TokenLogprobs
@@ -19,7 +20,6 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
 from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
-from mtp_plugin.tools.terminal.version import package_version
 
 SHOWN_LOGPROBS = 10
 """Tokens of a prompt, and of a text, whose log-probabilities are shown in a terminal."""
@@ -255,7 +255,7 @@ def report_document(report: Report) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the package and of what it stands on."""
-    found = {"mtp_plugin": package_version(), "python": platform.python_version()}
+    found = {"mtp_plugin": __version__, "python": platform.python_version()}
     return {**found, **{name: version(name) for name in ("torch", "transformers")}}
 
 
