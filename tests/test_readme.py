@@ -35,6 +35,12 @@ def test_the_readme_is_for_a_reader_in_a_hurry() -> None:
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1
 
 
+def test_fast_tests_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (paths,) = re.findall(r"^FAST = (.*)$", makefile, re.MULTILINE)
+    assert [path for path in paths.split() if not (ROOT / path).exists()] == []
+
+
 def test_the_six_lines_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

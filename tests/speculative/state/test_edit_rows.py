@@ -142,6 +142,16 @@ def test_who_asks_for_nothing_has_no_row() -> None:
     assert all(unwritten(manager, row) for row in range(4))
 
 
+def test_options_of_freed_requests_are_forgotten() -> None:
+    manager = managed()
+    sampled, greedy = request(2, temperature=0.7), request(3)
+    manager.prepare_resources(batch(sampled, greedy))
+    manager.free_resources(greedy)
+    assert manager.any_request_options
+    manager.free_resources(sampled)
+    assert not manager.any_request_options
+
+
 def test_bias() -> None:
     manager = managed()
     asked = {3: 1.5, 69: -0.1, 0: 1e300, 1: -1e300}
