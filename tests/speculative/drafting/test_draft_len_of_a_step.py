@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Seen, Step, Turn
 
 WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
 K = 3
@@ -80,6 +81,20 @@ def test_a_step_of_fewer_drafts(kind: type, k: int | None) -> None:
 )
 def test_layers_that_run(kind: type, k: int, keep_warm: bool, passes: list[int]) -> None:
     assert run(kind, k, keep_warm)[1] == passes
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_passes_without_drafts_read_token_zero(k: int) -> None:
+    step = Step(k, [Prompt([1, 2], choice=9)], [turn(k), turn(k)])
+    step.spec.runtime_draft_len = k
+    widen(step)
+    seen: list[Seen] = []
+    layers = [ScriptedLayer(depth, seen) for depth in range(K)]
+    MTPWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")(**step.inputs(), mtp_layers=layers)
+    assert [one.depth for one in seen] == [0, 1, 2]
+    for one in seen:
+        last_ids = [one.ids[end - 1] for end in itertools.accumulate(one.seq_lens)]
+        assert (last_ids == [0, 0, 0]) == (one.depth > k)
 
 
 @pytest.mark.parametrize("kind", WORKERS)
