@@ -35,7 +35,7 @@ from mtp_plugin.requests.options import (
     is_greedy,
 )
 from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
+from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
 from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from tests.hostile import HOSTILE, LONGEST_LINE, suppress_short
@@ -102,11 +102,15 @@ def test_every_option_is_served_or_refused() -> None:
     """Nobody serves a name that is no option, and none of those that stay refused."""
     own = SERVED - {"min_tokens"}
     assert own <= OWN_OPTIONS
-    assert set(OPTIONS) >= (OWN_OPTIONS | EDITED_OPTIONS | SAMPLING_OPTIONS)
-    assert {name for name, option in OPTIONS.items() if option.edits_logits} >= EDITED_OPTIONS
+    assert set(OPTIONS) >= (OWN_OPTIONS | LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS)
+    assert {
+        name for name, option in OPTIONS.items() if option.edits_logits
+    } >= LOGITS_PROCESSING_OPTIONS
     assert {name for name, option in OPTIONS.items() if option.draws} >= SAMPLING_OPTIONS
     last = list(OPTIONS).index("n")
-    assert not (OWN_OPTIONS | EDITED_OPTIONS | SAMPLING_OPTIONS) & {*list(OPTIONS)[last:]}
+    assert not (OWN_OPTIONS | LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS) & {
+        *list(OPTIONS)[last:]
+    }
 
 
 # --- ranges ---

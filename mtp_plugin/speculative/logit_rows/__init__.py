@@ -28,17 +28,22 @@ have the same steps for kernels.
 """
 
 from mtp_plugin.requests.options import GREEDY_BELOW
-from mtp_plugin.speculative.logit_rows.processing import EDITED_OPTIONS, ban_next, banned, edited
+from mtp_plugin.speculative.logit_rows.processing import (
+    LOGITS_PROCESSING_OPTIONS,
+    disallowed_tokens,
+    process_logits,
+    update_draft_mask,
+)
 from mtp_plugin.speculative.logit_rows.rows import LogitRows
 from mtp_plugin.speculative.logit_rows.thinking import ThinkingRule, ThinkingState
 
 __all__ = [
-    "EDITED_OPTIONS",
     "GREEDY_BELOW",
+    "LOGITS_PROCESSING_OPTIONS",
     "LogitRows",
     "ThinkingRule",
     "ThinkingState",
-    "ban_next",
-    "banned",
-    "edited",
+    "disallowed_tokens",
+    "process_logits",
+    "update_draft_mask",
 ]

@@ -13,7 +13,7 @@ from mtp_plugin.speculative.logits_processor_state import (
 )
 from mtp_plugin.speculative.step import SlotRows
 
-EDITED_OPTIONS = frozenset(
+LOGITS_PROCESSING_OPTIONS = frozenset(
     {
         "min_tokens",
         "logit_bias",
@@ -29,7 +29,7 @@ EDITED_OPTIONS = frozenset(
 """Options of a request that this module applies."""
 
 
-def edited(
+def process_logits(
     logits: torch.Tensor,
     rows: LogitRows,
     slots: SlotRows,
@@ -57,10 +57,10 @@ def edited(
     row = slots.read("allowed_row", requests)[owners]
     is_allowed = _bits(pools.allowed, row, ids) | (row < 0).unsqueeze(1)
     values = values.masked_fill(~is_allowed, -torch.inf)
-    return _penalised(values, ids, rows, slots, pools, owners, num_before)
+    return _apply_penalties(values, ids, rows, slots, pools, owners, num_before)
 
 
-def _penalised(
+def _apply_penalties(
     values: torch.Tensor,
     ids: torch.Tensor,
     rows: LogitRows,
@@ -102,7 +102,7 @@ def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return (words & bit_of(ids) != 0) & (row >= 0).unsqueeze(1)
 
 
-def banned(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
+def disallowed_tokens(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that must not come next in every row; -1: none.
 
     Returns:
@@ -137,7 +137,7 @@ def banned(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor
     return torch.where(yields.unsqueeze(1), -1, stops), words
 
 
-def ban_next(rows: LogitRows, slots: SlotRows) -> None:
+def update_draft_mask(rows: LogitRows, slots: SlotRows) -> None:
     """Update the draft masks for the drafts that these rows propose, one per request.
 
     Ids masked for the previous draft are allowed again. Requests without a row of allowed ids have
@@ -147,7 +147,7 @@ def ban_next(rows: LogitRows, slots: SlotRows) -> None:
     if pools is None or bans is None:
         return
     vocab = pools.vocab_size
-    stops, words = banned(rows, slots)
+    stops, words = disallowed_tokens(rows, slots)
     ids = torch.cat([stops, words], dim=1)
     row = slots.read("allowed_row", slice(0, rows.num_requests)).to(torch.int64)
     mine = (row >= 0).unsqueeze(1)

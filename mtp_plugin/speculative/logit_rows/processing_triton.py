@@ -50,7 +50,7 @@ class Pools(NamedTuple):
     vocab: tl.tensor
 
 
-class Edits(NamedTuple):
+class RowProcessing(NamedTuple):
     """Logits processing of one row; pointers are those of the request's rows of the pools."""
 
     slot: tl.tensor
@@ -102,12 +102,12 @@ def _seen_of(row, pools):
 
 
 @triton.jit
-def edits_of(slot, pools, draft_ptr, num_before):
+def load_processing(slot, pools, draft_ptr, num_before):
     """Load the logits processing of a row from its request's slot."""
     bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
     allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
     count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
-    return Edits(
+    return RowProcessing(
         slot,
         pools,
         bias_row,
@@ -126,28 +126,30 @@ def edits_of(slot, pools, draft_ptr, num_before):
 
 
 @triton.jit
-def is_edited(slot):
+def is_processed(slot):
     """Whether the logits of a request are changed at all."""
     row = tl.maximum(tl.load(slot + BIAS_ROW), tl.load(slot + ALLOWED_ROW))
     return tl.maximum(row, tl.load(slot + COUNT_ROW)) >= 0
 
 
 @triton.jit
-def only_lower(edits):
+def only_lower(processing):
     """Whether processing increases no value of the row."""
-    is_lowered = (edits.repetition >= 1) & (edits.presence >= 0) & (edits.frequency >= 0)
-    return (edits.bias_row < 0) & ((edits.count_row < 0) | is_lowered)
+    is_lowered = (
+        (processing.repetition >= 1) & (processing.presence >= 0) & (processing.frequency >= 0)
+    )
+    return (processing.bias_row < 0) & ((processing.count_row < 0) | is_lowered)
 
 
 @triton.jit
-def allowed_fours(edits, ids, inside):
+def allowed_fours(processing, ids, inside):
     """The allowed bits of four ids each, starting at ``ids``; 0 for those that are not inside."""
-    words = tl.load(edits.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
+    words = tl.load(processing.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
     return words >> (ids & (WORD_BITS - 1))
 
 
 @triton.jit
-def _biased(x, ids, inside, row, bias_ptr):
+def _add_bias(x, ids, inside, row, bias_ptr):
     """Add a row of bias; a row below 0 adds none."""
     if row >= 0:
         x += tl.load(bias_ptr + ids, mask=inside, other=0.0)
@@ -156,22 +158,22 @@ def _biased(x, ids, inside, row, bias_ptr):
 
 
 @triton.jit
-def _repeated(x, seen, edits):
+def _apply_repetition(x, seen, processing):
     """Apply the repetition penalty to the values that were ``seen``."""
-    if edits.repetition != 1:
-        lowered = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
+    if processing.repetition != 1:
+        lowered = tl.where(x > 0, tl.div_rn(x, processing.repetition), x * processing.repetition)
         x = tl.where(seen, lowered, x)
     return x
 
 
 @triton.jit
-def _counted(x, count, edits):
+def _apply_counts(x, count, processing):
     """Apply the presence and frequency penalties to values with these counts."""
     count = tl.minimum(count, MOST_COUNTED)
-    if edits.presence != 0:
-        x = x - tl.where(count > 0, edits.presence, 0.0)
+    if processing.presence != 0:
+        x = x - tl.where(count > 0, processing.presence, 0.0)
     # the select keeps the product apart: fused with the subtraction it would round differently
-    return x - tl.where(count > 0, edits.frequency * count.to(tl.float32), 0.0)
+    return x - tl.where(count > 0, processing.frequency * count.to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -181,25 +183,27 @@ def _counts_of(count_ptr, ids, is_read):
 
 
 @triton.jit
-def edited(x, ids, inside, edits):
+def process_values(x, ids, inside, processing):
     """Process values of ids; float32 without NaN, before and after."""
-    if (edits.bias_row >= 0) | (edits.allowed_row >= 0):
-        x = _biased(x, ids, inside, edits.bias_row, edits.bias_ptr)
-        if edits.allowed_row >= 0:
-            x = tl.where(bits_of(edits.allowed_ptr, ids, inside) != 0, x, float("-inf"))
-    if edits.count_row >= 0:
-        in_slot = bits_of(edits.seen_ptr, ids, inside)
+    if (processing.bias_row >= 0) | (processing.allowed_row >= 0):
+        x = _add_bias(x, ids, inside, processing.bias_row, processing.bias_ptr)
+        if processing.allowed_row >= 0:
+            x = tl.where(bits_of(processing.allowed_ptr, ids, inside) != 0, x, float("-inf"))
+    if processing.count_row >= 0:
+        in_slot = bits_of(processing.seen_ptr, ids, inside)
         times = tl.zeros_like(ids)
-        for place in range(edits.num_before):
-            times += (ids == _draft_of(edits.draft_ptr, place)).to(tl.int32)
-        x = _repeated(x, (in_slot | times) != 0, edits)
-        if (edits.presence != 0) | (edits.frequency != 0):
-            x = _counted(x, _counts_of(edits.count_ptr, ids, in_slot != 0) + times, edits)
+        for place in range(processing.num_before):
+            times += (ids == _draft_of(processing.draft_ptr, place)).to(tl.int32)
+        x = _apply_repetition(x, (in_slot | times) != 0, processing)
+        if (processing.presence != 0) | (processing.frequency != 0):
+            x = _apply_counts(
+                x, _counts_of(processing.count_ptr, ids, in_slot != 0) + times, processing
+            )
         x = tl.where(x == x, x, float("-inf"))
     return x
 
 
-class PieceEdits(NamedTuple):
+class PieceProcessing(NamedTuple):
     """Processing of a piece of a row, loaded before the values are needed."""
 
     bias_row: tl.tensor  # below 0: not used
@@ -213,7 +217,7 @@ class PieceEdits(NamedTuple):
     counts: tl.tensor  # [F, 4]
 
 
-class SharedEdits(NamedTuple):
+class SharedProcessing(NamedTuple):
     """Processing that all pieces of a row share."""
 
     inverse: tl.tensor  # of the repetition penalty
@@ -229,13 +233,13 @@ def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
 
 
 @triton.jit
-def edits_of_piece(first, vocab, edits, SIZE: tl.constexpr):
+def load_piece_processing(first, vocab, processing, SIZE: tl.constexpr):
     """Load the processing of the ``SIZE`` ids from ``first`` on; both are multiples of a word.
 
     The rows of the pools are loaded again for every piece, since keeping them takes registers. A
     thread reads the bits of four neighbouring ids.
     """
-    slot, pools = edits.slot, edits.pools
+    slot, pools = processing.slot, processing.pools
     bias_row = tl.load(slot + BIAS_ROW)
     allowed_row = tl.load(slot + ALLOWED_ROW)
     count_row = tl.load(slot + COUNT_ROW)
@@ -258,7 +262,7 @@ def edits_of_piece(first, vocab, edits, SIZE: tl.constexpr):
             ids = tl.arange(0, FOURS)[:, None] * 4 + tl.arange(0, 4)[None, :]
             count_ptr = pools.count_ptr + count_row.to(tl.int64) * pools.vocab + first
             counts = tl.load(count_ptr + ids, mask=ids < vocab - first, other=0)
-    return PieceEdits(
+    return PieceProcessing(
         bias_row,
         allowed_row,
         count_row,
@@ -278,8 +282,8 @@ def _bits_of_fours(fours):
 
 
 @triton.jit
-def _repeated_piece(x, seen, repetition, inverse):
-    """`_repeated` for values [F, 4], with ``seen`` as four bits per group.
+def _apply_repetition_piece(x, seen, repetition, inverse):
+    """`_apply_repetition` for values [F, 4], with ``seen`` as four bits per group.
 
     All values share the divisor, so the quotient is the product with its rounded inverse, corrected
     by the remainder: see Markstein, "Computation of elementary functions on the IBM RISC
@@ -333,10 +337,10 @@ def _products_of(counts, frequency):
 
 
 @triton.jit
-def _penalised(x, piece, inverse):
+def _apply_penalties(x, piece, inverse):
     """Apply penalties to values [F, 4], without the draft tokens before the row."""
     if piece.repetition != 1:
-        x = _repeated_piece(x, piece.seen, piece.repetition, inverse)
+        x = _apply_repetition_piece(x, piece.seen, piece.repetition, inverse)
     if (piece.presence != 0) | (piece.frequency != 0):
         if piece.presence != 0:
             x = x - tl.where(piece.counts != 0, piece.presence, 0.0)
@@ -345,58 +349,68 @@ def _penalised(x, piece, inverse):
 
 
 @triton.jit
-def _has_draft(edits, first, end):
+def _has_draft(processing, first, end):
     """Whether a draft token before the row is, or may be, one of the ids ``first`` to ``end``."""
     places = tl.arange(0, DRAFTS)
-    drafts = tl.load(edits.draft_ptr + places, mask=places < edits.num_before, other=-1)
+    drafts = tl.load(processing.draft_ptr + places, mask=places < processing.num_before, other=-1)
     is_here = (drafts >= first) & (drafts < end)
-    return (tl.max(is_here.to(tl.int32), axis=0) > 0) | (edits.num_before > DRAFTS)
+    return (tl.max(is_here.to(tl.int32), axis=0) > 0) | (processing.num_before > DRAFTS)
 
 
 @triton.jit
-def shared_edits(edits, first, end):
+def load_shared_processing(processing, first, end):
     """Load what all pieces between two ids share."""
-    return SharedEdits(tl.div_rn(1.0, edits.repetition), _has_draft(edits, first, end))
+    return SharedProcessing(
+        tl.div_rn(1.0, processing.repetition), _has_draft(processing, first, end)
+    )
 
 
 @triton.jit
-def unknown_shared_edits():
-    """A neutral value until `shared_edits` is loaded."""
-    return SharedEdits(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
+def unknown_shared_processing():
+    """A neutral value until `load_shared_processing` is loaded."""
+    return SharedProcessing(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
 
 
 @triton.jit
-def _drafted(x, first, vocab, row_ptr, edits):
+def _process_drafts(x, first, vocab, row_ptr, processing):
     """Process the ids of draft tokens before the row again, with these drafts counted."""
     SIZE: tl.constexpr = x.shape[0]
-    if _has_draft(edits, first, first + SIZE):
-        again = edits_of(edits.slot, edits.pools, edits.draft_ptr, edits.num_before)
-        for place in range(edits.num_before):
-            draft = _draft_of(edits.draft_ptr, place)
+    if _has_draft(processing, first, first + SIZE):
+        again = load_processing(
+            processing.slot, processing.pools, processing.draft_ptr, processing.num_before
+        )
+        for place in range(processing.num_before):
+            draft = _draft_of(processing.draft_ptr, place)
             is_here = (draft >= first) & (draft < first + SIZE) & (draft < vocab)
             value = tl.load(row_ptr + draft, mask=is_here, other=0.0).to(tl.float32)
-            value = edited(tl.where(value == value, value, float("-inf")), draft, is_here, again)
+            value = process_values(
+                tl.where(value == value, value, float("-inf")), draft, is_here, again
+            )
             x = tl.where(is_here & (tl.arange(0, SIZE) == draft - first), value, x)
     return x
 
 
 @triton.jit
-def edited_piece(x, piece, first, vocab, row_ptr, edits, shared):
-    """`edited` for a piece whose processing `edits_of_piece` loaded; NaN may remain.
+def process_piece(x, piece, first, vocab, row_ptr, processing, shared):
+    """`process_values` for a piece whose processing `load_piece_processing` loaded; NaN may remain.
 
     Draft tokens are few, so most pieces hold none.
     """
     SIZE: tl.constexpr = x.shape[0]
     if piece.bias_row >= 0:
         places = tl.arange(0, SIZE)
-        bias_ptr = edits.pools.bias_ptr + piece.bias_row.to(tl.int64) * edits.pools.vocab + first
-        x = _biased(x, places, places < vocab - first, piece.bias_row, bias_ptr)
+        bias_ptr = (
+            processing.pools.bias_ptr + piece.bias_row.to(tl.int64) * processing.pools.vocab + first
+        )
+        x = _add_bias(x, places, places < vocab - first, piece.bias_row, bias_ptr)
     if piece.allowed_row >= 0:
         x = tl.where(tl.reshape(_bits_of_fours(piece.allowed), [SIZE]), x, float("-inf"))
     if piece.count_row >= 0:
-        x = tl.reshape(_penalised(tl.reshape(x, [SIZE // 4, 4]), piece, shared.inverse), [SIZE])
+        x = tl.reshape(
+            _apply_penalties(tl.reshape(x, [SIZE // 4, 4]), piece, shared.inverse), [SIZE]
+        )
         if shared.is_near_draft:
-            x = _drafted(x, first, vocab, row_ptr, edits)
+            x = _process_drafts(x, first, vocab, row_ptr, processing)
     return x
 
 
@@ -494,7 +508,7 @@ def _put_back(row_allowed, ids):
 
 
 @triton.jit
-def ban_next(
+def update_draft_mask(
     slot,
     index,
     offset,

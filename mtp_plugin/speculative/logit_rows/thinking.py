@@ -74,7 +74,7 @@ class ThinkingState:
         place = self.place.clamp(0, len(rule.end_ids) - 1)
         return torch.where(self.forces, rule.end_ids[place], -1)
 
-    def behind(
+    def after(
         self, tokens: torch.Tensor, is_there: torch.Tensor, rule: ThinkingRule
     ) -> ThinkingState:
         """The state after ``tokens`` [N], for requests where ``is_there``."""

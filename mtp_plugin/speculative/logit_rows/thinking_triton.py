@@ -13,7 +13,9 @@ PLACE = tl.constexpr(request_column("end_place"))
 
 
 @triton.jit
-def behind(token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes):
+def thinking_after(
+    token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
+):
     """Thinking-token count and end-sequence progress after a token."""
     row = tl.load(next_ptr + place * length + lanes, mask=lanes < length, other=0)
     place = tl.max(tl.where(end_ids == token, row, 0), axis=0)
@@ -26,7 +28,7 @@ def behind(token, thought, place, budget, begin_token, end_token, end_ids, next_
 
 
 @triton.jit
-def forced_behind(
+def forced_after(
     slot,
     draft_ptr,
     number,
@@ -47,7 +49,7 @@ def forced_behind(
         place = tl.load(slot + PLACE)
         for column in range(0, number):
             token = tl.load(draft_ptr + column)
-            thought, place = behind(
+            thought, place = thinking_after(
                 token,
                 thought,
                 place,

@@ -14,8 +14,8 @@ from mtp_plugin.speculative.logit_rows import (
     LogitRows,
     ThinkingRule,
     ThinkingState,
-    ban_next,
-    edited,
+    process_logits,
+    update_draft_mask,
 )
 from mtp_plugin.speculative.step import DraftOutput, SlotRows, check_slots, expect_vocab
 
@@ -154,7 +154,7 @@ def propose_processed_reference(
     following: LogitRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
-    values = edited(logits, rows, slots.as_drafts_read(), vocab_ids=output.vocab_ids)
+    values = process_logits(logits, rows, slots.as_drafts_read(), vocab_ids=output.vocab_ids)
     drafts = _argmax_ids(values, output)
     write_drafts_reference(drafts, output, following, slots, thinking)
 
@@ -171,12 +171,12 @@ def write_drafts_reference(
         state = ThinkingState.read(slots, slice(0, drafts.shape[0]))
         for column in range(output.column):
             token = output.drafts[:, column].to(torch.int64)
-            state = state.behind(token, state.budget >= 0, thinking)
+            state = state.after(token, state.budget >= 0, thinking)
         forced = torch.where(state.budget >= 0, state.forced(thinking), -1)
         drafts = torch.where(forced >= 0, forced, drafts)
     output.write(drafts)
     if following is not None and slots is not None:
-        ban_next(following, slots)
+        update_draft_mask(following, slots)
 
 
 def draft_argmax_reference(logits: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,13 @@ from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
-from mtp_plugin.speculative.logit_rows.processing_triton import Pools, ban_next, edited, edits_of
-from mtp_plugin.speculative.logit_rows.thinking_triton import forced_behind
+from mtp_plugin.speculative.logit_rows.processing_triton import (
+    Pools,
+    load_processing,
+    process_values,
+    update_draft_mask,
+)
+from mtp_plugin.speculative.logit_rows.thinking_triton import forced_after
 from mtp_plugin.speculative.ops.draft import shift_state_window_reference
 from mtp_plugin.speculative.step import DraftOutput, SlotRows
 
@@ -71,7 +76,7 @@ def write_drafts_kernel(
     HAS_KV: tl.constexpr,
     HAS_VOCAB_IDS: tl.constexpr,
     IS_SAMPLED: tl.constexpr,
-    HAS_BANS: tl.constexpr,
+    HAS_DRAFT_MASK: tl.constexpr,
     HAS_THINKING: tl.constexpr,
     LANES: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
@@ -97,10 +102,10 @@ def write_drafts_kernel(
     if HAS_VOCAB_IDS:
         draft = tl.load(vocab_ptr + draft)
     slot = table_ptr
-    if HAS_BANS or HAS_THINKING:
+    if HAS_DRAFT_MASK or HAS_THINKING:
         slot += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
     if HAS_THINKING:
-        forced = forced_behind(
+        forced = forced_after(
             slot,
             draft_ptr + request * draft_stride,
             column,
@@ -123,13 +128,13 @@ def write_drafts_kernel(
         tl.store(position_ptr + request, tl.minimum(position, max_position))
         if HAS_KV:
             tl.store(kv_len_ptr + request, tl.load(kv_len_ptr + request) + 1)
-    if HAS_BANS:
+    if HAS_DRAFT_MASK:
         index = tl.load(row_position_ptr + request * row_position_stride).to(tl.int64)
         if HAS_AHEAD:
             index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
         # other threads than those that stored the draft load it
         tl.debug_barrier()
-        ban_next(
+        update_draft_mask(
             slot,
             index + column + 2,
             column + 1,
@@ -202,7 +207,7 @@ def processed_top1_kernel(
     part = tl.program_id(1)
     slot = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
-    edits = edits_of(slot, pools, draft_ptr + row * draft_stride, column)
+    processing = load_processing(slot, pools, draft_ptr + row * draft_stride, column)
     first = part * piece
     end = tl.minimum(first + piece, vocab)
     lanes = tl.arange(0, BLOCK)
@@ -217,7 +222,7 @@ def processed_top1_kernel(
         ids = columns
         if HAS_VOCAB_IDS:
             ids = tl.load(vocab_ptr + columns, mask=inside, other=0)
-        x = tl.where(inside, edited(x, ids, inside, edits), float("-inf"))
+        x = tl.where(inside, process_values(x, ids, inside, processing), float("-inf"))
         better = x > best
         best = tl.where(better, x, best)
         best_column = tl.where(better, columns, best_column)
@@ -413,7 +418,7 @@ def _write(
         HAS_KV=output.kv_lens is not None,
         HAS_VOCAB_IDS=vocab_ids is not None,
         IS_SAMPLED=not isinstance(source, Top1Partials),
-        HAS_BANS=bans is not None,
+        HAS_DRAFT_MASK=bans is not None,
         HAS_THINKING=thinking is not None,
         LANES=triton.next_power_of_2(length),
         HAS_AHEAD=ahead is not None,

@@ -9,7 +9,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import FLOATS, expect_tensor
-from mtp_plugin.speculative.logit_rows import LogitRows, banned
+from mtp_plugin.speculative.logit_rows import LogitRows, disallowed_tokens
 from mtp_plugin.speculative.step import SlotRows, check_slots
 
 
@@ -44,7 +44,7 @@ def mask_disallowed_tokens(
 def mask_disallowed_tokens_reference(
     logits: torch.Tensor, rows: LogitRows, slots: SlotRows
 ) -> AbstractContextManager[torch.Tensor]:
-    ids = torch.cat(banned(rows, slots), dim=1)
+    ids = torch.cat(disallowed_tokens(rows, slots), dim=1)
     vocab = logits.shape[1]
     is_there = (ids >= 0) & (ids < vocab)
     ceiling = torch.where(is_there, -torch.inf, torch.inf).to(logits.dtype)

@@ -88,7 +88,7 @@ def force_thinking_end_reference(
     state = ThinkingState.read(slots, slice(contexts, layout.num_requests))
     rows = [state.forced(rule)]
     for column in range(layout.draft_len):
-        state = state.behind(drafts[:, column], torch.ones_like(state.forces), rule)
+        state = state.after(drafts[:, column], torch.ones_like(state.forces), rule)
         rows.append(state.forced(rule))
     prompts = ThinkingState.read(slots, slice(0, contexts)).forced(rule)
     forced = torch.cat([prompts, torch.stack(rows, dim=1).reshape(-1)]).to(torch.int32)
@@ -103,7 +103,7 @@ def update_thinking_state_reference(
     state = ThinkingState.read(slots, requests)
     for column in range(accepted.tokens.shape[1]):
         is_there = (column < accepted.num_accepted) & (state.budget >= 0)
-        state = state.behind(accepted.tokens[:, column].to(torch.int64), is_there, rule)
+        state = state.after(accepted.tokens[:, column].to(torch.int64), is_there, rule)
     rows = slots.of(requests)
     for name, values in (("thought", state.thought), ("end_place", state.place)):
         slots.table[rows, slots.columns.offset(name)] = values.to(torch.int32)

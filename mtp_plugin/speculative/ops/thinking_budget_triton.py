@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.logit_rows.thinking_triton import BUDGET, PLACE, THOUGHT, behind
+from mtp_plugin.speculative.logit_rows.thinking_triton import BUDGET, PLACE, THOUGHT, thinking_after
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 
 
@@ -65,7 +65,7 @@ def force_thinking_end_kernel(
         _store_forced(first, thought, place, budget, end_ptr, forced_ptr, choice_ptr)
         for column in tl.static_range(K):
             token = tl.load(draft_ptr + generation * K + column)
-            thought, place = behind(
+            thought, place = thinking_after(
                 token,
                 thought,
                 place,
@@ -118,7 +118,7 @@ def update_thinking_state_kernel(
         place = tl.load(slot_row + PLACE)
         for column in range(0, count):
             token = tl.load(token_ptr + request * token_stride + column * column_stride)
-            thought, place = behind(
+            thought, place = thinking_after(
                 token,
                 thought,
                 place,

@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.logit_rows import LogitRows, ban_next
+from mtp_plugin.speculative.logit_rows import LogitRows, update_draft_mask
 from mtp_plugin.speculative.logits_processor_state import MOST_COUNTED, WORD_BITS, bit_of
 from mtp_plugin.speculative.step import Accepted, SlotRows, check_slots
 
@@ -63,7 +63,7 @@ def update_token_history_reference(
     if pools is None:
         return
     if rows is not None:
-        ban_next(rows, slots)
+        update_draft_mask(rows, slots)
     row = slots.read("count_row", requests).to(torch.int64)
     for column in range(accepted.tokens.shape[1]):
         token = accepted.tokens[:, column].to(torch.int64)

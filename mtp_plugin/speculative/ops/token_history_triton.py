@@ -19,8 +19,8 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
     RECENT,
     WORD_BITS,
     WORD_SHIFT,
-    ban_next,
     num_words,
+    update_draft_mask,
 )
 from mtp_plugin.speculative.step import Accepted, SlotRows
 
@@ -52,7 +52,7 @@ def token_history_kernel(
     COLUMNS: tl.constexpr,
     STOPS: tl.constexpr,
     WORDS: tl.constexpr,
-    HAS_BANS: tl.constexpr,
+    HAS_DRAFT_MASK: tl.constexpr,
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,11 +72,11 @@ def token_history_kernel(
     tl.debug_barrier()
     tl.store(slot_row + RECENT + offsets, tl.where(source < LENGTH, kept, new))
 
-    if HAS_BANS:
+    if HAS_DRAFT_MASK:
         # other threads than those that stored the recent tokens load them
         tl.debug_barrier()
         index = tl.load(position_ptr + request * position_stride).to(tl.int64) + num + 1
-        ban_next(
+        update_draft_mask(
             slot_row,
             index,
             0,
@@ -142,7 +142,7 @@ def update_token_history_triton(
         COLUMNS=triton.next_power_of_2(width),
         STOPS=MAX_STOP_IDS,
         WORDS=MAX_BAD_WORDS,
-        HAS_BANS=positions is not None,
+        HAS_DRAFT_MASK=positions is not None,
         LENGTH=slots.columns["recent"].width,
         num_warps=1,
         **pdl_options(tokens.device),

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, LogitRows, ThinkingRule
+from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows, ThinkingRule
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.ops.sampling import (
@@ -63,7 +63,9 @@ class Verifier:
     def served_options(self) -> frozenset[str]:
         """Options of a request that draws, edits of the logits or some mode give, and no mode
         refuses."""
-        served = (EDITED_OPTIONS | SAMPLING_OPTIONS).union(*(m.served_options for m in self.modes))
+        served = (LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS).union(
+            *(m.served_options for m in self.modes)
+        )
         if self.thinking is not None:
             served |= {"thinking_token_budget"}
         return served.difference(*(mode.refused_options for mode in self.modes))

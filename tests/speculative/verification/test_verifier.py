@@ -12,7 +12,7 @@ from typing_extensions import override
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS
+from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
 from mtp_plugin.speculative.step import SlotRows, StepLayout
@@ -82,7 +82,7 @@ def test_every_mode_decides_its_own_rows(backend: Backend, monkeypatch: Any) -> 
     assert mode.calls == [(backend, False)]
     assert len(reductions) == 1
     choices = StrictVerification.served_options
-    assert verifier.served_options == EDITED_OPTIONS | SAMPLING_OPTIONS | choices | {"n"}
+    assert verifier.served_options == LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS | choices | {"n"}
 
 
 HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}

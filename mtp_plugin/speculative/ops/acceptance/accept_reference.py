@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, process_logits
 from mtp_plugin.speculative.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.step import (
     PAD_TOKEN,
@@ -116,7 +116,7 @@ def _edited(
         drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len)
     positions = torch.zeros_like(slots.of(slice(0, layout.num_requests)))
     rows = LogitRows(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
-    return edited(logits, rows, slots)
+    return process_logits(logits, rows, slots)
 
 
 def _draft_rows(rows: torch.Tensor, layout: StepLayout) -> torch.Tensor:

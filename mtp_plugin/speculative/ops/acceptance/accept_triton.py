@@ -20,9 +20,9 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
     ALLOWED_ROW,
     Pools,
     bits_of,
-    edited,
-    edits_of,
+    load_processing,
     num_words,
+    process_values,
 )
 from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW
 from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
@@ -94,7 +94,7 @@ def relaxed_partials_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -156,10 +156,10 @@ def relaxed_partials_kernel(
     best_id = first + lanes
     if relaxed:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
-        if HAS_EDITS:
+        if HAS_PROCESSING:
             pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
-            edits = edits_of(slot_row, pools, run_ptr, column.to(tl.int32))
-            draft_value = edited(draft_value, draft, known, edits)
+            processing = load_processing(slot_row, pools, run_ptr, column.to(tl.int32))
+            draft_value = process_values(draft_value, draft, known, processing)
             tl.store(near_ptr + row, draft_value, mask=part == 0)
         before_draft = tl.minimum(draft, end)
         weight = tl.zeros([BLOCK], tl.float32)
@@ -168,9 +168,9 @@ def relaxed_partials_kernel(
             ids, mine = start + lanes, value.to(tl.float32)
             following = ids + BLOCK
             value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
-            if HAS_EDITS:
+            if HAS_PROCESSING:
                 mine = tl.where(mine == mine, mine, float("-inf"))
-                mine = edited(mine, ids, ids < end, edits)
+                mine = process_values(mine, ids, ids < end, processing)
             # a comparison with NaN is false, so NaN neither wins nor weighs
             better = mine > best
             # one exponential per value; equal values differ by zero also where both are infinite
@@ -261,7 +261,7 @@ def accept_kernel(
     HAS_FORCED: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
     HAS_FORCED_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -279,7 +279,7 @@ def accept_kernel(
 
     # independent loads first, then those that depend on a slot or a draft: the program waits for
     # memory once per level
-    if RELAXED or HAS_EDITS:
+    if RELAXED or HAS_PROCESSING:
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)
@@ -320,7 +320,7 @@ def accept_kernel(
         known = present & (drafts >= 0)
         entry = (first_row + columns) * row_stride + drafts
         draft_value = tl.load(logits_ptr + entry, mask=known, other=float("-inf")).to(tl.float32)
-        if HAS_EDITS:
+        if HAS_PROCESSING:
             allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
             words_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
             has_mask = known & (allowed_row >= 0)
@@ -328,7 +328,7 @@ def accept_kernel(
             draft_value = tl.where(is_allowed, draft_value, float("-inf"))
         # a comparison with NaN is false: neither NaN nor a masked token is accepted
         possible = known & (draft_value > float("-inf"))
-        if RELAXED and HAS_EDITS:
+        if RELAXED and HAS_PROCESSING:
             draft_value = tl.load(near_ptr + first_row + columns, mask=known, other=float("-inf"))
     if RELAXED:
         # computed here, since its loads would be waited for once more where it is used
@@ -360,7 +360,7 @@ def accept_kernel(
             relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
             distance = relative / total - (1.0 / total - delta)
             eligible = (rank < topk) & ~barred
-            if HAS_EDITS:
+            if HAS_PROCESSING:
                 eligible = eligible & (draft_value > float("-inf"))
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
             if HAS_FORCED:
@@ -528,7 +528,7 @@ def accept_triton(
         HAS_FORCED=forced is not None,
         HAS_CHOICES=rules.choices is not None,
         HAS_FORCED_IDS=rules.forced_ids is not None,
-        HAS_EDITS=pools is not None and (rule is not None or forced is not None),
+        HAS_PROCESSING=pools is not None and (rule is not None or forced is not None),
         RAGGED=rows is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),
@@ -603,7 +603,7 @@ def relaxed_partials(
         COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
         BLOCK=block,
         HAS_CHOICES=has_choices,
-        HAS_EDITS=pools is not None,
+        HAS_PROCESSING=pools is not None,
         RAGGED=first_rows is not None,
         num_warps=4,
         **pdl_options(logits.device),

@@ -7,7 +7,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, process_logits
 from mtp_plugin.speculative.ops.sampling.sample_reference import kept_scores
 from mtp_plugin.speculative.ops.sampling.types import check_truncation
 from mtp_plugin.speculative.step import SlotRows, check_slots
@@ -62,7 +62,7 @@ def processed_scores_reference(
     temperature, min_p = (
         slots.read(name, slice(0, rows.num_requests))[owners] for name in ("temperature", "min_p")
     )
-    values, highest = edited(logits, rows, slots), truncation[:, :1]
+    values, highest = process_logits(logits, rows, slots), truncation[:, :1]
     scores = kept_scores(values, truncation, temperature, min_p)
     is_greedy = (temperature < GREEDY_BELOW).unsqueeze(1) & highest.isfinite()
     scores = torch.where(is_greedy, values - highest, scores)

@@ -62,7 +62,7 @@ def processed_scores_kernel(
     PIECE: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per (row, piece); rows whose request returns no log-probabilities are skipped."""
@@ -89,9 +89,9 @@ def processed_scores_kernel(
         inside = columns < vocab
         is_finite = (kept.top > float("-inf")) & (kept.top < float("inf"))
         if (kept.temperature < GREEDY_BELOW) & is_finite & (forced_id < 0):
-            score = values_of(kept.row, columns, inside, False, HAS_EDITS) - kept.top
+            score = values_of(kept.row, columns, inside, False, HAS_PROCESSING) - kept.top
         else:
-            score = score_of(kept, columns, inside, False, HAS_EDITS)
+            score = score_of(kept, columns, inside, False, HAS_PROCESSING)
         tl.store(score_ptr + row * vocab + columns, score, mask=inside)
 
 
@@ -139,7 +139,7 @@ def processed_scores_triton(
         PIECE=PIECE,
         HAS_DRAFTS=drafts is not None,
         HAS_FORCED=forced is not None,
-        HAS_EDITS=pools is not None,
+        HAS_PROCESSING=pools is not None,
         num_warps=WARPS,
         **pdl_options(logits.device),
     )

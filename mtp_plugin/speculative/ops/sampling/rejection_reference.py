@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, process_logits
 from mtp_plugin.speculative.ops.sampling.sample_reference import (
     gumbel,
     kept_scores,
@@ -40,7 +40,7 @@ def keep_draft_probs_reference(
     is_plain = slots.read("draft_sampling", requests) == DraftedBy.PLAIN
     temperature, min_p = (slots.read(name, requests) for name in ("temperature", "min_p"))
     is_plain &= temperature >= GREEDY_BELOW
-    values = edited(logits, rows, slots, vocab_ids=vocab_ids)
+    values = process_logits(logits, rows, slots, vocab_ids=vocab_ids)
     q = probabilities(kept_scores(values, truncation, temperature, min_p), truncation)
     if vocab_ids is not None:
         whole = q.new_zeros(q.shape[0], draft_probs.shape[2])
@@ -113,7 +113,9 @@ class _Case:
             slots.read(name, slice(0, rows.num_requests))[owners]
             for name in ("temperature", "min_p")
         )
-        scores = kept_scores(edited(logits, rows, slots), target.truncation, temperature, min_p)
+        scores = kept_scores(
+            process_logits(logits, rows, slots), target.truncation, temperature, min_p
+        )
         p = probabilities(scores, target.truncation)
         if forced_ids is not None:
             forced = forced_ids.to(torch.int64).unsqueeze(1)

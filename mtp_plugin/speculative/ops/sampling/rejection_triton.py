@@ -202,7 +202,7 @@ def keep_draft_probs_kernel(
     PIECE: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per (row, piece): the distribution of an independently sampled draft."""
@@ -228,7 +228,7 @@ def keep_draft_probs_kernel(
         )
         columns = piece * PIECE + tl.arange(0, PIECE)
         inside = columns < vocab
-        score = score_of(kept, columns, inside, HAS_IDS, HAS_EDITS)
+        score = score_of(kept, columns, inside, HAS_IDS, HAS_PROCESSING)
         ids = ids_of(kept.row, columns, inside, HAS_IDS)
         out = prob_ptr + (place * max_drafts + column) * prob_vocab
         tl.store(out + ids, prob_of(kept, score), mask=inside)
@@ -281,7 +281,7 @@ def rejection_scan_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -337,7 +337,7 @@ def rejection_scan_kernel(
             forced_id = forced_of(forced_ptr, row - offset + number, forced_stride, HAS_FORCED)
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
             kept = kept_of(batch, row - offset + number, slot, drafts, number, forced_id)
-            p = prob_of(kept, score_of(kept, token, is_present, False, HAS_EDITS))
+            p = prob_of(kept, score_of(kept, token, is_present, False, HAS_PROCESSING))
             q = draft_prob(probs + number * vocab, token, token, has_probs, is_present)
             # q = 0: the draft row had no finite value, so the token was not sampled
             is_present = is_present & (q > 0)
@@ -362,7 +362,7 @@ def rejection_scan_kernel(
             kept = kept_of(batch, row, slot, drafts, offset, forced_id)
             columns = piece * PIECE + tl.arange(0, PIECE)
             inside = columns < vocab
-            score = score_of(kept, columns, inside, False, HAS_EDITS)
+            score = score_of(kept, columns, inside, False, HAS_PROCESSING)
             draft = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
             q = draft_prob(probs + offset * vocab, columns, draft, has_probs, inside & has_draft)
@@ -508,7 +508,7 @@ def keep_draft_probs_triton(
         PIECE=PIECE,
         HAS_IDS=vocab_ids is not None,
         HAS_DRAFTS=drafts is not None,
-        HAS_EDITS=slots.pools is not None,
+        HAS_PROCESSING=slots.pools is not None,
         num_warps=WARPS,
         **pdl_options(logits.device),
     )
@@ -577,7 +577,7 @@ def rejection_sample_triton(
         HAS_LENGTHS=draft_lens is not None,
         HAS_FORCED=forced_ids is not None,
         HAS_PROBS=draft_probs is not None,
-        HAS_EDITS=slots.pools is not None,
+        HAS_PROCESSING=slots.pools is not None,
         HAS_BLOCK=by_block,
         num_warps=WARPS,
         **pdl_options(device),

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.requests.columns import request_column
-from mtp_plugin.speculative.logit_rows.processing_triton import Edits, Pools, edited, edits_of
+from mtp_plugin.speculative.logit_rows.processing_triton import (
+    Pools,
+    RowProcessing,
+    load_processing,
+    process_values,
+)
 from mtp_plugin.speculative.logit_rows.rows_triton import (
     CACHED,
     GREEDY_BELOW,
@@ -68,7 +73,7 @@ class Row(NamedTuple):
     ptr: tl.tensor
     vocab: tl.tensor
     ids_ptr: tl.tensor  # token id of each column
-    edits: Edits
+    processing: RowProcessing
 
 
 class RowSample(NamedTuple):
@@ -238,12 +243,12 @@ def ids_of(row, columns, inside, HAS_IDS: tl.constexpr):
 
 
 @triton.jit
-def values_of(row, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+def values_of(row, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
     """Load processed values of columns as float32; -inf for NaN and outside."""
     x = tl.load(row.ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    if HAS_EDITS:
-        x = edited(x, ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+    if HAS_PROCESSING:
+        x = process_values(x, ids_of(row, columns, inside, HAS_IDS), inside, row.processing)
     return x
 
 
@@ -278,7 +283,7 @@ def best_noisy_column(
     cutoff,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     HAS_CUTOFF: tl.constexpr,
 ):
     """The column of the highest noisy score.
@@ -302,7 +307,7 @@ def best_noisy_column(
         chunk = tl.where(places < LAYOUT.chunk_size, first, second) & NUMBERS
         columns = starts_of(chunk, LAYOUT) + spread_of(places % LAYOUT.chunk_size, LAYOUT)
         inside = columns < sample.row.vocab
-        x = values_of(sample.row, columns, inside, HAS_IDS, HAS_EDITS)
+        x = values_of(sample.row, columns, inside, HAS_IDS, HAS_PROCESSING)
         # while the values are loaded
         first = tl.max(keys, axis=0)
         highest = value_of(first | NUMBERS)
@@ -326,12 +331,12 @@ def best_noisy_column(
 
 @triton.jit
 def first_infinite(
-    row, tops, chunks, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr
+    row, tops, chunks, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
     """The lowest column that holds +inf."""
     piece = tl.min(tl.where(tops == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
     columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
-    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_EDITS)
+    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_PROCESSING)
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 
 
@@ -367,11 +372,13 @@ def kept_of(batch, row, slot, draft_ptr, num_before, forced):
         draft_ptr: the first of its request's draft tokens.
         forced: the id that the row forces; below 0: none.
     """
-    edits = edits_of(slot, batch.pools, draft_ptr, num_before)
+    processing = load_processing(slot, batch.pools, draft_ptr, num_before)
     options = options_of(slot, batch.vocab)
     entry = batch.truncation_ptr + row * TRUNCATION_SIZE
     return Kept(
-        Row(batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, edits),
+        Row(
+            batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, processing
+        ),
         options.temperature,
         options.min_p,
         tl.load(entry),
@@ -383,9 +390,9 @@ def kept_of(batch, row, slot, draft_ptr, num_before, forced):
 
 
 @triton.jit
-def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
     """The scores of columns after truncation; -inf for tokens that are not kept."""
-    x = values_of(kept.row, columns, inside, HAS_IDS, HAS_EDITS)
+    x = values_of(kept.row, columns, inside, HAS_IDS, HAS_PROCESSING)
     depth = tl.div_rn(kept.top - x, tl.maximum(kept.temperature, GREEDY_BELOW))
     # the difference of two infinities is NaN
     depth = tl.where(kept.top == float("inf"), tl.where(x == float("inf"), 0.0, 1.0), depth)

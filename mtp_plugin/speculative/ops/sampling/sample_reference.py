@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, edited
+from mtp_plugin.speculative.logit_rows import GREEDY_BELOW, LogitRows, process_logits
 from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
@@ -47,7 +47,7 @@ def sample_tokens_reference(
         is_greedy = is_greedy | (drafted_by == DraftedBy.GREEDY)
         roles = torch.where(is_plain, Role.PLAIN_DRAFT, role)
         steps = torch.where(is_plain, noise_steps(slots, requests)[owners], 0)
-    values = edited(logits, rows, slots, vocab_ids=vocab_ids)
+    values = process_logits(logits, rows, slots, vocab_ids=vocab_ids)
     scores = scaled(values, temperature)
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
     kept = truncate(scores, top_k, top_p, min_p)

@@ -26,13 +26,13 @@ from mtp_plugin.speculative import row_sums
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
-    edited,
-    edited_piece,
-    edits_of,
-    edits_of_piece,
-    is_edited,
-    shared_edits,
-    unknown_shared_edits,
+    is_processed,
+    load_piece_processing,
+    load_processing,
+    load_shared_processing,
+    process_piece,
+    process_values,
+    unknown_shared_processing,
 )
 from mtp_plugin.speculative.logit_rows.rows_triton import (
     GREEDY_BELOW,
@@ -70,8 +70,7 @@ from mtp_plugin.speculative.step import SlotRows
 PARTS = ((512, 4), (192, 2), (0, 1))
 PARTS_OF_FEW = ((24, 2), (0, 1))
 PARTS_OF_EDITED = ((192, 4), (24, 2), (0, 1))
-"""(rows, pieces per program): with at least so many rows, a program of the scan reads so many
-pieces. Loading a row's options takes as long as reading a piece."""
+"""(rows, pieces): with at least so many rows, a program of the scan reads so many pieces."""
 MAX_GRID_Y = 65535
 """Largest size of a grid's second axis."""
 WIDE_PROGRAM_ROWS = 264
@@ -128,7 +127,7 @@ def _scan_pieces(
     LAYOUT: tl.constexpr,
     NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
 ):
@@ -137,24 +136,26 @@ def _scan_pieces(
     scale = scale_of(temperature)
     is_truncated = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_truncated
-    shared = unknown_shared_edits()
+    shared = unknown_shared_processing()
     for piece in range(first_piece, last_piece):
-        if HAS_EDITS and not HAS_IDS:
-            of_piece = edits_of_piece(piece * PIECE, row.vocab, row.edits, PIECE)
+        if HAS_PROCESSING and not HAS_IDS:
+            of_piece = load_piece_processing(piece * PIECE, row.vocab, row.processing, PIECE)
         if piece > first_piece:
             x = piece_of(row.ptr, piece, row.vocab, PIECE)
-        elif HAS_EDITS and not HAS_IDS:
+        elif HAS_PROCESSING and not HAS_IDS:
             # after the loads that the first piece waits for
-            shared = shared_edits(row.edits, first_piece * PIECE, last_piece * PIECE)
-        if HAS_EDITS:
+            shared = load_shared_processing(row.processing, first_piece * PIECE, last_piece * PIECE)
+        if HAS_PROCESSING:
             if HAS_IDS:
                 columns = piece * PIECE + tl.arange(0, PIECE)
                 inside = columns < row.vocab
-                x = edited(number_of(x), ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+                ids = ids_of(row, columns, inside, HAS_IDS)
+                x = process_values(number_of(x), ids, inside, row.processing)
             else:
-                x = edited_piece(x, of_piece, piece * PIECE, row.vocab, row.ptr, row.edits, shared)
+                x = process_piece(
+                    x, of_piece, piece * PIECE, row.vocab, row.ptr, row.processing, shared
+                )
         if NOISE_FIRST:
-            # while the values are loaded
             noise = tl.zeros([PIECE], tl.float32)
             if is_noisy:
                 noise = gumbel_bound(words_of_piece(row, piece, stream, PIECE, HAS_IDS))
@@ -234,7 +235,7 @@ def sample_scan_kernel(
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     AS_DRAFTS: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
@@ -284,12 +285,12 @@ def sample_scan_kernel(
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
-    edits = edits_of(slot, pools, draft_ptr, num_before)
-    row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, edits)
+    processing = load_processing(slot, pools, draft_ptr, num_before)
+    row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, processing)
     chunk = number * (num_pieces * LAYOUT.chunks)
     found = ScanOutputs(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, raw_mass_ptr + chunk)
     # two calls, so that rows without processing need no registers for it
-    if HAS_EDITS and is_edited(slot):
+    if HAS_PROCESSING and is_processed(slot):
         _scan_pieces(
             x,
             row,
@@ -378,7 +379,7 @@ def sample_finish_kernel(
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     AS_DRAFTS: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
@@ -440,8 +441,8 @@ def sample_finish_kernel(
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
-    edits = edits_of(slot, pools, draft_ptr, num_before)
-    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, edits)
+    processing = load_processing(slot, pools, draft_ptr, num_before)
+    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, processing)
     top = highest_of(tops)
     sample = RowSample(of_row, options, stream, top)
     if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
@@ -462,7 +463,7 @@ def sample_finish_kernel(
             last = sampled
             mass += 1.0
         elif top == float("inf"):
-            sampled = first_infinite(of_row, tops, chunks, LAYOUT, HAS_IDS, HAS_EDITS)
+            sampled = first_infinite(of_row, tops, chunks, LAYOUT, HAS_IDS, HAS_PROCESSING)
             last = sampled
             mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
@@ -476,7 +477,7 @@ def sample_finish_kernel(
                 no_cutoff(),
                 LAYOUT,
                 HAS_IDS,
-                HAS_EDITS,
+                HAS_PROCESSING,
                 False,
             )
             if HAS_TRUNCATION:
@@ -504,7 +505,7 @@ def sample_finish_kernel(
                 BOUNDS,
                 ALL_BOUNDS,
                 HAS_IDS,
-                HAS_EDITS,
+                HAS_PROCESSING,
                 HAS_TRUNCATION,
                 WARPS,
                 SHARES,
@@ -540,7 +541,7 @@ def sample_tokens_triton(
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    scan = _Scan.of(logits, is_edited=pools is not None)
+    scan = _Scan.of(logits, is_processed=pools is not None)
     layout = scan.layout
     num_pieces, num_chunks = layout.num_pieces(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -558,7 +559,7 @@ def sample_tokens_triton(
         "HAS_IDS": vocab_ids is not None,
         "HAS_AHEAD": rows.ahead is not None,
         "HAS_DRAFTS": rows.drafts is not None,
-        "HAS_EDITS": pools is not None,
+        "HAS_PROCESSING": pools is not None,
         "AS_DRAFTS": as_drafts,
         "HAS_TRUNCATION": truncation is not None,
         "HAS_SUMS": sums is not None,
@@ -569,7 +570,6 @@ def sample_tokens_triton(
     is_split = shares > 1
     arrived = torch.empty_like(tokens) if is_split else tokens
     grid = [num_rows, -(-num_pieces // scan.parts)]
-    # neighbouring programs read neighbouring pieces
     row_axis = int(num_rows <= MAX_GRID_Y)
     sample_scan_kernel[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
@@ -632,14 +632,14 @@ class _Scan:
     noise_first: bool  # compute noise while the values are loaded
 
     @classmethod
-    def of(cls, logits: torch.Tensor, *, is_edited: bool) -> Self:
+    def of(cls, logits: torch.Tensor, *, is_processed: bool) -> Self:
         num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
         is_few = num_rows <= row_sums.FEW_ROWS
-        if is_edited:
+        if is_processed:
             layout = ChunkLayout.small(layout.each)
-        sizes = PARTS_OF_EDITED if is_edited else PARTS_OF_FEW if is_few else PARTS
+        sizes = PARTS_OF_EDITED if is_processed else PARTS_OF_FEW if is_few else PARTS
         parts = next(parts for least, parts in sizes if num_rows >= least)
-        is_wide = not is_few and not is_edited
+        is_wide = not is_few and not is_processed
         return cls(layout, parts, registers=80 if is_wide else 64, noise_first=is_wide)
 
 

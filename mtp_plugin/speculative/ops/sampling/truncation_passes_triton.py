@@ -49,12 +49,12 @@ def tile_of(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """Load values and columns of picked chunks, both [TILE, chunk size]; -inf outside."""
     columns, here = columns_of(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
     inside = here[:, None] & (columns < row.vocab)
-    return values_of(row, columns, inside, HAS_IDS, HAS_EDITS), columns
+    return values_of(row, columns, inside, HAS_IDS, HAS_PROCESSING), columns
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def list_groups(
     WARPS: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """List the groups of four neighbours with a value of at least ``least``; returns how many.
 
@@ -160,9 +160,9 @@ def list_groups(
     x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, False)[0]
     columns = columns_of(picked, 0, tl.arange(0, GROUPS) * 4, TILE, LAYOUT)[0]
     x = tl.reshape(x, [TILE, GROUPS, 4])
-    if HAS_EDITS and not HAS_IDS:  # noqa: SIM102 - known when it is compiled
-        if row.edits.allowed_row >= 0:
-            bits = allowed_fours(row.edits, columns, columns < row.vocab)
+    if HAS_PROCESSING and not HAS_IDS:  # noqa: SIM102 - known when it is compiled
+        if row.processing.allowed_row >= 0:
+            bits = allowed_fours(row.processing, columns, columns < row.vocab)
             bits = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
             x = tl.where(bits != 0, x, float("-inf"))
     here = tl.max(x, axis=2) >= least
@@ -186,13 +186,13 @@ def list_from_groups(
     pair_ptr,
     GROUPS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """List the values of groups that are at least ``least``; returns how many."""
     places = tl.arange(0, GROUPS)
     firsts = tl.load(group_ptr + places, mask=places < num_groups, other=row.vocab).to(tl.int32)
     columns = tl.reshape(firsts[:, None] + tl.arange(0, 4)[None, :], [GROUPS * 4])
-    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_EDITS)
+    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_PROCESSING)
     here = (x >= least).to(tl.int32)
     place = tl.cumsum(here, axis=0) - here
     tl.store(pair_ptr + place, pairs_of(x, columns), mask=here != 0)
@@ -265,7 +265,7 @@ def list_between(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """List the ids between two keys and sample from those before, in one pass over all chunks."""
     SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
@@ -283,10 +283,10 @@ def list_between(
     places = tl.arange(0, LAYOUT.chunk_size)
     # all threads have read the previous list
     tl.debug_barrier()
-    x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+    x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
     for first in range(0, picked.number, TILE):
         # load the next tile while this one is measured
-        next_x = tile_of(row, picked, first + TILE, TILE, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+        next_x = tile_of(row, picked, first + TILE, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
         differences = sample.top - x
         exponents = differences * scale
         weights = tl.exp2(-exponents)
@@ -338,7 +338,7 @@ def list_within(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """List the ids of the picked chunks up to a key; returns how many, or more than LISTED."""
@@ -347,7 +347,7 @@ def list_within(
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     while (first < picked.number) & (found <= LISTED):
-        x = tile_of(sample.row, picked, first, TILE, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+        x = tile_of(sample.row, picked, first, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
         is_within = sample.top - x <= reach
         found = list_values(x, is_within, picked, first, found, candidates.pair_ptr, LAYOUT, WARPS)
         first += TILE
@@ -368,7 +368,7 @@ def measure(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """The measures of the ids with a key of at most k1, k2 and k3, in one pass over picked chunks.
 
@@ -380,7 +380,7 @@ def measure(
     m2 = tl.zeros([TILE, SIZE], tl.float32)
     m3 = tl.zeros([TILE, SIZE], tl.float32)
     for first in range(0, picked.number, TILE):
-        x, columns = tile_of(sample.row, picked, first, TILE, LAYOUT, HAS_IDS, HAS_EDITS)
+        x, columns = tile_of(sample.row, picked, first, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)
         depths = tl.div_rn(sample.top - x, sample.options.temperature)
         keys = depths.to(tl.int32, bitcast=True)
         if BY_COLUMN:
@@ -427,7 +427,7 @@ def sample_chunks(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """`sample_list` for all ids of the picked chunks."""
     SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
@@ -440,9 +440,9 @@ def sample_chunks(
     sampled = NO_COLUMN
     kept_mass = tl.zeros([TILE, SUMS], tl.float32)
     places = tl.arange(0, LAYOUT.chunk_size)
-    x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+    x = tile_of(row, picked, 0, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
     for first in range(0, picked.number, TILE):
-        next_x = tile_of(row, picked, first + TILE, TILE, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+        next_x = tile_of(row, picked, first + TILE, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
         columns = columns_of(picked, first, places, TILE, LAYOUT)[0]
         differences = sample.top - x
         exponents = differences * scale

@@ -69,7 +69,7 @@ def guess_bounds(
     LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """Two keys within bounds between which a measure of ``need`` is likely reached.
 
@@ -94,7 +94,7 @@ def guess_bounds(
     columns = starts_of(chunks, LAYOUT)
     columns += spread_of(places, LAYOUT)
     inside = columns < row.vocab
-    x = values_of(row, columns, inside, HAS_IDS, HAS_EDITS)
+    x = values_of(row, columns, inside, HAS_IDS, HAS_PROCESSING)
     depths = tl.div_rn(sample.top - x, sample.options.temperature)
     lowest = tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True))
     is_between = inside & (depths > lowest) & (depths <= end.to(tl.float32, bitcast=True))
@@ -172,7 +172,7 @@ def _narrowed(
     LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     SHARES: tl.constexpr,
 ):
     """Narrow bounds until the ids between them fit the list.
@@ -208,7 +208,7 @@ def _narrowed(
             LAYOUT,
             ALL_CHUNKS,
             HAS_IDS,
-            HAS_EDITS,
+            HAS_PROCESSING,
         )
         searched = candidates
         is_shared = is_split & (guesses == 0)
@@ -222,7 +222,7 @@ def _narrowed(
                 candidates.found,
             )
         passed = list_between(
-            near, far, by_mass, sample, searched, TILE, LAYOUT, HAS_IDS, HAS_EDITS
+            near, far, by_mass, sample, searched, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
         nearer = passed.nearer
         within = passed.within
@@ -306,7 +306,7 @@ def _least(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """The least key in ``low .. high`` whose measure reaches ``need``, and the measure before it.
 
@@ -329,7 +329,7 @@ def _least(
             TILE,
             LAYOUT,
             HAS_IDS,
-            HAS_EDITS,
+            HAS_PROCESSING,
         )
         low, high, before = _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3)
     return low, before
@@ -345,7 +345,7 @@ def sample_many(
     LAYOUT: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
@@ -392,10 +392,10 @@ def sample_many(
             LAYOUT,
             ALL_CHUNKS,
             HAS_IDS,
-            HAS_EDITS,
+            HAS_PROCESSING,
         )[1]
         found = list_within(
-            deepest, sample, candidates, 2 * TILE, LAYOUT, HAS_IDS, HAS_EDITS, WARPS
+            deepest, sample, candidates, 2 * TILE, LAYOUT, HAS_IDS, HAS_PROCESSING, WARPS
         )
         is_listed = (found <= LISTED) & ((found >= top_k) | (deepest >= limit))
         number = tl.where(is_listed, found, number)
@@ -419,7 +419,7 @@ def sample_many(
                 LAYOUT,
                 ALL_CHUNKS,
                 HAS_IDS,
-                HAS_EDITS,
+                HAS_PROCESSING,
                 SHARES,
             )
             best = sampled.score
@@ -443,7 +443,7 @@ def sample_many(
                 SEARCHED,
                 LAYOUT,
                 HAS_IDS,
-                HAS_EDITS,
+                HAS_PROCESSING,
             )
         weight = tl.exp(-threshold.to(tl.float32, bitcast=True))
         # each of the equal ids is kept while the measure before it is less than needed
@@ -471,7 +471,7 @@ def sample_many(
                     SEARCHED,
                     LAYOUT,
                     HAS_IDS,
-                    HAS_EDITS,
+                    HAS_PROCESSING,
                 )
             mass = tl.minimum(nearer + stay * weight, within)
             end = limit
@@ -499,7 +499,7 @@ def sample_many(
                 SEARCHED,
                 LAYOUT,
                 HAS_IDS,
-                HAS_EDITS,
+                HAS_PROCESSING,
             )
             if equals > stay:
                 last, _ = _least(
@@ -515,7 +515,7 @@ def sample_many(
                     SEARCHED,
                     LAYOUT,
                     HAS_IDS,
-                    HAS_EDITS,
+                    HAS_PROCESSING,
                 )
     if number <= LISTED:
         sampled = sample_list(
@@ -528,5 +528,5 @@ def sample_many(
             WARPS * 256,
         )
     else:
-        sampled = sample_chunks(sample, picked, limit, last, TILE, LAYOUT, HAS_IDS, HAS_EDITS)
+        sampled = sample_chunks(sample, picked, limit, last, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)
     return sampled.column, limit.to(tl.float32, bitcast=True), last, sampled.mass, is_last

@@ -17,7 +17,7 @@ highest score among those ahead of it is tried next.
 import triton
 import triton.language as tl
 
-from mtp_plugin.speculative.logit_rows.processing_triton import edited, only_lower
+from mtp_plugin.speculative.logit_rows.processing_triton import only_lower, process_values
 from mtp_plugin.speculative.logit_rows.rows_triton import (
     NO_COLUMN,
     Picked,
@@ -190,13 +190,13 @@ def _sample_few(
 
 
 @triton.jit
-def _piece_of(row, piece, PIECE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr):
+def _piece_of(row, piece, PIECE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
     """Load processed values of a piece; -inf for NaN and past the end of the row."""
     x = number_of(piece_of(row.ptr, piece, row.vocab, PIECE))
-    if HAS_EDITS:
+    if HAS_PROCESSING:
         columns = piece * PIECE + tl.arange(0, PIECE)
         inside = columns < row.vocab
-        x = edited(x, ids_of(row, columns, inside, HAS_IDS), inside, row.edits)
+        x = process_values(x, ids_of(row, columns, inside, HAS_IDS), inside, row.processing)
     return x
 
 
@@ -208,7 +208,7 @@ def _bound_scores(
     bound_ptr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """Bound the noisy scores of the chunks of every ``step``-th piece.
 
@@ -216,10 +216,10 @@ def _bound_scores(
     """
     PIECE: tl.constexpr = LAYOUT.piece
     scale = scale_of(sample.options.temperature)
-    x = _piece_of(sample.row, first, PIECE, HAS_IDS, HAS_EDITS)
+    x = _piece_of(sample.row, first, PIECE, HAS_IDS, HAS_PROCESSING)
     for piece in range(first, tl.cdiv(sample.row.vocab, PIECE), step):
         # load the next piece while this one is processed
-        next_x = _piece_of(sample.row, piece + step, PIECE, HAS_IDS, HAS_EDITS)
+        next_x = _piece_of(sample.row, piece + step, PIECE, HAS_IDS, HAS_PROCESSING)
         noise = gumbel_bound(words_of_piece(sample.row, piece, sample.stream, PIECE, HAS_IDS))
         bound = noise - (sample.top - x) * scale
         bound = tl.reshape(bound, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
@@ -239,18 +239,18 @@ def _by_thread(x, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    first, cutoff, sample, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_EDITS: tl.constexpr
+    first, cutoff, sample, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
     """The weights of the ids of some pieces that are ahead of a cutoff, and of the others there."""
     PIECE: tl.constexpr = LAYOUT.piece
     THREADS: tl.constexpr = LAYOUT.threads
-    NUMBER: tl.constexpr = 1 if HAS_EDITS else WEIGHED
+    NUMBER: tl.constexpr = 1 if HAS_PROCESSING else WEIGHED
     scale = scale_of(sample.options.temperature)
     ahead = tl.zeros([THREADS], tl.float32)
     others = tl.zeros([THREADS], tl.float32)
     for number in tl.static_range(NUMBER):
         piece = first + number
-        x = _piece_of(sample.row, piece, PIECE, HAS_IDS, HAS_EDITS)
+        x = _piece_of(sample.row, piece, PIECE, HAS_IDS, HAS_PROCESSING)
         columns = piece * PIECE + tl.arange(0, PIECE)
         differences = sample.top - x
         weights = tl.exp2(differences * -scale)
@@ -268,7 +268,7 @@ def _is_kept(
     sample,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """Whether less than ``need`` of the row's ``mass`` is ahead of a column, and its cutoff.
 
@@ -277,7 +277,7 @@ def _is_kept(
     PIECE: tl.constexpr = LAYOUT.piece
     temperature = sample.options.temperature
     same = column + tl.zeros([32], tl.int32)
-    x = values_of(sample.row, same, same < sample.row.vocab, HAS_IDS, HAS_EDITS)
+    x = values_of(sample.row, same, same < sample.row.vocab, HAS_IDS, HAS_PROCESSING)
     keys = depths_of(x, same < sample.row.vocab, sample.top, temperature).to(tl.int32, bitcast=True)
     key = tl.max(keys, axis=0)
     cutoff = Cutoff(reach_of(key - 1, temperature), reach_of(key, temperature), column)
@@ -287,10 +287,10 @@ def _is_kept(
     first = tl.full([], 0, tl.int32)
     num_pieces = tl.cdiv(sample.row.vocab, PIECE)
     while (first < num_pieces) & (ahead < need) & (others <= rest):
-        nearer, outer = _weigh(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_EDITS)
+        nearer, outer = _weigh(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
         ahead += nearer
         others += outer
-        first += 1 if HAS_EDITS else WEIGHED
+        first += 1 if HAS_PROCESSING else WEIGHED
     return ahead < need, cutoff
 
 
@@ -303,7 +303,7 @@ def sample_flat(
     bound_ptr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     ALL_BOUNDS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
@@ -313,10 +313,10 @@ def sample_flat(
     """
     is_last = tl.full([], 1, tl.int1)
     if SHARES > 1 and is_shared:
-        _bound_scores(sample, split.share, SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_EDITS)
+        _bound_scores(sample, split.share, SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
         is_last = is_last_of(split, SHARES)
     else:
-        _bound_scores(sample, 0, 1, bound_ptr, LAYOUT, HAS_IDS, HAS_EDITS)
+        _bound_scores(sample, 0, 1, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
         tl.debug_barrier()
     need = tl.maximum(sample.options.top_p * mass, LEAST_NEED)
     numbers = tl.arange(0, ALL_BOUNDS)
@@ -337,10 +337,10 @@ def sample_flat(
             Cutoff(before, within, column),
             LAYOUT,
             HAS_IDS,
-            HAS_EDITS,
+            HAS_PROCESSING,
             True,
         )
-        is_kept, cutoff = _is_kept(column, need, mass, sample, LAYOUT, HAS_IDS, HAS_EDITS)
+        is_kept, cutoff = _is_kept(column, need, mass, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
         before = cutoff.before
         within = cutoff.within
         is_searching = ~is_kept & (column != NO_COLUMN)
@@ -363,7 +363,7 @@ def sample_truncated(
     BOUNDS: tl.constexpr,
     ALL_BOUNDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
-    HAS_EDITS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     WARPS: tl.constexpr,
     SHARES: tl.constexpr,
@@ -380,7 +380,7 @@ def sample_truncated(
         the mass; and whether this program knows them: one of those that share a row does.
     """
     # the chunks that a bound leaves fit one tile
-    GATHERED: tl.constexpr = WARPS * (512 if HAS_EDITS else 1024) // LAYOUT.chunk_size
+    GATHERED: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
     row = sample.row
     options = sample.options
     temperature = options.temperature
@@ -418,17 +418,17 @@ def sample_truncated(
     found = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     by_groups = picked.number <= PICKED
-    if HAS_EDITS:
-        by_groups = by_groups & only_lower(row.edits)
+    if HAS_PROCESSING:
+        by_groups = by_groups & only_lower(row.processing)
     if by_groups:
         group_ptr = pair_ptr + 2 * MANY
         num_groups = list_groups(
-            row, least, picked, group_ptr, PICKED, WARPS, LAYOUT, HAS_IDS, HAS_EDITS
+            row, least, picked, group_ptr, PICKED, WARPS, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
         tl.debug_barrier()
         if num_groups <= PICKED:
             found = list_from_groups(
-                row, least, group_ptr, num_groups, pair_ptr, PICKED, HAS_IDS, HAS_EDITS
+                row, least, group_ptr, num_groups, pair_ptr, PICKED, HAS_IDS, HAS_PROCESSING
             )
             first = picked.number
     # with a large top-k nearly all ids of the chunks would be listed
@@ -439,7 +439,7 @@ def sample_truncated(
         crowd = tl.sum(tl.where(here & is_tried, details, 0.0), axis=0)
         found = tl.where(is_helped & is_tried & (crowd > CROWD), LISTED + 1, found)
     while (first < picked.number) & (found <= LISTED):
-        x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_EDITS)[0]
+        x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
         found = list_values(x, x >= least, picked, first, found, pair_ptr, LAYOUT, WARPS)
         first += GATHERED
         if SHARES > 1:
@@ -475,7 +475,7 @@ def sample_truncated(
                     bound_ptr,
                     BOUNDS,
                     HAS_IDS,
-                    HAS_EDITS,
+                    HAS_PROCESSING,
                     ALL_BOUNDS,
                     SHARES,
                 )
@@ -489,7 +489,7 @@ def sample_truncated(
                     LAYOUT,
                     ALL_CHUNKS,
                     HAS_IDS,
-                    HAS_EDITS,
+                    HAS_PROCESSING,
                     WARPS,
                     SHARES,
                 )

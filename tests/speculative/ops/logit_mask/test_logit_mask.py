@@ -17,7 +17,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.logit_rows import EDITED_OPTIONS, LogitRows
+from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows
 from mtp_plugin.speculative.ops import logit_mask_triton
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.speculative.step import SlotRows, StepLayout
@@ -412,7 +412,7 @@ def test_edited_options() -> None:
     penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
     ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
     expected = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
-    assert expected == EDITED_OPTIONS
+    assert expected == LOGITS_PROCESSING_OPTIONS
 
 
 def test_positions_are_needed() -> None:

@@ -16,11 +16,11 @@ from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
-    edited,
-    edited_piece,
-    edits_of,
-    edits_of_piece,
-    shared_edits,
+    load_piece_processing,
+    load_processing,
+    load_shared_processing,
+    process_piece,
+    process_values,
 )
 from mtp_plugin.speculative.logit_rows.rows_triton import place_of
 from mtp_plugin.speculative.step import SlotRows
@@ -249,14 +249,14 @@ def edited_kernel(
     x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
-    edits = edits_of(slot, pools, draft_ptr, num_before)
+    processing = load_processing(slot, pools, draft_ptr, num_before)
     if BY_PIECE:
-        piece = edits_of_piece(first, vocab, edits, SIZE)
-        shared = shared_edits(edits, first, first + SIZE)
+        piece = load_piece_processing(first, vocab, processing, SIZE)
+        shared = load_shared_processing(processing, first, first + SIZE)
         row_ptr = logits_ptr + row * row_stride
-        x = edited_piece(x, piece, first, vocab, row_ptr, edits, shared)
+        x = process_piece(x, piece, first, vocab, row_ptr, processing, shared)
     else:
-        x = edited(x, ids, inside, edits)
+        x = process_values(x, ids, inside, processing)
     tl.store(out_ptr + row * vocab + columns, x, mask=inside)
 
 

@@ -57,7 +57,7 @@ def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
     told = case.as_drawn_from().logits
     rows, slots = case.batch.rows, case.batch.slots
     kept = [storage(tensor) for tensor in (slots.table, case.logits, *vars(slots.pools).values())]
-    values = reference.edited(case.logits, rows, slots, vocab_ids=case.batch.vocab_ids)
+    values = reference.process_logits(case.logits, rows, slots, vocab_ids=case.batch.vocab_ids)
     assert values.dtype == torch.float32
     assert torch.equal(values, told)
     if len(told):
@@ -344,7 +344,7 @@ def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
             seed, vocab, greedy=greedy, cut=cut, generations=5, width=4, dtype=DTYPES[seed % 3]
         )
         if not cut:
-            told = reference.edited(case.logits, case.batch.rows, case.batch.slots)
+            told = reference.process_logits(case.logits, case.batch.rows, case.batch.slots)
             assert torch.equal(loaded(case), told)
             assert torch.equal(loaded(case, by_piece=True), told)
         expected = case.tokens(Backend.TORCH).tolist()
