@@ -68,7 +68,7 @@ def load(
         if plugin_options is not None:
             raise typer.BadParameter("--plugin-options goes with --config alone")
         import_engine(log)
-        from mtp_plugin.executor.asked_config import config_of_checkpoint
+        from mtp_plugin.executor.requested_config import config_of_checkpoint
 
         return config_of_checkpoint(str(model), {}, log.write_line)
     from mtp_plugin.config import load_config

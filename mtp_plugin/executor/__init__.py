@@ -1,5 +1,5 @@
 """The embedded PyExecutor: a small TensorRT-LLM-shaped engine on transformers models."""
-# ruff: noqa: E402 - what is missing is told before an import of it fails
+# ruff: noqa: E402 - missing packages are reported before an import fails
 
 from mtp_plugin.extras import MODEL_PACKAGES, require
 

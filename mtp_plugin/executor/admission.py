@@ -1,4 +1,4 @@
-"""From prompts and options to requests that the executor can serve, or every reason why not."""
+"""Validates prompts and sampling options and makes requests of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtp_plugin.executor.models import ModelFacts
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.executor.tokenizer_turn import TokenizerTurn
+from mtp_plugin.executor.tokenizer_lock import TokenizerLock
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import Prompt, expect_short, params_of, place_of, prompts_of
@@ -28,21 +28,21 @@ from mtp_plugin.requests.tokenizer import (
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
 LONG_PROMPT = 2**16
-"""Characters up to which a prompt is tokenised, however long it may be: that takes no time."""
+"""Prompts of up to this many characters are tokenised without a check of their length."""
 LONG_BAD_WORD = 1024
-"""Characters up to which a bad word is: 64 for each of the tokens that it may have."""
+"""Maximum number of characters of a bad word: 64 for each token that it may have."""
 
 
 class Admission:
-    """Makes requests, numbered in the order they come, from any number of threads.
+    """Makes requests with consecutive ids. Thread-safe.
 
     Args:
-        executor: that they are for; nothing is enqueued here.
-        facts: vocabulary and end ids.
-        pieces: how many drafts a request may get, and whether draws accept them.
-        tokenizer: with ``encode`` and ``decode``; None: prompts are ids, and there is no text.
-        max_seq_len: tokens of a request at most.
-        is_stepping_here: see `TokenizerTurn`.
+        executor: checks whether requests fit; nothing is enqueued here.
+        facts: vocabulary size and end-of-sequence ids.
+        pieces: draft length, served options and acceptance label.
+        tokenizer: has ``encode`` and ``decode``; None: prompts are token ids, outputs have no text.
+        max_seq_len: maximum number of tokens of a request, prompt included.
+        is_stepping_here: see `TokenizerLock`.
     """
 
     def __init__(
@@ -62,34 +62,33 @@ class Admission:
         self._detokenizer = detokenizer_of(tokenizer)
         self._max_seq_len = max_seq_len
         self._all_ids = frozenset(range(min(facts.vocab_size, MAX_BAD_WORDS + 1)))
-        """Those of the vocabulary, or more than a request can ban."""
-        self._ids = itertools.count()  # its next() is one step for any number of threads
+        """The ids of the vocabulary, or more ids than a request can mask."""
+        self._ids = itertools.count()  # next() is atomic
         self._longest = LongestToken(tokenizer)
-        self._turn = TokenizerTurn(is_stepping_here)
+        self._tokenizer_lock = TokenizerLock(is_stepping_here)
 
     def make_batch(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[LlmRequest]:
-        """As :meth:`make_requests`, for one prompt or several, with the same options or each its
-        own."""
+        """:meth:`make_requests` for one or several prompts, with shared options or one set each."""
         batch = prompts_of(prompts)
         return self.make_requests(batch, params_of(sampling_params, len(batch)))
 
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[LlmRequest]:
-        """Requests that are admitted and fit.
+        """Make requests and check that the executor can run each of them.
 
         Raises:
-            RequestError: naming every reason, and among several the prompt's place.
+            RequestError: lists every reason and, of several prompts, which one.
         """
         requests = []
-        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True), 1):
+        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True), 1):
             request_id = next(self._ids)
             try:
-                request = self._make_request(request_id, prompt, asked)
+                request = self._make_request(request_id, prompt, own)
                 self._executor.check_fits(request)
             except RequestError as error:
                 if len(prompts) == 1:
@@ -100,13 +99,13 @@ class Admission:
             requests.append(request)
         return requests
 
-    def ask(
+    def make_pending(
         self, prompt: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> PendingRequest:
-        """A request whose texts are tokenised later, by whoever makes it.
+        """Return a request whose strings are tokenised later, by the first thread that needs it.
 
         Raises:
-            RequestError: naming every reason that needs no tokenizer.
+            RequestError: lists every reason that can be found without the tokenizer.
         """
         (prompt,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
@@ -125,26 +124,32 @@ class Admission:
         else:
             self._check_ids(prompt, request_id)
         ids = () if isinstance(prompt, str) else prompt
-        self._admitted(params, request_id, ids, tokenise=False)
-        self._turn.expect_outside(request_id)
-        return PendingRequest(request_id, make, partial(self._turn.expect_outside, request_id))
+        self._validated(params, request_id, ids, tokenise=False)
+        self._tokenizer_lock.check_not_held(request_id)
+        return PendingRequest(
+            request_id, make, partial(self._tokenizer_lock.check_not_held, request_id)
+        )
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        """A request that is admitted; whether it fits, its enqueuing says.
+        """Make one request; ``enqueue`` checks whether it fits.
 
         Raises:
-            RequestError: naming every reason.
+            RequestError: lists every reason.
         """
         return self._make_request(next(self._ids), prompt, params)
 
     def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         if not _has_texts(prompt, params):
-            return self._tokenised(request_id, prompt, params)
-        return self._turn.take(request_id, lambda: self._tokenised(request_id, prompt, params))
+            return self._tokenised_request(request_id, prompt, params)
+        return self._tokenizer_lock.run(
+            request_id, lambda: self._tokenised_request(request_id, prompt, params)
+        )
 
-    def _tokenised(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+    def _tokenised_request(
+        self, request_id: int, prompt: Prompt, params: SamplingParams
+    ) -> LlmRequest:
         ids = self._prompt_ids(prompt, request_id)
-        params = self._admitted(params, request_id, ids)
+        params = self._validated(params, request_id, ids)
         text = None
         if self._detokenizer is not None:
             text = RequestText(
@@ -190,7 +195,7 @@ class Admission:
             )
 
     def _check_text(self, prompt: str, request_id: int) -> None:
-        """Refuse a text that is none for this tokenizer, before it is tokenised."""
+        """Refuse a prompt that cannot be tokenised, before tokenising it."""
         if self._tokenizer is None:
             raise RequestError(
                 f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has no "
@@ -205,7 +210,7 @@ class Admission:
             ) from error
 
     def _expect_length(self, prompt: str, request_id: int) -> None:
-        """Refuse a text that is too long whatever its tokens are, before it is tokenised."""
+        """Refuse a prompt that is longer than ``max_seq_len`` tokens can be."""
         if len(prompt) <= max(LONG_PROMPT, self._max_seq_len):
             return
         try:
@@ -218,7 +223,7 @@ class Admission:
                 f"({self._max_seq_len}) tokens of this tokenizer have at most {most}"
             )
 
-    def _admitted(
+    def _validated(
         self,
         params: SamplingParams,
         request_id: int,
@@ -226,14 +231,14 @@ class Admission:
         *,
         tokenise: bool = True,
     ) -> SamplingParams:
-        """The options, with bad words as ids.
+        """Validate sampling options and return them with bad words as token ids.
 
         Args:
-            prompt: its ids; none: they are not known yet.
-            tokenise: False: leave out what asks the tokenizer.
+            prompt: the prompt's ids; empty: not known yet.
+            tokenise: False: skip the checks that need the tokenizer.
 
         Raises:
-            RequestError: naming every reason why they cannot be served.
+            RequestError: lists every option that cannot be served.
         """
         unsupported = params.unsupported(self._pieces.served_options)
         unsupported += self._pieces.refusals(params.asked())
@@ -241,9 +246,9 @@ class Admission:
         words, problems = self._bad_words(params, tokenise)
         unsupported += problems
         unsupported += self._outside_vocabulary(params, words)
-        unsupported += self._nothing_left(params, words, prompt)
+        unsupported += self._all_ids_masked(params, words, prompt)
         try:
-            # whatever the prompt is, the ids that end the request are these
+            # the end ids do not depend on the prompt
             StopRule.of(
                 params,
                 prompt_len=0,
@@ -257,7 +262,7 @@ class Admission:
         return params if words == params.bad_words else replace(params, bad_words=words)
 
     def _stop_problems(self, stop: tuple[str, ...], tokenise: bool) -> list[str]:
-        """What is wrong with stop strings; sizes come first, since the rest takes time."""
+        """Return problems of stop strings; sizes are checked first because the rest is slow."""
         if len(stop) > MAX_STOP_STRINGS:
             return [f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(stop)}"]
         longest = max(map(len, stop), default=0)
@@ -270,16 +275,16 @@ class Admission:
         return [
             f"stop={shortened(word)} ({problem})"
             for word in stop
-            if (problem := self._no_text(word, tokenise)) is not None
+            if (problem := self._text_problem(word, tokenise)) is not None
         ]
 
     def _bad_words(
         self, params: SamplingParams, tokenise: bool
     ) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-        """The bad words as ids, and what is wrong with them.
+        """Return bad words as token ids, and their problems.
 
-        Of a text also the ids behind a space, where they begin with another id and are as many:
-        with or without a space in front it is the same word.
+        As in vLLM, a string is also encoded with a leading space; these ids are added if they have
+        the same length and another first id.
         """
         words: dict[tuple[int, ...], None] = {}
         problems: list[str] = []
@@ -293,7 +298,7 @@ class Admission:
                     f"{name}={format_value(word)} (the checkpoint has no tokenizer.json)"
                 )
                 continue
-            if len(word) > LONG_BAD_WORD:  # before it is tokenised, which takes time
+            if len(word) > LONG_BAD_WORD:  # before tokenising, which is slow
                 problems.append(
                     f"{name}: at most {LONG_BAD_WORD} characters of a word are served, got "
                     f"{len(word)}"
@@ -327,8 +332,8 @@ class Admission:
                 words[spaced] = None
         count = len(words) + len(params.bad_token_ids)
         if count > MAX_BAD_WORDS:
-            asked = len(params.bad_words) + len(params.bad_token_ids)
-            twice = ", as a text counts behind a space too" if count > asked else ""
+            given = len(params.bad_words) + len(params.bad_token_ids)
+            twice = ", as a string also counts with a leading space" if count > given else ""
             problems.append(
                 f"{name} and bad_token_ids: at most {MAX_BAD_WORDS} are served, got {count}{twice}"
             )
@@ -356,21 +361,21 @@ class Admission:
                     f"{vocab}"
                 )
 
-    def _nothing_left(
+    def _all_ids_masked(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
     ) -> Iterator[str]:
         if params.thinking_token_budget is not None:
-            prompt = ()  # what a spent budget forces comes before what is banned here
-        always, banned = (_banned(params, bad_words, behind) for behind in ((), prompt))
-        where = "" if banned == always else " behind this prompt"
+            prompt = ()  # the end-of-thinking sequence is forced before these masks apply
+        always, masked = (_masked_ids(params, bad_words, prefix) for prefix in ((), prompt))
+        where = "" if masked == always else " after this prompt"
         allowed, bad = params.allowed_token_ids, f"{params.spelled('bad_words')} and bad_token_ids"
-        if allowed is not None and banned.issuperset(allowed):
-            yield f"allowed_token_ids: none is left{where} beside {bad}"
-        elif allowed is None and banned and banned.issuperset(self._all_ids):
+        if allowed is not None and masked.issuperset(allowed):
+            yield f"allowed_token_ids: none is left{where} with {bad}"
+        elif allowed is None and masked and masked.issuperset(self._all_ids):
             yield f"{bad}: no id of the vocabulary of {self._facts.vocab_size} is left{where}"
 
-    def _no_text(self, word: str, tokenise: bool) -> str | None:
-        """Why a model cannot write the word in tokens that are all decoded; None: it can."""
+    def _text_problem(self, word: str, tokenise: bool) -> str | None:
+        """Return why a stop string can never match decoded output, or None."""
         try:
             word.encode()
         except UnicodeEncodeError:
@@ -397,25 +402,25 @@ class Admission:
         return text
 
 
-def _banned(
+def _masked_ids(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
 ) -> set[int]:
-    """Ids that do not follow a prompt; without one: that are never written."""
-    banned = {*params.bad_token_ids}
+    """Return the ids masked directly after a prompt; without a prompt: those always masked."""
+    masked = {*params.bad_token_ids}
     for *beginning, last in bad_words:
         if list(prompt[max(0, len(prompt) - len(beginning)) :]) == beginning:
-            banned.add(last)
-    return banned
+            masked.add(last)
+    return masked
 
 
 def _first_of(ids: Sequence[int]) -> str:
-    """Ids for a message: of many the first three, and how many more there are."""
+    """Format the first three ids and the number of the others."""
     shown = ", ".join(map(format_value, ids[:3]))
     return shown if len(ids) <= 3 else f"{shown} and {len(ids) - 3} more"
 
 
 def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:
-    """Whether a tokenizer is asked before the request is made."""
+    """Whether the request needs the tokenizer."""
     words = (prompt, *params.stop, *params.bad_words)
     return any(isinstance(word, str) for word in words)
 

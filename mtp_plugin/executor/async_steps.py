@@ -1,4 +1,4 @@
-"""Steps for coroutines: one task of their event loop runs them, each in a thread."""
+"""Asynchronous iteration over requests: one task per event loop runs the steps in a thread."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ def is_in_a_loop() -> bool:
     return True
 
 
-class Told:
-    """All that steps gave a request, kept for any number of readers."""
+class ResultLog:
+    """All results of a request, kept for any number of readers."""
 
     def __init__(self) -> None:
         self.results: list[StepResults] = []
         self.wakes: list[Callable[[], None]] = []
-        """Called behind every result, in the thread that steps."""
+        """Called after every result, in the thread that runs the step."""
 
     def put(self, results: StepResults) -> None:
-        """Keep results, and wake who waits for some."""
+        """Append results and wake the readers."""
         self.results.append(results)
         for wake in self.wakes.copy():
             wake()
 
 
 class AsyncEventStream(AsyncIterator[StepEvent]):
-    """What `LLM.stream_async` gives: the events of one request.
+    """Asynchronous iterator over the events of one request, as `LLM.stream_async` returns.
 
-    Its end is that of its request, whichever way it comes: leaving the iteration, a cancelled task,
-    the end of the event loop, or that nobody holds it any more.
+    The request is cancelled when the iteration is left early, its task is cancelled, the event loop
+    ends, or the iterator is garbage-collected.
     """
 
     def __init__(self, pending: PendingRequest, steps: AsyncSteps, owner: object) -> None:
         self._pending = pending
         self._steps = steps
-        self._owner = owner  # it lives as long as the iteration
+        self._owner = owner  # kept alive by the iteration
         self._events = steps.run(pending)
 
     async def __anext__(self) -> StepEvent:
         return await self._events.__anext__()
 
     async def aclose(self) -> None:
-        """Cancel the request, and wait for a running step until nothing of it is left."""
+        """Cancel the request and wait until its resources are freed."""
         await self._events.aclose()
         if self._pending.is_made:
-            await self._steps.give_back(self._pending.request_id)
+            await self._steps.cancel_and_wait(self._pending.request_id)
 
     def __del__(self) -> None:
         self._steps.drop(self._pending)
@@ -73,95 +73,95 @@ class AsyncSteps:
             weakref.WeakKeyDictionary()
         )
         self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="mtp-tokenising")
-        """Apart from the event loop's own threads, which step meanwhile."""
+        """Separate from the event loop's default threads, which run the steps."""
 
     async def run(self, pending: PendingRequest) -> AsyncGenerator[StepEvent, None]:
-        """Start a request and give its events; leaving the iteration early cancels it.
+        """Start a request and yield its events; leaving the iteration early cancels it.
 
         Raises:
-            RequestError: its texts cannot be served.
+            RequestError: the prompt or an option cannot be served.
             ExecutorError: the executor was shut down, or a step runs in this thread.
         """
-        self._dispatcher.expect_to_wait()
+        self._dispatcher.check_can_wait()
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
 
         def on_result(results: StepResults) -> None:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, results)
-            except RuntimeError:  # the loop was closed: nobody waits
+            except RuntimeError:  # the loop was closed, with all readers
                 self._dispatcher.cancel_id(pending.request_id)
 
         try:
-            request = await pending.soon(self._tokenising)
+            request = await pending.result_async(self._tokenising)
             self._dispatcher.start([request], on_result)
             finished = False
             while not finished:
-                for event in events_of(await self._driven(arrived)):
+                for event in events_of(await self._next_results(arrived)):
                     finished = event.finish_reason is not None
                     yield event
         finally:
-            # without waiting: a loop that ends gives nobody time for that
+            # without waiting, for which a closing loop leaves no time
             self.drop(pending)
 
-    async def give_back(self, request_id: int) -> None:
-        """Cancel a request, and wait for a running step until nothing of it is left."""
+    async def cancel_and_wait(self, request_id: int) -> None:
+        """Cancel a request and wait until its resources are freed."""
         self._dispatcher.cancel_id(request_id)
         if self._dispatcher.holds_id(request_id) and not self._dispatcher.is_stepping_here:
-            await asyncio.to_thread(self._dispatcher.wait_for_the_step)
+            await asyncio.to_thread(self._dispatcher.wait_for_step)
 
     def drop(self, pending: PendingRequest) -> None:
-        """Cancel a request that nobody can hear of any more, without waiting."""
-        if pending.give_up():
+        """Cancel a request without readers, without waiting."""
+        if pending.abandon():
             self._dispatcher.forget(pending.request_id)
         else:
             self._dispatcher.cancel_id(pending.request_id)
 
     async def read(
         self,
-        told: Told,
+        log: ResultLog,
         pending: PendingRequest,
         owner: object,
     ) -> AsyncIterator[StepEvent]:
-        """Yield all events of a request, from the first to the last; leaving early ends nothing.
+        """Yield all events of a request from the first; leaving early does not cancel it.
 
         Args:
-            owner: an object that must live as long as the iteration.
+            owner: an object kept alive by the iteration.
         """
         arrived: asyncio.Queue[StepResults | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed, with every reader in it
+            with suppress(RuntimeError):  # the loop was closed, with all readers
                 loop.call_soon_threadsafe(arrived.put_nowait, [])
 
         try:
-            self._dispatcher.expect_to_wait()
-            await pending.soon(self._tokenising)
-            told.wakes.append(wake)
+            self._dispatcher.check_can_wait()
+            await pending.result_async(self._tokenising)
+            log.wakes.append(wake)
             number, finished = 0, False
             while not finished:
-                while number == len(told.results):
-                    await self._driven(arrived)
-                for event in events_of(told.results[number]):
+                while number == len(log.results):
+                    await self._next_results(arrived)
+                for event in events_of(log.results[number]):
                     finished = event.finish_reason is not None
                     yield event
                 number += 1
         finally:
-            if wake in told.wakes:
-                told.wakes.remove(wake)
+            if wake in log.wakes:
+                log.wakes.remove(wake)
             del owner  # a kept exception keeps this frame, see RequestHandle._read_to_its_end
 
-    def begin(self, pending: PendingRequest) -> None:
-        """Tokenise and step what was handed in, where an event loop runs; elsewhere who waits for
-        it does."""
+    def start_soon(self, pending: PendingRequest) -> None:
+        """In a running event loop, schedule tokenising and steps; elsewhere do nothing, because the
+        thread that waits for the result runs them."""
         if not is_in_a_loop():
             return
         loop = asyncio.get_running_loop()
-        # a signal's handler wakes no loop, and its thread may stand in the pool's own lines
-        loop.call_soon_threadsafe(self._begin_in, loop, pending)
+        # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
+        loop.call_soon_threadsafe(self._start_in, loop, pending)
 
-    def _begin_in(self, loop: asyncio.AbstractEventLoop, pending: PendingRequest) -> None:
+    def _start_in(self, loop: asyncio.AbstractEventLoop, pending: PendingRequest) -> None:
         if pending.is_made:
             self._step_in(loop)
         else:
@@ -169,21 +169,21 @@ class AsyncSteps:
             self._tokenising.submit(pending.make)
 
     def _step_soon_in(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
-        with suppress(RuntimeError):  # the loop was closed: who waits for it steps
+        with suppress(RuntimeError):  # the loop was closed: the thread that waits runs the steps
             loop.call_soon_threadsafe(self._step_in, loop)
 
     def _step_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        # a loop within a step would wait, at its end, for another thread's step
+        # a loop that runs within a step would wait, at its end, for a step in another thread
         if not self._dispatcher.is_stepping_here:
             self._driver_of(loop)
 
-    async def _driven(self, arrived: asyncio.Queue[StepResults | None]) -> StepResults:
-        """The next results, while some task of the event loop steps; another one where it ended.
+    async def _next_results(self, arrived: asyncio.Queue[StepResults | None]) -> StepResults:
+        """Wait for the next results, while a task of the event loop runs the steps.
 
         Raises:
             ExecutorError: a step runs in this thread.
         """
-        self._dispatcher.expect_to_wait()
+        self._dispatcher.check_can_wait()
         loop = asyncio.get_running_loop()
 
         def wake(_: object) -> None:
@@ -208,12 +208,12 @@ class AsyncSteps:
         return driver
 
     def _forget_driver(self, driver: asyncio.Task[None]) -> None:
-        """A task holds its loop, which could not go while the task is kept for it."""
+        """Drop the task, which would keep its event loop alive."""
         loop = driver.get_loop()
         if self._drivers.get(loop) is driver:
             del self._drivers[loop]
 
     async def _drive(self) -> None:
-        """Step while there is work, each time in a thread, so that the event loop goes on."""
+        """Run steps while there is work, each in a thread, without blocking the event loop."""
         while self._dispatcher.has_work:
             await asyncio.to_thread(self._dispatcher.advance_and_drain)

@@ -1,4 +1,4 @@
-"""Generation-only steps in CUDA graphs: target, acceptance, history and the whole draft loop."""
+"""CUDA graphs of generation-only steps: target forward, verification and the whole draft loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
 
 WARM_UP_STEPS = 2
-"""Eager steps before a capture: kernels are compiled, libraries made ready, pools allocated."""
+"""Eager steps before a capture: they compile kernels, initialise libraries and allocate pools."""
 
 
 def captured_sizes(config: LLMConfig) -> list[int]:
-    """Batch sizes of the graphs: those asked for, else powers of two and the largest batch."""
+    """Batch sizes of the graphs: as configured, else powers of two and the largest batch."""
     graphs = config.cuda_graph_config
     if graphs is None:
         return []
@@ -36,14 +36,14 @@ def captured_sizes(config: LLMConfig) -> list[int]:
 
 
 def padded_sizes(config: LLMConfig) -> list[int]:
-    """Batch sizes that smaller batches are padded to, on a device without graphs as well."""
+    """Batch sizes to which smaller batches are padded, also on a device without CUDA graphs."""
     graphs = config.cuda_graph_config
     return captured_sizes(config) if graphs is not None and graphs.enable_padding else []
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Without Python's collector: it might destroy an old graph, which breaks a capture."""
+    """Disable garbage collection: destroying an old graph during a capture breaks the capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -61,24 +61,24 @@ class CapturedStep:
     graph: torch.cuda.CUDAGraph
     outputs: dict[str, torch.Tensor]  # all but the logits
     spec_metadata: Any  # whose tensors the graph reads
-    checks: Sequence[ReplayCheck]  # of the pieces, made behind every replay
+    checks: Sequence[ReplayCheck]  # run after every replay
 
 
 class CapturedSteps:
-    """One graph per shape of step, all in one memory pool.
+    """One CUDA graph per step shape, all in one memory pool.
 
-    A replay reads its inputs from the row table and from the sampler's store, where the step before
-    left its tokens; whatever the host decides is in the rows.
+    A replay reads its inputs from the row table (the host's decisions) and from the sampler's store
+    (the previous step's tokens).
 
     Args:
-        launch: puts a step on the device (``ModelEngine.launch``).
+        launch: launches a step (``ModelEngine.launch``).
         table: rows of the steps; its addresses are captured.
         padding_row: fills batches in warm-up and capture.
-        previous: the sampler's store as the next step reads it; its addresses are captured.
-        make_spec_metadata: batch size -> speculative metadata with buffers of its own.
-        replay_checks: entered around a capture; what to check behind each of its replays.
+        previous: the sampler's store; its addresses are captured.
+        make_spec_metadata: batch size -> speculative metadata with its own buffers.
+        replay_checks: context of a capture; yields the checks to run after each replay.
         pools: returns the tensors that must stay the same objects after capture.
-        pool_name: index in these -> name for an error.
+        pool_name: index in ``pools()`` -> name for an error.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CapturedSteps:
         self._captured_pools: list[torch.Tensor] = []
         self._steps: dict[StepShape, CapturedStep] = {}
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Entered around the launch of every graph, for who wants to time it."""
+        """Context around every graph launch, for timing."""
         self.num_replays = 0
         self.num_bytes = 0
         """Device memory of all graphs together."""
@@ -119,16 +119,15 @@ class CapturedSteps:
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
-        """One for all captures: libraries keep a workspace per stream."""
+        """One stream for all captures, because libraries keep a workspace per stream."""
         return torch.cuda.Stream()
 
     @torch.inference_mode()
     def capture(self, shape: StepShape) -> None:
-        """Capture a step of padding rows, which writes to sentinels only.
+        """Capture a step of padding rows, which writes to sentinel slots only.
 
         Raises:
-            ConfigError: the model or a plugin's worker does what no capture can hold, or memory is
-                short.
+            ConfigError: the model or the worker is not graph-safe, or memory is short.
         """
         size = shape.num_generations
         step = self._table.upload([self._padding_row] * size)
@@ -159,21 +158,21 @@ class CapturedSteps:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with self._replay_checks() as checks, _nothing_collected():
-            torch.cuda.empty_cache()  # what is reserved from here on is the graph's
+            torch.cuda.empty_cache()  # memory reserved from here on belongs to the graph
             reserved = torch.cuda.memory_reserved()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 outputs = launch()
-                # nobody reads the logits of a replay, and every graph would keep its own
+                # a replay's logits are not read, and every graph would keep its own
                 outputs.pop("logits", None)
         torch.cuda.synchronize()
         self.num_bytes += torch.cuda.memory_reserved() - reserved
         return CapturedStep(graph, outputs, spec_metadata, checks)
 
     def replay(self, shape: StepShape, rows: list[Row]) -> dict[str, torch.Tensor] | None:
-        """Launch a step from its graph; None where it has none and must run eagerly.
+        """Replay the graph of a step shape; None if there is none and the step must run eagerly.
 
         Raises:
-            MetadataError: in debug mode, where the draft loop left metadata changed.
+            MetadataError: in debug mode, if the draft loop left metadata changed.
             ExecutorError: a pool was replaced after capture.
         """
         captured = self._steps.get(shape)

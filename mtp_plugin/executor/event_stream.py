@@ -1,4 +1,4 @@
-"""What `LLM.stream` gives: an iterator that steps when it is asked for more."""
+"""The iterator of `LLM.stream`, which runs steps on demand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mtp_plugin.executor.request import LlmRequest
 
 
 class EventStream(Iterator[list[StepEvent]]):
-    """The events of requests, step by step; they start when the first ones are asked for.
+    """Iterates over the events of requests, step by step; they start with the first ``next()``.
 
     Raises:
         ExecutorError: the executor was shut down, or a step runs in this thread.
     """
 
-    _is_started = False  # of one, too, whose making an interrupt cut short
+    _is_started = False  # class attributes: __del__ also runs if __init__ was interrupted
     _is_closed = False
 
     def __init__(
@@ -26,13 +26,13 @@ class EventStream(Iterator[list[StepEvent]]):
     ) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
-        self._owner = owner  # it lives as long as the iteration
+        self._owner = owner  # kept alive by the iteration
         self._arrived: deque[StepResults] = deque()
 
     def __next__(self) -> list[StepEvent]:
         if self._is_closed:
             raise StopIteration
-        self._dispatcher.expect_to_wait()
+        self._dispatcher.check_can_wait()
         try:
             if not self._is_started:
                 self._is_started = True
@@ -41,7 +41,7 @@ class EventStream(Iterator[list[StepEvent]]):
                 if not self._arrived:
                     self._dispatcher.advance()
                     continue
-                with suppress(IndexError):  # another thread that reads was first
+                with suppress(IndexError):  # another reader was faster
                     return events_of(self._arrived.popleft())
         except BaseException:
             self.close()
@@ -50,7 +50,7 @@ class EventStream(Iterator[list[StepEvent]]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel what is unfinished and give its resources back; nothing more comes."""
+        """Cancel unfinished requests, free their resources and end the iteration."""
         if self._is_started and not self._is_closed:
             self._is_closed = True
             self._dispatcher.abort(self._requests)

@@ -1,4 +1,4 @@
-"""Python's collector and executors: what is there when they are ready is none of its business."""
+"""Excludes long-lived objects from Python's garbage collection while executors run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 
 
 class GCFreeze:
-    """Keeps Python's collector from what is there when executors are ready.
+    """Freezes the objects that exist when an executor is ready (``gc.freeze``).
 
-    While requests come and go the collector runs over everything once in a few hundred steps, and
-    over the modules of a model that takes longer than many steps. Where a host has frozen objects
-    of its own, it is left to the host.
+    Otherwise the collector traverses all objects once in a few hundred steps, which takes longer
+    than many steps because of a model's modules. If the host process has frozen objects itself,
+    nothing is changed.
     """
 
     HOST_FROZE = 10_000
-    """Frozen objects from which a host must have done it: Python itself keeps some hundreds."""
+    """At least this many frozen objects: the host process froze them. Python itself freezes some
+    hundreds."""
 
     def __init__(self) -> None:
         self._num_owners = 0
         self._num_imported = 0
 
     def freeze_imports(self) -> None:
-        """Freeze what was imported, for a process that is no host but a command of this package."""
+        """Freeze imported modules; for the commands of this package, not for host processes."""
         gc.freeze()
         self._num_imported = gc.get_freeze_count()
 
     def hold(self, owner: object) -> Callable[[], Any]:
-        """Freeze what is there; calling the result, or the owner's end, undoes it."""
+        """Freeze all objects until the returned function is called or ``owner`` is collected."""
         frozen_by_host = gc.get_freeze_count() - self._num_imported
         if self._num_owners == 0 and frozen_by_host >= self.HOST_FROZE:
             return lambda: None
@@ -46,4 +47,4 @@ class GCFreeze:
 
 
 of_process = GCFreeze()
-"""Every executor's, since a process has one collector."""
+"""Shared by all executors of the process."""

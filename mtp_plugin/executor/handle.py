@@ -1,4 +1,4 @@
-"""A request that was handed in, to be read, waited for or ended when its caller likes."""
+"""Handle of a submitted request: read its events, wait for its output, or abort it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from mtp_plugin.executor.async_steps import AsyncSteps, Told
+from mtp_plugin.executor.async_steps import AsyncSteps, ResultLog
 from mtp_plugin.executor.dispatcher import Dispatcher, events_of
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
@@ -16,11 +16,11 @@ from mtp_plugin.executor.request import LlmRequest
 
 
 class RequestHandle:
-    """What `LLM.submit` gives: ``async for`` its events, ``await`` it, or ask for its ``result``.
+    """Returned by `LLM.submit`: iterate with ``async for``, ``await`` it, or call ``result()``.
 
-    Any number of readers get all events each. Where an event loop runs, it goes on by itself, and
-    its texts are tokenised in a thread; elsewhere any call that steps takes it along. A handle that
-    nobody holds ends its request.
+    Each of any number of readers gets all events. In a running event loop the request runs in the
+    background and is tokenised in a thread; elsewhere it runs in the steps of any other call.
+    Garbage collection of the handle cancels the request.
 
     Raises:
         ExecutorError: the executor was shut down.
@@ -33,52 +33,54 @@ class RequestHandle:
         self._dispatcher = dispatcher
         self._steps = steps
         self._owner = owner
-        self._told = Told()
+        self._log = ResultLog()
         if pending.is_made:
-            dispatcher.start([pending.now()], self._told.put)
+            dispatcher.start([pending.result()], self._log.put)
         else:
-            dispatcher.expect(pending.request_id, self._told.put)
+            dispatcher.expect(pending.request_id, self._log.put)
             pending.on_made(partial(_hand_in, dispatcher, pending.request_id))
-        steps.begin(pending)
+        steps.start_soon(pending)
 
     @property
     def request_id(self) -> int:
-        """As its events have it, and `LLM.abort` takes it."""
+        """The id in its events, as `LLM.abort` expects it."""
         return self._pending.request_id
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further event will come."""
+        """Whether all events have been produced."""
         return not self._dispatcher.holds_id(self.request_id)
 
     def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Its events from the first one on; leaving early ends nothing."""
-        return self._steps.read(self._told, self._pending, self)
+        """Iterate over all events from the first; leaving early does not cancel the request."""
+        return self._steps.read(self._log, self._pending, self)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
-        """As :meth:`result`, for coroutines."""
+        """Wait for the output, as :meth:`result` does, in a coroutine."""
         return self._read_to_its_end().__await__()
 
     def result(self) -> RequestOutput:
-        """Step until it has ended, and what it gave; in a coroutine ``await`` the handle instead.
+        """Run steps until the request has finished and return its output.
+
+        In a coroutine, ``await`` the handle instead.
 
         Raises:
-            RequestError: its texts cannot be served.
-            ExecutorError: it ended with an error, the executor was shut down, or a step runs in
-                this thread.
-            Exception: what a step failed with.
+            RequestError: the prompt or an option cannot be served.
+            ExecutorError: the request ended with an error, the executor was shut down, or a step
+                runs in this thread.
+            Exception: the error of a failed step.
         """
-        self._dispatcher.expect_to_wait()
-        request = self._pending.now()
+        self._dispatcher.check_can_wait()
+        request = self._pending.result()
         while not self.is_finished:
             self._dispatcher.advance()
         self._dispatcher.drain()
-        for results in self._told.results:
+        for results in self._log.results:
             events_of(results)
         return RequestOutput.of_success(request)
 
     def abort(self) -> bool:
-        """As `LLM.abort` of its id."""
+        """Cancel the request; see `LLM.abort`."""
         return self._dispatcher.cancel_id(self.request_id)
 
     def __del__(self) -> None:
@@ -88,15 +90,15 @@ class RequestHandle:
         try:
             async for _ in self:
                 pass
-            return RequestOutput.of_success(self._pending.now())
+            return RequestOutput.of_success(self._pending.result())
         finally:
-            # A task of asyncio keeps the exception that ended it, whose traceback keeps this frame.
+            # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
             del self
 
 
 def _hand_in(dispatcher: Dispatcher, request_id: int, made: Future[LlmRequest]) -> None:
     error = made.exception()
     if isinstance(error, Exception):
-        dispatcher.refuse(request_id, error)
+        dispatcher.reject(request_id, error)
     else:
-        dispatcher.meet(made.result())
+        dispatcher.submit_expected(made.result())

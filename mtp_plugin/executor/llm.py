@@ -1,4 +1,4 @@
-"""The Python API: a model, a config, and prompts in; text, steps or a stream out."""
+"""The Python API of the embedded executor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
-from mtp_plugin.executor.asked_config import asked_config, asked_tokenizer
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
 from mtp_plugin.executor.build import BuiltExecutor, build_executor
 from mtp_plugin.executor.dispatcher import Dispatcher
@@ -22,6 +21,7 @@ from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.progress import Progress, batch_progress, loading_progress
 from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.executor.requested_config import load_requested_tokenizer, read_requested_config
 from mtp_plugin.executor.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of
@@ -30,37 +30,39 @@ from mtp_plugin.speculative.plugin import SpeculativePieces
 
 
 class LLM:
-    """An embedded executor around one checkpoint.
+    """Loads one checkpoint and generates text with the embedded executor.
 
-    ``LLM("checkpoint")`` or ``LLM(model="checkpoint", max_batch_size=4)`` take a checkpoint's
-    folder; without ``speculative_config`` beside it, drafts come of its MTP layers where it has
-    some (`config_of_checkpoint`), and one line says so. ``speculative_config=None``: no drafts.
+    ``LLM("checkpoint")`` and ``LLM(model="checkpoint", max_batch_size=4)`` take a checkpoint's
+    folder. Without ``speculative_config``, the checkpoint's MTP layers draft if it has any (see
+    `config_of_checkpoint`), and one line reports it; ``speculative_config=None`` disables drafting.
 
     Args:
         config: a checkpoint's folder, the path of a YAML file, a mapping with the keys of
-            ``LLMConfig``, or one.
-        model: a checkpoint's folder, before that of a config; or an already loaded model to share
-            with other executors. Its attention is theirs until the last :meth:`shutdown`.
-        tokenizer: with ``encode`` and ``decode``, or the folder of one; default: the checkpoint's,
-            where it has one. One thread at a time calls ``encode``, and the one that steps
-            ``decode``; within them, as within a signal's handler, prompts may be token ids.
-        on_progress: called with a line of text as loading goes on; None: standard error shows it
-            where it is a terminal.
-        chunk_policy: how long prompt chunks are; default: as long as the token budget allows.
+            ``LLMConfig``, or an ``LLMConfig``.
+        model: a checkpoint's folder, which overrides that of the config; or a loaded model to share
+            with other executors. Its attention modules stay replaced until the last
+            :meth:`shutdown`.
+        tokenizer: an object with ``encode`` and ``decode``, or the folder of a tokenizer; default:
+            the checkpoint's tokenizer, if any. One thread at a time calls ``encode``; the thread
+            that runs steps calls ``decode``. Within these methods and within signal handlers,
+            prompts must be token ids.
+        on_progress: called with lines of text during loading; None: progress is shown on standard
+            error if that is a terminal.
+        chunk_policy: chooses the length of prompt chunks; default: the remaining token budget.
         kv_fill: initial value of the KV pools (tests fill them with NaN).
-        stop_callback: a rule of stopping of your own, as `MTPSampler` takes it: called once a step
-            with ids of requests, whose tokens :meth:`find_request` has. Where it answers with ids
-            alone, the text depends on how many drafts were accepted, hence on K; a mapping of ids
-            to the tokens of the output to keep is exact. It runs within the step, where nothing
-            can wait for another one: of this object it may use :meth:`find_request`,
-            :meth:`submit`, :meth:`abort` and :meth:`shutdown`.
-        options: beside a checkpoint's folder: keys of ``LLMConfig``, as its YAML file has them.
+        stop_callback: your own stop rule, as `MTPSampler` takes it: called once per step with
+            request ids, whose tokens :meth:`find_request` returns. If it returns only ids, the
+            output depends on how many drafts were accepted, hence on K; a mapping of ids to the
+            number of output tokens to keep is exact. It runs within the step and must not wait for
+            another step: it may call :meth:`find_request`, :meth:`submit`, :meth:`abort` and
+            :meth:`shutdown`.
+        options: keys of ``LLMConfig``, as in a YAML file; only with a checkpoint's folder.
 
     Raises:
-        ConfigError: an option that cannot be, or not on this checkpoint or device; of a YAML file
-            with its path in front. A ``stop_callback`` that the plugin does not ask.
-        CheckpointError, PluginError: before any weight is loaded.
-        MTPPluginError: a tokenizer that does not load.
+        ConfigError: an option is invalid, or not supported by this checkpoint or device; errors of
+            a YAML file start with its path. A ``stop_callback`` that the plugin does not support.
+        CheckpointError, PluginError: raised before any weight is loaded.
+        MTPPluginError: the tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -75,24 +77,24 @@ class LLM:
         stop_callback: StopCallback | None = None,
         **options: Any,
     ) -> None:
-        asked = asked_config(config, model, options, on_progress)
-        tokenizer = asked_tokenizer(tokenizer)
+        requested = read_requested_config(config, model, options, on_progress)
+        tokenizer = load_requested_tokenizer(tokenizer)
         built: BuiltExecutor | None = None
         self._thaw: Callable[[], Any] = lambda: None
         try:
             try:
-                with loading_progress(on_progress) as tell:
+                with loading_progress(on_progress) as report:
                     built = build_executor(
-                        asked.config,
-                        model=asked.model,
+                        requested.config,
+                        model=requested.model,
                         tokenizer=tokenizer,
-                        on_progress=tell,
+                        on_progress=report,
                         chunk_policy=chunk_policy,
                         kv_fill=kv_fill,
                     )
             except ConfigError as error:
-                if asked.file is not None:
-                    raise ConfigError(f"{asked.file}: {error}") from error
+                if requested.file is not None:
+                    raise ConfigError(f"{requested.file}: {error}") from error
                 raise
             if stop_callback is not None:
                 _set_stop_callback(built.pieces, stop_callback)
@@ -100,7 +102,7 @@ class LLM:
             if on_progress is not None:
                 on_progress("ready")
         except BaseException:
-            # the model may be shared: release its attention, and all memory with it
+            # the model may be shared: restore its attention modules and free all memory
             if built is not None:
                 built.executor.shutdown()
             self._thaw()
@@ -139,21 +141,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Run prompts to their end; outputs come in the prompts' order.
+        """Run prompts to completion and return their outputs in the order of the prompts.
 
         Args:
-            use_tqdm: for several prompts, show on standard error how many have ended; where that
-                is no terminal, nothing is shown.
+            use_tqdm: for several prompts, show a progress bar on standard error if that is a
+                terminal.
 
         Raises:
-            RequestError: a prompt or option that cannot be served; nothing was started.
+            RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the executor was shut down, or a step runs in this thread.
         """
-        self._dispatcher.expect_to_wait()
+        self._dispatcher.check_can_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
-        with batch_progress(len(requests), use_tqdm) as tell:
+        with batch_progress(len(requests), use_tqdm) as report:
             for events in self._run(requests):
-                tell(events)
+                report(events)
         return [RequestOutput.of(request) for request in requests]
 
     def stream(
@@ -161,16 +163,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> EventStream:
-        """The events of every executor step; an event carries 0 to K+1 tokens of one request.
+        """Iterate over the events of every step; an event has 0 to K+1 tokens of one request.
 
-        ``prompt_index`` of an event is its prompt's place among these, from 0; request ids count
-        on over the life of the object. Closing the iterator cancels what is unfinished and gives
-        its resources back, and so does letting go of it. Other calls may run between two steps;
-        what they make this one's requests gain comes with its next steps.
+        ``prompt_index`` of an event is the index of its prompt in ``prompts``; request ids
+        increase over the life of the object. Closing or dropping the iterator cancels unfinished
+        requests and frees their resources. Other calls may run between two steps; events that
+        their steps produce for these requests are returned by the next ``next()``.
 
         Raises:
-            RequestError: a prompt or option that cannot be served; nothing was started.
-            ExecutorError: of the iterator: the executor was shut down, or a step runs in this
+            RequestError: a prompt or option cannot be served; nothing was started.
+            ExecutorError: from the iterator: the executor was shut down, or a step runs in this
                 thread.
         """
         return self._run(self._admission.make_batch(prompts, sampling_params))
@@ -178,70 +180,69 @@ class LLM:
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncEventStream:
-        """The events of one request; many may run at a time and share the batch.
+        """Iterate asynchronously over the events of one request; concurrent calls share the batch.
 
-        Leaving the iteration early cancels the request. Texts are tokenised in a thread once the
-        iteration starts; what can be refused before is refused here.
+        Leaving the iteration early cancels the request. The prompt is tokenised in a thread when
+        the iteration starts; checks that need no tokenizer are made here.
 
         Raises:
-            RequestError: a prompt or option that cannot be served, of the iterator too; nothing
-                was started.
-            ExecutorError: of the iterator: the executor was shut down, or a step runs in this
+            RequestError: a prompt or option cannot be served (also from the iterator); nothing was
+                started.
+            ExecutorError: from the iterator: the executor was shut down, or a step runs in this
                 thread.
         """
-        pending = self._admission.ask(prompt, sampling_params)
+        pending = self._admission.make_pending(prompt, sampling_params)
         return AsyncEventStream(pending, self._async_steps, self)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """The output of one prompt, run beside others; cancelling the task ends its request.
+        """Run one prompt; concurrent calls share the batch. A cancelled task cancels its request.
 
         Raises:
-            RequestError: a prompt or option that cannot be served; nothing was started.
+            RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the request ended with an error, or a step runs in this thread.
         """
-        pending = self._admission.ask(prompt, sampling_params)
+        pending = self._admission.make_pending(prompt, sampling_params)
         async for _ in self._async_steps.run(pending):
             pass
-        return RequestOutput.of_success(pending.now())
+        return RequestOutput.of_success(pending.result())
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> RequestHandle:
-        """Hand one prompt in, to be read, waited for or ended by its handle.
+        """Submit one prompt and return a handle to read, wait for or abort the request.
 
-        Where an event loop runs, texts are tokenised in a thread: what only that tells is raised by
-        the handle.
+        In a running event loop the prompt is tokenised in a thread; the handle raises the errors of
+        that.
 
         Raises:
-            RequestError: a prompt or option that cannot be served; nothing was started.
+            RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the executor was shut down.
         """
         if is_in_a_loop():
-            pending = self._admission.ask(prompt, sampling_params)
+            pending = self._admission.make_pending(prompt, sampling_params)
         else:
             (request,) = self._admission.make_batch([prompt], sampling_params)
             pending = PendingRequest.of(request)
         return RequestHandle(pending, self._dispatcher, self._async_steps, self)
 
     def abort(self, request_id: int) -> bool:
-        """End a request of any call, from any thread; never waits.
+        """Cancel a request of any call, from any thread, without waiting.
 
-        Its last event or output says ``cancelled``. Its resources come back at once, or at the end
-        of a step that runs. False: nothing of that id runs or waits.
+        Its last event or output has the finish reason ``cancelled``. Its resources are freed at
+        once, or when a running step ends. Returns False if no unfinished request has this id.
 
         Raises:
-            RequestError: what is no id.
+            RequestError: ``request_id`` is not an integer.
         """
         return self._dispatcher.cancel_id(expect_int("request_id", request_id, error=RequestError))
 
     def shutdown(self) -> None:
-        """Cancel everything and give every resource back, with the memory of KV cache and graphs;
-        who waits for a request gets an error.
+        """End all requests with an error and free all memory of the KV cache and CUDA graphs.
 
-        A step that runs is waited for. Within a step, as a tokenizer, a stop callback or a signal's
-        handler may call it, it takes place at that step's end.
+        Waits for a running step. Within a step (called by a tokenizer, a stop callback or a signal
+        handler) the shutdown happens when that step ends.
         """
         self._dispatcher.shutdown()
         self._thaw()
@@ -259,35 +260,35 @@ class LLM:
         if self._dispatcher.is_stepping_here:
             self.shutdown()
         else:
-            # a step that runs is waited for, and the event loop goes on
+            # wait for a running step without blocking the event loop
             await asyncio.to_thread(self.shutdown)
 
     # ---- requests ---------------------------------------------------------------------------
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        """A request that passed admission, not yet enqueued.
+        """Make and validate a request without enqueueing it.
 
         Raises:
-            RequestError: naming every reason.
+            RequestError: lists every reason why it cannot be served.
         """
         (params,) = params_of(params, 1)
         return self._admission.make_request(prompt, params)
 
     def find_request(self, request_id: int) -> LlmRequest | None:
-        """Return the request of that id while it runs or waits, else None.
+        """Return the unfinished request of that id, else None.
 
         Raises:
-            RequestError: what is no id.
+            RequestError: ``request_id`` is not an integer.
         """
         return self.executor.find(expect_int("request_id", request_id, error=RequestError))
 
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[LlmRequest]:
-        """Requests that passed admission and fit, not yet enqueued.
+        """Make and validate requests that fit the executor, without enqueueing them.
 
         Raises:
-            RequestError: naming every reason, and among several the prompt's place.
+            RequestError: lists every reason and, of several prompts, which one.
         """
         return self._admission.make_batch(prompts, params)
 
@@ -298,7 +299,7 @@ class LLM:
 def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -> None:
     if pieces.set_stop_callback is None:
         raise ConfigError(
-            f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} asks none"
+            f"stop_callback: expected None, the plugin's {type(pieces.sampler).__name__} calls none"
         )
     if not callable(stop_callback):
         raise ConfigError(f"stop_callback: expected a function, got {format_value(stop_callback)}")

@@ -1,4 +1,4 @@
-"""A request that is asked for, while its texts wait for the tokenizer."""
+"""A submitted request whose prompt is tokenised later, possibly in another thread."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from mtp_plugin.executor.request import LlmRequest
 
 
 class PendingRequest:
-    """Made once, by whichever thread comes first; others wait for it.
+    """A request that is made once, by the first thread that needs it; other threads wait.
 
     Args:
-        request_id: that it will have.
-        make: the request, or `RequestError`.
-        expect_outside: see `TokenizerTurn.expect_outside`.
+        request_id: id of the request.
+        make: returns the request or raises `RequestError`.
+        check_not_held: see `TokenizerLock.check_not_held`.
     """
 
     def __init__(
         self,
         request_id: int,
         make: Callable[[], LlmRequest],
-        expect_outside: Callable[[], None],
+        check_not_held: Callable[[], None],
     ) -> None:
         self.request_id = request_id
         self._make = make
-        self._expect_outside = expect_outside
+        self._check_not_held = check_not_held
         self._made: Future[LlmRequest] = Future()
         self._makers: dict[None, tuple[int, object]] = {}
 
     @classmethod
     def of(cls, request: LlmRequest) -> PendingRequest:
-        """One that is made already."""
+        """Wrap a request that exists already."""
         pending = cls(request.request_id, lambda: request, lambda: None)
-        pending.now()
+        pending.result()
         return pending
 
     @property
     def is_made(self) -> bool:
-        """Whether there is a request, or an error in its place."""
+        """Whether there is a request or an error."""
         return self._made.done()
 
     def make(self) -> None:
-        """Make it in this thread, unless a thread has begun to."""
+        """Make the request in this thread, unless a thread has begun to."""
         if not self._claim():
             return
         try:
             request = self._make()
         except BaseException as error:
             is_error = isinstance(error, Exception)
-            told = f"request {self.request_id}: its tokenising was interrupted"
-            self._made.set_exception(error if is_error else ExecutorError(told))
+            message = f"request {self.request_id}: its tokenising was interrupted"
+            self._made.set_exception(error if is_error else ExecutorError(message))
             if not is_error:
                 raise
             del self  # the error refers to this frame
@@ -62,48 +62,48 @@ class PendingRequest:
             self._made.set_result(request)
 
     def on_made(self, call: Callable[[Future[LlmRequest]], object]) -> None:
-        """Call it once there is a request or an error, in the thread that made it; at once where
-        there is."""
+        """Call ``call`` when there is a request or an error, in the thread that made it; at once if
+        there is one already."""
         self._made.add_done_callback(call)
 
-    def give_up(self) -> bool:
-        """Have nobody make it; False: it was begun."""
+    def abandon(self) -> bool:
+        """Prevent the request from being made; False: a thread has begun to make it."""
         return self._claim()
 
-    def now(self) -> LlmRequest:
-        """The request, made here or waited for.
+    def result(self) -> LlmRequest:
+        """Return the request: make it in this thread, or wait for the thread that makes it.
 
         Raises:
-            RequestError: why there is none, or this thread tokenises and cannot wait.
+            RequestError: the request cannot be served, or this thread tokenises and cannot wait.
         """
         if not self.is_made:
-            self._expect_outside()
+            self._check_not_held()
             self._expect_another_maker()
             self.make()
         return self._made.result()
 
-    async def soon(self, pool: Executor) -> LlmRequest:
-        """The request, made by a thread of ``pool``; the event loop goes on.
+    async def result_async(self, pool: Executor) -> LlmRequest:
+        """Return the request, made by a thread of ``pool`` without blocking the event loop.
 
         Raises:
-            RequestError: as :meth:`now`.
+            RequestError: see :meth:`result`.
         """
         if not self.is_made:
-            self._expect_outside()
+            self._check_not_held()
             loop = asyncio.get_running_loop()
             arrived = asyncio.Event()
 
-            def tell(_: object) -> None:
-                with suppress(RuntimeError):  # the loop was closed: nobody waits there
+            def wake(_: object) -> None:
+                with suppress(RuntimeError):  # the loop was closed, with all readers
                     loop.call_soon_threadsafe(arrived.set)
 
             pool.submit(self.make)
-            self.on_made(tell)
+            self.on_made(wake)
             await arrived.wait()
         return self._made.result()
 
     def _claim(self) -> bool:
-        """Whether this call may make it: one step for threads and signals' handlers."""
+        """Whether this call makes the request; atomic for threads and signal handlers."""
         claim = (threading.get_ident(), object())
         return self._makers.setdefault(None, claim) is claim
 

@@ -1,4 +1,4 @@
-"""The loop: schedule, prepare, forward, sample, hand results out; at once, or one step behind."""
+"""The executor loop: schedule, prepare, forward, sample, return results, with optional overlap."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mtp_plugin.speculative.step import StepResult
 
 
 class StepEvent(NamedTuple):
-    """What one step gave one request: 0 to K+1 tokens, and the text that they make visible."""
+    """Result of one step for one request: 0 to K+1 tokens and the newly visible text."""
 
     request_id: int
     token_ids: list[int]
     segments: list[Segment]
     finish_reason: FinishReason | None
     label: Label | None = None
-    """What must be said of the text; None: it is the target's own."""
+    """Marks output of verification that is not lossless; None: the target's own output."""
     logprobs: Logprobs | None = None
-    """A mapping of ids to log-probabilities for each of ``token_ids``; None: nobody asked."""
+    """For each of ``token_ids``, a mapping of ids to log-probabilities; None: not requested."""
     prompt_index: int = 0
-    """The prompt's place among those of its call, from 0."""
+    """Index of the prompt in its call."""
     prompt_logprobs: PromptLogprobs | None = None
-    """In the request's first event, where they were asked for; as `RequestOutput` has them."""
+    """In the request's first event, if requested; as in `RequestOutput`."""
 
     @property
     def text(self) -> str:
@@ -43,7 +43,7 @@ class StepEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose results the host has not seen."""
+    """A launched step whose results have not been read yet."""
 
     batch: ScheduledRequests
     state: Any
@@ -51,7 +51,7 @@ class _Launched:
 
 
 class PyExecutor:
-    """Drives a plugin's pieces with TensorRT-LLM's call order.
+    """Drives a plugin's components in TensorRT-LLM's call order.
 
     Non-overlap loop: schedule, prepare_resources, forward, sample_async, update request states,
     update_requests, responses, update_resources. Overlap loop: forward(n) is launched before the
@@ -95,10 +95,10 @@ class PyExecutor:
         return self._closed
 
     def enqueue(self, request: LlmRequest) -> None:
-        """Take a request in.
+        """Add a request to the waiting queue.
 
         Raises:
-            RequestError: it can never run here, or is none; nothing was taken.
+            RequestError: the request can never run here, or is not an `LlmRequest`.
             ExecutorError: the executor was shut down.
         """
         if self._closed:
@@ -112,12 +112,14 @@ class PyExecutor:
         self.scheduler.waiting.append(request)
 
     def find(self, request_id: int) -> LlmRequest | None:
-        """The request of that id; None: there is none, or it has given everything back."""
+        """Return the unfinished request of that id, or None."""
         return self._requests.get(request_id)
 
     def cancel(self, request_id: int) -> bool:
-        """End a request now; its event comes with the next step, or :meth:`end_cancelled`. False
-        for an unknown id."""
+        """Cancel a request; the next step or :meth:`end_cancelled` returns its last event.
+
+        Returns False if no unfinished request has this id.
+        """
         request = self._requests.get(request_id)
         if request is None or request.is_finished:
             return False
@@ -125,15 +127,17 @@ class PyExecutor:
         return True
 
     def end_cancelled(self) -> list[StepEvent]:
-        """Between two steps: the events of cancelled requests, which give everything back. A step
-        that runs for none but them is forgotten."""
+        """Between two steps: return the events of cancelled requests and free their resources.
+
+        If no request is left, the step in flight is dropped.
+        """
         events = self._end_cancelled()
         if events and not self._requests:
             self._launched = None
         return events
 
     def shutdown(self) -> None:
-        """Drop every request and give all resources back."""
+        """Cancel every request and free all resources."""
         for request in list(self._requests.values()):
             request.finish_by(FinishReason.CANCELLED)
             self._terminate(request)
@@ -145,18 +149,18 @@ class PyExecutor:
     # ---- the loop ---------------------------------------------------------------------------
 
     def step(self) -> list[StepEvent]:
-        """One iteration; the events of the step whose results became known.
+        """Run one iteration and return the events of the step whose results became known.
 
         Raises:
-            Exception: whatever target or worker raised; every request was ended with an error and
-                its resources were given back before.
+            Exception: an error of the target, the worker or the sampler; all requests have been
+                ended with an error and their resources freed.
         """
         if self._closed:
             raise ExecutorError("the executor was shut down")
         try:
             return self._overlap_step() if self.overlap else self._plain_step()
         except BaseException as error:
-            # a step that an interrupt cut short cannot be taken up again either
+            # BaseException: an interrupted step cannot be resumed either
             self._fail_all(f"a step failed: {describe_error(error)}")
             raise
 
@@ -209,14 +213,14 @@ class PyExecutor:
             self.num_steps += 1
             batch.draft_len = self.engine.pieces.choose_draft_len(batch)
         elif not in_flight and self.scheduler.waiting and not self.scheduler.active:
-            # admission checked that any request fits alone: this would be a scheduler defect
+            # admission checks that every request fits alone: this would be a scheduler defect
             waiting = [r.request_id for r in self.scheduler.waiting]
             raise ExecutorError(f"no request can run, waiting: {waiting}")
         return batch
 
     @staticmethod
     def _in_flight(previous: _Launched | None) -> set[int]:
-        """Requests whose last result is on the device only and still counts."""
+        """Return the ids of requests in the launched step whose result is still valid."""
         if previous is None:
             return set()
         return {
@@ -238,10 +242,11 @@ class PyExecutor:
         results: Sequence[StepResult],
         epochs: dict[int, int] | None = None,
     ) -> None:
-        """End generations that their step gave no token, because they would be scheduled forever.
+        """End generations that got no token from their step: they would be scheduled forever.
 
         Args:
-            epochs: of the requests when the step was launched; None: no request started over since.
+            epochs: each request's epoch when the step was launched; None: no request has been
+                preempted since.
         """
         advanced = {result.request_id for result in results if result.token_ids}
         for request in batch.generation_requests:
@@ -250,7 +255,7 @@ class PyExecutor:
                 request.fail("the step gave the request no token: a defect of the plugin in use")
 
     def _responses(self, results: Sequence[StepResult]) -> list[StepEvent]:
-        """Events of what a step gave; finished requests give everything back."""
+        """Return the events of a step and free the resources of finished requests."""
         return [
             self._report(request, result.token_ids, result.logprobs)
             for result in results
@@ -259,7 +264,7 @@ class PyExecutor:
         ]
 
     def _end_cancelled(self) -> list[StepEvent]:
-        """Events of requests that ended outside a step."""
+        """Return the events of requests that ended outside a step."""
         return [self._report(r, []) for r in list(self._requests.values()) if r.is_finished]
 
     def _report(
@@ -299,7 +304,7 @@ class PyExecutor:
         """Refuse a request that this executor could never finish.
 
         Raises:
-            RequestError: with the two numbers that do not go together.
+            RequestError: names the required and the available size.
         """
         plan, blocks = self.scheduler.plan, self.engine.blocks
         length = request.py_orig_prompt_len

@@ -1,4 +1,4 @@
-"""What a config comes to on a machine and a checkpoint, and what cannot be there."""
+"""Resolves a config against a checkpoint and the device, and checks that it can run there."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config, and all that it comes to before any weight is loaded."""
+    """A config with everything that follows from it before any weight is loaded."""
 
     config: LLMConfig
-    """With the draft length that the checkpoint gives where the file names none."""
+    """The draft length is set, by default from the checkpoint."""
     facts: ModelFacts
     plugin: SpeculativePlugin
     plan: DraftPlan
     device: torch.device
     max_seq_len: int
-    """Tokens of a request at most."""
+    """Maximum number of tokens of a request."""
 
 
 def resolve_config(
     config: LLMConfig, facts: ModelFacts, report: Callable[[str], None]
 ) -> ResolvedConfig:
-    """Look a config over.
+    """Resolve a config.
 
     Args:
-        facts: of its checkpoint.
-        report: called with a line where an option changes nothing here.
+        facts: what the checkpoint's config files say.
+        report: called with one line for each option that has no effect here.
 
     Raises:
-        ConfigError: an option that cannot be on this checkpoint or machine.
-        PluginError: nothing speculates in the way that is asked for.
+        ConfigError: an option is not possible with this checkpoint or device.
+        PluginError: no plugin provides the requested speculative decoding.
     """
     config = config.resolve(facts.num_mtp_layers)
     speculative = config.speculative_config
@@ -54,22 +54,22 @@ def resolve_config(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of ``auto``, ``cpu`` or ``cuda``.
+    """Return the device of ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: another name, or CUDA was asked for, and there is none.
+        ConfigError: an unknown name, or ``cuda`` without a CUDA device.
     """
     if name not in DEVICES:
         raise ConfigError(f"device: expected one of {', '.join(DEVICES)}, got {format_value(name)}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device")
+        raise ConfigError("device: cuda was requested, but torch sees no CUDA device")
     return torch.device(name)
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a name; ``auto``: as ``stored``, on a CPU float32."""
+    """Return the dtype of a name; ``auto``: ``stored``, on a CPU float32."""
     if name == "auto":
         # a CPU gains nothing from half precision, and float32 is exact against target-only decoding
         return torch.float32 if device.type == "cpu" else stored
@@ -78,17 +78,17 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
 
 
 def resolve_fusing(config: LLMConfig, device: torch.device) -> bool:
-    """Whether layers that are recognised run fused; ``auto``: on CUDA."""
+    """Whether known layers run fused kernels; ``auto``: on CUDA."""
     if config.fused_layers == "auto":
         return device.type == "cuda"
     return config.fused_layers
 
 
 def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
-    """Tokens of a request at most: as configured, else the model's positions.
+    """Return the maximum number of tokens of a request; default: the model's positions.
 
     Raises:
-        ConfigError: more than these.
+        ConfigError: more than the model's positions.
     """
     if config.max_seq_len is None:
         return positions
@@ -100,11 +100,7 @@ def resolve_max_seq_len(config: LLMConfig, positions: int) -> int:
 
 
 def check_budget(config: LLMConfig, plan: DraftPlan) -> None:
-    """Refuse a token budget that cannot hold a full batch of generations, whatever the plugin.
-
-    Raises:
-        ConfigError: with the numbers.
-    """
+    """Refuse a token budget that cannot hold a full batch of generation requests."""
     least = config.max_batch_size * plan.step_rows
     if config.max_num_tokens < least:
         raise ConfigError(
@@ -114,17 +110,16 @@ def check_budget(config: LLMConfig, plan: DraftPlan) -> None:
 
 
 def check_graphs(config: LLMConfig, device: torch.device, report: Callable[[str], None]) -> None:
-    """Tell where a device cannot have the graphs that were asked for."""
+    """Report that CUDA graphs were requested on a device without them."""
     if config.cuda_graph_config is not None and device.type != "cuda":
         report("no CUDA device: steps run eagerly, padded as the graphs would be")
 
 
 def check_model(resolved: ResolvedConfig, model: LoadedModel) -> None:
-    """Refuse a model that is not what the config asks for, as a shared one may be.
+    """Refuse a (shared) model that does not match the config.
 
     Raises:
-        ConfigError: too few MTP layers, another dtype or device, or fused where it should not be,
-            or not where it should.
+        ConfigError: too few MTP layers, or another dtype, device or use of fused layers.
     """
     config, device = resolved.config, resolved.device
     if len(model.mtp_layers) < resolved.plan.num_draft_layers:
@@ -135,15 +130,15 @@ def check_model(resolved: ResolvedConfig, model: LoadedModel) -> None:
     weight = next(model.lm_head.parameters())
     if config.dtype != "auto" and weight.dtype is not getattr(torch, config.dtype):
         raise ConfigError(
-            f"dtype: {config.dtype} was asked for, the loaded model is {weight.dtype}"
+            f"dtype: {config.dtype} was requested, the loaded model is {weight.dtype}"
         )
     if weight.device.type != device.type:
-        raise ConfigError(f"device: {device} was asked for, the loaded model is on {weight.device}")
+        raise ConfigError(f"device: {device} was requested, the loaded model is on {weight.device}")
     fused = isinstance(model, FusedModel) and bool(model.report.fused)
     if config.fused_layers is True and not fused:
         raise ConfigError(
-            f"fused_layers: true was asked for, no layer of the {model.facts.model_type} model is "
+            f"fused_layers: true was requested, no layer of the {model.facts.model_type} model is "
             f"fused; expected auto or false"
         )
     if config.fused_layers is False and fused:
-        raise ConfigError("fused_layers: false was asked for, the loaded model is fused")
+        raise ConfigError("fused_layers: false was requested, the loaded model is fused")

@@ -1,4 +1,4 @@
-"""Which requests run in the next step: continuous batching, chunked prefill, preemption."""
+"""Scheduler: continuous batching, chunked prefill, preemption."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.speculative.plugin import DraftPlan
 
 ChunkPolicy = Callable[[LlmRequest, int], int]
-"""(request, most tokens that fit) -> chunk length; held to 1 .. that number."""
+"""(request, limit in tokens) -> chunk length, clamped to 1..limit."""
 
 
 @dataclass
 class ScheduledRequests:
-    """The requests of one step, TensorRT-LLM's names; contexts come first in the batch."""
+    """The requests of one step, with TensorRT-LLM's names; contexts come first in the batch."""
 
     context_requests: list[LlmRequest] = field(default_factory=list)
     generation_requests: list[LlmRequest] = field(default_factory=list)
     paused_requests: list[LlmRequest] = field(default_factory=list)
     draft_len: int | None = None  # drafts that the step verifies and makes; None: not chosen yet
-    num_tokens: int = 0  # of the token budget that the step uses
+    num_tokens: int = 0  # share of the token budget that the step uses
 
     def all_requests(self) -> list[LlmRequest]:
         """Contexts, then generations."""
@@ -41,23 +41,26 @@ class ScheduledRequests:
 
 
 def whole_budget(request: LlmRequest, limit: int) -> int:
-    """The default chunk policy: as much of the prompt as fits."""
+    """Default chunk policy: as much of the prompt as fits."""
     return min(request.context_remaining_length, limit)
 
 
 class Scheduler:
-    """First come, first served; running requests before new ones; the youngest gives way.
+    """Schedules first come, first served, running requests before new ones.
 
-    A generation counts K+1 tokens of the budget whatever its drafts, a prompt chunk its tokens and
-    the history rows that the draft layers read again. KV blocks are reserved here, by the plan's
-    one rule, so that no step can run out of them. Where blocks are short the youngest running
-    request is paused: its blocks are freed and it starts over, output included, when there is room.
+    A generation request counts K+1 tokens of the budget whatever its drafts, a prompt chunk its
+    tokens and the history rows that the draft layers read again. KV blocks are reserved here, by
+    the plan's rule, so that no step can run out of them. If blocks are short, the youngest running
+    request is preempted: its blocks are freed, and when there is room it recomputes its prompt and
+    output.
 
     Args:
-        plan: the plugin's costs. blocks: the KV blocks.
-        max_batch_size: requests per step. max_num_tokens: target rows per step, history included.
-        chunk_policy: how long a chunk is.
-        chunking: False: a prompt runs in one piece (a request that starts over may still be cut).
+        plan: token and KV costs of the plugin.
+        blocks: the KV blocks.
+        max_batch_size: maximum number of requests per step.
+        max_num_tokens: maximum number of target tokens per step, history rows included.
+        chunk_policy: chooses the length of prompt chunks.
+        chunking: False: a prompt is not split, except that of a preempted request.
     """
 
     def __init__(
@@ -77,17 +80,17 @@ class Scheduler:
         self.chunk_policy = chunk_policy
         self.chunking = chunking
         self.waiting: deque[LlmRequest] = deque()
-        self.active: list[LlmRequest] = []  # by age
+        self.active: list[LlmRequest] = []  # oldest first
 
     def schedule(self, in_flight: set[int]) -> ScheduledRequests:
-        """The next step.
+        """Choose the requests of the next step.
 
         Args:
-            in_flight: ids of requests in a launched step whose result the host has not seen.
+            in_flight: ids of requests in a launched step whose results have not been read yet.
         """
         batch = ScheduledRequests()
         for request in list(self.active):
-            # one that an older request has paused generates no more
+            # may have been paused for an older request
             if not request.is_generating:
                 continue
             pending = request.request_id in in_flight
@@ -105,16 +108,16 @@ class Scheduler:
         return batch
 
     def generation_rows(self, request: LlmRequest, *, in_flight: bool) -> int:
-        """KV rows to reserve for a generation's next step; none past the request's full length."""
+        """Return the KV rows to reserve for a generation's next step, up to its maximum length."""
         rows = self.plan.rows_to_reserve(request.get_num_tokens() - 1, in_flight=in_flight)
         return min(rows, request.max_length)
 
     def prompt_rows(self, request: LlmRequest, end: int) -> int:
-        """KV rows to reserve for a prompt chunk that ends at ``end``."""
+        """Return the KV rows to reserve for a prompt chunk that ends at ``end``."""
         return max(end, min(self.plan.prompt_rows_to_reserve(end), request.max_length))
 
     def remove(self, request: LlmRequest) -> None:
-        """Forget a finished request."""
+        """Remove a finished request."""
         if request in self.active:
             self.active.remove(request)
         elif request in self.waiting:
@@ -143,8 +146,8 @@ class Scheduler:
         return True
 
     def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
-        """Reserve rows, pausing younger requests as needed; False where the request itself gave
-        way."""
+        """Reserve rows, pausing younger requests as needed; False if the request itself was
+        paused."""
         while not self.blocks.try_reserve(request.request_id, rows):
             victim = self.active[-1]
             self._pause(victim, batch)
@@ -177,7 +180,7 @@ class Scheduler:
                 fits = self.plan.chunk_tokens(0, request.context_length) <= budget
             else:
                 fits = budget >= 1
-            # room for the whole prompt and a first generation, else it would be paused at once
+            # require room for the prompt and a first generation, else it would be paused at once
             rows = self.plan.rows_to_reserve(request.context_length, in_flight=True)
             needed = self.blocks.blocks_for(min(rows, request.max_length))
             if not fits or needed > self.blocks.num_free_blocks:
@@ -185,7 +188,7 @@ class Scheduler:
             self.waiting.popleft()
             self.active.append(request)
             if not self._schedule_chunk(request, batch):
-                # nothing was reserved for it: it keeps its place in the queue
+                # nothing was reserved for it: it stays first in the queue
                 if request in self.active:
                     self.active.remove(request)
                     self.waiting.appendleft(request)

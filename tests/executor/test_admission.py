@@ -531,6 +531,6 @@ def test_a_shared_model_needs_enough_mtp_layers(bed) -> None:
 def test_cuda_without_a_device(bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        ConfigError, match=r"^device: cuda was asked for, but torch sees no CUDA device$"
+        ConfigError, match=r"^device: cuda was requested, but torch sees no CUDA device$"
     ):
         bed.llm(device="cuda")

@@ -64,9 +64,9 @@ def test_the_option_on_a_cpu(bed, target, prompts, option, fused) -> None:
 
 def test_a_model_that_is_shared_must_be_what_was_asked_for(bed) -> None:
     fused = fuse(load_model(bed.path, num_mtp_layers=0))
-    with pytest.raises(ConfigError, match="fused_layers: false was asked for, the loaded model is"):
+    with pytest.raises(ConfigError, match="fused_layers: false was requested, the loaded model is"):
         LLM(config_of(bed, fused_layers=False), model=fused)
-    with pytest.raises(ConfigError, match="fused_layers: true was asked for, no layer of the glm"):
+    with pytest.raises(ConfigError, match="fused_layers: true was requested, no layer of the glm"):
         LLM(config_of(bed, fused_layers=True), model=bed.model)
     for model in (fused, bed.model):
         with LLM(config_of(bed, fused_layers="auto"), model=model) as llm:

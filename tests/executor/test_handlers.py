@@ -31,7 +31,7 @@ BOOKS = (
     "executor/py_executor.py",
     "executor/resources.py",
     "executor/scheduler.py",
-    "executor/tokenizer_turn.py",
+    "executor/tokenizer_lock.py",
     "requests/slots.py",
     "speculative/state/edit_rows.py",
 )
@@ -190,7 +190,7 @@ def test_nothing_is_lost_wherever_a_handler_raises(
     bed: Bed, target, other_thread: ThreadPoolExecutor, error: type[BaseException]
 ) -> None:
     llm, handler = bed.llm(k=1, tokenizer=Pieces()), Handler()
-    locks = (llm._dispatcher._stepping, llm._admission._turn._lock)
+    locks = (llm._dispatcher._stepping, llm._admission._tokenizer_lock._lock)
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]
     first = {place: number for number, place in reversed(list(enumerate(handler.places)))}

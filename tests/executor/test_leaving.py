@@ -256,7 +256,7 @@ class InterruptedOnce(deque):
 
 def test_an_interrupt_while_requests_are_let_in_is_told_to_all(bed, target) -> None:
     llm = bed.llm()
-    llm._dispatcher._line = InterruptedOnce()
+    llm._dispatcher._queue = InterruptedOnce()
     handle = llm.submit([7, 8], greedy(4))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([1, 2, 3], greedy(4))

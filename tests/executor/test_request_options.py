@@ -115,13 +115,13 @@ WRONG = [
     ),
     Wrong(
         {"bad_words": NUMBERS},
-        "bad_words and bad_token_ids: at most 64 are served, got 66, as a text counts behind a "
-        "space too",
+        "bad_words and bad_token_ids: at most 64 are served, got 66, as a string also counts with "
+        "a leading space",
     ),
     Wrong(
         {"bad_words": NUMBERS[:31], "bad_token_ids": [1, 2, 3]},
-        "bad_words and bad_token_ids: at most 64 are served, got 65, as a text counts behind a "
-        "space too",
+        "bad_words and bad_token_ids: at most 64 are served, got 65, as a string also counts with "
+        "a leading space",
     ),
     Wrong({"bad_words": ["big"]}, f"bad_words: 99 {OUTSIDE}"),
     Wrong({"bad_words": [[3, 90]]}, f"bad_words: 90 {OUTSIDE}"),
@@ -139,7 +139,7 @@ WRONG = [
     Wrong({"allowed_token_ids": [3, 90]}, f"allowed_token_ids: 90 {OUTSIDE}"),
     Wrong(
         {"allowed_token_ids": [3, 4], "bad_words": ["a"]},
-        "allowed_token_ids: none is left beside bad_words and bad_token_ids",
+        "allowed_token_ids: none is left with bad_words and bad_token_ids",
     ),
     Wrong(
         {
@@ -216,18 +216,18 @@ def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
     """What it ends with decides; but a budget of thinking may force a token there."""
     options = {"allowed_token_ids": [7, 8], "bad_words": [[4, 7], [3, 4, 8]]}
     told = (
-        "^request [0-9]+: not supported: allowed_token_ids: none is left behind this prompt beside "
+        "^request [0-9]+: not supported: allowed_token_ids: none is left after this prompt with "
         "bad_words and bad_token_ids$"
     )
     door = admission(tokenizer=Words())
-    for ask in (door.make_request, door.ask):
+    for ask in (door.make_request, door.make_pending):
         for more in ({}, {"stop": ["bc"]}):
             with pytest.raises(RequestError, match=told):
                 ask([3, 4], SamplingParams(**options, **more))
     for prompt in ([4], [5, 4], [3, 4, 5]):
         assert door.make_request(prompt, SamplingParams(**options))
     assert door.make_request([3, 4], SamplingParams(**options, thinking_token_budget=0))
-    with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left behind this p"):
+    with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left after this p"):
         admission(vocab_size=5).make_request(
             [4], SamplingParams(bad_token_ids=[0, 1, 2, 3], bad_words=[[4, 4]])
         )

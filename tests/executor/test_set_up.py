@@ -50,7 +50,7 @@ def test_decoding_without_speculation_takes_no_options(bed):
 
 def test_a_shared_model_must_have_the_dtype_that_is_asked_for(bed):
     with pytest.raises(
-        ConfigError, match=r"dtype: bfloat16 was asked for, the loaded model is torch\.fl"
+        ConfigError, match=r"dtype: bfloat16 was requested, the loaded model is torch\.fl"
     ):
         LLM({"model": bed.path, "dtype": "bfloat16"}, model=bed.model)
 

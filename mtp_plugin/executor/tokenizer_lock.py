@@ -1,4 +1,4 @@
-"""One thread at a time asks a tokenizer to encode; who cannot wait for its turn is told so."""
+"""Serialises calls to a tokenizer's ``encode``; calls that would deadlock raise an error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from mtp_plugin.errors import RequestError
 T = TypeVar("T")
 
 
-class TokenizerTurn:
-    """Tokenizers need not bear several threads, and their methods may call the executor again.
+class TokenizerLock:
+    """Lets one thread at a time use a tokenizer, which need not be thread-safe.
+
+    A tokenizer's methods may call the executor again: a re-entrant use raises an error.
 
     Args:
-        is_stepping_here: whether this thread runs a step, which must not wait for a tokenizer that
-            may be waiting for steps.
+        is_stepping_here: whether this thread runs a step. A step never waits for the lock, because
+            the thread that holds it may be waiting for steps.
     """
 
     def __init__(self, is_stepping_here: Callable[[], bool]) -> None:
@@ -24,18 +26,19 @@ class TokenizerTurn:
         self._lock = threading.RLock()
         self._holder: int | None = None
 
-    def take(self, request_id: int, work: Callable[[], T]) -> T:
-        """Do what asks the tokenizer for a request when nobody else does.
+    def run(self, request_id: int, work: Callable[[], T]) -> T:
+        """Call ``work``, which uses the tokenizer for a request, with the lock held.
 
         Raises:
-            RequestError: this thread asks it already, or runs a step while another one asks it.
+            RequestError: this thread already holds the lock, or it runs a step while another
+                thread holds it.
         """
-        self.expect_outside(request_id)
-        # a step may not wait: who tokenises may wait for it
+        self.check_not_held(request_id)
+        # a step must not wait: the thread that tokenises may be waiting for it
         may_wait = not self._is_stepping_here()
         taken: list[bool] = []
         try:
-            # one operation: a signal's handler that raises between two would leave the lock taken
+            # one operation: a signal handler that raises between two would leave the lock held
             taken.extend(map(self._lock.acquire, (may_wait,)))
             if True not in taken:
                 raise RequestError(
@@ -49,11 +52,11 @@ class TokenizerTurn:
                 self._holder = None
                 self._lock.release()
 
-    def expect_outside(self, request_id: int) -> None:
-        """Refuse to ask the tokenizer within one of its methods.
+    def check_not_held(self, request_id: int) -> None:
+        """Refuse to use the tokenizer within one of its methods.
 
         Raises:
-            RequestError: this thread asks it already.
+            RequestError: this thread already holds the lock.
         """
         if self._holder == threading.get_ident():
             raise RequestError(

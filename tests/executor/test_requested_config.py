@@ -14,7 +14,7 @@ from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError, ConfigError, format_value
 from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.asked_config import asked_config, config_of_checkpoint
+from mtp_plugin.executor.requested_config import config_of_checkpoint, read_requested_config
 
 CACHE = {"tokens_per_block": 4, "max_tokens": 256}
 SMALL: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, "kv_cache_config": CACHE}
@@ -144,7 +144,7 @@ class Letters:
 def test_a_tokenizer_by_its_folder(bed, monkeypatch, tmp_path: Path) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(
-        "mtp_plugin.executor.asked_config.read_tokenizer_of",
+        "mtp_plugin.executor.requested_config.read_tokenizer_of",
         lambda path: asked.append(path) or Letters(),
     )
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -259,12 +259,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "an option beside a file": (
         ("FILE",),
         {"max_batch_size": 3, "dtype": "auto"},
-        "max_batch_size, dtype: expected in FILE; options stand beside a checkpoint's folder alone",
+        "max_batch_size, dtype: expected in FILE; keyword options are accepted with a checkpoint's "
+        "folder only",
     ),
     "an option beside a mapping": (
         ({"model": "x"},),
         {"max_batch_size": 3},
-        "max_batch_size: expected in the dict; options stand beside a checkpoint's folder alone",
+        "max_batch_size: expected in the dict; keyword options are accepted with a checkpoint's "
+        "folder only",
     ),
     "a config that was not validated": (
         (LLMConfig.model_construct(model=5),),
@@ -334,13 +336,13 @@ def test_section_of_a_derived_class_stays() -> None:
         extra: int = 0
 
     config = LLMConfig(model="m", speculative_config=Derived(max_draft_len=1, extra=3))
-    speculative = asked_config(config, None, {}, None).config.speculative_config
+    speculative = read_requested_config(config, None, {}, None).config.speculative_config
     assert type(speculative) is Derived
     assert speculative.extra == 3
 
 
 def test_a_loaded_model_alone(bed) -> None:
-    with pytest.raises(ConfigError, match="beside the loaded model"):
+    with pytest.raises(ConfigError, match="in addition to the loaded model"):
         LLM(model=bed.model)
 
 

@@ -1,4 +1,4 @@
-"""The ways to say what an executor runs: a checkpoint with options, a YAML file, a config."""
+"""Reads the arguments of `LLM`: a checkpoint with options, a YAML file, a mapping or a config."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from mtp_plugin.executor.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
 
 MAX_DEFAULT_DRAFT_LEN = 3
-"""K at most where nobody names one."""
+"""Maximum of the default draft length K."""
 
-_WAYS = "a checkpoint's folder, a YAML file, a mapping or an LLMConfig"
+_SOURCES = "a checkpoint's folder, a YAML file, a mapping or an LLMConfig"
 
 
 @dataclass(frozen=True)
-class AskedConfig:
-    """What a caller asked for, read and checked."""
+class RequestedConfig:
+    """Validated arguments of `LLM`."""
 
     config: LLMConfig
     model: LoadedModel | None
-    """An already loaded one to share; None: load that of the config."""
+    """A loaded model to share; None: load the config's checkpoint."""
     file: str | None
-    """The YAML file that the config comes from, for messages."""
+    """The config's YAML file, for messages."""
 
 
-def asked_config(
+def read_requested_config(
     config: LLMConfig | Mapping[str, Any] | str | Path | None,
     model: LoadedModel | str | Path | None,
     options: Mapping[str, Any],
     report: Callable[[str], None] | None,
-) -> AskedConfig:
-    """Read what `LLM` was called with.
+) -> RequestedConfig:
+    """Read the arguments of `LLM`.
 
     Args:
-        config, model: as `LLM` has them.
-        options: keys of `LLMConfig`, beside a checkpoint's folder alone.
-        report: told in one line what was chosen where nobody said how to speculate; default:
-            standard error.
+        config, model: arguments of `LLM`.
+        options: keys of `LLMConfig`; only with a checkpoint's folder.
+        report: called with one line that describes a default ``speculative_config``; None: the
+            line goes to standard error.
 
     Raises:
-        ConfigError: nothing or too much was given, or what was given cannot be.
-        CheckpointError: the checkpoint cannot be asked for its MTP layers.
+        ConfigError: missing, conflicting or invalid arguments.
+        CheckpointError: the checkpoint's config cannot be read.
     """
     if report is not None and not callable(report):
         raise ConfigError(
@@ -63,37 +63,37 @@ def asked_config(
             f"model: expected a checkpoint's folder or a LoadedModel, got {_kind(model)}"
         )
     if config is None and folder is None:
-        beside = "" if loaded is None else " beside the loaded model, for what it does not hold"
-        raise ConfigError(f"config: expected {_WAYS}{beside}, got nothing")
+        extra = "" if loaded is None else " in addition to the loaded model"
+        raise ConfigError(f"config: expected {_SOURCES}{extra}, got nothing")
     if config is None or (isinstance(config, (str, Path)) and is_folder(config)):
         if config is not None and folder is not None:
             raise ConfigError(f"model: expected one checkpoint's folder, got {config} and {folder}")
         path = folder if config is None else config
         read = config_of_checkpoint(str(path), options, report or _to_standard_error)
-        return AskedConfig(read, loaded, None)
+        return RequestedConfig(read, loaded, None)
     if options:
         raise ConfigError(
-            f"{', '.join(options)}: expected in {_name_of(config)}; options stand beside a "
-            f"checkpoint's folder alone"
+            f"{', '.join(options)}: expected in {_name_of(config)}; keyword options are accepted "
+            f"with a checkpoint's folder only"
         )
     if isinstance(config, (str, Path)):
         _check_file(config)
-        return AskedConfig(load_config(config, model=folder), loaded, str(config))
-    return AskedConfig(_parsed(config, folder), loaded, None)
+        return RequestedConfig(load_config(config, model=folder), loaded, str(config))
+    return RequestedConfig(_parsed(config, folder), loaded, None)
 
 
 def config_of_checkpoint(
     path: str, options: Mapping[str, Any], report: Callable[[str], None]
 ) -> LLMConfig:
-    """The config of a checkpoint's folder, with options by the names of `LLMConfig`.
+    """Return the config of a checkpoint's folder, with options named as in `LLMConfig`.
 
-    Where they have no ``speculative_config``, drafts come of the first MTP layer (eagle), as many
-    as the checkpoint has MTP layers, but no more than `MAX_DEFAULT_DRAFT_LEN` and than
-    ``max_num_tokens`` holds for ``max_batch_size`` requests; ``report`` is told so.
+    Without ``speculative_config``, the first MTP layer drafts (eagle). The draft length is the
+    number of MTP layers, limited by `MAX_DEFAULT_DRAFT_LEN` and by the room that
+    ``max_num_tokens`` has for ``max_batch_size`` requests; ``report`` receives a line about it.
 
     Raises:
-        ConfigError: an option that cannot be.
-        CheckpointError: the checkpoint cannot be asked for its MTP layers.
+        ConfigError: an invalid option.
+        CheckpointError: the checkpoint's config cannot be read.
     """
     config = parse_config({"model": _expanded(path), **options}, "LLM")
     if "speculative_config" in options:
@@ -121,10 +121,10 @@ def config_of_checkpoint(
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path leads to a folder, and so names a checkpoint and no YAML file.
+    """Whether a path is a folder (a checkpoint) and not a YAML file.
 
     Raises:
-        ConfigError: no path can be so.
+        ConfigError: the operating system refuses the path.
     """
     given = Path(_expanded(path))
     try:
@@ -143,7 +143,7 @@ def _expanded(path: str | Path) -> str:
 
 
 def _check_file(path: str | Path) -> None:
-    """Refuse what is neither there nor called like a YAML file."""
+    """Refuse a path that neither exists nor has the suffix of a YAML file."""
     try:
         if Path(path).suffix.lower() in (".yaml", ".yml") or Path(path).exists():
             return
@@ -161,13 +161,13 @@ def _parsed(config: LLMConfig | Mapping[str, Any], folder: str | Path | None) ->
         return _validated({**vars(config), **update})
     if isinstance(config, Mapping):
         return parse_config({**config, **update})
-    raise ConfigError(f"config: expected {_WAYS}, got {_kind(config)}")
+    raise ConfigError(f"config: expected {_SOURCES}, got {_kind(config)}")
 
 
 def _validated(values: Mapping[str, Any]) -> LLMConfig:
-    """A config from the attributes of one, which `model_construct` makes without validation."""
+    """Validate the attributes of a config, which `model_construct` makes without validation."""
     checked = {
-        # a section may be of a class that a host derives from ours
+        # a host engine may derive its own class of a section
         name: type(value).model_validate(
             value.model_dump(warnings=False), context={"source": f"LLMConfig: {name}"}
         )
@@ -186,12 +186,12 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def asked_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer in a folder, of its path; what is no path is one itself.
+def load_requested_tokenizer(tokenizer: Any) -> Any:
+    """Load the tokenizer if ``tokenizer`` is a folder's path; return anything else unchanged.
 
     Raises:
-        ConfigError: there is none.
-        CheckpointError: it cannot be used.
+        ConfigError: the folder has no tokenizer.
+        CheckpointError: the tokenizer cannot be loaded.
     """
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
@@ -210,6 +210,6 @@ def asked_tokenizer(tokenizer: Any) -> Any:
 
 def _to_standard_error(line: str) -> None:
     if sys.stderr is not None:
-        # a terminal that has gone must not end what it was told of
+        # a closed terminal must not stop the caller
         with suppress(OSError):
             sys.stderr.write(f"{line}\n")
