@@ -2,7 +2,7 @@
 
 Names, containers and defaults follow the public text of ``llm_request.py``, ``sampling_params.py``
 and ``scheduler.py``; what only kernels or other features read is left out. Nothing here is a double
-of ours: a request has no facts, and what it asks for stands where TensorRT-LLM has it.
+of ours: a request has no facts; its options are where TensorRT-LLM has them.
 """
 
 from __future__ import annotations
@@ -92,23 +92,23 @@ class PyResult:
     """Keeps what samplers append."""
 
     def __init__(self, return_log_probs: bool) -> None:
-        self._told: list[Any] | None = [] if return_log_probs else None
+        self._logprobs: list[Any] | None = [] if return_log_probs else None
         self.cum_log_probs = 0.0
 
     def append_log_probs(self, log_probs: list[Any], cum_log_probs: Any = None) -> None:
         """[beams][tokens]: of each a mapping of ids, the token itself first, or a number."""
         assert cum_log_probs is None
-        if self._told is None:
+        if self._logprobs is None:
             return
         (beam,) = log_probs
-        self._told += beam
+        self._logprobs += beam
         for one in beam:
             value = next(iter(one.values())).logprob if isinstance(one, dict) else one
             self.cum_log_probs += value
 
     @property
     def log_probs(self) -> list[Any] | None:
-        return None if self._told is None else [self._told]
+        return None if self._logprobs is None else [self._logprobs]
 
 
 def word_list(words: list[list[int]]) -> list[list[int]]:
@@ -207,7 +207,7 @@ class LlmRequest:
         return self.py_prompt_len - self.context_current_position
 
     def move_to_next_context_chunk(self) -> None:
-        """What the executor does behind `sample_async`."""
+        """What the executor does after `sample_async`."""
         self.context_current_position += self.context_chunk_size
         self.context_chunk_size = min(self.context_chunk_size, self.context_remaining_length)
         if self.context_remaining_length == 0:

@@ -71,7 +71,7 @@ class SpeculativeDecodingMode(IntEnum):
 
 @dataclass
 class DecodingConfig:
-    """The host's config of MTP: open to whoever writes into it."""
+    """The host's config of MTP: mutable."""
 
     max_draft_len: int | None = None
     num_nextn_predict_layers: int | None = None
@@ -259,8 +259,8 @@ class Sampler(ABC):
         return True
 
 
-class AskedSampler(Sampler):
-    """Lines 1.3: asked at admission."""
+class ValidatingSampler(Sampler):
+    """API versions 1.3: validates requests at admission."""
 
     def validate_request(self, request: Any) -> None:
         """Everything is fine by default."""
@@ -406,7 +406,7 @@ class _LookAhead:
     """What the newest ``SpecMetadata`` has besides."""
 
     def dp_num_tokens(self: Any) -> int:
-        """Told to the other ranks before `prepare`."""
+        """Exchanged with the other ranks before `prepare`."""
         return int(self.num_tokens)
 
     def allocate_context_prompt_lookahead(self: Any) -> None:
@@ -416,8 +416,8 @@ class _LookAhead:
 
     def populate_context_prompt_lookahead(self: Any, lookahead_tokens: list[int]) -> None:
         if self.context_prompt_lookahead_tokens is not None:
-            told = torch.tensor(lookahead_tokens, dtype=torch.int32)
-            self.context_prompt_lookahead_tokens[: len(told)] = told
+            reported = torch.tensor(lookahead_tokens, dtype=torch.int32)
+            self.context_prompt_lookahead_tokens[: len(reported)] = reported
 
 
 def _fill_batch_indices(metadata: Any) -> None:
@@ -473,7 +473,7 @@ class _MTPBuffers:
                 self.mtp_past_tokens_ptrs[row] = tokens[slot].data_ptr()
 
 
-class _TellingMTPBuffers:
+class _ReportingMTPBuffers:
     """And what that of the newest line has besides."""
 
     def dp_num_tokens(self: Any) -> int:
@@ -500,7 +500,7 @@ class RuntimeMTPSpecMetadata(_MTPBuffers, RuntimeSpecMetadata):
 
 
 @dataclass
-class NewestMTPSpecMetadata(_TellingMTPBuffers, _LookAhead, RuntimeMTPSpecMetadata):
+class NewestMTPSpecMetadata(_ReportingMTPBuffers, _LookAhead, RuntimeMTPSpecMetadata):
     pass
 
 
@@ -555,7 +555,7 @@ class HostClasses:
 
 
 def host_classes(line: Line) -> HostClasses:
-    """Of our own, where no generated package is asked for them."""
+    """Our own, used without a generated package."""
     if not line.is_newer:
         return HostClasses(
             worker_base=OpenSpecWorkerBase,
@@ -619,13 +619,13 @@ def bodies(line: Line) -> dict[str, Callable[..., Any]]:
     }
     if line.is_newer:
         sampler = homes.pop("pyexecutor.sampler:Sampler")
-        homes["pyexecutor.sampler.sampler:Sampler"] = (*sampler, AskedSampler)
+        homes["pyexecutor.sampler.sampler:Sampler"] = (*sampler, ValidatingSampler)
         homes["speculative.interface:SpecMetadata"] += (RuntimeSpecMetadata,)
         eagle = (Eagle3OneModelSpecMetadata, classes.eagle_metadata)
         homes["speculative.eagle3:Eagle3OneModelSpecMetadata"] = eagle
     if line.is_newest:
         homes["speculative.interface:SpecMetadata"] += (_LookAhead,)
-        homes["speculative.mtp:MTPSpecMetadata"] += (_TellingMTPBuffers,)
+        homes["speculative.mtp:MTPSpecMetadata"] += (_ReportingMTPBuffers,)
     found = {
         f"{_TORCH}.{home}.{name}": body
         for home, sources in homes.items()
@@ -639,10 +639,10 @@ def bodies(line: Line) -> dict[str, Callable[..., Any]]:
 
 def _bodies_of(source: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, value in vars(source).items():
-        told = {name: value.__func__ if isinstance(value, classmethod) else value}
+        reported = {name: value.__func__ if isinstance(value, classmethod) else value}
         if isinstance(value, property):
-            told = {name: value.fget, f"{name}.setter": value.fset}
-        for key, body in told.items():
+            reported = {name: value.fget, f"{name}.setter": value.fset}
+        for key, body in reported.items():
             # dataclasses make methods of their own
             is_ours = isinstance(body, FunctionType) and body.__code__.co_filename == __file__
             if is_ours and not getattr(body, "__isabstractmethod__", False):

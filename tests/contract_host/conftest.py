@@ -47,8 +47,8 @@ def tiny_model() -> LoadedModel:
 def prompts() -> list[list[int]]:
     """Token ids, 20 to 40 of each."""
     tokenizer = read_tokenizer_of(Path(CHECKPOINT))
-    told = json.loads((CHECKPOINT.parent / "prompts.json").read_text())
-    return [encode(tokenizer, item["prompt"]) for item in told]
+    items = json.loads((CHECKPOINT.parent / "prompts.json").read_text())
+    return [encode(tokenizer, item["prompt"]) for item in items]
 
 
 @pytest.fixture(scope="session")
@@ -74,9 +74,9 @@ def embedded_steps(tiny_model: LoadedModel) -> Callable[..., Counter[int]]:
 
     def run(prompts: list[list[int]], max_new_tokens: list[int], *, vanilla: bool) -> Counter[int]:
         config = load_config(ROOT / "configs" / f"tiny_{'vanilla' if vanilla else 'eagle'}.yaml")
-        asked = [SamplingParams(max_new_tokens=count) for count in max_new_tokens]
+        params = [SamplingParams(max_new_tokens=count) for count in max_new_tokens]
         with LLM(config, model=tiny_model) as llm:
-            llm.generate(prompts, asked)
+            llm.generate(prompts, params)
             histogram = llm.executor.acceptance.histogram
         return Counter({n: count for n, count in enumerate(histogram) if count})
 

@@ -53,7 +53,7 @@ class ModelEngine:
         padded_sizes: batch sizes that generation-only batches are padded to, with graph copies of
             the metadata; none: no padding, no copies.
         flash_mla: generations read by a block table of their own.
-        attention_dp: ranks tell each other how many rows they have; here is one rank.
+        attention_dp: ranks exchange their numbers of rows; here there is one rank.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ModelEngine:
         self.pieces: Pieces = build_pieces(line, factories, config, self.model_config, sizes)
         if line.is_newer:
             self.pieces.worker.set_draft_model(self.draft_model)
-        # written once more behind the pieces' backs
+        # written again without the components knowing
         update_spec_config_from_model_config(line, config, num_mtp_layers)
         self.kv_cache = kv_cache
         pools = PagedKVPools(kv_cache.num_blocks, kv_cache.block_size, fill=1e4)
@@ -143,7 +143,7 @@ class ModelEngine:
 
     @contextmanager
     def _padded(self, batch: Batch, managers: ResourceManager, k: int) -> Iterator[Batch]:
-        """The same dummy, as often as it takes, behind the generations; gone on exit."""
+        """The same dummy, as often as needed, after the generation requests; removed on exit."""
         missing = 0
         if batch.can_run_cuda_graph:
             larger = [size for size in self.padded_sizes if size >= batch.batch_size]
@@ -225,10 +225,12 @@ class ModelEngine:
             elif request.is_dummy:
                 pass  # what is there is read
             else:
-                assert not waiting, "a generation without last results behind those that have them"
+                assert not waiting, (
+                    "a generation request without last results follows those that have them"
+                )
                 assert draft_length(request) == k, (request.request_id, request.py_draft_tokens, k)
-                told = [request.get_last_tokens(0), *request.py_draft_tokens]
-                self._input_ids[tail] = torch.tensor(told, dtype=torch.int32)
+                reported = [request.get_last_tokens(0), *request.py_draft_tokens]
+                self._input_ids[tail] = torch.tensor(reported, dtype=torch.int32)
                 self._draft_tokens[drafts] = torch.tensor(request.py_draft_tokens).int()
             self._add(rows, request, begin, k + 1, range(place, place + k + 1), positions=length)
             request.py_batch_idx = request.py_seq_slot
@@ -294,14 +296,14 @@ class ModelEngine:
             spec.runtime_tokens_per_gen_step = k + 1
             spec.update_is_all_greedy_sample(requests)
             if self.line.is_newest:
-                behind = [_token_behind(request) for request in batch.context_requests]
-                spec.populate_context_prompt_lookahead(behind)
+                following = [_token_after(request) for request in batch.context_requests]
+                spec.populate_context_prompt_lookahead(following)
             spec.populate_sampling_params_for_one_model(requests)
-        told = spec.dp_num_tokens() if self.line.is_newest else None
+        reported = spec.dp_num_tokens() if self.line.is_newest else None
         spec.prepare()
         if self.attention_dp:
             attn.all_rank_num_tokens = [sum(rows.seq_lens)]
-            spec.all_rank_num_tokens = [spec.num_tokens if told is None else told]
+            spec.all_rank_num_tokens = [spec.num_tokens if reported is None else reported]
             spec.all_rank_num_seqs = [len(rows.seq_lens)]
             if spec.spec_dec_mode.is_mtp_eagle_one_model():
                 spec.subseq_all_rank_num_tokens = spec.all_rank_num_seqs
@@ -335,15 +337,15 @@ class ModelEngine:
         return outputs
 
 
-def _token_behind(request: LlmRequest) -> int:
-    """The prompt token behind a context's chunk; -1 where the chunk ends the prompt."""
+def _token_after(request: LlmRequest) -> int:
+    """The prompt token after a context's chunk; -1 where the chunk ends the prompt."""
     if request.is_last_context_chunk:
         return -1
     return request.get_tokens(0)[request.context_current_position + request.context_chunk_size]
 
 
 class CountedLayer:
-    """A draft layer that exchanges rows with other ranks: as many as they were told."""
+    """A draft layer that exchanges rows with other ranks: as many as were reported."""
 
     takes_output_rows = True
 
@@ -354,7 +356,7 @@ class CountedLayer:
     def __call__(self, *, all_rank_num_tokens: list[int], **inputs: Any) -> Any:
         rows = len(inputs["input_ids"])
         assert all_rank_num_tokens == [rows], (
-            f"ranks were told of {all_rank_num_tokens} rows of this one, which has {rows}"
+            f"ranks were given {all_rank_num_tokens} rows of this one, which has {rows}"
         )
         return self.layer(**inputs)
 
@@ -375,12 +377,12 @@ def _prepared_once(spec: Any) -> Iterator[None]:
 
 def _fingerprint(attn: AttentionMetadata) -> list[Any]:
     """Everything that a worker may change, by value and by address."""
-    told: list[Any] = [attn.num_contexts, attn.num_ctx_tokens, attn.num_generations]
-    told.append(list(attn.kv_cache_params.num_cached_tokens_per_seq))
+    reported: list[Any] = [attn.num_contexts, attn.num_ctx_tokens, attn.num_generations]
+    reported.append(list(attn.kv_cache_params.num_cached_tokens_per_seq))
     for name, value in sorted(vars(attn).items()):
         if isinstance(value, torch.Tensor):
-            told.append((name, value.data_ptr(), value.tolist()))
-    return told
+            reported.append((name, value.data_ptr(), value.tolist()))
+    return reported
 
 
 def _check_outputs(outputs: dict[str, torch.Tensor], batch: Batch, k: int) -> None:
@@ -396,7 +398,7 @@ def _check_outputs(outputs: dict[str, torch.Tensor], batch: Batch, k: int) -> No
         assert outputs[name].dtype == torch.int32, name
     lens = outputs["new_tokens_lens"].tolist()
     for request, count in zip(batch.context_requests, lens, strict=False):
-        # of an unfinished prompt nobody reads it
+        # unused for an unfinished prompt
         assert count == 1 or not request.is_last_context_chunk, (request.request_id, count)
     # padding shows a graph's rows, of which no line may be without a token
     assert all(1 <= count <= k + 1 for count in lens[len(batch.context_requests) :]), lens

@@ -55,7 +55,7 @@ MOVED = {
     "SpecWorkerBase": "DraftWorkerBase",
 }
 
-# a body that raises would break what Python itself asks of an object
+# a body that raises would break what Python itself calls on an object
 LEFT_OUT = {
     "__repr__",
     "__str__",
@@ -140,7 +140,7 @@ def _renamed(line: Line) -> Line:
 
 
 def _binds(imported: Import) -> bool:
-    """The import gives its module a name; a module's ``__getattr__`` does, too, when asked."""
+    """The import gives its module a name; so does a module's ``__getattr__``."""
     return not imported.type_checking and imported.within in ("", "__getattr__")
 
 
@@ -166,7 +166,7 @@ class _Names(dict[str, Any]):
 
 
 class _Tree:
-    """Builds the modules of one line; every object once, when somebody first asks for it."""
+    """Builds the modules of one line; every object once, on first use."""
 
     def __init__(self, line: Line, behaviours: dict[str, Callable[..., Any]]) -> None:
         self.line = line
@@ -467,7 +467,7 @@ class _Tree:
 
 
 class _Subscriptable:
-    """Stands for ``Generic``: the class can be subscripted, and is itself then."""
+    """Replaces ``Generic``: the class can be subscripted, and is itself then."""
 
     def __class_getitem__(cls, _: Any) -> type[Any]:
         return cls
@@ -499,7 +499,7 @@ def _texts(facts: Function) -> tuple[list[str], list[str]]:
 
 
 def _unrecorded(module: str, name: str) -> type[Any]:
-    """A class for a name of which nothing is recorded; nobody can make an object of it."""
+    """A class for a name of which nothing is recorded; it cannot be instantiated."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{module}.{name}")

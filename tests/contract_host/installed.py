@@ -19,15 +19,15 @@ UTILS = "tensorrt_llm._torch.speculative.utils"
 @contextmanager
 def installed(line: Line) -> Iterator[Factories]:
     """The package of a line with the plugin in it; both are gone afterwards."""
-    told = {**bodies(line), f"{UTILS}:get_spec_metadata": _metadata_of(line)}
+    behaviours = {**bodies(line), f"{UTILS}:get_spec_metadata": _metadata_of(line)}
     if line.is_newer:
-        told[f"{UTILS}:get_mtp_hidden_size"] = lambda config: config.hidden_size
-    with fake_tree(line.name, behaviours=told):
+        behaviours[f"{UTILS}:get_mtp_hidden_size"] = lambda config: config.hidden_size
+    with fake_tree(line.name, behaviours=behaviours):
         plugin.install()
         try:
             yield installed_factories(line)
         finally:
-            # a test that fails leaves engines behind
+            # a test that fails leaves engines running
             installation._installed[0].adapter.managers.clear()
             plugin.uninstall()
 

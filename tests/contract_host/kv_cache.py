@@ -10,10 +10,10 @@ from tests.contract_host.requests import LlmRequest, draft_length
 
 
 class KVCacheManager(BaseResourceManager):
-    """Tokens and blocks per sequence: a step adds one and its drafts, and is rewound behind it.
+    """Tokens and blocks per sequence: a step adds one and its drafts, and is rewound after it.
 
     Args:
-        num_blocks, block_size: of the pool; one block behind the last takes what has no block.
+        num_blocks, block_size: of the pool; one extra block takes writes of what has no block.
         num_extra_kv_tokens: that every sequence has besides.
         reuses_blocks: whole blocks of finished and running prompts serve prompts that begin alike.
     """
@@ -117,7 +117,7 @@ class KVCacheManager(BaseResourceManager):
             table = self._found(request)
             hit = len(table) * self.block_size
             self.hits[request.request_id] = hit
-            # the chunk that was scheduled begins behind it
+            # the chunk that was scheduled begins after it
             request.context_chunk_size -= hit - request.context_current_position
             request.context_current_position = request.prepopulated_prompt_len = hit
         for block in table:
@@ -159,7 +159,7 @@ class KVCacheManager(BaseResourceManager):
 
     def _take(self) -> int:
         if not self._free:
-            # the longest prefix that nobody but the tree holds
+            # the longest prefix that only the tree holds
             for key in sorted(self._tree, key=len, reverse=True):
                 if self._holders[self._tree[key]] == 1:
                     self._release(self._tree.pop(key))

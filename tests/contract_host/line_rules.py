@@ -15,12 +15,12 @@ class Line:
     base keeps ``forward`` to itself."""
     is_newer: bool
     """1.3: scheduled contexts are two lists, those of unfinished prompts first; a sample state has
-    ``requests`` instead of ``scheduled_requests``; metadata and state tell the draft length of a
+    ``requests`` instead of ``scheduled_requests``; metadata and state have the draft length of a
     step, and padding dummies come one per draft length; eagle has the metadata of Eagle3, whose
     manager is ``spec_resource_manager``; the worker is called with ``resource_manager=``; every
-    metadata is told the requests of the step. Before that only the metadata of Eagle3 is."""
+    metadata receives the requests of the step. Before that only the metadata of Eagle3 is."""
     is_newest: bool
-    """1.3b: metadata of eagle gets the token behind each prompt chunk; no mode has two models;
+    """1.3b: metadata of eagle gets the token after each prompt chunk; no mode has two models;
     sampling options of a request are numbers, not lists of one."""
     writes_layers_to: str
     """The field of the config that takes the checkpoint's number of MTP layers."""

@@ -1,5 +1,5 @@
 """The executor loop: schedule, prepare, forward, sample, update, hand out; at once or one step
-behind."""
+later."""
 
 from __future__ import annotations
 

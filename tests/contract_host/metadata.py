@@ -21,7 +21,7 @@ MOST_BLOCKS = 40
 class AttentionMetadata:
     """One step's; an object may serve many, `prepare` fills it anew.
 
-    Rows without a block are written to the block behind the last, and counted in `spilled_rows`.
+    Rows without a block are written to an extra block, and counted in `spilled_rows`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class AttentionMetadata:
     # ---- a step ----
 
     def prepare(self) -> None:
-        """Lengths behind the step, and the views of its rows."""
+        """Lengths after the step, and the views of its rows."""
         assert not self._saved, "the last step has left saved state"
         rows = self.num_seqs
         assert rows <= self.max_num_requests
@@ -133,7 +133,7 @@ class AttentionMetadata:
         for name in ("kv_lens_cuda", "kv_lens", "prompt_lens_cuda", "host_request_types"):
             setattr(self, f"{name}_runtime", getattr(self, name)[:rows])
         tables = [self.kv_cache_manager.table(request_id) for request_id in self.request_ids]
-        # room for what a draft loop writes behind the reserved rows
+        # room for what a draft loop writes after the reserved rows
         width = max(map(len, tables)) + 2
         spare = self.kv_cache_manager.num_blocks
         padded = [table + [spare] * (width - len(table)) for table in tables]
@@ -211,13 +211,15 @@ class AttentionMetadata:
         assert int(positions.min()) >= 0, "KV lengths fell below the query rows"
         size = self.pools.block_size
         places = positions // size
-        assert int(places.max()) < self._blocks.shape[1], "a row far behind its sequence's blocks"
+        assert int(places.max()) < self._blocks.shape[1], "a row far outside its sequence's blocks"
         blocks = self._blocks[rows, places]
         self.spilled_rows += int((blocks == self.kv_cache_manager.num_blocks).sum())
         read = self._blocks
         if self.enable_flash_mla:
-            told = self.block_ids_per_seq[: self._num_generations, : read.shape[1]].long()
-            read = torch.cat([read[: self._num_contexts], told])
+            generation_blocks = self.block_ids_per_seq[
+                : self._num_generations, : read.shape[1]
+            ].long()
+            read = torch.cat([read[: self._num_contexts], generation_blocks])
         keys = (read.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
         return Layout(
             positions=positions,

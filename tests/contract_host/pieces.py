@@ -70,11 +70,11 @@ def build_pieces(
         max_total_draft_tokens=spec_config.max_total_draft_tokens,
     )
     sampler = factories.get_spec_decoder(args, spec_config)
-    told: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if line.is_newer:
-        # hosts without headroom tell nothing of slots
+        # hosts without headroom pass no number of slots
         slots = sizes.num_seq_slots if sizes.num_seq_slots > sizes.max_num_requests else None
-        told = {"max_seq_len": sizes.max_seq_len, "num_seq_slots": slots}
+        arguments = {"max_seq_len": sizes.max_seq_len, "num_seq_slots": slots}
 
     def make_metadata() -> Any:
         return factories.get_spec_metadata(
@@ -84,14 +84,14 @@ def build_pieces(
             max_num_tokens=sizes.max_num_tokens,
             spec_resource_manager=manager,
             is_draft_model=False,
-            **told,
+            **arguments,
         )
 
     return Pieces(worker, manager, sampler, make_metadata, factories.classes)
 
 
 def installed_factories(line: Line) -> Factories:
-    """What stands in a loaded package ``tensorrt_llm``, with an adapter installed."""
+    """Contents of a loaded package ``tensorrt_llm``, with an adapter installed."""
     utils = importlib.import_module("tensorrt_llm._torch.speculative.utils")
     return Factories(
         utils.get_spec_worker,

@@ -115,7 +115,7 @@ ENUMS = {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
 
 
 def record_line(texts: Path, line: str, commit: str | None = None) -> Line:
-    """All that ``texts/LINE`` tells.
+    """All that ``texts/LINE`` contains.
 
     Raises ValueError for a file of which ``sources.json`` says nothing.
     """
@@ -180,7 +180,7 @@ def record_module(
 
 
 def dump(line: Line) -> str:
-    """The line as JSON; what is short stands on one line."""
+    """The line as JSON; short values are on one line."""
     return _pretty(to_json(line), 0) + "\n"
 
 

@@ -111,7 +111,7 @@ class LlmRequest:
 
     @property
     def is_first_context_chunk(self) -> bool:
-        """Also where the first chunk begins behind tokens that were found in the cache."""
+        """Also where the first chunk begins after tokens that were found in the cache."""
         return self.context_current_position == self.prepopulated_prompt_len
 
     @property
@@ -143,7 +143,7 @@ def draft_length(request: LlmRequest) -> int:
 
 
 def _flat(words: list[list[int]] | None) -> list[list[int]] | None:
-    """All ids behind each other, and where words end, padded with -1."""
+    """All ids concatenated, and where words end, padded with -1."""
     if not words:
         return None
     ids = [token for word in words for token in word]

@@ -59,7 +59,7 @@ class Function:
     """A function or method.
 
     ``role`` is ``function``, ``static``, ``class``, ``property`` or ``cached_property``; ``setter``
-    tells that the property can be assigned. ``decorators`` are those that a plugin must know.
+    marks that the property can be assigned. ``decorators`` are those that a plugin must know.
     """
 
     parameters: list[Parameter] = field(default_factory=list)

@@ -50,7 +50,7 @@ class Step:
 
 
 def host_class(metadata: Any) -> type:
-    """The host's own class, behind the adapter's."""
+    """The host's own base class of the adapter's."""
     return type(metadata).__mro__[2]
 
 
@@ -124,7 +124,7 @@ def num_calls(call: Callable[[], Any]) -> int:
 @lines
 @ways
 def test_a_step_costs_few_calls_more(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece behind the adapter returns at once: what is left is the adapter."""
+    """All components return at once: what remains is the adapter."""
     outputs: dict[str, torch.Tensor] = {}
     launched = step.update_call[0][0]
     own_state = launched.mtp_plugin
@@ -199,7 +199,7 @@ class Launches(TorchDispatchMode):
 
 @lines
 @ways
-def test_nothing_is_launched_beside_the_pieces(
+def test_nothing_else_is_launched(
     line: str,
     vanilla: bool,
     tiny_model: LoadedModel,

@@ -1,4 +1,4 @@
-"""The generated package: what it has, what it refuses, and that it leaves nothing behind."""
+"""The generated package: what it has, what it refuses, and that it cleans up."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_abstract_classes_cannot_be_made():
         assert Whole().width == 3
 
 
-def test_an_unrecorded_body_does_not_break_what_python_asks():
+def test_an_unrecorded_body_does_not_break_what_python_calls():
     with fake_tree(made_up()):
         (base,) = modules("base")
 

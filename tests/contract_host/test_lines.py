@@ -27,7 +27,7 @@ SAMPLER = {
 
 
 def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every string of the JSON with the key that it stands under."""
+    """Every string of the JSON with its key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, list):
@@ -97,7 +97,7 @@ def test_the_seams_are_recorded(line: str):
     assert ("accepted_path_len" in sampler) == (line == "1.3b")
 
 
-def test_lines_differ_where_they_are_told_apart():
+def test_lines_differ_where_they_are_detected():
     worker = "tensorrt_llm._torch.speculative.interface"
     found = {line: load_line(line).modules[worker].classes["SpecWorkerBase"] for line in LINES}
     assert {line for line in LINES if "_forward_impl" in found[line].methods} == {"1.3a", "1.3b"}

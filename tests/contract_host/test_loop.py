@@ -1,5 +1,5 @@
 """Whole generations in the host's loop, on every line: the text of plain decoding, the acceptance
-of the embedded executor, and nothing left behind."""
+of the embedded executor, and nothing left over."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options_of(line: str, **options: Any) -> SimpleNamespace:
 
 
 def free_strangers(host: Host) -> None:
-    """Free ids that nobody added."""
+    """Free unknown ids."""
     host.executor.managers.free_resources(LlmRequest(77_777, [1], 1))
 
 
@@ -79,7 +79,7 @@ def test_text_and_acceptance(line, overlap, vanilla, tiny_model, prompts, decode
 @ways
 def test_preemption_and_chunks(line, overlap, vanilla, tiny_model, prompts, decoded):
     """Acceptance is another then: who starts over has its steps begin elsewhere, and a chunk whose
-    successor no line but the newest tells feeds the draft layers a guess."""
+    successor only the newest API version gives feeds the draft layers a guess."""
     host = make_host(
         line,
         tiny_model,
@@ -93,14 +93,14 @@ def test_preemption_and_chunks(line, overlap, vanilla, tiny_model, prompts, deco
     )
     lengths = [18, 1, 12, 16, 2]
     assert host.generate(ask(prompts, lengths)) == texts(decoded, prompts, lengths)
-    assert host.executor.num_pauses >= (1 if vanilla else 4)  # where blocks are short, where told
+    assert host.executor.num_pauses >= (1 if vanilla else 4)  # without blocks, or on request
     assert host.executor.acceptance_length > 1.7
     host.assert_drained()
 
 
 @mixed
 def test_stops(line, overlap, tiny_model, prompts, decoded):
-    """An end id, a stop word that begins in one run and ends in the next, and one beside a mate."""
+    """An end id, a stop word that spans two steps, and one in a batch of two."""
     host = make_host(line, tiny_model, vanilla=False, overlap=overlap)
     plain = texts(decoded, prompts, [14] * 3)
     end, word = plain[0][9], plain[1][4:8]
@@ -119,7 +119,7 @@ def test_stops(line, overlap, tiny_model, prompts, decoded):
 
 @mixed
 def test_draws_and_log_probabilities(line, overlap, tiny_model, prompts, decoded):
-    """Two that draw with a seed, one that is told log-probabilities, one that asks for nothing."""
+    """Two sampled with a seed, one with log-probabilities, one with defaults."""
     vanilla = line == "1.3a"
     host = make_host(line, tiny_model, vanilla=vanilla, overlap=overlap, padded_sizes=(4,))
     requests = ask(prompts, [12] * 4)
@@ -127,15 +127,15 @@ def test_draws_and_log_probabilities(line, overlap, tiny_model, prompts, decoded
     requests[1].sampling_config = options_of(line, temperature=1.1, top_k=20, top_p=0.9)
     requests[2].py_return_log_probs = True
     outputs = host.generate(requests)
-    told = decoded(prompts[2], max_new_tokens=12, logprobs=0)
+    reported = decoded(prompts[2], max_new_tokens=12, logprobs=0)
     assert outputs == [
         decoded(prompts[0], 1, max_new_tokens=12, temperature=0.8, seed=5).token_ids,
         decoded(prompts[1], 2, max_new_tokens=12, temperature=1.1, top_k=20, top_p=0.9).token_ids,
-        told.token_ids,
+        reported.token_ids,
         decoded(prompts[3], max_new_tokens=12).token_ids,
     ]
     given = [entry[0][0] for entry in requests[2].py_result.log_probs]
     assert len(given) == 12
-    for token, mine, expected in zip(told.token_ids, given, told.logprobs, strict=True):
+    for token, mine, expected in zip(reported.token_ids, given, reported.logprobs, strict=True):
         assert mine[token].logprob == pytest.approx(expected.logprob, abs=1e-4)
     host.assert_drained()

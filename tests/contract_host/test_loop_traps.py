@@ -39,7 +39,7 @@ def test_r09_slots_of_a_batch_in_flight_and_of_one_that_is_let_in(
     line, vanilla, tiny_model, prompts, decoded
 ):
     """R09: every wave ends with its first token and gives its slots back a step after the next wave
-    came; dummies of idle ranks and of padding stand beside them."""
+    came; dummies of idle ranks and of padding are in the same batch."""
     host = make_host(
         line,
         tiny_model,
@@ -88,7 +88,7 @@ def test_r09_rows_of_logit_edits_of_who_has_ended(line, tiny_model, prompts, dec
 @mixed
 def test_r19_a_hit_is_as_long_as_without_drafts(line, overlap, tiny_model, prompts, decoded):
     """R19: blocks of 32, prompts that end around a block's end: every whole block in front of the
-    last token is found again, whatever was drafted behind it."""
+    last token is found again, whatever was drafted after it."""
     vanilla = line == "1.3a"
     host = make_host(
         line,
@@ -138,7 +138,7 @@ def test_steps_of_many_draft_lengths(line, overlap, tiny_model, prompts, decoded
 
 
 @lines
-def test_results_that_are_read_behind_the_next_sampling(line, tiny_model, prompts, decoded):
+def test_results_that_are_read_after_the_next_sampling(line, tiny_model, prompts, decoded):
     host = make_host(line, tiny_model, vanilla=False, overlap=True, updates_before_sampling=False)
     assert host.generate(ask(prompts)) == texts(decoded, prompts)
     host.assert_drained()
@@ -171,7 +171,7 @@ def test_chunks_cost_no_acceptance_where_the_host_looks_ahead(
 def test_contexts_that_become_generations_of_flash_mla(
     line, overlap, tiny_model, prompts, decoded, embedded_steps
 ):
-    """Behind the first pass every request is a generation, and the table that generations read by
+    """After the first pass every request is a generation, and the table that generations read by
     must say so, and must be as before when the worker is done."""
     host = make_host(line, tiny_model, vanilla=False, overlap=overlap, flash_mla=True, batch=2)
     lengths = [12, 9, 11, 5]
@@ -180,7 +180,7 @@ def test_contexts_that_become_generations_of_flash_mla(
 
 
 @mixed
-def test_a_request_that_nobody_serves(line, overlap, tiny_model, prompts, decoded):
+def test_a_request_that_is_not_served(line, overlap, tiny_model, prompts, decoded):
     """Newer lines ask at admission; elsewhere it ends with its prompt, and alone."""
     host = make_host(line, tiny_model, vanilla=False, overlap=overlap)
     requests = ask(prompts, [6, 6])
@@ -198,7 +198,7 @@ def test_a_request_that_nobody_serves(line, overlap, tiny_model, prompts, decode
 
 @mixed
 def test_a_user_gives_up(line, overlap, tiny_model, prompts, decoded):
-    """With results in flight: no token comes behind, mates go on, slots come back."""
+    """With results in flight: no token follows, other requests continue, slots are freed."""
     host = make_host(line, tiny_model, vanilla=line == "1.3a", overlap=overlap, batch=2)
     requests = ask(prompts, [12, 12, 12])
     for request in requests:
@@ -363,7 +363,7 @@ def keeps_slots(host: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "told"),
+    ("plant", "expected"),
     [
         (prepares_again, "a second time"),
         (leaves_lengths, "a trace in the metadata"),
@@ -376,7 +376,7 @@ def keeps_slots(host: Any) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.parametrize("line", ["1.2", "1.3b"])
-def test_the_host_notices(plant, told, line, tiny_model, prompts):
+def test_the_host_notices(plant, expected, line, tiny_model, prompts):
     host = make_host(line, tiny_model, vanilla=False, overlap=True, warms_up=False)
     plant(host)
 
@@ -384,19 +384,19 @@ def test_the_host_notices(plant, told, line, tiny_model, prompts):
         host.generate(ask(prompts, [8, 8]))
         host.assert_drained()
 
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=expected):
         run()
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_host_notices_rows_that_ranks_were_not_told_of(line, tiny_model, prompts):
+def test_the_host_notices_rows_that_ranks_were_not_given(line, tiny_model, prompts):
     """The host's own metadata counts K rows of a generation; ours feeds K+1 to its first layer."""
     host = make_host(
         line, tiny_model, vanilla=True, overlap=False, attention_dp=True, warms_up=False
     )
     own = host.engine.spec_metadata.mtp_plugin
     own.draft_window = "trtllm"
-    with pytest.raises(AssertionError, match=r"ranks were told of \[\d+\] rows"):
+    with pytest.raises(AssertionError, match=r"ranks were given \[\d+\] rows"):
         host.generate(ask(prompts, [8]))
 
 

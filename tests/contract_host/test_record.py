@@ -240,7 +240,7 @@ def test_a_recorded_call_binds():
         Call("get_spec_worker", 3, ["nextn"]).bind(signature(function))
 
 
-def test_a_skeleton_tells_what_its_source_tells():
+def test_a_skeleton_has_what_its_source_has():
     header = "class A(B):\n    def f(self, x: int = 3) -> int:"
     source = f"{header}\n        'Words.'\n        return x + 1\n"
     path = "tensorrt_llm/a.py"

@@ -85,8 +85,8 @@ def test_passes_and_names_what_is_not_applicable(
     path.parent.mkdir()
     path.write_text(OF_THE_PIECES)
     before, searched = set(sys.modules), list(sys.path)
-    told = ["--tests", str(tmp_path), "--line", line, "--file-name", "test_made_up.py"]
-    assert main(told) == 0
+    arguments = ["--tests", str(tmp_path), "--line", line, "--file-name", "test_made_up.py"]
+    assert main(arguments) == 0
     assert capsys.readouterr().out == (
         f"{path}: 2 passed, 0 failed, 1 not applicable\n"
         "  not applicable test_engine: needs a checkpoint, a GPU and the host's whole engine\n"
@@ -97,7 +97,7 @@ def test_passes_and_names_what_is_not_applicable(
     assert path.read_text() == OF_THE_PIECES
 
 
-def test_tells_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "test_made_up.py"
     path.write_text(
         OF_THE_PIECES.replace("tensor([1, 2]", "tensor([1, 3]", 1)
@@ -122,7 +122,7 @@ def test_tells_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("def test_it():\n  return (\n", "SyntaxError"),
     ],
 )
-def test_tells_of_files_that_cannot_be_read(
+def test_reports_files_that_cannot_be_read(
     text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "test_made_up.py"

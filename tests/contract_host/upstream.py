@@ -3,7 +3,7 @@
 ``python -m tests.contract_host.upstream --tests PATH --line 1.2 [--file-name test_mtp.py]``
 
 ``PATH`` is a test file, or a folder that holds some, as ``tests/unittest/_torch/speculative`` of a
-checkout; no such text is kept here. The generated package of the line stands in for
+checkout; no such text is kept here. The generated package of the API version replaces
 ``tensorrt_llm``, with our classes under the names of its own. Without a GPU the string ``"cuda"``
 reads ``"cpu"`` in the copies that run. What needs a whole engine is not applicable.
 
@@ -44,12 +44,12 @@ TORCH = f"{PACKAGE}._torch"
 ARGS = f"{PACKAGE}.llmapi.llm_args"
 MODE = f"{TORCH}.speculative.interface:SpeculativeDecodingMode"
 HELPERS = "utils"
-"""A package beside the host's tests, of which a checkout of the tests alone has nothing."""
+"""A package next to the host's tests, of which a checkout of the tests alone has nothing."""
 WHOLE_ENGINE = "high_cuda_memory"
 """What the host's tests mark that load a checkpoint into an engine."""
 
 
-# ---- what stands in for the host ----------------------------------------------------------------
+# ---- what replaces the host -------------------------------------------------------------------
 
 
 class TrtllmAttentionMetadata:
@@ -111,7 +111,7 @@ class _Logger:
 def upstream_tree(line: Line, imports: Sequence[tuple[str, str]] = ()) -> Iterator[None]:
     """``tensorrt_llm`` of a line with our classes under its names; gone afterwards.
 
-    ``imports``: (module, name) that tests ask for. Of what is not there, and of helpers beside the
+    ``imports``: (module, name) that tests import. Of what is missing, and of helpers next to the
     tests, they get classes that refuse to be made.
     """
     with fake_tree(line.name, behaviours=_config_bodies(line)), _helpers(imports):
@@ -162,7 +162,7 @@ def _refusing(module: str, name: str) -> type[Any]:
 
 @contextmanager
 def _helpers(imports: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Takes modules that were put beside the package out again."""
+    """Removes modules that were put next to the package."""
     names = {module for module, _ in imports if _is_inside(module, HELPERS)}
     if names:
         names.add(HELPERS)
@@ -231,7 +231,7 @@ def on_device(text: str, device: str = DEVICE) -> str:
 
 
 def imported_names(text: str) -> list[tuple[str, str]]:
-    """What a text imports from ``tensorrt_llm``, and from helpers beside it."""
+    """What a text imports from ``tensorrt_llm``, and from helpers next to it."""
     return [
         (node.module, alias.name)
         for node in ast.walk(ast.parse(text))
@@ -291,8 +291,8 @@ class _Watch:
 
 
 def _error_line(text: str) -> str:
-    told = [line[2:].strip() for line in text.splitlines() if line.startswith("E ")]
-    return next(filter(None, told), text.strip().rpartition("\n")[2])
+    errors = [line[2:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return next(filter(None, errors), text.strip().rpartition("\n")[2])
 
 
 def run_file(path: Path, line: Line) -> Outcome:

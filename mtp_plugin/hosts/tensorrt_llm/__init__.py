@@ -1,8 +1,9 @@
-"""The plugin inside TensorRT-LLM's own PyExecutor.
+"""Adapter that installs the plugin in TensorRT-LLM's PyExecutor.
 
-:func:`install` wraps the functions with which TensorRT-LLM builds the pieces of speculative
-decoding; MTP configs get ours from then on. Lines 1.2, 1.3a and 1.3b are told apart by their
-signatures. Written against public text: none of it has run inside the real package.
+:func:`install` wraps the factory functions with which TensorRT-LLM builds the components of
+speculative decoding; for MTP configs they return the plugin's components. The API versions 1.2,
+1.3a and 1.3b are detected by their signatures. The adapter follows TensorRT-LLM's public source; it
+has not been run inside the real package.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from mtp_plugin.hosts.tensorrt_llm.installation import (
 )
 
 CUSTOM_MODULES = Path(__file__).parent / "custom_modules"
-"""Holds the folder for ``--custom_module_dirs``."""
+"""Parent of the folder to pass to ``--custom_module_dirs``."""
 SITECUSTOMIZE = Path(__file__).parent / "sitecustomize"
-"""The folder for ``PYTHONPATH``; works with ``TRTLLM_MTP_PLUGIN=1``."""
+"""Folder to add to ``PYTHONPATH``; takes effect with ``TRTLLM_MTP_PLUGIN=1``."""
 
 __all__ = [
     "HostError",
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MTPDecodingConfig":  # a subclass of the host's, once there is a host
+    if name == "MTPDecodingConfig":  # a subclass of TensorRT-LLM's class: built on first use
         from mtp_plugin.hosts.tensorrt_llm.config import decoding_config_class
 
         return decoding_config_class()

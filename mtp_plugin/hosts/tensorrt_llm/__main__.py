@@ -1,4 +1,4 @@
-"""``python -m mtp_plugin.hosts.tensorrt_llm``: as ``mtp-plugin doctor --host tensorrt_llm``."""
+"""``python -m mtp_plugin.hosts.tensorrt_llm`` runs ``mtp-plugin doctor --host tensorrt_llm``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What every line shares: a host's config and arguments -> the host's pieces with ours in them."""
+"""Factory functions common to all API versions: from the host's config to its components."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger("mtp_plugin")
 
 @dataclass(frozen=True)
 class HostClasses:
-    """Subclasses of the host's bases, with our pieces in them; made once an installation."""
+    """Subclasses of the host's base classes that delegate to ours."""
 
     worker: type
     manager: type
@@ -53,27 +53,30 @@ class HostClasses:
 
 @dataclass
 class Adapter:
-    """How a line's dispatchers are answered.
+    """Replacements for TensorRT-LLM's factory functions; one subclass per API version.
 
-    A line is a subclass: its ``needs``, and what differs.
+    A subclass lists the names that identify its API version (``needs``) and what differs in it.
     """
 
     line: ClassVar[str]
+    """API version."""
+    releases: ClassVar[str]
+    """Releases of TensorRT-LLM with this API version, as far as the public source says."""
     needs: ClassVar[tuple[Need, ...]]
     step_method: ClassVar[str]
-    """Of workers: what runs a step."""
+    """Name of the worker method that runs a step."""
     state_names: ClassVar[tuple[tuple[str, str, str], ...]]
-    """(module, state, tensors): where the classes of sampler states may be."""
+    """(module, state class, tensors class): candidates for the sampler state classes."""
     state_requests: ClassVar[str]
-    """What states call their requests."""
+    """Name of the field of a sampler state that holds its requests."""
     greedy_key: ClassVar[bool]
-    """Graphs of greedy steps are apart from others."""
+    """Whether the host captures separate CUDA graphs for greedy batches."""
 
     managers: WeakSet[Any] = field(default_factory=WeakSet)
-    """Of engines that may still run."""
+    """Managers of engines that may still be running."""
 
     def make_classes(self) -> HostClasses:
-        """Subclasses of the host's bases as they are now."""
+        """Create the subclasses of the host's current base classes."""
         base = named(f"{SPECULATIVE}.interface", "SpecWorkerBase") or nn.Module
         state, tensors = self._state_classes()
         classes = HostClasses(
@@ -89,15 +92,15 @@ class Adapter:
             expect(
                 not wanted,
                 HostError,
-                f"line {self.line}: {home.__module__}.{home.__name__} wants "
-                f"{', '.join(wanted)} besides",
+                f"API version {self.line}: {home.__module__}.{home.__name__} has further abstract "
+                f"methods: {', '.join(wanted)}",
             )
         return classes
 
     def __post_init__(self) -> None:
         self.classes = self.make_classes()
 
-    # ---- what dispatchers are answered with --------------------------------------------------
+    # ---- replacements of the factory functions -----------------------------------------------
 
     def get_spec_worker(
         self,
@@ -109,14 +112,14 @@ class Adapter:
         use_separate_draft_kv_cache: bool = False,
         **_: Any,
     ) -> Any:
-        """A worker of the host's base class; ours is built when its config is final."""
-        options = read_options(_with_draft_len(spec_config))  # what is wrong is told at once
+        """Return a worker of the host's base class; ours is built once the config is final."""
+        options = read_options(_with_draft_len(spec_config))  # report mistakes early
         make = partial(make_worker, is_vanilla=options.is_vanilla, mapping=mapping)
         make(_with_draft_len(spec_config), model_config=model_config)
         self._expect_all_ranks(mapping, options)
         if use_separate_draft_kv_cache:
             check_draft_cache(self.classes.worker)
-        # bases that know no such cache take no argument
+        # older base classes take no such argument
         worker = self.classes.worker(*[True] * use_separate_draft_kv_cache)
         worker.mtp_plugin_make = partial(make, spec_config, model_config=model_config)
         worker.mtp_plugin_draft_kv = use_separate_draft_kv_cache
@@ -125,7 +128,7 @@ class Adapter:
     def get_spec_resource_manager(
         self, _original: Callable[..., Any], *, model_engine: Any, **_: Any
     ) -> Any:
-        """A manager of the host's base class, also where the host would make none."""
+        """Return a manager of the host's base class, also where the host would create none."""
         options = read_options(model_engine.spec_config)
         config = model_engine.model.config
         manager = self.classes.manager()
@@ -153,13 +156,13 @@ class Adapter:
         spec_resource_manager: Any = None,
         **others: Any,
     ) -> Any:
-        """The host's own metadata, prepared for our pieces too."""
+        """Return the host's metadata, extended by what our components read."""
         manager = getattr(spec_resource_manager, "mtp_plugin_manager", None)
         expect(
             manager is not None,
             ConfigError,
             "get_spec_metadata: spec_resource_manager: expected the plugin's manager, got "
-            f"{type(spec_resource_manager).__name__}: an engine that was built without the plugin",
+            f"{type(spec_resource_manager).__name__}: the engine was built without the plugin",
         )
         options = read_options(spec_config)
         vanilla, k = options.is_vanilla, options.decoding.max_draft_len
@@ -184,7 +187,7 @@ class Adapter:
     def get_spec_decoder(
         self, _original: Callable[..., Any], *, sampler_args: Any, spec_config: Any
     ) -> Any:
-        """A sampler of the host's base class."""
+        """Return a sampler of the host's base class."""
         options = read_options(spec_config)
         sampler = self.classes.sampler()
         sampler.mtp_plugin_sampler = make_sampler(
@@ -196,24 +199,24 @@ class Adapter:
         return sampler
 
     def _expect_all_ranks(self, mapping: Any, options: HostOptions) -> None:
-        """Every rank builds a model, and so comes here; one without the plugin does not.
+        """Check that all ranks have the plugin with the same options.
 
         Raises:
-            HostError: as `expect_everywhere`.
+            HostError: see `expect_everywhere`.
         """
         if (num_ranks(mapping) or 1) == 1:
             return
         make_communicator = named(f"{PACKAGE}._utils", "mpi_comm")
         communicator = None if make_communicator is None else make_communicator()
         if communicator is None or communicator.Get_size() != num_ranks(mapping):
-            _logger.warning("the ranks are not MPI's: those without mtp_plugin are not noticed")
+            _logger.warning("the ranks do not use MPI: those without mtp_plugin are not detected")
             return
         own = options.decoding.mtp.model_dump(exclude_unset=True)
-        expect_everywhere(f"line {self.line}, {own}", communicator)
+        expect_everywhere(f"API version {self.line}, {own}", communicator)
 
     @staticmethod
     def _of_requests(name: str) -> Any:
-        """A class of the host's that requests are filled with; None: not where it was."""
+        """Return a class of the host for values in requests, or None if not found."""
         homes = (f"{PYEXECUTOR}.llm_request", f"{PYEXECUTOR}.sampler", f"{PACKAGE}.executor.result")
         return next(filter(None, (named(home, name) for home in homes)), None)
 
@@ -222,13 +225,13 @@ class Adapter:
             found = named(module, state), named(module, tensors)
             if None not in found:
                 return found
-        raise ConfigError(f"{self.line}: no class of sampler states")  # `needs` look for it
+        raise ConfigError(f"API version {self.line}: no class of sampler states")  # see `needs`
 
 
 def make_worker(
     spec_config: Any, *, is_vanilla: bool, mapping: Any, model_config: Any
 ) -> SpecWorker:
-    """Our worker, by a host's config as it is now."""
+    """Build our worker from the current values of a host's config."""
     options = read_options(spec_config).decoding
     worker_type = MTPWorker if is_vanilla else MTPEagleWorker
     if mapping is None:
@@ -239,7 +242,7 @@ def make_worker(
 
 
 def _gather(mapping: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """How parts [N, V/tp] of a head that ranks share become [N, V]; None: no rank shares one."""
+    """Return a function that gathers logits [N, V/tp] to [N, V], or None if none are sharded."""
     tp_size = getattr(mapping, "tp_size", None) or 1
     if tp_size == 1 or getattr(mapping, "enable_attention_dp", False):
         return None
@@ -262,7 +265,7 @@ def make_manager(
     vocab_size: int,
     max_batch_size: int,
 ) -> SlotStateManager:
-    """Our manager: with past pairs where layers of their own depth read them."""
+    """Build our manager; vanilla drafting also needs the pools of past hidden states and tokens."""
     decoding = options.decoding
     if options.is_vanilla:
         return MTPHiddenStatesManager(
@@ -282,7 +285,7 @@ def make_manager(
 def make_sampler(
     options: HostOptions, args: Any, *, finish_reasons: Any, logprob_class: Any
 ) -> MTPSampler:
-    """Our sampler, told what the worker's modes give."""
+    """Build our sampler with the sampling options that the worker serves."""
     decoding = options.decoding
     label = label_of(decoding)
     alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
@@ -299,13 +302,13 @@ def make_sampler(
 
 
 def hidden_size_of(config: Any) -> int:
-    """Width of the states that draft layers read; a host may have a rule of its own."""
+    """Width of the hidden states that the draft layers read; the host may have its own rule."""
     rule = named(UTILS, "get_mtp_hidden_size")
     return int(config.hidden_size if rule is None else rule(config))
 
 
 def _with_draft_len(spec_config: Any) -> Any:
-    """The config, or a view of it with a K while the host knows none: options are checked."""
+    """Return the config, or a view of it with K=1 while K is unset, so that it can be checked."""
     if getattr(spec_config, "max_draft_len", None) is not None:
         return spec_config
     if getattr(spec_config, "num_nextn_predict_layers", None) is not None:
@@ -314,7 +317,7 @@ def _with_draft_len(spec_config: Any) -> Any:
 
 
 class _Unresolved:
-    """A config whose K the host has yet to find out."""
+    """View of a config whose K the host has not determined yet."""
 
     max_draft_len = 1
 

@@ -1,4 +1,4 @@
-"""Whether the installed TensorRT-LLM is a line that the plugin goes into; nothing is installed."""
+"""Check whether the plugin supports the installed TensorRT-LLM; installs nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.hosts.tensorrt_llm.lines import line_among, looked_for
-from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, UTILS, Found, named
+from mtp_plugin.hosts.tensorrt_llm.lines import LINES, line_among, looked_for
+from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, UTILS, Found, Need, look, named
 
 OK, PROBLEM = 0, 1
 
 
 @dataclass
 class Examination:
-    """What was found, line by line."""
+    """Result of looking for the names that each API version needs."""
 
     line: str | None
     version: str | None
@@ -24,30 +24,26 @@ class Examination:
 
     @property
     def exit_code(self) -> int:
-        """0 where the plugin can be installed."""
+        """0 if the plugin can be installed, else 1."""
         return PROBLEM if self.problems else OK
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(holds, what was looked for, what was found) of the line, else of every line."""
-        shown = self.seams if self.line is None else {self.line: self.seams[self.line]}
-        return [
-            ("yes" if found.holds else "NO", str(found.need), found.found)
-            for every in shown.values()
-            for found in every
-        ]
+    def sections(self) -> dict[str, list[Found]]:
+        """The needs of the detected API version, else of all of them."""
+        return self.seams if self.line is None else {self.line: self.seams[self.line]}
 
 
 def examine() -> Examination:
-    """Look for the seams of every line, and try the classes of the one that is there."""
+    """Look for the names of every API version and build the classes of the detected one."""
+    package = look(Need(PACKAGE, "__name__"))
+    if not package.holds:
+        return Examination(None, None, {}, [f"{PACKAGE} cannot be imported: {package.found}"])
     seams = looked_for()
     line = line_among(seams)
     seen = Examination(None if line is None else line.line, named(PACKAGE, "__version__"), seams)
-    if named(PACKAGE, "__name__") is None:
-        seen.problems.append(f"{PACKAGE} cannot be imported")
-    elif named(UTILS, "__name__") is None:
+    if named(UTILS, "__name__") is None:
         seen.problems.append(f"{UTILS} cannot be imported")
     if line is None:
-        seen.problems.append(f"none of the lines {', '.join(seams)}")
+        seen.problems.append(f"none of the API versions {', '.join(seams)}")
         return seen
     try:
         line()
@@ -57,19 +53,24 @@ def examine() -> Examination:
 
 
 def show(seen: Examination, out: TextIO) -> None:
-    """The table of seams, and what is wrong."""
-    told = f"{PACKAGE} {seen.version or '(no version)'}"
-    out.write(f"{told}: line {seen.line}\n" if seen.line else f"{told}\n")
-    rows = seen.rows()
-    width = max((len(need) for _, need, _ in rows), default=0)
-    for holds, need, found in rows:
-        out.write(f"  {holds:3}  {need:{width}}  {found}\n")
+    """Write the needed names and the problems."""
+    sections = seen.sections()
+    if sections:
+        out.write(f"{PACKAGE} {seen.version or '(no version)'}\n")
+    releases = {line.line: line.releases for line in LINES}
+    width = max((len(str(found.need)) for every in sections.values() for found in every), default=0)
+    for name, every in sections.items():
+        verdict = "supported" if all(found.holds for found in every) else "not this one"
+        out.write(f"API version {name}, {releases[name]}: {verdict}\n")
+        for found in every:
+            holds = "yes" if found.holds else "NO"
+            out.write(f"  {holds:3}  {found.need!s:{width}}  {found.found}\n")
     for problem in seen.problems:
         out.write(f"problem: {problem}\n")
 
 
 def main() -> int:
-    """The table on standard output; the exit code."""
+    """Print the examination and return the exit code."""
     seen = examine()
     show(seen, sys.stdout)
     return seen.exit_code

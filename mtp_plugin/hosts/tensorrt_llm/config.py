@@ -1,8 +1,9 @@
-"""`MTPDecodingConfig` for TensorRT-LLM's Python API: its own config, with the plugin's options.
+"""`MTPDecodingConfig` for TensorRT-LLM's Python API: its own config with the plugin's options.
 
-Built over the host's class where ``tensorrt_llm`` imports, so that the host's checks by type hold,
-else standing alone with the newest line's fields. Mutable, as the host writes into it. Unpickling
-one installs the plugin: that is how a rank is reached that was handed this config and nothing else.
+A subclass of the host's class if ``tensorrt_llm`` can be imported, so that the host's type checks
+hold; else a model of its own with the fields of the newest API version. It is mutable because the
+host assigns to it. Unpickling one installs the plugin, which is how ranks that receive only the
+config get it.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ _WITHOUT_EFFECT: Mapping[str, tuple[bool, ...]] = {
     "allow_advanced_sampling": (False, True),
     "mtp_eagle_one_model": (True,),
 }
-"""Switches that some lines have -> their values that the plugin has anyway."""
+"""Switches of some API versions -> values that do not change what the plugin does."""
 
 _TWO_NAMES = (
     ("begin_thinking_phase_token", "BEGIN_THINKING_PHASE_TOKEN"),
     ("end_thinking_phase_token", "END_THINKING_PHASE_TOKEN"),
     ("speculative_model", "speculative_model_dir"),
 )
-"""Fields whose name differs from line to line."""
+"""Fields whose name differs between API versions."""
 
 if TYPE_CHECKING:
     MTPDecodingConfig: type[Any]
 
 
-class StandAloneConfig(BaseModel):
-    """What the host's config has in its newest line, for where there is no host.
+class ConfigWithoutHost(BaseModel):
+    """Fields of the newest API version, for use without ``tensorrt_llm``.
 
-    K is ``max_draft_len``. ``num_nextn_predict_layers``, given alone, is K too; assigned later it
-    is the checkpoint's number of MTP layers, by which the mode is chosen.
+    K is ``max_draft_len``. ``num_nextn_predict_layers`` given alone is K, too; assigned later it is
+    the checkpoint's number of MTP layers, which decides the mode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -109,7 +110,7 @@ class StandAloneConfig(BaseModel):
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
-        """Eagle on a checkpoint with one MTP layer, or none known yet; else vanilla."""
+        """Eagle if the checkpoint has one MTP layer (or their number is unknown), else vanilla."""
         if self.use_mtp_vanilla or (self._layers or 1) > 1:
             return SpeculativeDecodingMode.MTP
         return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
@@ -134,12 +135,12 @@ class StandAloneConfig(BaseModel):
 
 
 def decoding_config_class() -> type[Any]:
-    """The class of the config: over the host's where ``tensorrt_llm`` imports, else alone.
+    """Return the config class: derived from the host's if ``tensorrt_llm`` can be imported.
 
     Raises:
-        ConfigError: the host's is not there, or no pydantic model.
+        ConfigError: the host's class is missing or is not a pydantic model.
     """
-    return _class_over(_host_class() or StandAloneConfig)
+    return _class_over(_host_class() or ConfigWithoutHost)
 
 
 def __getattr__(name: str) -> Any:
@@ -166,7 +167,7 @@ def _host_class() -> type[BaseModel] | None:
 
 @functools.lru_cache(maxsize=8)
 def _class_over(host: type[BaseModel]) -> type[BaseModel]:
-    """The config over one class of the host's."""
+    """Create the config class derived from ``host``."""
 
     class MTPDecodingConfig(host):  # type: ignore[misc, valid-type]
         """TensorRT-LLM's MTP config with the plugin's options under ``mtp``."""
@@ -187,11 +188,11 @@ def _class_over(host: type[BaseModel]) -> type[BaseModel]:
 
         @field_serializer("mtp")
         def _only_given(self, mtp: MTPPluginOptions, info: SerializationInfo) -> dict[str, Any]:
-            """A config that is written and read again tells given options from defaults."""
+            """Keep the difference between given options and defaults in a serialized config."""
             return mtp.model_dump(mode=info.mode, exclude_unset=True)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _unpickled, (host is StandAloneConfig, self.__getstate__())
+            return _unpickled, (host is ConfigWithoutHost, self.__getstate__())
 
     MTPDecodingConfig.__module__ = __name__
     MTPDecodingConfig.__qualname__ = MTPDecodingConfig.__name__
@@ -199,10 +200,10 @@ def _class_over(host: type[BaseModel]) -> type[BaseModel]:
 
 
 def _unpickled(alone: bool, state: dict[Any, Any]) -> Any:
-    """A config in the process that it was sent to, which has the plugin from now on.
+    """Install the plugin in the receiving process and return the unpickled config.
 
     Raises:
-        ConfigError: here ``tensorrt_llm`` imports and there it did not, or the other way round.
+        ConfigError: ``tensorrt_llm`` can be imported in only one of the two processes.
     """
     ranks.reached_by("config")
     host = _host_class()
@@ -212,7 +213,7 @@ def _unpickled(alone: bool, state: dict[Any, Any]) -> Any:
         "MTPDecodingConfig: expected tensorrt_llm in both processes or in neither; it imports "
         f"{'only here' if alone else 'only where the config was made'}",
     )
-    model = _class_over(host or StandAloneConfig)
+    model = _class_over(host or ConfigWithoutHost)
     config = model.__new__(model)
     config.__setstate__(state)
     return config
@@ -229,10 +230,10 @@ def _as_options(value: Any) -> MTPPluginOptions:
 def _as_host_reads(
     host: type[BaseModel], data: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int | None]:
-    """Options under the names that a line reads, and the checkpoint's number of MTP layers.
+    """Return the options under the host's names, and the checkpoint's number of MTP layers.
 
     Raises:
-        ConfigError: an option of another line that the plugin cannot do without.
+        ConfigError: an option of another API version has a value that the plugin does not serve.
     """
     given, known = dict(data), _names(host)
     if "mtp" in given:
@@ -248,7 +249,7 @@ def _as_host_reads(
                 ConfigError,
                 f"{name}: expected {' or '.join(map(got, values))}, got {got(value)}",
             )
-            _logger.info("MTPDecodingConfig: %s changes nothing and is set aside", name)
+            _logger.info("MTPDecodingConfig: %s has no effect and is ignored", name)
     for names in _TWO_NAMES:
         for name, other in (names, names[::-1]):
             if name in given and name not in known and other in known:
@@ -259,7 +260,7 @@ def _as_host_reads(
 
 
 def _settle_names_of_k(host: type[BaseModel], given: dict[str, Any]) -> None:
-    """Where the line reads K under its older name, give it K under both."""
+    """Set K under both names if the API version reads the older one."""
     field = host.model_fields.get(_OLDER_K)
     if field is None or field.default is None:
         return
@@ -276,7 +277,7 @@ def _settle_names_of_k(host: type[BaseModel], given: dict[str, Any]) -> None:
 
 
 def _names(host: type[BaseModel]) -> set[str]:
-    """Names under which a class takes options."""
+    """Return the field names and aliases of a class."""
     names = set(host.model_fields)
     for field in host.model_fields.values():
         alias = field.validation_alias or field.alias

@@ -1,4 +1,4 @@
-"""Putting the plugin into a host and taking it out again."""
+"""Install the plugin in TensorRT-LLM and remove it."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ _logger = logging.getLogger("mtp_plugin")
 
 @dataclass(frozen=True)
 class Status:
-    """Where the plugin stands in this process."""
+    """State of the plugin in this process."""
 
     installed: bool
     line: str | None = None
-    """Of TensorRT-LLM: 1.2, 1.3a or 1.3b."""
+    """API version of TensorRT-LLM: 1.2, 1.3a or 1.3b."""
     version: str | None = None
-    """What the host says of itself; nothing is decided by it."""
+    """``tensorrt_llm.__version__``, for information only."""
     seams: tuple[Found, ...] = ()
-    """What was looked for, and found."""
+    """The needed names and what was found."""
     rebound: tuple[str, ...] = ()
-    """Places of the host, as ``module:name``, that hold our functions now."""
+    """Names of the host, as ``module:name``, that refer to our functions now."""
     engines: int = 0
-    """Managers of ours that have not been shut down."""
+    """Number of our managers that have not been shut down."""
     reached_by: str | None = None
-    """What brought the plugin to this process; None: a call of `install`."""
+    """How the plugin was loaded in this process; None: by a call of `install`."""
 
     def __str__(self) -> str:
         if not self.installed:
             return "mtp_plugin is not installed in TensorRT-LLM"
         return (
-            f"mtp_plugin is installed in TensorRT-LLM {self.version or '(no version)'}, line "
-            f"{self.line}: {len(self.rebound)} places rebound, {self.engines} engines running"
+            f"mtp_plugin is installed in TensorRT-LLM {self.version or '(no version)'}, "
+            f"API version {self.line}: {len(self.rebound)} names rebound, "
+            f"{self.engines} engines running"
         )
 
 
@@ -72,14 +73,14 @@ _installed: list[_Installation] = []
 
 
 def install() -> Status:
-    """Put the plugin into the TensorRT-LLM of this process.
+    """Install the plugin in the TensorRT-LLM of this process.
 
-    Its dispatchers answer MTP configs with our pieces from then on, and everything else as before.
-    Call it in every rank, before a model is built; see `ranks`.
+    From then on its factory functions return our components for MTP configs; other configs are
+    passed on. Call it on every rank before a model is built; see `ranks`.
 
     Raises:
-        HostError: TensorRT-LLM cannot be imported, is none of the lines, or has the plugin already;
-            nothing is changed then.
+        HostError: TensorRT-LLM cannot be imported, has no supported API version, or has the plugin
+            already; nothing is changed then.
     """
     expect(not _installed, HostError, "install(): mtp_plugin is installed in this process already")
     try:
@@ -90,21 +91,21 @@ def install() -> Status:
     installation = _Installation(line(), tuple(seams))
     for name in DISPATCHERS:
         original = getattr(utils, name)
-        wrapper = _answering(installation.adapter, name, original)
+        wrapper = _wrap(installation.adapter, name, original)
         installation.originals[name] = original
         installation.wrappers[name] = wrapper
         installation.rebound += rebind(original, wrapper)
     _installed.append(installation)
-    told = status()
-    _logger.info("%s", told)
-    return told
+    current = status()
+    _logger.info("%s", current)
+    return current
 
 
 def uninstall() -> None:
-    """Take the plugin out again: every place holds the host's own functions.
+    """Restore the host's own functions.
 
     Raises:
-        HostError: it is not installed, or engines with its pieces run.
+        HostError: the plugin is not installed, or engines that use it are running.
     """
     expect(bool(_installed), HostError, "uninstall(): mtp_plugin is not installed in this process")
     installation = _installed[0]
@@ -112,7 +113,7 @@ def uninstall() -> None:
     expect(
         running == 0,
         HostError,
-        f"uninstall(): {running} engines run with mtp_plugin's pieces; shut them down first",
+        f"uninstall(): {running} engines that use mtp_plugin are running; shut them down first",
     )
     for name, wrapper in installation.wrappers.items():
         rebind(wrapper, installation.originals[name])
@@ -120,12 +121,12 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether this process has the plugin."""
+    """Whether the plugin is installed in this process."""
     return bool(_installed)
 
 
 def status() -> Status:
-    """Where the plugin stands in this process."""
+    """Return the state of the plugin in this process."""
     if not _installed:
         return Status(installed=False)
     installation = _installed[0]
@@ -140,20 +141,20 @@ def status() -> Status:
     )
 
 
-def _answering(adapter: Adapter, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's dispatcher, answering MTP configs by ours."""
+def _wrap(adapter: Adapter, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a factory function of the host: MTP configs go to the adapter, others to the host."""
     signature = inspect.signature(original)
     answer: Callable[..., Any] = getattr(adapter, name)
 
     @functools.wraps(original)
     def dispatcher(*arguments: Any, **named_arguments: Any) -> Any:
-        asked = signature.bind(*arguments, **named_arguments)
-        engine = asked.arguments.get("model_engine")
-        config = asked.arguments.get("spec_config", getattr(engine, "spec_config", None))
+        bound = signature.bind(*arguments, **named_arguments)
+        engine = bound.arguments.get("model_engine")
+        config = bound.arguments.get("spec_config", getattr(engine, "spec_config", None))
         if not serves(config):
             return original(*arguments, **named_arguments)
-        # what is kept is written in place later, in inference mode or not
+        # tensors created here are written in place later, also outside inference mode
         with torch.inference_mode(False):
-            return answer(original, **asked.arguments)
+            return answer(original, **bound.arguments)
 
     return dispatcher

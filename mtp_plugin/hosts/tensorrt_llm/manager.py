@@ -1,4 +1,4 @@
-"""A host's resource manager that holds ours."""
+"""TensorRT-LLM resource manager that delegates to ours."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from mtp_plugin.speculative.state import SlotStateManager
 
 
 class ManagerBody:
-    """What a host asks of its spec resource manager, answered by ours.
+    """Interface of the host's spec resource manager, delegated to `mtp_plugin_manager`.
 
-    Every other attribute is ours too, as pools that a host may read or replace.
+    All other attributes are ours as well, such as pools that a host may read or replace.
     """
 
     mtp_plugin_manager: SlotStateManager
     mtp_plugin_no_slots: type[Exception] = NoFreeSlotsError
     mtp_plugin_ended = False
-    """It was shut down, and no request came since."""
+    """It was shut down and has received no request since."""
 
     def get_max_resource_count(self) -> int:
-        """Requests that one batch may hold."""
+        """Maximum number of requests in a batch."""
         return self.mtp_plugin_manager.get_max_resource_count()
 
     def get_needed_resource_to_completion(self, request: Any) -> int:
-        """Always 0."""
+        """Return 0."""
         return self.mtp_plugin_manager.get_needed_resource_to_completion(request)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
-        """Slots for warm-up and padding.
+        """Allocate slots for warm-up and padding requests.
 
         Raises:
-            NoFreeSlotsError: no slot is left; the host's own where it has one, which it expects.
+            NoFreeSlotsError: no slot is free; the host's own class where it has one.
         """
         self.mtp_plugin_ended = False
         try:
@@ -41,21 +41,21 @@ class ManagerBody:
             raise self.mtp_plugin_no_slots(str(error)) from error
 
     def prepare_resources(self, scheduled_batch: Any) -> None:
-        """Slots for requests on their first chunk."""
-        self.mtp_plugin_ended = False  # hosts measure their memory, shut down, and go on
+        """Allocate slots for requests with their first chunk."""
+        self.mtp_plugin_ended = False  # hosts shut down after profiling memory, then continue
         self.mtp_plugin_manager.prepare_resources(scheduled_batch)
 
     def update_resources(self, scheduled_batch: Any, *_: Any) -> None:
-        """Nothing moves on the host; managers of KV caches are told more, which some hosts tell all
-        of them."""
+        """Do nothing on the host. Some API versions pass the further arguments of KV cache managers
+        to all managers."""
         self.mtp_plugin_manager.update_resources(scheduled_batch)
 
     def free_resources(self, request: Any) -> None:
-        """The request's slot back; an unknown request changes nothing."""
+        """Free the slot of a request; unknown requests are ignored."""
         self.mtp_plugin_manager.free_resources(request)
 
     def shutdown(self) -> None:
-        """Every slot back."""
+        """Free all slots."""
         self.mtp_plugin_manager.shutdown()
         self.mtp_plugin_ended = True
 
@@ -66,5 +66,5 @@ class ManagerBody:
 
 
 def manager_class(base: type) -> type:
-    """A subclass of a host's manager base."""
+    """Return a subclass of the host's base class of resource managers."""
     return type("MTPPluginResourceManager", (ManagerBody, base), {"__module__": __name__})

@@ -1,4 +1,4 @@
-"""A host's spec metadata, with what our pieces read of a step."""
+"""TensorRT-LLM spec metadata, extended by what our components read of a step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 
 
 class MetadataBody:
-    """The host's own metadata object, whose steps are prepared for our pieces too.
+    """Mixin for the host's metadata object that also prepares ours.
 
     ``mtp_plugin`` is ours: it finds the slots of the step's requests. The host's part is prepared
-    as if there was no manager: its pointers into pools are not needed.
+    without a manager, since its pointers into pools are not needed.
     """
 
     mtp_plugin: MTPSpecMetadata
     mtp_plugin_greedy_key: bool
-    """The host captures greedy steps apart from others, by ``is_all_greedy_sample``."""
+    """The host captures separate graphs for greedy batches, keyed by ``is_all_greedy_sample``."""
     request_ids: Any
     num_generations: int
     num_tokens: int
@@ -28,16 +28,15 @@ class MetadataBody:
     _force_non_greedy_for_capture: bool = False
 
     def prepare(self) -> None:
-        """Once a forward, as the host's.
+        """Prepare both metadata objects, once per forward.
 
         Raises:
-            MetadataError: a request without a slot, or one that asks for more than a captured step
-                gives.
+            MetadataError: a request has no slot, or needs more than the captured step computes.
         """
         own, counted = self.mtp_plugin, self.num_tokens
         self.mtp_hidden_states_manager: Any = None
         super().prepare()  # type: ignore[misc]
-        # a graph without a key of its own for them holds what any request may ask for
+        # without a greedy key, a graph must serve every sampling option
         always = self.is_cuda_graph and not self.mtp_plugin_greedy_key
         self.edits_logits = own.edits_logits = True if always else None
         own.is_all_greedy_sample = self.is_all_greedy_sample
@@ -49,39 +48,38 @@ class MetadataBody:
         self.mtp_hidden_states_manager = own.mtp_hidden_states_manager
         self.slot_ids = own.slot_ids
         self.max_position = own.max_position
-        # 1.3 tells the token behind a prompt chunk, by a name of its own
+        # 1.3 passes the token that follows each prompt chunk
         self.next_prompt_tokens = getattr(self, "context_prompt_lookahead_tokens", None)
 
     @property
     def prepared_ids(self) -> list[int] | None:
-        """Ids that :meth:`prepare` was last called for; None before the first call."""
+        """Request ids of the last call of :meth:`prepare`; None before the first."""
         return self.mtp_plugin.prepared_ids
 
     def dp_num_tokens(self) -> int:
-        """Rows of this rank's first draft pass, which ranks tell each other before they prepare."""
+        """Rows of this rank's first draft pass; ranks exchange it before they prepare."""
         own = self.mtp_plugin
         own.num_tokens, own.num_generations = self.num_tokens, self.num_generations
         return own.dp_num_tokens()
 
     def write_padding_onehot_draft_probs(self, *_: Any, **__: Any) -> None:
-        """Nothing: no draft is judged by odds here."""
+        """Do nothing: no verification method served here reads draft probabilities."""
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> Any:
-        """As the host's, with slots of its own."""
+        """Return the host's metadata for CUDA graphs, with slot buffers of its own."""
         view = super().create_cuda_graph_metadata(max_batch_size)  # type: ignore[misc]
         if view is not self:
             view.mtp_plugin = self.mtp_plugin.create_cuda_graph_metadata(max_batch_size)
         return view
 
     def update_is_all_greedy_sample(self, requests: Iterable[Any]) -> None:
-        """Whether no request of the batch asks for more than first choices; before a graph is
-        chosen."""
+        """Set whether all requests of the batch are greedy; called before a graph is selected."""
         self.group_all_greedy_sample = None
         self.populate_sampling_params_for_one_model(requests)
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
-        """As :meth:`update_is_all_greedy_sample`, but what ranks have agreed on counts; how tokens
-        are drawn stands in the slots."""
+        """Like :meth:`update_is_all_greedy_sample`, but use what the ranks agreed on. Sampling
+        parameters are read from the slots."""
         own = self.mtp_plugin
         own.group_all_greedy_sample = self.group_all_greedy_sample
         own._force_non_greedy_for_capture = self._force_non_greedy_for_capture
@@ -95,7 +93,7 @@ def _with_body(base: Any) -> type:
 
 
 def adopt(metadata: Any, own: MTPSpecMetadata, *, greedy_key: bool) -> Any:
-    """The host's metadata object, prepared for our pieces from now on."""
+    """Turn the host's metadata object into one that also prepares ours."""
     base: Any = type(metadata)
     metadata.__class__ = _with_body(base)
     metadata.mtp_plugin = own

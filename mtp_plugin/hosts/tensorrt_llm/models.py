@@ -1,8 +1,7 @@
-"""Importing this installs the plugin, and registers TensorRT-LLM's MTP models once more, as ours.
+"""Install the plugin on import, and register TensorRT-LLM's MTP models as classes of this module.
 
-Each class is the in-tree one under its checkpoint's own architecture name, with nothing changed but
-the module that it is of: a rank that looks the architecture up imports this module, and so has the
-plugin before it builds the model.
+Each class is an unchanged subclass of the in-tree model under the same architecture name. A rank
+that looks the architecture up imports this module and so has the plugin before it builds the model.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ ARCHITECTURES = (
     "NemotronHPuzzleForCausalLM",
     "Qwen3NextForCausalLM",
 )
-"""Those with MTP layers in some line; a line registers those that it has, and others like them."""
+"""Architectures with MTP layers in some API version; those that the host has are registered."""
 
 _REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
 
 
 def register_models() -> dict[str, type[Any]]:
-    """Register a subclass for every architecture that the host has, and return them.
+    """Register and return a subclass of every MTP architecture that the host has.
 
     Raises:
-        PluginError: the host has none of them.
+        PluginError: the host has none.
     """
     import_module("tensorrt_llm._torch.models")
     registry = import_module(_REGISTRY)
@@ -55,14 +54,14 @@ def register_models() -> dict[str, type[Any]]:
 
 
 def _drafting(registry: Any) -> list[str]:
-    """Further architectures that the host has loaded and that build a spec worker."""
+    """Return the further loaded architectures that build a spec worker."""
     base = named("tensorrt_llm._torch.models.modeling_speculative", "SpecDecOneEngineForCausalLM")
     known = getattr(registry, "MODEL_CLASS_MAPPING", {})
     return [name for name, model in known.items() if base is not None and issubclass(model, base)]
 
 
 def _in_tree_class(registry: Any, name: str) -> type[Any] | None:
-    """What the host builds for an architecture; newer lines import it when it is asked for."""
+    """Return the host's class for an architecture; newer API versions import it on lookup."""
     look_up = getattr(registry, "get_registered_model_class", None)
     found: type[Any] | None
     found = look_up(name) if look_up is not None else registry.MODEL_CLASS_MAPPING.get(name)
@@ -71,7 +70,7 @@ def _in_tree_class(registry: Any, name: str) -> type[Any] | None:
 
 def _of_this_module(namespace: dict[str, Any]) -> None:
     namespace["__module__"] = __name__
-    namespace["__doc__"] = "TensorRT-LLM's own, in a process that has the plugin."
+    namespace["__doc__"] = "TensorRT-LLM's model, in a process with the plugin."
 
 
 ranks.reached_by("custom module")

@@ -1,4 +1,4 @@
-"""What the pieces need of a host's decoding config, and of the plugin's own options beside it."""
+"""Read TensorRT-LLM's decoding config and the plugin's own options."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from mtp_plugin.verifications import WAYS
 
 @dataclass(frozen=True)
 class HostOptions:
-    """A host's config as the pieces read it."""
+    """The options of a host's config that our components use."""
 
     decoding: DecodingOptions
     is_vanilla: bool
 
 
 _ONE_VALUE = {"draft_skip_top_k_top_p": False, "advanced_sampling_mode": "full"}
-"""Options of a host's config that are served as they are by default alone."""
+"""Options of a host's config of which only the default is served."""
 
 
 def serves(spec_config: Any) -> bool:
-    """Whether a host's config is one that the plugin answers for: MTP in one engine, linear drafts
-    of MTP heads."""
+    """Whether the plugin serves a config: one-engine MTP with linear drafts of MTP layers."""
     mode = getattr(spec_config, "spec_dec_mode", None)
     if mode is None:
         return False
@@ -33,17 +32,17 @@ def serves(spec_config: Any) -> bool:
         getattr(mode, name, bool)() for name in ("is_mtp_vanilla", "is_mtp_eagle_one_model")
     ):
         return False
-    others = ("use_dynamic_tree", "_use_shared_kv_cache")  # drafters that are no MTP layers
+    others = ("use_dynamic_tree", "_use_shared_kv_cache")  # other drafters than MTP layers
     return not any(getattr(spec_config, name, False) for name in others)
 
 
 def read_options(spec_config: Any) -> HostOptions:
-    """The options of a host's config; K is what it says by now.
+    """Read the options of a host's config with its current K.
 
-    The plugin's own are its ``mtp``, else the side file's (`options_of`).
+    The plugin's own options come from its ``mtp``, else from the side file (`options_of`).
 
     Raises:
-        ConfigError: an option that cannot be, or one that this host cannot serve.
+        ConfigError: an option is invalid or cannot be served inside this host.
     """
     mtp = options_of(spec_config)
     expect(
@@ -64,17 +63,17 @@ def read_options(spec_config: Any) -> HostOptions:
         expect(
             value == only,
             ConfigError,
-            f"{name}: expected {only!r}, got {value!r}: mtp_plugin cuts drafts as their targets "
-            "are cut, and leaves no cut out",
+            f"{name}: expected {only!r}, got {value!r}: mtp_plugin truncates the "
+            "distributions of drafts and targets alike",
         )
-    odds = [way for way in mtp.verifications if not WAYS[way].keeps_text]
+    refused = [way for way in mtp.verifications if not WAYS[way].keeps_text]
     if getattr(spec_config, "use_rejection_sampling", False):
-        odds.append("use_rejection_sampling")
+        refused.append("use_rejection_sampling")
     expect(
-        not odds,
+        not refused,
         ConfigError,
-        f"{', '.join(odds)}: not served inside TensorRT-LLM, which fills up drafts that nobody "
-        "drew; leave it out: coupled verification serves requests that draw",
+        f"{', '.join(refused)}: not served inside TensorRT-LLM, which pads drafts with tokens that "
+        "were not sampled; leave it out: coupled verification serves sampled requests",
     )
     decoding = replace(DecodingOptions.read(spec_config), mtp=mtp)
     return HostOptions(decoding, is_vanilla(spec_config.spec_dec_mode))

@@ -1,4 +1,4 @@
-"""How the plugin reached this process, and whether every rank has it with the same options."""
+"""Install the plugin in ranks, and check that all ranks have it with the same options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _unfinished_sends: list[Any] = []
 
 
 def reached_by(way: str) -> None:
-    """Install the plugin in this process, unless it is; tell once which way reached it.
+    """Install the plugin in this process if it is not; log once how it was loaded.
 
     Args:
         way: ``config`` (its unpickling), ``custom module`` or ``sitecustomize``.
@@ -37,11 +37,11 @@ def reached_by(way: str) -> None:
     if not package.is_installed():
         package.install()
     _ways.append(way)
-    _logger.info("TensorRT-LLM: this process has the plugin, reached by: %s", way)
+    _logger.info("TensorRT-LLM: this process has the plugin, loaded by: %s", way)
 
 
 def first_way() -> str | None:
-    """What reached this process; None: nothing but calls by hand."""
+    """Return how the plugin was loaded first; None: by a call of ``install``."""
     return _ways[0] if _ways else None
 
 
@@ -65,21 +65,21 @@ class Communicator(Protocol):
     def recv(self, *, source: int, tag: int) -> Any: ...
 
 
-def expect_everywhere(told: str, ranks: Communicator, timeout_s: float = TIMEOUT_S) -> None:
+def expect_everywhere(own: str, ranks: Communicator, timeout_s: float = TIMEOUT_S) -> None:
     """Exchange the plugin's options with every other rank, and expect the same ones there.
 
     Call it on every rank at the same point. A rank without the plugin sends nothing and is named
     in the error of the others.
 
     Args:
-        told: API version and options of this rank.
+        own: API version and options of this rank.
 
     Raises:
-        HostError: ranks that sent nothing within ``timeout_s``, or other options.
+        HostError: ranks sent nothing within ``timeout_s``, or have other options.
     """
     me, count = ranks.Get_rank(), ranks.Get_size()
     waiting = {rank for rank in range(count) if rank != me}
-    sends = {rank: ranks.isend(told, dest=rank, tag=_TAG) for rank in sorted(waiting)}
+    sends = {rank: ranks.isend(own, dest=rank, tag=_TAG) for rank in sorted(waiting)}
     others: dict[int, str] = {}
     end = time.monotonic() + timeout_s
     while waiting or sends:
@@ -98,13 +98,13 @@ def expect_everywhere(told: str, ranks: Communicator, timeout_s: float = TIMEOUT
             )
         if late:
             time.sleep(_PAUSE_S)
-    different = {rank for rank, other in others.items() if other != told}
+    different = {rank for rank, other in others.items() if other != own}
     first = min(different, default=me)
     expect(
         not different,
         HostError,
-        f"rank {me} of {count}: mtp_plugin is set up otherwise on {_of(different)}: expected "
-        f"{told}, got {others.get(first)}",
+        f"rank {me} of {count}: mtp_plugin has other options on {_of(different)}: expected "
+        f"{own}, got {others.get(first)}",
     )
 
 

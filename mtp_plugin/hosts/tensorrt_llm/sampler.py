@@ -1,4 +1,4 @@
-"""A host's sampler that holds ours."""
+"""TensorRT-LLM sampler that delegates to ours."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP
 
 
 class SamplerBody:
-    """What a host asks of its sampler, answered by ours.
+    """Interface of the host's sampler, delegated to `mtp_plugin_sampler`.
 
-    States are of the host's own class, with its tensors: executors tell speculative steps by it.
+    States and their tensors are of the host's own classes, by which executors detect speculation.
     """
 
     SampleState: ClassVar[Any]
     mtp_plugin_tensors: ClassVar[Any]
-    """The host's class of a state's tensors."""
+    """The host's class for the tensors of a state."""
     mtp_plugin_requests: ClassVar[str]
-    """What the host's states call their requests: ``scheduled_requests`` or ``requests``."""
+    """The field of the host's states with the requests: ``scheduled_requests`` or ``requests``."""
     mtp_plugin_sampler: MTPSampler
 
     @property
@@ -29,33 +29,33 @@ class SamplerBody:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that a request can hold."""
+        """Maximum number of tokens of a request."""
         return self.mtp_plugin_sampler.max_seq_len
 
     @property
     def store(self) -> Any:
-        """The device tensors of the last step."""
+        """Device tensors of the last step."""
         return self.mtp_plugin_sampler.store
 
     def is_generation_model(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     @staticmethod
     def beam_width(scheduled_requests: Sequence[Any]) -> int:
-        """1: speculation has no beams."""
+        """Return 1: beam search is not supported."""
         return MTPSampler.beam_width(scheduled_requests)
 
     def should_provide_draft_probs(self, request: Any) -> bool:
-        """False: what drafts were drawn from stays on the device."""
+        """Return False: draft probabilities stay on the device."""
         return self.mtp_plugin_sampler.should_provide_draft_probs(request)
 
     def setup_sampler_step(self, scheduled_requests: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def validate_request(self, request: Any) -> None:
         """Raises:
-        ConfigError: the request asks for what cannot be given.
+        ConfigError: the request needs something that is not served.
         """
         self.mtp_plugin_sampler.validate_request(request)
 
@@ -68,14 +68,14 @@ class SamplerBody:
         *,
         model_outputs: Any = None,
     ) -> Any:
-        """Copy a step's outputs into the store and start their way to the host."""
+        """Store a step's outputs and start their copy to the host."""
         given = outputs if outputs is not None else model_outputs
         own = self.mtp_plugin_sampler.sample_async(scheduled_requests, given)
-        told: dict[str, Any] = {"scheduled_requests": scheduled_requests}
+        fields: dict[str, Any] = {"scheduled_requests": scheduled_requests}
         if self.mtp_plugin_requests == "requests":
-            told = {"requests": own.requests, "runtime_draft_len": own.runtime_draft_len}
+            fields = {"requests": own.requests, "runtime_draft_len": own.runtime_draft_len}
         state = self.SampleState(
-            **told,
+            **fields,
             device=self._tensors(own.device),
             host=self._tensors(own.host),
             sampler_event=own.sampler_event,
@@ -84,7 +84,7 @@ class SamplerBody:
         return state
 
     def update_requests(self, state: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
-        """Append a step's tokens to its requests."""
+        """Append the tokens of a step to its requests."""
         own = getattr(state, "mtp_plugin", None)
         if own is None:
             own = state.mtp_plugin = self._received(state)
@@ -100,7 +100,7 @@ class SamplerBody:
         )
 
     def _received(self, state: Any) -> SampleStateMTP:
-        """A state that the host built itself, as a rank does that got it from another."""
+        """Return our state for one that the host built itself (received from another rank)."""
         host = state.host
         return SampleStateMTP(
             scheduled_requests=getattr(state, "scheduled_requests", None),
@@ -114,7 +114,7 @@ class SamplerBody:
 
 
 def sampler_class(base: type, state: Any, tensors: Any, requests: str) -> type:
-    """A subclass of a host's sampler base, with the host's classes of states."""
+    """Return a subclass of the host's base class of samplers that uses its state classes."""
     return type(
         "MTPPluginSampler",
         (SamplerBody, base),

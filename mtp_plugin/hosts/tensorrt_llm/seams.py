@@ -1,4 +1,4 @@
-"""What the adapter needs of an installed TensorRT-LLM, looked for by name and signature."""
+"""Look up what the adapter needs of the installed TensorRT-LLM by name and signature."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DISPATCHERS = (
     "get_spec_decoder",
     "get_spec_worker",
 )
-"""Functions of `UTILS` that build the pieces of a host; what is wrapped."""
+"""Factory functions of `UTILS` for the host's components; `install` wraps them."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A name that a line has, or must not have.
+    """A name that an API version must have, or must not have (``absent``).
 
-    ``parameters`` are those that calling it must take; of a class, those of its constructor.
+    ``parameters``: required parameters of the function, or of the class's constructor.
     """
 
     module: str
@@ -37,13 +37,13 @@ class Need:
     absent: bool = False
 
     def __str__(self) -> str:
-        asked = f"({', '.join(self.parameters)})" if self.parameters else ""
-        return f"{'no ' if self.absent else ''}{self.module}:{self.name}{asked}"
+        listed = f"({', '.join(self.parameters)})" if self.parameters else ""
+        return f"{'no ' if self.absent else ''}{self.module}:{self.name}{listed}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What there is where a need looked."""
+    """What was found for a need."""
 
     need: Need
     found: str
@@ -54,7 +54,7 @@ class Found:
 
 
 def look(need: Need) -> Found:
-    """Look for a name; nothing is changed, modules are imported."""
+    """Look up a needed name; imports its module, changes nothing."""
     try:
         value: Any = importlib.import_module(need.module)
     except ImportError as error:
@@ -73,12 +73,12 @@ def look(need: Need) -> Found:
         return Found(need, "there, without a signature", holds=False)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     missing = [name for name in need.parameters if name not in parameters]
-    told = f"({', '.join(parameters)})"
-    return Found(need, told, holds=takes_all or not missing)
+    found = f"({', '.join(parameters)})"
+    return Found(need, found, holds=takes_all or not missing)
 
 
 def named(module: str, *names: str) -> Any:
-    """The first of these names that a module has; None: it has none, or is not there."""
+    """Return the first of these names that a module has, or None."""
     try:
         home = importlib.import_module(module)
     except ImportError:
@@ -87,7 +87,7 @@ def named(module: str, *names: str) -> Any:
 
 
 def holders(value: object) -> Iterator[tuple[ModuleType, str]]:
-    """Every loaded module of the host, and the name, that holds this very object."""
+    """Yield (module, name) for every loaded module of the host that refers to this object."""
     for name, module in sorted(sys.modules.items()):
         if name == PACKAGE or name.startswith(f"{PACKAGE}."):
             held = [each for each, there in vars(module).items() if there is value]
@@ -96,7 +96,7 @@ def holders(value: object) -> Iterator[tuple[ModuleType, str]]:
 
 
 def rebind(old: object, new: Callable[..., Any]) -> list[str]:
-    """Put ``new`` wherever the host holds ``old``; returns the places, as ``module:name``."""
+    """Replace ``old`` in the loaded modules of the host; return the names as ``module:name``."""
     places = list(holders(old))
     for module, name in places:
         setattr(module, name, new)

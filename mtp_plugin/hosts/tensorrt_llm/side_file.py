@@ -1,7 +1,7 @@
-"""The plugin's own options beside TensorRT-LLM's, in a file that the environment names.
+"""Read the plugin's own options from a YAML file named by an environment variable.
 
-The host's file takes no keys that the host does not know, and its ranks get no variables but those
-with the host's own prefix.
+TensorRT-LLM's own file refuses unknown keys, and its ranks inherit only environment variables with
+its own prefix.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from mtp_plugin.config import MTPPluginOptions, load_plugin_options, path_of
 from mtp_plugin.errors import ConfigError
 
 VARIABLE = "TRTLLM_MTP_PLUGIN_CONFIG"
-"""Names the side file: YAML, what would stand under ``speculative_config.mtp``."""
+"""Path of the side file: YAML with the keys of ``speculative_config.mtp``."""
 
 
 def read_side_file(environ: Mapping[str, str] | None = None) -> MTPPluginOptions:
-    """The options of the side file; the defaults where the variable is not set, or empty.
+    """Return the options of the side file, or the defaults if the variable is unset or empty.
 
     Args:
-        environ: None: of this process.
+        environ: default: the environment of this process.
 
     Raises:
-        ConfigError: one line per mistake: the variable, the path as given, the key, what came, what
-            is allowed.
+        ConfigError: the file is invalid; one line per mistake.
     """
     given = _given(environ)
     if not given:
@@ -35,19 +34,19 @@ def read_side_file(environ: Mapping[str, str] | None = None) -> MTPPluginOptions
 
 
 def options_of(config: Any, environ: Mapping[str, str] | None = None) -> MTPPluginOptions:
-    """The options that go with a decoding config: its own ``mtp``, else those of the side file.
+    """Return the plugin options of a decoding config: its own ``mtp``, else the side file's.
 
     Raises:
-        ConfigError: as `read_side_file`, or both say something, and not the same.
+        ConfigError: see `read_side_file`; or both are given and differ.
     """
     own = getattr(config, "mtp", None)
-    asked = read_side_file(environ)
-    if not isinstance(own, MTPPluginOptions) or own in (MTPPluginOptions(), asked):
-        return asked
+    in_file = read_side_file(environ)
+    if not isinstance(own, MTPPluginOptions) or own in (MTPPluginOptions(), in_file):
+        return in_file
     given = _given(environ)
     if given:
         differ = [
-            name for name in type(own).model_fields if getattr(own, name) != getattr(asked, name)
+            name for name in type(own).model_fields if getattr(own, name) != getattr(in_file, name)
         ]
         raise ConfigError(
             f"{VARIABLE}={given}: expected either it or the config's own mtp, or the same in both; "

@@ -1,4 +1,4 @@
-"""A host's spec worker that holds ours."""
+"""TensorRT-LLM spec worker that delegates to ours."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _HELD = "_mtp_plugin_worker"
 
 
 class WorkerBody:
-    """What a host asks of its worker, answered by ours.
+    """Interface of the host's worker, delegated to ours.
 
-    Ours is built when it is first needed: a host may still write into its config while the model,
-    and this worker in it, is being built. It is no submodule: a host that walks its modules for
-    weights finds none.
+    Our worker is built on first use, because the host may still change its config while it builds
+    the model. It is not registered as a submodule: the host must not look for its weights.
     """
 
     mtp_plugin_make: Callable[[], SpecWorker]
@@ -28,10 +27,10 @@ class WorkerBody:
 
     @property
     def mtp_plugin_worker(self) -> SpecWorker:
-        """Our worker.
+        """Our worker, built on first use.
 
         Raises:
-            ConfigError: as its constructor.
+            ConfigError: see its constructor.
         """
         held = self.__dict__.get(_HELD)
         if held is None:
@@ -55,7 +54,7 @@ class WorkerBody:
         resource_manager: Any = None,
         **others: Any,
     ) -> dict[str, torch.Tensor]:
-        """A step; arguments and result as :meth:`SpecWorker.forward`."""
+        """Run a step; arguments and result as in :meth:`SpecWorker.forward`."""
         own = self._prepared(attn_metadata, resource_manager)
         try:
             return own.forward(
@@ -82,7 +81,7 @@ class WorkerBody:
         draft_model: Any,  # noqa: ARG002 - the host's signature
         resource_manager: Any = None,  # noqa: ARG002
     ) -> dict[str, torch.Tensor]:
-        """Outputs of the right shapes, on ranks that have no logits."""
+        """Return outputs of the right shapes on ranks without logits."""
         return self.mtp_plugin_worker.skip_forward(
             input_ids,
             position_ids,
@@ -103,7 +102,7 @@ class WorkerBody:
         draft_model: Any,
         resource_manager: Any = None,
     ) -> dict[str, torch.Tensor]:
-        """A step without drafts: one token a request."""
+        """Run a step without drafts: one token per request."""
         own = self._prepared(attn_metadata, resource_manager)
         try:
             return own.skip_drafting(
@@ -119,11 +118,11 @@ class WorkerBody:
             vars(attn_metadata).pop("after_acceptance", None)
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:
-        """False: no mask is applied, and the host must not take the requests."""
+        """Return False: guided decoding is not supported, so the host must refuse such requests."""
         return self.mtp_plugin_worker.set_guided_decoder(guided_decoder)
 
     def set_draft_model(self, draft_model: Any) -> None:
-        """The layers of the checkpoint are there; nothing is kept of them."""
+        """Accept the draft layers of the checkpoint; nothing of them is kept."""
         self.mtp_plugin_worker.set_draft_model(draft_model)
 
     def _prepared(self, attn_metadata: Any, resource_manager: Any) -> SpecWorker:
@@ -146,25 +145,25 @@ def _takes_indices(cache: Any) -> bool:
 
 
 def _recurrent_states(worker: Any, attn_metadata: Any) -> Callable[[torch.Tensor], None] | None:
-    """What has a host's recurrent states move on by what was accepted, before drafts are made;
-    None: there are none in this step."""
+    """Return a function that advances the host's recurrent states by the accepted tokens before
+    drafting, or None if this step has no such states."""
     if attn_metadata.num_generations == 0:
         return None
     cache = getattr(attn_metadata, "kv_cache_manager", None)
     update = getattr(cache, "update_mamba_states", None)
-    # newest hosts keep states beside the cache too
-    beside = getattr(worker, "_auxiliary_state_handlers", None)
-    if update is None and not beside:
+    # the newest API version also keeps states outside the cache
+    handlers = getattr(worker, "_auxiliary_state_handlers", None)
+    if update is None and not handlers:
         return None
     states = getattr(attn_metadata, "mamba_metadata", None)
-    told: dict[str, Any] = {"attn_metadata": attn_metadata}
+    arguments: dict[str, Any] = {"attn_metadata": attn_metadata}
     if update is not None and _takes_indices(cast(Any, type(cache))):
-        told["state_indices"] = states.state_indices  # type: ignore[union-attr]
+        arguments["state_indices"] = states.state_indices  # type: ignore[union-attr]
 
     def after_acceptance(num_accepted: torch.Tensor) -> None:
         if update is not None:
-            update(num_accepted_tokens=num_accepted, **told)
-        if beside:
+            update(num_accepted_tokens=num_accepted, **arguments)
+        if handlers:
             indices = states.state_indices[: len(num_accepted)]  # type: ignore[union-attr]
             worker.commit_auxiliary_speculative_states(
                 num_accepted, indices, attn_metadata.num_contexts
@@ -174,14 +173,14 @@ def _recurrent_states(worker: Any, attn_metadata: Any) -> Callable[[torch.Tensor
 
 
 def worker_class(base: type, method: str) -> type:
-    """A subclass of a host's worker base whose step is the method of this name."""
+    """Return a subclass of the host's base class of workers that runs a step in ``method``."""
     run = WorkerBody.mtp_plugin_run
     return type("MTPPluginWorker", (WorkerBody, base), {method: run, "__module__": __name__})
 
 
 def check_draft_cache(base: type) -> None:
     """Raises:
-    ConfigError: the host's base does not know how to switch to a cache of the draft layers.
+    ConfigError: the host's base class cannot switch to the KV cache of the draft layers.
     """
     for name in ("draft_kv_cache_context", "get_draft_kv_cache_manager"):
         expect(

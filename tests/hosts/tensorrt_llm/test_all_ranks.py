@@ -52,14 +52,14 @@ class Mail:
         return self.boxes[source, self.rank].popleft().message
 
 
-def run(told: dict[int, str], size: int) -> list[str]:
+def run(texts: dict[int, str], size: int) -> list[str]:
     """What every rank that says something ends with."""
     boxes: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     def one(rank: int) -> str:
         mail = Mail(rank, size, boxes)
         try:
-            expect_everywhere(told[rank], mail, timeout_s=0.5)
+            expect_everywhere(texts[rank], mail, timeout_s=0.5)
         except HostError as error:
             incomplete = [send for send in mail.sends if not send.is_complete]
             assert all(send in ranks._unfinished_sends for send in incomplete)
@@ -68,7 +68,7 @@ def run(told: dict[int, str], size: int) -> list[str]:
         return "fine"
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(one, sorted(told)))
+        return list(pool.map(one, sorted(texts)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -109,14 +109,14 @@ def test_one_has_not() -> None:
 def test_one_has_other_options() -> None:
     mine, other = "line 1.2, {}", "line 1.2, {'seed': 3}"
 
-    def told(rank: int, who: str, expected: str, got: str) -> str:
+    def message(rank: int, who: str, expected: str, got: str) -> str:
         return (
-            f"rank {rank} of 3: mtp_plugin is set up otherwise on {who}: expected {expected}, got "
+            f"rank {rank} of 3: mtp_plugin has other options on {who}: expected {expected}, got "
             f"{got}"
         )
 
     assert run({0: mine, 1: other, 2: mine}, 3) == [
-        told(0, "rank 1", mine, other),
-        told(1, "ranks 0, 2", other, mine),
-        told(2, "rank 1", mine, other),
+        message(0, "rank 1", mine, other),
+        message(1, "ranks 0, 2", other, mine),
+        message(2, "rank 1", mine, other),
     ]

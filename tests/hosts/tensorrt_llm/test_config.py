@@ -15,7 +15,7 @@ from mtp_plugin.config import MTPPluginOptions, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.tensorrt_llm import config as config_module
 from mtp_plugin.hosts.tensorrt_llm import ranks
-from mtp_plugin.hosts.tensorrt_llm.config import StandAloneConfig, decoding_config_class
+from mtp_plugin.hosts.tensorrt_llm.config import ConfigWithoutHost, decoding_config_class
 from mtp_plugin.speculative.host import DecodingOptions
 from tests.hosts.tensorrt_llm.tiny_host import LINES, run_python, write_host
 
@@ -26,7 +26,7 @@ EVERYWHERE = (ALONE, *LINES)
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> str:
-    """Where the config stands: alone, or over a line's."""
+    """The config class: without a host, or derived from an API version's."""
     if request.param == ALONE:
         request.getfixturevalue("no_host")
     else:
@@ -202,9 +202,9 @@ def test_alone_it_dumps_and_reads_itself() -> None:
 
 
 @pytest.mark.usefixtures("no_host")
-def test_alone_it_answers_what_the_host_asks() -> None:
+def test_without_a_host_it_has_what_the_host_reads() -> None:
     config = decoding_config_class()(max_draft_len=3)
-    assert isinstance(config, StandAloneConfig)
+    assert isinstance(config, ConfigWithoutHost)
     assert config.supports_backend("pytorch")
     assert not config.supports_backend("tensorrt")
     assert (config.tokens_per_gen_step, config.get_runtime_tokens_per_gen_step(1)) == (4, 2)
@@ -254,7 +254,7 @@ assert not any(name.startswith("mtp_plugin") for name in sys.modules)
 sent = bytes.fromhex({sent!r})
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 config = None
-class Late:  # the package is there by the time that it is asked to install
+class Late:  # the package exists by the time of the installation
     def find_spec(self, name, path=None, target=None):
         if name == "mtp_plugin.hosts.tensorrt_llm.config":
             package = sys.modules["mtp_plugin.hosts.tensorrt_llm"]
@@ -274,5 +274,5 @@ def test_a_fresh_process_is_reached_once(host: Put, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["installed", "MTPDecodingConfig 3 7"]
     assert done.stderr.splitlines() == [
-        "TensorRT-LLM: this process has the plugin, reached by: config"
+        "TensorRT-LLM: this process has the plugin, loaded by: config"
     ]

@@ -15,6 +15,7 @@ import torch
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import tensorrt_llm as plugin
 from mtp_plugin.hosts.tensorrt_llm import checks, installation
+from mtp_plugin.hosts.tensorrt_llm import lines as api_versions
 from mtp_plugin.hosts.tensorrt_llm.seams import DISPATCHERS, UTILS, holders
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from tests.contract_host.behaviours import SamplerArgs, user_config
@@ -73,7 +74,7 @@ def test_every_place_is_rebound_and_put_back(line: str) -> None:
         assert set(status.rebound) == places
         assert len(places) > len(DISPATCHERS)  # those that import them by value
         assert not any(list(holders(function)) for function in before.values())
-        assert f"line {line}: {len(places)} places rebound, 0 engines running" in str(status)
+        assert f"API version {line}: {len(places)} names rebound, 0 engines running" in str(status)
         plugin.uninstall()
         assert dispatchers() == before
         assert {
@@ -213,19 +214,21 @@ def test_no_host() -> None:
 
 
 @lines
-def test_a_moved_name_is_told(line: str) -> None:
+def test_a_moved_name_is_reported(line: str) -> None:
     """The error lists what was looked for and what was found; nothing is changed."""
     with fake_tree(line, moved=True):
         with pytest.raises(HostError) as error:
             plugin.install()
-        told = str(error.value).splitlines()
-        assert told[0] == (
-            "TensorRT-LLM: expected one of the lines 1.2, 1.3a, 1.3b, got none of them. Nothing is "
-            "installed. What each lacks:"
+        reported = str(error.value).splitlines()
+        assert reported[0] == (
+            "TensorRT-LLM: expected one of the API versions 1.2, 1.3a, 1.3b, got none of them. "
+            "Nothing is installed. What each lacks:"
         )
-        asked = "(spec_config, model_config, mapping)"
-        assert f"  {line}: {UTILS}:get_spec_worker{asked}: not there" in told
-        assert {name for name in DISPATCHERS if any(name in row for row in told)} == {*DISPATCHERS}
+        parameters = "(spec_config, model_config, mapping)"
+        assert f"  {line}: {UTILS}:get_spec_worker{parameters}: not there" in reported
+        assert {name for name in DISPATCHERS if any(name in row for row in reported)} == {
+            *DISPATCHERS
+        }
         assert not plugin.status().installed
 
 
@@ -266,7 +269,8 @@ def test_uninstalled_while_an_engine_runs(line: str) -> None:
         manager = host.get_spec_resource_manager(engine(config_of(line)))
         with pytest.raises(
             HostError,
-            match=r"^uninstall\(\): 1 engines run with mtp_plugin's pieces; shut them down first$",
+            match=r"^uninstall\(\): 1 engines that use mtp_plugin are running; "
+            r"shut them down first$",
         ):
             plugin.uninstall()
         assert plugin.is_installed()
@@ -277,16 +281,16 @@ def test_uninstalled_while_an_engine_runs(line: str) -> None:
 def test_an_engine_built_before(line: str) -> None:
     """Its manager is none of ours."""
     config = config_of(line)
-    told = (
+    expected = (
         r"^get_spec_metadata: spec_resource_manager: expected the plugin's manager, got NoneType: "
-        r"an engine that was built without the plugin$"
+        r"the engine was built without the plugin$"
     )
-    with installed(LINES[line]) as host, pytest.raises(ConfigError, match=told):
+    with installed(LINES[line]) as host, pytest.raises(ConfigError, match=expected):
         host.get_spec_metadata(config, engine(config).model.config, 2, 64)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (
             {"sa_config": object()},
@@ -295,24 +299,24 @@ def test_an_engine_built_before(line: str) -> None:
         ),
         (
             {"draft_skip_top_k_top_p": True},
-            "draft_skip_top_k_top_p: expected False, got True: mtp_plugin cuts drafts as their "
-            "targets are cut, and leaves no cut out",
+            "draft_skip_top_k_top_p: expected False, got True: mtp_plugin truncates the "
+            "distributions of drafts and targets alike",
         ),
         (
             {"advanced_sampling_mode": SimpleNamespace(value="skip_top_p")},
-            "advanced_sampling_mode: expected 'full', got 'skip_top_p': mtp_plugin cuts drafts as "
-            "their targets are cut, and leaves no cut out",
+            "advanced_sampling_mode: expected 'full', got 'skip_top_p': mtp_plugin truncates "
+            "the distributions of drafts and targets alike",
         ),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], told: str) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], expected: str) -> None:
     with installed(LINES["1.3b"]) as host:
         config = config_of("1.3b")
         for name, value in options.items():
             setattr(config, name, value)
         with pytest.raises(ConfigError) as error:
             host.get_spec_worker(config, None, None)
-        assert str(error.value) == told
+        assert str(error.value) == expected
 
 
 @lines
@@ -321,17 +325,17 @@ def test_a_base_that_wants_more_is_refused(line: str) -> None:
     facts = load_line(line)
     home = facts.modules["tensorrt_llm._torch.pyexecutor.resource_manager"]
     home.classes["BaseResourceManager"].methods["brand_new"] = Function(abstract=True)
-    told = (
-        f"line {line}: tensorrt_llm._torch.pyexecutor.resource_manager.BaseResourceManager wants "
-        "brand_new besides"
+    expected = (
+        f"API version {line}: tensorrt_llm._torch.pyexecutor.resource_manager.BaseResourceManager "
+        "has further abstract methods: brand_new"
     )
     with fake_tree(facts):
         before = dispatchers()
         with pytest.raises(HostError) as error:
             plugin.install()
-        assert str(error.value) == told
+        assert str(error.value) == expected
         assert dispatchers() == before
-        assert checks.examine().problems == [told]
+        assert checks.examine().problems == [expected]
 
 
 @lines
@@ -360,7 +364,7 @@ def test_no_slot_for_a_dummy_is_the_hosts_own_error(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mapping", "told"),
+    ("mapping", "expected"),
     [
         ({"pp_size": 2, "pp_rank": 1, "world_size": 2}, "mapping"),
         ({"cp_size": 2, "world_size": 2}, "mapping"),
@@ -368,11 +372,11 @@ def test_no_slot_for_a_dummy_is_the_hosts_own_error(line: str) -> None:
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_the_model(
-    mapping: dict[str, int], told: str
+    mapping: dict[str, int], expected: str
 ) -> None:
     with installed(LINES["1.3b"]) as host:
         sizes = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "rank": 0, **mapping}
-        with pytest.raises((ConfigError, HostError), match=told):
+        with pytest.raises((ConfigError, HostError), match=expected):
             host.get_spec_worker(config_of("1.3b"), None, SimpleNamespace(**sizes))
 
 
@@ -386,7 +390,7 @@ def test_ranks_that_are_not_mpis(caplog: pytest.LogCaptureFixture) -> None:
             tp_size=2, pp_size=1, cp_size=1, world_size=2, rank=0, enable_attention_dp=True
         )
         host.get_spec_worker(config_of("1.3b"), None, mapping)
-    assert "the ranks are not MPI's: those without mtp_plugin are not noticed" in caplog.messages
+    assert "the ranks do not use MPI: those without mtp_plugin are not detected" in caplog.messages
 
 
 # ---- the doctor ---------------------------------------------------------------------------------
@@ -396,9 +400,12 @@ def test_ranks_that_are_not_mpis(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_doctor_passes_a_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with fake_tree(line):
         assert checks.main() == checks.OK
-    told = capsys.readouterr().out
-    assert told.startswith(f"tensorrt_llm (no version): line {line}\n")
-    assert "NO" not in told.replace("NONE", "")
+    output = capsys.readouterr().out
+    releases = next(each.releases for each in api_versions.LINES if each.line == line)
+    first = f"tensorrt_llm (no version)\nAPI version {line}, {releases}: supported\n"
+    assert output.startswith(first)
+    assert output.count("API version") == 1
+    assert "NO" not in output.replace("NONE", "")
     assert not plugin.is_installed()
 
 
@@ -406,6 +413,18 @@ def test_the_doctor_passes_a_line(line: str, capsys: pytest.CaptureFixture[str])
 def test_the_doctor_says_what_is_missing(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with fake_tree(line, moved=True):
         assert checks.main() == checks.PROBLEM
-    told = capsys.readouterr().out
-    assert f"  NO   {UTILS}:get_spec_decoder(sampler_args, spec_config)" in told
-    assert told.endswith("problem: none of the lines 1.2, 1.3a, 1.3b\n")
+    output = capsys.readouterr().out
+    assert f"  NO   {UTILS}:get_spec_decoder(sampler_args, spec_config)" in output
+    assert output.endswith("problem: none of the API versions 1.2, 1.3a, 1.3b\n")
+    assert output.count("API version ") == 3
+    assert output.count(": not this one\n") == 3
+
+
+def test_the_doctor_without_the_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    assert checks.main() == checks.PROBLEM
+    output = capsys.readouterr().out
+    assert output.startswith("problem: tensorrt_llm cannot be imported: no module (")
+    assert output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The package's own dependencies can be met beside what each line of TensorRT-LLM pins."""
+"""The dependencies are compatible with the pins of each API version of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LATE = "9999"
 
 
 def base_requirements() -> dict[str, SpecifierSet]:
-    told = [Requirement(each) for each in requires("mtp-plugin") or ()]
-    return {each.name: each.specifier for each in told if "extra" not in str(each.marker)}
+    requirements = [Requirement(each) for each in requires("mtp-plugin") or ()]
+    return {each.name: each.specifier for each in requirements if "extra" not in str(each.marker)}
 
 
 def candidates(*specifiers: SpecifierSet) -> list[Version]:
@@ -38,7 +38,7 @@ def can_be_met(ours: SpecifierSet, theirs: SpecifierSet) -> bool:
 @pytest.mark.parametrize("line", LINES)
 def test_both_can_be_met(line: str) -> None:
     pins = load_line(line).pins
-    assert pins, "a line's signature file tells its pins"
+    assert pins, "the signature file of an API version lists its pins"
     ours = base_requirements()
     assert "torch" in ours
     unmet = {

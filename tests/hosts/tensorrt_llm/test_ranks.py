@@ -1,4 +1,4 @@
-"""What reaches a process: told once, installed once; models registered under their own names."""
+"""What reaches a process: logged once, installed once; models registered under their own names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtp_plugin.hosts.tensorrt_llm import ranks
 CUSTOM_MODULE = Path(tensorrt_llm.__file__).parent / "custom_modules" / "mtp_plugin_models"
 
 
-def test_the_first_way_is_told_and_installs(
+def test_the_first_way_is_logged_and_installs(
     installs: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ranks.first_way() is None
@@ -28,7 +28,7 @@ def test_the_first_way_is_told_and_installs(
     assert installs == ["install"]
     assert ranks.first_way() == "config"
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("INFO", "TensorRT-LLM: this process has the plugin, reached by: config")
+        ("INFO", "TensorRT-LLM: this process has the plugin, loaded by: config")
     ]
 
 

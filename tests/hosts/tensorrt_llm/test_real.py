@@ -28,14 +28,14 @@ from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm.llmapi import MTPDecodingConfig
 from mtp_plugin.hosts import tensorrt_llm as plugin
 model, way = sys.argv[1:]
-told = None
+config = None
 if way == "mtp":
     plugin.install()
     name = "num_nextn_predict_layers" if plugin.status().line == "1.2" else "max_draft_len"
-    told = MTPDecodingConfig(**{name: 3})
-with LLM(model, speculative_config=told) as llm:
-    asked = SamplingParams(max_tokens=64, temperature=0.0)
-    print("IDS", llm.generate("def add(a, b):", asked).outputs[0].token_ids)
+    config = MTPDecodingConfig(**{name: 3})
+with LLM(model, speculative_config=config) as llm:
+    params = SamplingParams(max_tokens=64, temperature=0.0)
+    print("IDS", llm.generate("def add(a, b):", params).outputs[0].token_ids)
 """
 
 
@@ -51,7 +51,7 @@ def test_seams_resolve_and_classes_are_whole() -> None:
 
 @pytest.mark.skipif(MODEL is None, reason="MTP_PLUGIN_TRTLLM_MODEL names no checkpoint")
 def test_text_with_and_without_drafts() -> None:
-    told = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT, str(MODEL), way],
             capture_output=True,
@@ -60,6 +60,6 @@ def test_text_with_and_without_drafts() -> None:
         ).stdout
         for way in ("mtp", "plain")
     ]
-    ids = [[row for row in each.splitlines() if row.startswith("IDS ")] for each in told]
+    ids = [[row for row in each.splitlines() if row.startswith("IDS ")] for each in outputs]
     assert ids[0] == ids[1]
     assert len(ids[0]) == 1

@@ -58,11 +58,11 @@ def test_a_cache_of_states() -> None:
         assert ("indices" in call) is isinstance(cache, IndexedCache)
 
 
-def test_states_beside_the_cache() -> None:
+def test_states_outside_the_cache() -> None:
     committed: list[Any] = []
     worker = SimpleNamespace(
         _auxiliary_state_handlers=[object()],
-        commit_auxiliary_speculative_states=lambda *told: committed.append(told),
+        commit_auxiliary_speculative_states=lambda *arguments: committed.append(arguments),
     )
     after = _recurrent_states(worker, step(None))
     assert after is not None

@@ -44,11 +44,11 @@ def test_the_process_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths_in_it_are_from_its_folder(file: Path) -> None:
-    (file.parent / "beside").mkdir()
-    inner = file.parent / "beside" / "plugin.yaml"
+    (file.parent / "folder").mkdir()
+    inner = file.parent / "folder" / "plugin.yaml"
     inner.write_text("draft_vocab: ids.json\n")
-    options = read_side_file({VARIABLE: "beside/plugin.yaml"})
-    assert options.draft_vocab == str(file.parent / "beside" / "ids.json")
+    options = read_side_file({VARIABLE: "folder/plugin.yaml"})
+    assert options.draft_vocab == str(file.parent / "folder" / "ids.json")
 
 
 def test_home(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_home(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ("~nosuchuser/x", "expected the home of a user, got '~nosuchuser'"),
         ("/dev/zero", "cannot be read: expected at most 67108864 bytes, got more"),
@@ -66,8 +66,8 @@ def test_home(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/dev/null", "the file is empty; expected a mapping of the plugin's options"),
     ],
 )
-def test_what_is_no_file(given: str, told: str) -> None:
-    assert message({VARIABLE: given}) == f"TRTLLM_MTP_PLUGIN_CONFIG={given}: {told}"
+def test_what_is_no_file(given: str, expected: str) -> None:
+    assert message({VARIABLE: given}) == f"TRTLLM_MTP_PLUGIN_CONFIG={given}: {expected}"
 
 
 def test_the_shipped_file() -> None:
@@ -76,7 +76,7 @@ def test_the_shipped_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (None, "no such file; expected a YAML file"),
         ("", "the file is empty; expected a mapping of the plugin's options"),
@@ -89,17 +89,17 @@ def test_the_shipped_file() -> None:
         ("seed: 1\nseed: 2\n", "line 2, column 1: key 'seed' was already given on line 1"),
     ],
 )
-def test_mistakes(file: Path, text: str | None, told: str) -> None:
+def test_mistakes(file: Path, text: str | None, expected: str) -> None:
     if text is None:
         file.unlink()
     else:
         file.write_text(text)
-    assert message({VARIABLE: "plugin.yaml"}) == f"TRTLLM_MTP_PLUGIN_CONFIG=plugin.yaml: {told}"
+    assert message({VARIABLE: "plugin.yaml"}) == f"TRTLLM_MTP_PLUGIN_CONFIG=plugin.yaml: {expected}"
 
 
 def test_a_folder(file: Path) -> None:
-    told = message({VARIABLE: str(file.parent)})
-    assert told == f"TRTLLM_MTP_PLUGIN_CONFIG={file.parent}: cannot be read: Is a directory"
+    expected = message({VARIABLE: str(file.parent)})
+    assert expected == f"TRTLLM_MTP_PLUGIN_CONFIG={file.parent}: cannot be read: Is a directory"
 
 
 @pytest.mark.usefixtures("file")

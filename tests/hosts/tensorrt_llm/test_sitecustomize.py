@@ -47,7 +47,7 @@ def test_installs_once_the_host_is_imported(host_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"TRTLLM_MTP_PLUGIN": "0"}, {"TRTLLM_MTP_PLUGIN": ""}])
-def test_does_nothing_unless_asked(host_folder: Path, variables: dict[str, str]) -> None:
+def test_does_nothing_unless_requested(host_folder: Path, variables: dict[str, str]) -> None:
     code = "import sys, tensorrt_llm; print([n for n in sys.modules if n == 'mtp_plugin'])"
     done = run_python(code, FOLDER, host_folder, **variables)
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -62,8 +62,8 @@ for attempt in range(2):
         print(type(error).__name__, error)
 """
     done = run_python(code, FOLDER, host_folder, TRTLLM_MTP_PLUGIN="yes")
-    told = "ConfigError TRTLLM_MTP_PLUGIN: expected 1 (install the plugin) or 0, got 'yes'"
-    assert done.stdout.splitlines() == [told, told], done.stderr
+    message = "ConfigError TRTLLM_MTP_PLUGIN: expected 1 (install the plugin) or 0, got 'yes'"
+    assert done.stdout.splitlines() == [message, message], done.stderr
 
 
 def test_a_missing_host_stays_missing() -> None:
@@ -82,15 +82,15 @@ except ModuleNotFoundError as error:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("asked", ["0", "1"])
+@pytest.mark.parametrize("value", ["0", "1"])
 def test_another_sitecustomize_further_on_runs_too(
-    host_folder: Path, tmp_path: Path, asked: str
+    host_folder: Path, tmp_path: Path, value: str
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("print('other', __name__)\nkept = 5\n")
     code = "import sitecustomize; print(sitecustomize.kept)\n" + _COUNTED + "import tensorrt_llm"
-    done = run_python(code, FOLDER, other, host_folder, TRTLLM_MTP_PLUGIN=asked)
+    done = run_python(code, FOLDER, other, host_folder, TRTLLM_MTP_PLUGIN=value)
     assert done.returncode == 0, done.stderr
-    lines = ["other sitecustomize", "5", "before: []"] + ["installed"] * (asked == "1")
+    lines = ["other sitecustomize", "5", "before: []"] + ["installed"] * (value == "1")
     assert done.stdout.splitlines() == lines

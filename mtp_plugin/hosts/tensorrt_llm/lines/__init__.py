@@ -1,4 +1,4 @@
-"""TensorRT-LLM's lines, a file each, told apart by what an installation has."""
+"""The supported API versions of TensorRT-LLM, one file each, detected by names and signatures."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ LINES: tuple[type[Adapter], ...] = (Line12, Line13a, Line13b)
 
 
 def looked_for() -> dict[str, list[Found]]:
-    """What every line needs, and what there is."""
+    """Look for the names that each API version needs."""
     return {line.line: [look(need) for need in line.needs] for line in LINES}
 
 
 def line_among(seen: dict[str, list[Found]]) -> type[Adapter] | None:
-    """The line all of whose needs hold; None: there is none."""
+    """Return the API version whose needs all hold, or None."""
     return next((line for line in LINES if all(f.holds for f in seen[line.line])), None)
 
 
 def find_line() -> tuple[type[Adapter], list[Found]]:
-    """The line that an installation is, by its signatures.
+    """Detect the API version of the installed TensorRT-LLM.
 
     Raises:
-        HostError: none of them, listing what was looked for and what was found.
+        HostError: it is not supported; the message lists needed names and what was found.
     """
     seen = looked_for()
     line = line_among(seen)
     if line is not None:
         return line, seen[line.line]
     raise HostError(
-        f"TensorRT-LLM: expected one of the lines {', '.join(seen)}, got none of them. Nothing is "
-        "installed. What each lacks:\n"
+        f"TensorRT-LLM: expected one of the API versions {', '.join(seen)}, got none of them. "
+        "Nothing is installed. What each lacks:\n"
         + "\n".join(
             f"  {name}: {found}"
             for name, every in seen.items()

@@ -1,4 +1,4 @@
-"""Needs that several lines have."""
+"""Needs that several API versions have in common."""
 
 from __future__ import annotations
 

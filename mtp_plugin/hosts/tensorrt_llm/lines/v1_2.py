@@ -1,6 +1,6 @@
-"""TensorRT-LLM 1.2: ``MTPSampler(nextn=)``; workers have a ``forward`` of their own.
+"""API version 1.2: ``MTPSampler(nextn=)``; each worker class defines ``forward``.
 
-1.0 and 1.1 have the same dispatchers; their configs know no ``draft_len_schedule``.
+Releases 1.0 and 1.1 have the same factory functions, but no ``draft_len_schedule``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, PYEXECUTOR, SPECULATIVE
 
 
 class Line12(Adapter):
-    """One metadata class for both workers; a manager of eagle only where acceptance is relaxed."""
+    """Both workers share one metadata class; eagle has a manager only for relaxed acceptance."""
 
     line = "1.2"
+    releases = "end of 1.2 and first 1.3 release candidates (early 2026)"
     needs = (
         *SHARED_NEEDS,
         Need(UTILS, "get_spec_metadata", ("is_draft_model",)),

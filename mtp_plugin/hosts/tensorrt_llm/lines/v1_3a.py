@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.3, until it had one sampler: ``_forward_impl``, and ``MTPSampler(nextn=)``."""
+"""API version 1.3a, before the common sampler: ``_forward_impl`` and ``MTPSampler(nextn=)``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from mtp_plugin.hosts.tensorrt_llm.seams import SPECULATIVE, UTILS, Need
 
 
 class Line13a(Adapter):
-    """Eagle shares metadata and manager with Eagle3."""
+    """Eagle shares metadata and resource manager with Eagle3."""
 
     line = "1.3a"
+    releases = "1.3 release candidates before SpecSampler (tags unknown)"
     needs = (
         *NEEDS_OF_1_3,
         Need(UTILS, "MTPSampler", ("nextn",)),

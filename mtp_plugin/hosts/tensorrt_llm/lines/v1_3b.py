@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.3, newest: one ``SpecSampler`` for every way to speculate."""
+"""API version 1.3b, the newest: one ``SpecSampler`` for all one-engine speculation modes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from mtp_plugin.hosts.tensorrt_llm.seams import SPECULATIVE, UTILS, Need
 
 
 class Line13b(Adapter):
-    """As 1.3a, without samplers of their own."""
+    """Like 1.3a, without one sampler class per mode."""
 
     line = "1.3b"
+    releases = "1.3.0rc1x to 1.3.0rc2x and later (since mid 2026)"
     needs = (
         *NEEDS_OF_1_3,
         Need(UTILS, "SpecSampler", ("accepted_path_len", "enable_penalty", "penalty_supported")),

@@ -1,8 +1,8 @@
-"""Installs mtp_plugin in this process once ``tensorrt_llm`` is imported, where TRTLLM_MTP_PLUGIN=1.
+"""Install mtp_plugin once ``tensorrt_llm`` is imported, if TRTLLM_MTP_PLUGIN=1.
 
-With this folder on PYTHONPATH every Python process starts here, also those that TensorRT-LLM
-starts as ranks. Nothing of mtp_plugin is loaded before ``tensorrt_llm`` is. Another
-``sitecustomize`` further on the path runs after this one, and takes its name.
+With this folder on PYTHONPATH every Python process runs this module, including TensorRT-LLM's
+ranks. mtp_plugin is not loaded before ``tensorrt_llm`` is. Another ``sitecustomize`` further down
+the path runs after this one and takes its place in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOST = "tensorrt_llm"
 
 
 class HostFinder(MetaPathFinder):
-    """Sees to it that the plugin is installed as soon as the host's package has run."""
+    """Import hook that installs the plugin after the host's package was imported."""
 
     def find_spec(
         self,
@@ -42,7 +42,7 @@ class HostFinder(MetaPathFinder):
 
 
 class HostLoader(Loader):
-    """The host's own loader, and the plugin after it."""
+    """Loader that runs the host's own loader, then installs the plugin."""
 
     def __init__(self, loader: Loader, finder: HostFinder) -> None:
         self._loader = loader
@@ -64,11 +64,11 @@ class HostLoader(Loader):
 
 
 def install() -> None:
-    """Install the plugin here.
+    """Install the plugin in this process.
 
     Raises:
         ConfigError: the variable is neither 1 nor 0.
-        MTPPluginError: the host is not one that the plugin knows.
+        MTPPluginError: the host is not supported.
     """
     from mtp_plugin.errors import ConfigError
     from mtp_plugin.hosts.tensorrt_llm import ranks
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def run_next() -> None:
-    """Run the ``sitecustomize`` that this one stands before, if there is one."""
+    """Run the next ``sitecustomize`` on the path, if there is one."""
     here = os.path.realpath(os.path.dirname(__file__))
     others = [entry for entry in sys.path if os.path.realpath(entry) != here]
     spec = PathFinder.find_spec("sitecustomize", others)
