@@ -358,6 +358,7 @@ def test_only_the_edge_of_a_cut_may_differ() -> None:
             check(*wrong)
 
 
+@pytest.mark.thinned(cases=10)
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
