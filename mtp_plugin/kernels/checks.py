@@ -94,28 +94,3 @@ def _listed(dtype: torch.dtype | Set[torch.dtype]) -> str:
 
 def _spelled(size: int | str | AtLeast) -> str:
     return f">= {size.size}" if isinstance(size, AtLeast) else str(size)
-
-
-def is_integral(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds whole numbers; flags are none."""
-    return tensor.dtype in INTEGERS
-
-
-def expect_integers(
-    name: str, tensor: torch.Tensor, size: int, device: torch.device, *, at_least: bool = False
-) -> None:
-    """Check a vector of whole numbers, of any stride.
-
-    Args:
-        size: its length; with ``at_least`` it may be longer.
-
-    Raises:
-        TensorContractError: another shape, type or device.
-    """
-    shape = tensor.shape
-    fits = len(shape) == 1 and (shape[0] >= size if at_least else shape[0] == size)
-    if not fits or not is_integral(tensor) or tensor.device != device:
-        raise TensorContractError(
-            f"{name}: expected integers [{'>= ' if at_least else ''}{size}] on {device}, got "
-            f"{tensor.dtype} {list(shape)} on {tensor.device}"
-        )

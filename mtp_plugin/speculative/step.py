@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.checks import expect_integers, is_integral
+from mtp_plugin.kernels.checks import INTEGERS, AtLeast, expect_tensor
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
 from mtp_plugin.requests.states import FinishReason
@@ -56,26 +56,14 @@ def to_device(
 
 
 def expect_vocab(logits: torch.Tensor, vocab_ids: torch.Tensor) -> None:
-    """Check that the columns of ``logits`` [R, V'] are those of a cut vocabulary ``vocab_ids``.
-
-    Raises:
-        TensorContractError: ids that are not a vector on the logits' device, or logits with another
-            number of columns.
-    """
-    if not (
-        vocab_ids.dim() == 1
-        and vocab_ids.dtype == torch.int32
-        and vocab_ids.device == logits.device
-        and vocab_ids.is_contiguous()
-    ):
-        raise TensorContractError(
-            f"vocab_ids: expected a contiguous vector of torch.int32 on {logits.device}, got "
-            f"{vocab_ids.dtype} {list(vocab_ids.shape)} with strides {list(vocab_ids.stride())} on "
-            f"{vocab_ids.device}"
-        )
+    """Check that the columns of ``logits`` [R, V'] are those of a reduced vocabulary [V'] int32."""
+    device = expect_tensor("logits", logits).device
+    expect_tensor(
+        "vocab_ids", vocab_ids, dtype=torch.int32, shape=("V'",), device=device, contiguous=True
+    )
     if logits.dim() != 2 or logits.shape[1] != vocab_ids.shape[0]:
         raise TensorContractError(
-            f"logits: expected [R, {vocab_ids.shape[0]}], a column per id of the cut draft "
+            f"logits: expected [R, {vocab_ids.shape[0]}], a column per id of the draft "
             f"vocabulary, got {list(logits.shape)}"
         )
 
@@ -150,10 +138,7 @@ class StepLayout:
 
 
 def _expect_vector(name: str, tensor: torch.Tensor, size: int) -> None:
-    if tensor.shape != (size,) or not is_integral(tensor):
-        raise TensorContractError(
-            f"step, {name}: expected integers [{size}], got {tensor.dtype} {list(tensor.shape)}"
-        )
+    expect_tensor(f"step, {name}", tensor, dtype=INTEGERS, shape=(size,))
 
 
 @dataclass(frozen=True)
@@ -270,29 +255,18 @@ class SlotRows:
 def check_slots(
     slots: SlotRows, requests: int, device: torch.device, columns: Sequence[str] = ()
 ) -> None:
-    """Check what a step's requests have in the slot table.
-
-    Args:
-        columns: that must be there.
-
-    Raises:
-        TensorContractError: a table or slots of another shape, type or device, or a column that the
-            table does not have.
-    """
-    table, ids = slots.table, slots.slot_ids
-    if not (
-        table.dim() == 2
-        and table.dtype == torch.int32
-        and table.shape[1] == slots.columns.width
-        and table.stride(1) == 1
-        and table.device == device
-    ):
-        raise TensorContractError(
-            f"slot table: expected torch.int32 [S, {slots.columns.width}] with rows without gaps "
-            f"on {device}, got {table.dtype} {list(table.shape)} with strides "
-            f"{list(table.stride())} on {table.device}"
-        )
-    expect_integers("slot_ids", ids, requests, device, at_least=True)
+    """Check the slot table, the slots of a step's requests, and that the table has ``columns``."""
+    expect_tensor(
+        "slot table",
+        slots.table,
+        dtype=torch.int32,
+        shape=("S", slots.columns.width),
+        device=device,
+        contiguous="rows",
+    )
+    expect_tensor(
+        "slot_ids", slots.slot_ids, dtype=INTEGERS, shape=(AtLeast(requests),), device=device
+    )
     missing = [name for name in columns if name not in slots.columns]
     if missing:
         there = ", ".join(column.name for column in slots.columns.columns)

@@ -39,7 +39,7 @@ def public_ops() -> list[tuple[Path, ast.FunctionDef]]:
         for path in sorted((ROOT / "mtp_plugin").rglob("*.py"))
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-        if "backend.dispatch(" in (text := ast.unparse(node)) or "_side(backend)" in text
+        if "backend.dispatch(" in ast.unparse(node)
     ]
 
 
@@ -51,3 +51,15 @@ def test_public_ops_take_a_backend_and_are_tested_with_strided_arguments() -> No
     for path, op in ops:
         assert [argument.arg for argument in op.args.kwonlyargs][-1:] == ["backend"], path
         assert op.name in strided, f"{path}: {op.name}"
+
+
+def test_kernels_have_unique_names() -> None:
+    kernels = [
+        node.name
+        for path in (ROOT / "mtp_plugin").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert len(kernels) > 20
+    assert len(set(kernels)) == len(kernels), sorted({k for k in kernels if kernels.count(k) > 1})

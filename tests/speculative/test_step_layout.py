@@ -39,9 +39,12 @@ def test_generations_alone() -> None:
     [
         ({"num_generations": -1}, "got G = -1"),
         ({"draft_len": -1}, "K = -1"),
-        ({"context_lens": torch.tensor([3])}, r"step, context_lens: expected integers \[2\]"),
+        ({"context_lens": torch.tensor([3])}, r"step, context_lens: expected integer tensor \[2\]"),
         ({"context_lens": torch.tensor([3.0, 1.0])}, "got torch.float32"),
-        ({"positions": torch.arange(9)}, r"step, positions: expected integers \[10\], .* \[9\]"),
+        (
+            {"positions": torch.arange(9)},
+            r"step, positions: expected integer tensor \[10\], .* \[9\]",
+        ),
     ],
 )
 def test_what_does_not_fit(changed: dict[str, object], told: str) -> None:

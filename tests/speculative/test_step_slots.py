@@ -73,7 +73,7 @@ def test_requests_may_share_a_slot() -> None:
 def test_tables_and_slots_that_do_not_fit() -> None:
     good = some_rows(3)
     table, width = good.table, good.columns.width
-    told = rf"slot table: expected torch.int32 \[S, {width}\] with rows without gaps"
+    told = rf"slot table: expected row-contiguous torch.int32 tensor \[S, {width}\]"
     for wrong in (
         table.long(),
         table.float(),
@@ -85,7 +85,7 @@ def test_tables_and_slots_that_do_not_fit() -> None:
     ):
         with pytest.raises(TensorContractError, match=told):
             check_slots(replace(good, table=wrong), 3, DEVICE)
-    told = r"slot_ids: expected integers \[>= 3\]"
+    told = r"slot_ids: expected integer tensor \[>= 3\]"
     for wrong in (
         good.slot_ids[:2],
         good.slot_ids.float(),

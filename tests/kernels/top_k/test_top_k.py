@@ -89,7 +89,7 @@ def test_rows_must_be_contiguous() -> None:
     columns = torch.zeros(4, 6, device=DEVICE).t()
     with pytest.raises(TensorContractError, match="row-contiguous"):
         top1_partials(columns)
-    with pytest.raises(TensorContractError, match=r"shape \[4\]"):
+    with pytest.raises(TensorContractError, match=r"got .*\[4\]"):
         top1_partials(torch.zeros(4, device=DEVICE))
 
 

@@ -360,7 +360,7 @@ def test_positions_of_another_step() -> None:
     for count in (4, 6):
         with pytest.raises(MetadataError, match=rf"expected T = 5 rows.* got {count}"):
             HostStep.read(attention, SimpleNamespace(), K, torch.arange(count))
-    with pytest.raises(TensorContractError, match=r"positions: expected integers \[5\]"):
+    with pytest.raises(TensorContractError, match=r"positions: expected integer tensor \[5\]"):
         HostStep.read(attention, SimpleNamespace(), K, torch.zeros(5))
 
 

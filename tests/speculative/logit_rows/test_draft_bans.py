@@ -202,7 +202,7 @@ def test_without_drafts_behind_nothing_is_banned(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
     given_batch = Batch.of(3, 4, 40)
-    refused = {"slots.table": "rows without gaps", "accepted.tokens": "row-contiguous"}
+    refused = {"slots.table": "row-contiguous", "accepted.tokens": "row-contiguous"}
     for name in ("bias", "allowed", "counts", "seen", "words"):
         refused[f"slots.pools.{name}"] = f"pools.{name}"
     for name in ("allowed", "hidden"):

@@ -91,7 +91,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "thinking": rule_of(TAGS),
     }
     assert placed(**arguments)[:, 1].tolist() == [3, 5, 2, 3]
-    refused = {"slots.table": "rows without gaps"}
+    refused = {"slots.table": "row-contiguous"}
     refused |= {f"thinking.{name}": f"{name}: expected" for name in ("end_ids", "next_places")}
     check_strided_arguments(placed, arguments, refused=refused)
 
@@ -100,5 +100,5 @@ def test_slots_of_too_few_requests() -> None:
     held = torch.zeros(6, 2, dtype=torch.int32, device=DEVICE)
     place = DraftOutput(held, torch.zeros(6, 3, dtype=torch.int32, device=DEVICE), 0)
     slots = slots_of(THINKERS[:1])
-    with pytest.raises(TensorContractError, match="slot_ids: expected integers"):
+    with pytest.raises(TensorContractError, match="slot_ids: expected integer tensor"):
         write_drafts(held[:, 0], place, None, slots, rule_of(TAGS), backend=Backend.TORCH)

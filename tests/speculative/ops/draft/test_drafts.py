@@ -154,7 +154,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "output.shifted_ids": "shifted_ids: expected contiguous integer tensor",
         "output.positions": "positions: expected contiguous integer tensor [3]",
         "output.kv_lens": "kv_lens: expected contiguous integer tensor [>= 3]",
-        "output.vocab_ids": "vocab_ids: expected a contiguous vector",
+        "output.vocab_ids": "vocab_ids: expected contiguous torch.int32",
     }
     arguments = {"logits": logits, "output": output}
     check_strided_arguments(propose, arguments, refused=refused, backend=backend)

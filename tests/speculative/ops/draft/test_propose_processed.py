@@ -97,6 +97,6 @@ def test_strided_arguments(backend: Backend) -> None:
     refused = {
         "logits": "row-contiguous",
         "rows.drafts": "row-contiguous",
-        "table": "rows without gaps",
+        "table": "row-contiguous",
     }
     check_strided_arguments(placed, arguments, refused=refused)

@@ -37,7 +37,7 @@ def arguments() -> dict[str, Any]:
 @pytest.mark.parametrize("with_sums", [False, True])
 def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
     given = arguments()
-    refused = {"logits": "row-contiguous", "table": "rows without gaps"}
+    refused = {"logits": "row-contiguous", "table": "row-contiguous"}
     if with_sums:
         given["sums"] = told_sums(given["logits"])
         refused |= {"sums.tops": "expected contiguous", "sums.masses": "expected contiguous"}
@@ -87,7 +87,7 @@ SUMS = RowSums.unwritten(arguments()["logits"])
         ({"counts": META}, "counts: .* on meta"),
         (
             {"requested": replace(SLOTS, table=SLOTS.table.float())},
-            "slot table: expected torch.int32",
+            "slot table: expected row-contiguous torch.int32",
         ),
         ({"requested": replace(SLOTS, slot_ids=vector([0, 1]))}, r"slot_ids: expected .*\[>= 3\]"),
         ({"requested": 21}, r"requested: expected an integer in -1\.\.20, got 21"),

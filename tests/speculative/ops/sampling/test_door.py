@@ -55,8 +55,8 @@ def test_strided_arguments(backend: Backend) -> None:
     given |= {"table": slots.table, "slot_ids": slots.slot_ids}
     refused = {
         "logits": "row-contiguous",
-        "table": "rows without gaps",
-        "vocab_ids": "contiguous vector",
+        "table": "row-contiguous",
+        "vocab_ids": "contiguous torch.int32",
     }
     check_strided_arguments(drawn, given, refused=refused, backend=backend)
 
@@ -74,7 +74,7 @@ def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
     given |= {"table": slots.table, "slot_ids": slots.slot_ids, "sums": sums}
     refused = {
         "logits": "row-contiguous",
-        "table": "rows without gaps",
+        "table": "row-contiguous",
         "sums.tops": "expected contiguous",
         "sums.masses": "expected contiguous",
     }
@@ -131,7 +131,10 @@ EDITED = replace(SLOTS, pools=pools_of([Asks()], 70, random.Random(1))[0])
         ({"rows": replace(ROWS, positions=META)}, "positions: .* on meta"),
         ({"rows": replace(ROWS, ahead=vector([1] * 4))}, r"ahead: expected integer tensor \[5\]"),
         ({"rows": replace(ROWS, ahead=META)}, "ahead: .* on meta"),
-        ({"slots": replace(SLOTS, table=SLOTS.table.float())}, "slot table: expected torch.int32"),
+        (
+            {"slots": replace(SLOTS, table=SLOTS.table.float())},
+            "slot table: expected row-contiguous torch.int32",
+        ),
         ({"slots": replace(SLOTS, table=SLOTS.table[:, 1:])}, "slot table: "),
         ({"slots": replace(SLOTS, slot_ids=vector([0] * 4))}, r"slot_ids: expected .*\[>= 5\]"),
         ({"slots": replace(SLOTS, slot_ids=META)}, "slot_ids: .* on meta"),

@@ -320,10 +320,10 @@ def test_strided_arguments(backend: Backend, cut: bool) -> None:
         "slots": replace(batch.slots, pools=finite),
         "vocab_ids": batch.vocab_ids,
     }
-    gaps = "rows without gaps"
+    gaps = "row-contiguous"
     refused = {"slots.table": gaps, "rows.drafts": "row-contiguous", "logits": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pools.{name}" for name in vars(pools)}
-    refused |= {"vocab_ids": "expected a contiguous vector"} if cut else {}
+    refused |= {"vocab_ids": "expected contiguous torch.int32"} if cut else {}
     check_strided_arguments(sample_tokens, arguments, refused=refused, backend=backend)
 
 

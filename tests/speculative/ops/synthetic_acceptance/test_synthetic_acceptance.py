@@ -304,7 +304,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "rule": rule_of(half, 5),
         "slots": numbered(list(range(42))),
     }
-    refused = {"slots.table": "rows without gaps"}
+    refused = {"slots.table": "row-contiguous"}
     check_strided_arguments(synthetic_acceptance, arguments, refused=refused, backend=backend)
 
 

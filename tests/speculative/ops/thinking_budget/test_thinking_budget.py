@@ -196,7 +196,7 @@ def arguments() -> dict[str, Any]:
 
 REFUSED = {
     "target_tokens": "target_tokens: expected contiguous",
-    "slots.table": "rows without gaps",
+    "slots.table": "row-contiguous",
     "rule.end_ids": "end_ids: expected",
     "rule.next_places": "next_places: expected",
 }

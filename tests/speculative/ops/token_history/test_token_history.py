@@ -272,7 +272,7 @@ def test_strided_arguments(backend: Backend) -> None:
     assert pools is not None
     finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
     arguments = {"accepted": batch.accepted, "slots": replace(batch.slots, pools=finite)}
-    refused = {"accepted.tokens": "row-contiguous", "slots.table": "rows without gaps"}
+    refused = {"accepted.tokens": "row-contiguous", "slots.table": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pools.{name}" for name in vars(pools)}
     check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 

@@ -183,7 +183,7 @@ def test_strided_arguments(backend: Backend) -> None:
     given_ |= {"table": slots.table, "slot_ids": slots.slot_ids}
     refused = {
         "logits": "row-contiguous",
-        "table": "rows without gaps",
+        "table": "row-contiguous",
         "truncation": "expected contiguous",
     }
     check_strided_arguments(told, given_, refused=refused, backend=backend)

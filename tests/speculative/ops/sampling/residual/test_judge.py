@@ -421,7 +421,7 @@ def test_strided_arguments(backend: Backend) -> None:
 
     refused = {
         "logits": "row-contiguous",
-        "table": "rows without gaps",
+        "table": "row-contiguous",
         "drafts.probs": "expected contiguous",
         "target.truncation": "expected contiguous",
     }
@@ -447,10 +447,10 @@ def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
     }
     refused = {
         "logits": "row-contiguous",
-        "table": "rows without gaps",
+        "table": "row-contiguous",
         "draft_probs": "expected contiguous",
         "truncation": "expected contiguous",
-        "vocab_ids": "contiguous vector",
+        "vocab_ids": "contiguous torch.int32",
     }
     check_strided_arguments(kept, given, refused=refused, backend=backend)
 
