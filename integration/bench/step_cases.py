@@ -24,6 +24,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorke
 from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.step import SamplingKind
 
 HIGHEST_POSITION = 131071
 PROMPT_TOKENS = 100
@@ -213,7 +214,8 @@ def _trial(
     spec.request_ids = requests
     spec.draft_tokens = rng.drafts(logits, shape)
     spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
-    spec.edits_logits, spec.only_draws = kind.draws, kind.draws and kind.only_draws
+    drawn = SamplingKind.SAMPLED if kind.only_draws else SamplingKind.PROCESSED
+    spec.sampling_kind = drawn if kind.draws else SamplingKind.GREEDY
     spec.prepare()
     ready = [rng.logits(batch, shape) for _ in range(k)]
     layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]

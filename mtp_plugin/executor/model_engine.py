@@ -27,7 +27,7 @@ from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
-from mtp_plugin.speculative.step import to_device
+from mtp_plugin.speculative.step import SamplingKind, to_device
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ class ModelEngine:
             for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True)
         }
         shapes = [
-            StepShape((), size, draft_len, edits_logits, only_draws)
+            StepShape((), size, draft_len, sampling_kind)
             for size in ordered
             for draft_len in reversed(self.pieces.draft_lens(served[size]))
-            for edits_logits, only_draws in ((False, False), (True, True), (True, False))
+            for sampling_kind in SamplingKind
         ]
         for number, shape in enumerate(shapes, 1):
             report(f"capturing CUDA graphs {number}/{len(shapes)}")
@@ -171,7 +171,6 @@ class ModelEngine:
             the graph's own tensors, valid until the next step, without the logits.
         """
         requests = batch.all_requests()
-        edits_logits = any(r.edits_logits for r in requests)
         rows = [self._context_row(request) for request in batch.context_requests]
         for request in batch.generation_requests:
             is_pending = previous is not None and request.request_id in in_flight
@@ -182,8 +181,7 @@ class ModelEngine:
             chunk_lens=tuple(r.context_chunk_size for r in batch.context_requests),
             num_generations=len(batch.generation_requests) + padding,
             draft_len=self._draft_len(batch),
-            edits_logits=edits_logits,
-            only_draws=edits_logits and all(r.only_draws for r in requests),
+            sampling_kind=max((r.sampling_kind for r in requests), default=SamplingKind.GREEDY),
         )
         if self.captured is not None:
             outputs = self.captured.replay(shape, rows)
@@ -241,8 +239,7 @@ class ModelEngine:
         )
         spec.request_ids = attn_metadata.request_ids
         spec.num_tokens = attn_metadata.num_tokens
-        spec.edits_logits = shape.edits_logits
-        spec.only_draws = shape.only_draws
+        spec.sampling_kind = shape.sampling_kind
         if spec_metadata is None:
             spec.prepare()
         else:

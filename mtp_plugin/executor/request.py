@@ -59,8 +59,7 @@ class LlmRequest(PlainRequest):
         self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
         """Of the prompt tokens scored so far; None: not requested."""
         self._unreported = self.prompt_logprobs
-        self.edits_logits = self.facts.edits_logits
-        self.only_draws = self.facts.only_draws
+        self.sampling_kind = self.facts.sampling_kind
         self.max_length = self.facts.stop.max_length
         """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
         self.context_chunk_size = 0

@@ -17,6 +17,7 @@ import torch
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
+from mtp_plugin.speculative.step import SamplingKind
 
 
 @dataclass
@@ -71,8 +72,7 @@ class StepShape:
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
-    edits_logits: bool = False  # a request needs more than greedy decoding, see its slot
-    only_draws: bool = False  # and none more than sampling and log-probabilities
+    sampling_kind: SamplingKind = SamplingKind.GREEDY  # what the requests need at most
 
     @property
     def num_contexts(self) -> int:

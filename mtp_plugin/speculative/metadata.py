@@ -13,12 +13,13 @@ from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, format_value
 from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.host import (
-    asked_of,
     asks_beyond_choice,
     expect_distinct_ids,
     is_eagle,
     is_vanilla,
+    sampling_kind_of,
 )
+from mtp_plugin.speculative.step import SamplingKind
 
 
 @dataclass(kw_only=True)
@@ -63,11 +64,8 @@ class MTPSpecMetadata:
     batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
-    edits_logits: bool | None = None
-    """A request asks for more than the first choice of its logits; what, stands in its slot. None:
-    the manager knows of ``request_ids``."""
-    only_draws: bool = False
-    """No request asks for more than draws and log-probabilities; read beside ``edits_logits``."""
+    sampling_kind: SamplingKind | None = None
+    """What the step's requests need at most; None: as the manager's options of ``request_ids``."""
     is_all_greedy_sample: bool = True
     """First choices are all that the requests of :meth:`update_is_all_greedy_sample` ask for."""
     group_all_greedy_sample: bool | None = None  # as ranks have agreed since; None: they did not
@@ -82,7 +80,7 @@ class MTPSpecMetadata:
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_requests", 1), ("max_draft_len", 0), ("mtp_num_modules", 0)):
-            value = getattr(self, name)
+            value = vars(self)[name]
             expect_int(f"MTPSpecMetadata: {name}", value, minimum=least, error=ConfigError)
         if self.max_position is not None:
             name = "MTPSpecMetadata: max_position"
@@ -230,13 +228,13 @@ class MTPSpecMetadata:
         Raises:
             MetadataError: naming such a request.
         """
-        if not self.is_cuda_graph or self.edits_logits is not None or not self.is_all_greedy_sample:
+        is_chosen = self.sampling_kind is not None or not self.is_all_greedy_sample
+        if not self.is_cuda_graph or is_chosen:
             return
         manager, request_ids = self.mtp_hidden_states_manager, self.request_ids or ()
-        always, (edits_logits, _) = asked_of(manager, ())[0], asked_of(manager, request_ids)
-        if always or not edits_logits:
-            return
-        asking = next(number for number in request_ids if asked_of(manager, (number,))[0])
+        if sampling_kind_of(manager, ()) or not sampling_kind_of(manager, request_ids):
+            return  # every step serves every option, or all are greedy
+        asking = next(number for number in request_ids if sampling_kind_of(manager, (number,)))
         raise MetadataError(
             f"prepare(): request {asking} asks for more than the first choice of its logits, and "
             "this graph was chosen with is_all_greedy_sample=True: call "

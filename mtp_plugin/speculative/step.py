@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ is longer embeds it before anybody finds the draft missing."""
 STATUS_OK = 0
 STATUS_NO_FINITE_LOGIT = 1
 """The run met a row of logits without any usable value; the request fails alone."""
+
+
+class SamplingKind(IntEnum):
+    """What the requests of a step need at most; a graph is captured for each."""
+
+    GREEDY = 0  # every request takes the argmax of the target's logits
+    SAMPLED = 1  # a request samples or wants log-probabilities; no logit is changed
+    PROCESSED = 2  # a request changes logits: penalties, biases, masks, thinking budgets
 
 
 def to_device(

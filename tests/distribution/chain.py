@@ -23,7 +23,7 @@ from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.edit_rows import EditRows
-from mtp_plugin.speculative.step import Accepted, DraftOutput, StepLayout
+from mtp_plugin.speculative.step import Accepted, DraftOutput, SamplingKind, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -267,8 +267,11 @@ class _Decoder:
             manager=self.manager,
             slot_ids=self.slot_ids[live],
             slots=self.table.rows_of(self.slot_ids[live], self.pools, self.bans),
-            edits_logits=True,
-            only_draws=self.pools is None and self.verifier.thinking is None,
+            sampling_kind=(
+                SamplingKind.SAMPLED
+                if self.pools is None and self.verifier.thinking is None
+                else SamplingKind.PROCESSED
+            ),
         )
 
     def _draft(

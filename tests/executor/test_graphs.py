@@ -21,6 +21,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from mtp_plugin.speculative.state import SlotStateManager
+from mtp_plugin.speculative.step import SamplingKind
 from tests.executor.conftest import VOCAB, assert_drained, pads_batches
 from tests.executor.replays import WatchedGraphs
 from tests.greedy import greedy_decode
@@ -71,21 +72,21 @@ DRAWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 @pytest.mark.parametrize(
     ("asked", "graph"),
     [
-        ([{}, {}], (False, False)),
-        ([DRAWN, {}], (True, True)),
-        ([DRAWN, {**DRAWN, "logprobs": 0}], (True, True)),
-        ([{"logprobs": 2}, {}], (True, True)),
-        ([{"repetition_penalty": 1.1}, {}], (True, False)),
+        ([{}, {}], SamplingKind.GREEDY),
+        ([DRAWN, {}], SamplingKind.SAMPLED),
+        ([DRAWN, {**DRAWN, "logprobs": 0}], SamplingKind.SAMPLED),
+        ([{"logprobs": 2}, {}], SamplingKind.SAMPLED),
+        ([{"repetition_penalty": 1.1}, {}], SamplingKind.PROCESSED),
     ],
     ids=["greedy", "one-draws", "logprobs", "logprobs-alone", "one-penalty"],
 )
 def test_batches_run_in_the_graph_of_what_they_ask_for(graphed, prompts, asked, graph):
     """Three of every size and draft length: who is greedy never pays for what others may ask."""
     watched = graphed(sizes=(2,))
-    kinds = [(shape.edits_logits, shape.only_draws) for shape in watched.captured.shapes]
-    assert Counter(kinds) == dict.fromkeys([(False, False), (True, True), (True, False)], 1)
+    kinds = [shape.sampling_kind for shape in watched.captured.shapes]
+    assert Counter(kinds) == dict.fromkeys(SamplingKind, 1)
     watched.generate(prompts[:2], [greedy(**options) for options in asked])
-    replayed = {(shape.edits_logits, shape.only_draws) for shape in watched.replayed}
+    replayed = {shape.sampling_kind for shape in watched.replayed}
     assert replayed == {graph}
     assert not watched.eager_generations
 
@@ -205,7 +206,7 @@ def test_min_tokens_mask_inside_graphs(graphed, bed, prompts, vanilla):
         params = greedy(20, stop_token_ids=(stop,), min_tokens=min_tokens)
         outputs = watched.generate([prompt, prompts[5]], [params, greedy(30)])
         assert outputs == [want, greedy_decode(model, prompts[5], 30)]
-        masked = {shape.edits_logits for shape in watched.replayed[first:]}
+        masked = {bool(shape.sampling_kind) for shape in watched.replayed[first:]}
         # the request beside it goes on alone
         assert masked == ({False} if min_tokens == 0 else {True, False})
     assert not watched.eager_generations
@@ -245,7 +246,9 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
     if not keep_warm:
         # a batch that can use less than was chosen runs with that less
         lengths = {1: {0, 1, K}, 2: {0, 1, K}, 4: {0, 1}, 8: {0}}
-    captured = {(s.num_generations, s.draft_len, s.edits_logits) for s in watched.captured.shapes}
+    captured = {
+        (s.num_generations, s.draft_len, bool(s.sampling_kind)) for s in watched.captured.shapes
+    }
     assert captured == {(n, k, m) for n, ks in lengths.items() for k in ks for m in (False, True)}
     dice = random.Random(7)
     prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(2, 9))] for _ in range(9)]
@@ -312,7 +315,7 @@ def test_min_tokens_without_drafts(graphed, bed, prompts, sizes, no_overlap):
         watched = graphed(sizes=sizes, **options)
         llm = watched.llm
         assert watched.generate(few, params) == want
-        assert {shape.edits_logits for shape in watched.replayed} == {True}
+        assert all(shape.sampling_kind for shape in watched.replayed)
         assert not watched.eager_generations
     # requests end with their slots given back
     assert type(llm.pieces.manager) is SlotStateManager

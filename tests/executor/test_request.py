@@ -113,10 +113,10 @@ def test_its_facts() -> None:
         stats=request.py_acceptance,
     )
     assert read_request(request, 3) is request.facts
-    assert request.edits_logits
+    assert request.sampling_kind
     assert request.py_disable_speculative_decoding
     other = make()
-    assert not other.edits_logits
+    assert not other.sampling_kind
     assert not other.py_disable_speculative_decoding
 
 

@@ -88,7 +88,7 @@ def test_bad_words_become_ids(words: list[Any], ids: tuple[tuple[int, ...], ...]
     request = admitted(bad_words=words, top_k=4)
     assert request.params.bad_words == request.facts.options["bad_words"] == ids
     assert (request.params.top_k, request.facts.options["top_k"]) == (4, 4)
-    assert request.edits_logits
+    assert request.sampling_kind
 
 
 def test_without_bad_words_the_options_are_those_that_were_given() -> None:

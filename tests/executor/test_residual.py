@@ -173,7 +173,7 @@ def test_a_greedy_request_may_name_what_the_config_lists(bed):
     named.append({"verification": "rejection", "draft_sampling": "greedy"})
     params = [SamplingParams(max_new_tokens=8, ignore_eos=True, **asked) for asked in named]
     requests = llm.make_requests(prompts, params)
-    assert not any(request.edits_logits for request in requests)
+    assert not any(request.sampling_kind for request in requests)
     texts = [output.token_ids for output in llm.generate(prompts, params)]
     assert texts == texts[:1] * 4
     assert_drained(llm)

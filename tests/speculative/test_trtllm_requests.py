@@ -20,6 +20,7 @@ from mtp_plugin.speculative.host import HostStep, RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
+from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.host import H, KVAttention, ScriptedLayer, int32, number_states
 from tests.speculative.drafting.story import VOCAB
 from tests.trtllm_request import (
@@ -267,7 +268,7 @@ def test_a_text_is_that_of_the_same_facts(name: str, line: str, theirs: bool) ->
     assert host.accepted > 0
     if line != "1.2":
         assert asking.py_num_draft_tokens_verified == K
-    assert host.manager.asks_of([7, 8]) == (False, False)
+    assert host.manager.sampling_kind_of([7, 8]) is SamplingKind.GREEDY
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_greedy_as_the_host_has_it(sampling: dict[str, Any]) -> None:
     """And the step is told so: it reads first choices."""
     host = Host()
     assert text_of(host, LlmRequest(7, PROMPT, sampling=sampling)) == GREEDY
-    assert {step.edits_logits for step in host.steps} == {False}
+    assert {step.sampling_kind for step in host.steps} == {SamplingKind.GREEDY}
     assert host.spec.is_all_greedy_sample
 
 
@@ -313,13 +314,13 @@ def test_steps_are_told_what_they_give() -> None:
     edited = LlmRequest(2, PROMPT, sampling={"frequency_penalty": 1.0}, max_new_tokens=5)
     plain = LlmRequest(3, PROMPT, max_new_tokens=12)
     live = host.step([drawn, plain])
-    assert (host.steps[-1].edits_logits, host.steps[-1].only_draws) == (True, True)
+    assert host.steps[-1].sampling_kind is SamplingKind.SAMPLED
     assert not host.spec.is_all_greedy_sample
     live = host.step([*live, edited])
-    assert (host.steps[-1].edits_logits, host.steps[-1].only_draws) == (True, False)
+    assert host.steps[-1].sampling_kind is SamplingKind.PROCESSED
     while live:
         live = host.step(live)
-    assert (host.steps[-1].edits_logits, host.steps[-1].only_draws) == (False, False)
+    assert host.steps[-1].sampling_kind is SamplingKind.GREEDY
     assert host.spec.is_all_greedy_sample
 
 
@@ -327,7 +328,7 @@ def test_a_manager_that_always_gives_everything() -> None:
     host = Host("1.2", theirs=True)
     host.manager.always_edits = True
     assert text_of(host, LlmRequest(1, PROMPT, line="1.2")) == GREEDY
-    assert {(step.edits_logits, step.only_draws) for step in host.steps} == {(True, False)}
+    assert {step.sampling_kind for step in host.steps} == {SamplingKind.PROCESSED}
 
 
 @pytest.mark.parametrize("line", ["1.2", "1.3b"])
@@ -389,16 +390,16 @@ def test_graphs_are_chosen_by_what_requests_ask_for() -> None:
     view = graph_of(host, request_ids=[3])
     view.prepare()
     read = HostStep.read(attention, view, K)
-    assert (read.edits_logits, read.only_draws) == (True, False)
+    assert read.sampling_kind is SamplingKind.PROCESSED
     # who only draws is given everything in a captured step: others may replay it
     draws = LlmRequest(9, PROMPT, sampling=DRAWS)
     host.manager.prepare_resources(make_batch("1.3b", [draws], []))
     view.request_ids = [9]
     view.prepare()
     read = HostStep.read(attention, view, K)
-    assert (read.edits_logits, read.only_draws) == (True, False)
+    assert read.sampling_kind is SamplingKind.PROCESSED
     view.is_cuda_graph = False
-    assert HostStep.read(attention, view, K).only_draws
+    assert HostStep.read(attention, view, K).sampling_kind is SamplingKind.SAMPLED
 
 
 def test_requests_are_asked_when_the_batch_changes() -> None:
@@ -450,7 +451,7 @@ def test_a_captured_step_of_first_choices_is_not_replayed_for_more() -> None:
         graph_of(host, request_ids=[8, 7]).prepare()
     graph_of(host, request_ids=[8]).prepare()
     graph_of(host, is_all_greedy_sample=False).prepare()
-    graph_of(host, edits_logits=True).prepare()
+    graph_of(host, sampling_kind=SamplingKind.PROCESSED).prepare()
     host.manager.always_edits = True
     graph_of(host).prepare()
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.step import SamplingKind
 
 
 class MetadataBody:
@@ -38,7 +39,7 @@ class MetadataBody:
         super().prepare()  # type: ignore[misc]
         # without a greedy key, a graph must serve every sampling option
         always = self.is_cuda_graph and not self.mtp_plugin_greedy_key
-        self.edits_logits = own.edits_logits = True if always else None
+        self.sampling_kind = own.sampling_kind = SamplingKind.PROCESSED if always else None
         own.is_all_greedy_sample = self.is_all_greedy_sample
         own.request_ids = self.request_ids
         own.num_generations = self.num_generations

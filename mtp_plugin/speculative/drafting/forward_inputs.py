@@ -49,7 +49,7 @@ class WorkerArguments:
 
     def resolve(self, name: str) -> Any:
         """Return ``lm_head``, ``embed_tokens`` or ``mtp_layers``, else that of ``draft_model``."""
-        value = getattr(self, name)
+        value = vars(self)[name]
         return value if value is not None else part_of(self.draft_model, name)
 
 

@@ -55,7 +55,7 @@ class PublicSteps:
         """
         positions = None if position_ids is None else position_ids.reshape(-1)
         step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
-        if step.edits_logits and positions is None:
+        if step.sampling_kind and positions is None:
             positions = read_positions(attn_metadata, step.layout)
             step = replace(step, layout=replace(step.layout, positions=positions))
         flat = None if input_ids is None else input_ids.reshape(-1)

@@ -29,7 +29,7 @@ from mtp_plugin.speculative.host import (
 )
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
-from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftOutput, StepOutput
+from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftOutput, SamplingKind, StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -257,7 +257,7 @@ class SpecWorker(nn.Module, ABC):
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
         """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that
         gives first choices alone."""
-        if not step.host.edits_logits:
+        if step.host.sampling_kind is SamplingKind.GREEDY:
             return None
         return logprobs(
             step.layout,

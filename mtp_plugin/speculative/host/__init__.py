@@ -51,7 +51,6 @@ from mtp_plugin.speculative.host.request import (
 )
 from mtp_plugin.speculative.host.step import (
     HostStep,
-    asked_of,
     cached_tokens,
     expect_distinct_ids,
     is_eagle,
@@ -62,6 +61,7 @@ from mtp_plugin.speculative.host.step import (
     read_num_seqs,
     read_positions,
     read_step_draft_len,
+    sampling_kind_of,
     taken_by,
     takes_output_rows,
 )
@@ -85,7 +85,6 @@ __all__ = [
     "ScheduledBatch",
     "SpecRequest",
     "StepStats",
-    "asked_of",
     "asks_beyond_choice",
     "cached_tokens",
     "ends_prompt",
@@ -112,6 +111,7 @@ __all__ = [
     "refusal_of",
     "refuse",
     "refuse_unserved",
+    "sampling_kind_of",
     "slot_of",
     "take_back_tokens",
     "taken_by",

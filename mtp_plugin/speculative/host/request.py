@@ -17,6 +17,7 @@ from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
+from mtp_plugin.speculative.step import SamplingKind
 
 _NO_ATTRIBUTE: Any = object()
 UNBOUNDED = sys.maxsize
@@ -69,20 +70,19 @@ class RequestFacts:
         return cls(request_id, stop, stop.max_length, params.asked(), stats)
 
     @property
-    def edits_logits(self) -> bool:
-        """Whether steps with this request must say ``edits_logits`` in their metadata."""
-        return any(OPTIONS[name].beyond_first_choice for name in self.options)
+    def sampling_kind(self) -> SamplingKind:
+        """What steps with this request need at least."""
+        if any(OPTIONS[name].edits_logits for name in self.options):
+            return SamplingKind.PROCESSED
+        if any(OPTIONS[name].beyond_first_choice for name in self.options):
+            return SamplingKind.SAMPLED
+        return SamplingKind.GREEDY
 
     @property
     def num_logprobs(self) -> int | None:
         """Most likely tokens to tell beside each that is emitted; None: nothing is told."""
         asked = self.options.get("logprobs")
         return None if asked is None else int(asked)
-
-    @property
-    def only_draws(self) -> bool:
-        """Whether it asks for draws and log-probabilities at most: no logit is changed."""
-        return not any(OPTIONS[name].edits_logits for name in self.options)
 
     def without(self, names: Iterable[str]) -> Self:
         """The facts of a request that does not ask for these options."""
@@ -145,7 +145,7 @@ def asks_beyond_choice(request: Any) -> bool:
         return told
     own = own_facts(request)
     if own is not None:
-        return own.edits_logits
+        return own.sampling_kind is not SamplingKind.GREEDY
     asked = host_values(request)
     told = request.py_mtp_asks = any(OPTIONS[name].beyond_first_choice for name in asked)
     return told

@@ -16,7 +16,7 @@ from mtp_plugin.errors import MetadataError, format_value
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
-from mtp_plugin.speculative.step import SlotRows, StepLayout, to_device
+from mtp_plugin.speculative.step import SamplingKind, SlotRows, StepLayout, to_device
 
 _NOT_RECORDED: Any = object()
 """Metadata of a host engine that does not record what `prepare` was called for."""
@@ -42,11 +42,8 @@ class HostStep:
     slot_ids: torch.Tensor | None = None  # [R] int64: rows of the pools and of the slot table
     slots: SlotRows | None = None
     """What is kept of the step's requests; None: there is no manager."""
-    edits_logits: bool = False
-    """A request asks for more than the first choice of the logits; what, stands in its slot."""
-    only_draws: bool = False
-    """No request asks for more than draws and log-probabilities: no logit is changed, nothing is
-    counted."""
+    sampling_kind: SamplingKind = SamplingKind.GREEDY
+    """What the requests need at most; their options are in their slots."""
     max_position: int | None = None  # None: unbounded
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
@@ -99,7 +96,7 @@ class HostStep:
             request_ids = read_request_ids(
                 spec_metadata, attn_metadata, manager, layout.num_requests, prepared
             )
-        edits_logits, only_draws = read_asks(spec_metadata, manager, request_ids)
+        sampling_kind = read_sampling_kind(spec_metadata, manager, request_ids)
         if prompts is None and layout.num_contexts:
             known = known_successors(manager, (request_ids or ())[: layout.num_contexts])
             if known is not None:
@@ -118,8 +115,7 @@ class HostStep:
             manager=manager,
             slot_ids=slot_ids,
             slots=None if rows_of is None or slot_ids is None else rows_of(slot_ids),
-            edits_logits=edits_logits,
-            only_draws=only_draws,
+            sampling_kind=sampling_kind,
             max_position=getattr(spec_metadata, "max_position", None),
             kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
@@ -171,7 +167,8 @@ class HostStep:
             MetadataError: the host gave no manager, or no slots.
         """
         slots = self.expect_slots()
-        return replace(slots, pools=None, bans=None) if self.only_draws else slots
+        is_sampled = self.sampling_kind is SamplingKind.SAMPLED
+        return replace(slots, pools=None, bans=None) if is_sampled else slots
 
     def expect_manager(self) -> tuple[Any, torch.Tensor]:
         """The host's MTP manager, and the requests' rows in its pools [R] int64.
@@ -186,46 +183,45 @@ class HostStep:
         return self.manager, self.slot_ids
 
 
-def read_asks(
+def read_sampling_kind(
     spec_metadata: Any, manager: Any, request_ids: Sequence[int] | None
-) -> tuple[bool, bool]:
-    """Return whether a request of the step sets options beyond greedy decoding, and whether all
-    that do only sample or request log-probabilities.
+) -> SamplingKind:
+    """Return what the requests of a step need at most.
 
-    ``edits_logits`` and ``only_draws`` of the metadata decide; where the first is None or missing,
-    the manager's options of ``request_ids`` do. A host engine that chooses graphs by
-    ``is_all_greedy_sample`` captures with requests that the manager does not know: where it is
-    False the step serves every option. A captured step serves either every option or only greedy
-    requests, because other requests may replay it.
+    ``sampling_kind`` of the metadata decides; where it is None or missing, the manager's options of
+    ``request_ids`` do. A host engine that chooses graphs by ``is_all_greedy_sample`` captures with
+    requests that the manager does not know: where it is False the step serves every option. A
+    captured step serves either every option or only greedy requests, because other requests may
+    replay it.
 
     Raises:
         MetadataError: the options are unknown, because there are no request ids.
     """
-    told = getattr(spec_metadata, "edits_logits", None)
-    if told is not None:
-        return bool(told), bool(getattr(spec_metadata, "only_draws", False))
+    given = getattr(spec_metadata, "sampling_kind", None)
+    if given is not None:
+        return SamplingKind(given)
     if manager is None:
-        return False, False
+        return SamplingKind.GREEDY
     if request_ids is None and getattr(manager, "any_request_options", False):
         raise MetadataError(
             "request_ids: expected the ids of the step's requests, got None, and the manager holds "
             "requests with sampling options; assign request_ids and call prepare()"
         )
-    edits_logits, only_draws = asked_of(manager, request_ids or ())
+    kind = sampling_kind_of(manager, request_ids or ())
     is_graph = bool(getattr(spec_metadata, "is_cuda_graph", False))
-    if not edits_logits and not getattr(spec_metadata, "is_all_greedy_sample", True):
-        edits_logits = True
-    return edits_logits, only_draws and not is_graph
+    if kind is SamplingKind.GREEDY:
+        is_greedy = getattr(spec_metadata, "is_all_greedy_sample", True)
+        return SamplingKind.GREEDY if is_greedy else SamplingKind.PROCESSED
+    return SamplingKind.PROCESSED if is_graph else kind
 
 
-def asked_of(manager: Any, request_ids: Iterable[int]) -> tuple[bool, bool]:
-    """Whether one of these requests asks for more than the first choice of its logits, and whether
-    all who do ask for draws and log-probabilities alone; none, of a manager that does not know."""
-    asks_of = getattr(manager, "asks_of", None)
-    if asks_of is None:
-        return False, False
-    told: tuple[bool, bool] = asks_of(request_ids)
-    return told
+def sampling_kind_of(manager: Any, request_ids: Iterable[int]) -> SamplingKind:
+    """Return what these requests need at most; greedy, of a manager that does not know."""
+    of_requests = getattr(manager, "sampling_kind_of", None)
+    if of_requests is None:
+        return SamplingKind.GREEDY
+    kind: SamplingKind = of_requests(request_ids)
+    return kind
 
 
 def read_request_ids(

@@ -30,7 +30,7 @@ from mtp_plugin.speculative.host import (
 )
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
-from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.step import SamplingKind, SlotRows
 from mtp_plugin.speculative.verification import VerificationMode, make_modes
 
 ATTENTION_DP_DUMMIES = 2
@@ -111,7 +111,7 @@ class SlotStateManager:
         come of the kernel that sees edits of logits, in as many launches."""
         self.always_greedy = False
         """How requests want their tokens drawn is left out."""
-        self._asking: dict[int, bool] = {}
+        self._sampling_kinds: dict[int, SamplingKind] = {}
         self._row_owners: dict[int, SpecRequest] = {}
         self._contexts: Sequence[Any] = ()
         self._dummies: set[int] = set()
@@ -179,8 +179,8 @@ class SlotStateManager:
         except BaseException:
             self.free_resources(request)
             raise
-        if facts.edits_logits:
-            self._asking[facts.request_id] = facts.only_draws
+        if facts.sampling_kind is not SamplingKind.GREEDY:
+            self._sampling_kinds[facts.request_id] = facts.sampling_kind
         if not facts.is_dummy:
             self._owners[facts.request_id] = request
         return slot, values, facts
@@ -203,21 +203,19 @@ class SlotStateManager:
             "expected a different id, or free_resources() for the other one first"
         )
 
-    def asks_of(self, request_ids: Iterable[int]) -> tuple[bool, bool]:
-        """What a step of these requests gives: whether one asks for more than the first choice of
-        its logits, and whether all who do ask for draws alone."""
+    def sampling_kind_of(self, request_ids: Iterable[int]) -> SamplingKind:
+        """Return what these requests need at most."""
         if self.always_edits:
-            return True, False
-        if not self._asking:
-            return False, False
-        asking = self._asking
-        told = [asking[number] for number in request_ids if number in asking]
-        return bool(told), bool(told) and all(told)
+            return SamplingKind.PROCESSED
+        kinds = self._sampling_kinds
+        if not kinds:
+            return SamplingKind.GREEDY
+        return max((kinds[n] for n in request_ids if n in kinds), default=SamplingKind.GREEDY)
 
     @property
     def any_request_options(self) -> bool:
         """Whether a request that holds a slot sets options beyond greedy decoding."""
-        return bool(self._asking)
+        return bool(self._sampling_kinds)
 
     def is_dummy(self, request_id: int) -> bool:
         """Return whether the id is one of graph padding or of :meth:`add_dummy_requests`."""
@@ -244,7 +242,7 @@ class SlotStateManager:
     def free_resources(self, request: SpecRequest) -> None:
         """Give the request's slot back; a request that never had one changes nothing."""
         self.slot_manager.remove_slot(request.request_id)
-        self._asking.pop(request.request_id, None)
+        self._sampling_kinds.pop(request.request_id, None)
         self._dummies.discard(request.request_id)
         self._owners.pop(request.request_id, None)
         self._row_owners.pop(request.request_id, None)
@@ -265,7 +263,7 @@ class SlotStateManager:
     def shutdown(self) -> None:
         """Give every slot back."""
         self.slot_manager.shutdown()
-        self._asking.clear()
+        self._sampling_kinds.clear()
         self._dummies.clear()
         self._owners.clear()
         self._row_owners.clear()

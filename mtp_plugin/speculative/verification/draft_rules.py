@@ -12,7 +12,7 @@ from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.speculative.ops.draft import propose, propose_processed, write_drafts
 from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
-from mtp_plugin.speculative.step import DraftOutput
+from mtp_plugin.speculative.step import DraftOutput, SamplingKind
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class GreedyDrafts:
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
         step, place = draft_pass.step, draft_pass.place
-        if not step.edits_logits or step.only_draws:
+        if step.sampling_kind is not SamplingKind.PROCESSED:
             propose(logits, place, backend=backend)
             return
         rows = draft_pass.rows
@@ -66,7 +66,7 @@ class SampledDrafts:
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
         step, place = draft_pass.step, draft_pass.place
-        if not step.edits_logits:
+        if step.sampling_kind is SamplingKind.GREEDY:
             propose(logits, place, backend=backend)
             return
         rows = draft_pass.rows
@@ -90,7 +90,8 @@ class SampledDrafts:
             keep_draft_probs(
                 logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
             )
-        thinking = None if step.only_draws else draft_pass.thinking
+        is_processed = step.sampling_kind is SamplingKind.PROCESSED
+        thinking = draft_pass.thinking if is_processed else None
         write_drafts(drafts, place, draft_pass.behind(rows), kept, thinking, backend=backend)
 
 

@@ -21,7 +21,7 @@ from mtp_plugin.speculative.ops.sampling import (
 from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import Accepted
+from mtp_plugin.speculative.step import Accepted, SamplingKind
 from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
 
@@ -92,12 +92,12 @@ class Verifier:
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
-        if not inputs.step.edits_logits:
+        if inputs.step.sampling_kind is SamplingKind.GREEDY:
             return self._judge(inputs, STRICT, last_tokens, backend)
         step, slots = inputs.step, inputs.step.drawn_slots()
         rows = LogitRows.of_target(step.layout, step.draft_tokens)
         inputs = replace(inputs, rows=rows)
-        if step.only_draws:
+        if step.sampling_kind is SamplingKind.SAMPLED:
             return self._judge_drawn(inputs, last_tokens, backend)
         with mask_disallowed_tokens(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
@@ -118,13 +118,14 @@ class Verifier:
             )
             inputs = replace(inputs, cuts=cuts)
         # what is edited in part is no raw row
-        is_raw = inputs.step.only_draws and not self.tells_scores
+        is_processed = inputs.step.sampling_kind is SamplingKind.PROCESSED
+        is_raw = not is_processed and not self.tells_scores
         sums = RowSums.unwritten(logits) if is_raw else None
         choices = sample_tokens(
             logits, inputs.expect_rows(), slots, truncation=inputs.cuts, sums=sums, backend=backend
         )
         forced = None
-        if self.thinking is not None and not inputs.step.only_draws:
+        if self.thinking is not None and is_processed:
             where = inputs.layout, inputs.step.draft_tokens, slots
             forced = force_thinking_end(*where, self.thinking, choices, backend=backend)
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)

@@ -15,7 +15,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import RelaxedVerification
 from tests.speculative.drafting.host import Attention, H, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots, phases, set_phases
@@ -41,7 +41,8 @@ def run(step: Step, stop_ids: list[list[int]], least: list[Least]) -> dict[str, 
         if each is not None:
             told[slot] |= {"prompt_len": each[0], "min_tokens": each[1]}
     fill_slots(step.manager, told)
-    step.spec.edits_logits = any(each is not None for each in least)
+    is_set = any(each is not None for each in least)
+    step.spec.sampling_kind = SamplingKind.PROCESSED if is_set else SamplingKind.GREEDY
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k), device="cpu")
     return worker(**step.inputs(), mtp_layers=[ScriptedLayer()])
 
@@ -109,7 +110,7 @@ def test_stops_without_a_least_are_left_to_the_sampler() -> None:
 
 def test_public_acceptance_needs_positions_or_kv_lens_to_edit_logits() -> None:
     step = Step(1, [Prompt([1, 2])], attention=Attention)
-    step.spec.edits_logits = True
+    step.spec.sampling_kind = SamplingKind.PROCESSED
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=1), device="cpu")
     with pytest.raises(MetadataError, match="expected position_ids, or kv_lens_cuda in the"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)

@@ -20,6 +20,7 @@ from mtp_plugin.requests.stopping import NO_STOP
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.host import LimitedAttention
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.on_device import DEVICE, read_back_forbidden
@@ -188,7 +189,7 @@ class Case:
             table.column("prompt_len")[slots] = 2
             least = torch.where(integers(0, 2, requests) > 0, 2**31 - 1, 0)
             table.column("min_tokens")[slots] = least.to(DEVICE, torch.int32)
-            self.spec.edits_logits = True
+            self.spec.sampling_kind = SamplingKind.PROCESSED
         self.spec.prepare()
         width = 1 if ready_heads else vocab  # heads of the test's own need no projection
         embedding = torch.randn(width, hidden, generator=dice).to(DEVICE, dtype)

@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.host import KVAttention, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.test_draft_len_of_a_step import widen
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
@@ -127,7 +128,7 @@ def case_of(*, vanilla: bool, draws: bool) -> Case:
         seed=11,
         vanilla=vanilla,
     )
-    case.spec.edits_logits = draws
+    case.spec.sampling_kind = SamplingKind.PROCESSED if draws else SamplingKind.GREEDY
     if draws:
         case.manager.table.column("temperature")[:] = 1.5
         case.manager.table.column("seed")[:] = 77

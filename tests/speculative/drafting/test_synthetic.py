@@ -13,7 +13,7 @@ from mtp_plugin.errors import ConfigError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import DecodingOptions
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import label_of
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots
@@ -116,7 +116,7 @@ def test_a_stop_that_comes_too_early_is_not_forced(backend: Backend) -> None:
     step = Step(K, [], [turn(9), turn(9)])
     least = {"prompt_len": 8, "stop_ids": [21]}
     fill_slots(step.manager, {0: {**least, "min_tokens": 4}, 1: {**least, "min_tokens": 3}})
-    step.spec.edits_logits = True
+    step.spec.sampling_kind = SamplingKind.PROCESSED
     before = step.logits.clone()
     result = run(step, 1.0, MTPEagleWorker, backend)
     # drafts stand at 10, 11 and 12; the second of them is a stop

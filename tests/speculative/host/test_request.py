@@ -209,7 +209,7 @@ def test_a_dense_bias(name: str) -> None:
         facts = read_request(request(**{name: given}))
         assert list(facts.options) == ["logit_bias"]
         assert torch.equal(facts.options["logit_bias"], bias)
-        assert facts.edits_logits
+        assert facts.sampling_kind
     assert read_request(request(**{name: None})).options == {}
     assert read_request(request(**{name: {3: 1.5}})).options == {"logit_bias": {3: 1.5}}
 

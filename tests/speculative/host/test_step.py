@@ -19,7 +19,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsW
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows, cached_tokens
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import SlotStateManager
-from mtp_plugin.speculative.step import SlotRows
+from mtp_plugin.speculative.step import SamplingKind, SlotRows
 from mtp_plugin.speculative.verification import StrictVerification
 from tests.speculative.drafting.host import (
     Attention,
@@ -46,7 +46,7 @@ FIELDS = {
     "next_prompt_tokens",
     "mtp_hidden_states_manager",
     "slot_ids",
-    "edits_logits",
+    "sampling_kind",
     "request_ids",
     "prepared_ids",
     "is_cuda_graph",
@@ -137,7 +137,7 @@ def test_step_without_request_ids_refuses_to_read_slots(kind: Any, is_prepared: 
         message = "request_ids: expected a list of 4, got None"
     else:
         step.spec = dataclasses.replace(step.spec)
-        step.spec.edits_logits = True
+        step.spec.sampling_kind = SamplingKind.PROCESSED
         message = r"this step needs spec_metadata.slot_ids: call prepare\(\) first"
     worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
     layers = [ScriptedLayer(depth) for depth in range(K)]
@@ -267,7 +267,7 @@ def test_what_is_read() -> None:
     step = mixed(attention=LimitedAttention, slots=[5, 0, 7, 2])
     heard: list[Any] = []
     step.attn.after_acceptance = heard.append
-    step.spec.edits_logits = True
+    step.spec.sampling_kind = SamplingKind.PROCESSED
     read = HostStep.read(step.attn, step.spec, K, step.position_ids[0])
     layout = read.layout
     assert (layout.chunk_lens, layout.num_generations, layout.draft_len) == ((3, 2), 2, K)
@@ -282,7 +282,7 @@ def test_what_is_read() -> None:
     assert isinstance(read.slots, SlotRows)
     assert read.slots.table is step.manager.table.rows
     assert isinstance(read.slots.columns, TableColumns)
-    assert read.edits_logits is True
+    assert read.sampling_kind is SamplingKind.PROCESSED
     assert read.max_position == 200
     assert read.kv_lens is step.attn.kv_lens_cuda
     read.after_acceptance("counts")
@@ -315,7 +315,7 @@ def test_a_host_with_the_least_that_there_is() -> None:
     absent = ("draft_lens", "next_prompt_tokens", "final_context", "manager", "slot_ids", "slots")
     for name in (*absent, "max_position", "kv_lens", "after_acceptance"):
         assert getattr(read, name) is None, name
-    assert read.edits_logits is False
+    assert read.sampling_kind is SamplingKind.GREEDY
     assert HostStep.read(KVAttention([2], 1, [5]), None, K).kv_lens.tolist() == [5]
 
 
@@ -436,7 +436,7 @@ def test_the_bare_step_needs_no_prepare(kind: Any) -> None:
 
 def test_edited_logits_need_slots() -> None:
     step = mixed()
-    step.spec.edits_logits = True
+    step.spec.sampling_kind = SamplingKind.PROCESSED
     step.spec.mtp_hidden_states_manager = None
     worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
     with pytest.raises(MetadataError, match=r"this step needs .*mtp_hidden_states_manager"):
@@ -458,7 +458,7 @@ def test_slots_alone_carry_a_request_that_asks() -> None:
     worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=K), device="cpu")
     emitted = []
     for edits in (False, True):
-        step.spec.edits_logits = edits
+        step.spec.sampling_kind = SamplingKind.PROCESSED if edits else SamplingKind.GREEDY
         outputs = worker(**step.inputs(), mtp_layers=[ScriptedLayer(0)])
         emitted.append(outputs["new_tokens"][0].tolist())
     assert emitted == [[5, 9, -1], [5, 0, -1]]

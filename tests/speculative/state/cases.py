@@ -25,7 +25,9 @@ class Request(SimpleNamespace):
     """A request on its first chunk unless told otherwise."""
 
     def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
-        super().__init__(**{"request_id": request_id, "is_first_context_chunk": True, **options})
+        super().__init__(
+            **{"request_id": request_id, "is_first_context_chunk": True, "state": None, **options}
+        )
         self.tokens = tokens or [1]
 
     def get_tokens(self, beam: int) -> list[int]:

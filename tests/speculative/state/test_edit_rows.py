@@ -22,6 +22,7 @@ from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
+from mtp_plugin.speculative.step import SamplingKind
 from mtp_plugin.speculative.verification import make_modes
 from tests.speculative.ops.logits_processing.pools import ids_in
 from tests.speculative.ops.on_device import read_back_forbidden
@@ -482,7 +483,10 @@ def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
     assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
     assert taken(manager) == {2: 0}
     assert manager.table.column("bias_row").tolist()[:2] == [NO_ROW, 0]
-    assert (manager.asks_of([1]), manager.asks_of([1, 2])) == ((False, False), (True, False))
+    assert [manager.sampling_kind_of(n) for n in ([1], [1, 2])] == [
+        SamplingKind.GREEDY,
+        SamplingKind.PROCESSED,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
-from mtp_plugin.speculative.step import SlotRows, StepLayout
+from mtp_plugin.speculative.step import SamplingKind, SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (
     StrictVerification,
     VerificationInputs,
@@ -91,7 +91,7 @@ HELD_BACK = {"prompt_len": 1, "min_tokens": 10**6, "stop_ids": [2]}
 @pytest.mark.parametrize("backend", Backend)
 def test_modes_read_logits_without_early_stops(backend: Backend) -> None:
     """A stop id that comes too early is masked for every mode, and back in place afterwards."""
-    inputs = step(slot_rows([HELD_BACK] * 4), edits_logits=True)
+    inputs = step(slot_rows([HELD_BACK] * 4), sampling_kind=SamplingKind.PROCESSED)
     before, mode = inputs.logits.clone(), EveryOther()
     accepted = Verifier([mode]).verify(inputs, backend=backend)
     assert mode.calls == [(backend, True)]
@@ -117,7 +117,10 @@ def test_a_step_that_only_draws_leaves_sums(
     """Of raw rows: where logits are edited, or others are told of, there are none."""
     asks = [{"temperature": 1.0, "top_p": 0.9, "logprobs": n} for n in (-1, 0, 2, -1)]
     values = [{**ask, "top_k": 0, "min_p": 0.0, "seed": (n, 1)} for n, ask in enumerate(asks)]
-    inputs = step(slot_rows(values), edits_logits=True, only_draws=only_draws)
+    inputs = step(
+        slot_rows(values),
+        sampling_kind=SamplingKind.SAMPLED if only_draws else SamplingKind.PROCESSED,
+    )
     verifier = Verifier([StrictVerification(*OPTIONS)], tells_scores=tells_scores)
     accepted = verifier.verify(inputs, backend=backend)
     assert (accepted.sums is not None) == (only_draws and not tells_scores)
@@ -140,7 +143,9 @@ def test_a_step_that_only_draws_leaves_sums(
 )
 def test_edits_need_slots(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MetadataError, match=message):
-        Verifier([EveryOther()]).verify(step(edits_logits=True, **options), backend=Backend.TORCH)
+        Verifier([EveryOther()]).verify(
+            step(sampling_kind=SamplingKind.PROCESSED, **options), backend=Backend.TORCH
+        )
 
 
 def test_modes_of_a_set_draw_their_drafts_alike() -> None:
