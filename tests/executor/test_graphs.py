@@ -173,7 +173,7 @@ def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts,
     assert watched.replayed
     assert not watched.eager_generations
     # held back they would have to be known there
-    with pytest.raises(RequestError, match="beside 33 ids that end the text"):
+    with pytest.raises(RequestError, match="33 ids that end the text"):
         watched.generate(few, greedy(stop_token_ids=stops, min_tokens=4))
 
 
@@ -416,8 +416,12 @@ def test_shutdown_frees_graphs_and_kv(graphed, prompts):
 def test_what_graphs_need_of_a_plugin(bed):
     engine = bed.llm().executor.engine
     pieces = engine.pieces
-    for name in ("device_store", "make_graph_metadata"):
-        engine.pieces = dataclasses.replace(pieces, **{name: None})
+    plain_sampler = SimpleNamespace(sample_async=print, update_requests=print)
+    for name, without in (
+        ("device_store", {"sampler": plain_sampler}),
+        ("make_graph_metadata", {"make_graph_metadata": None}),
+    ):
+        engine.pieces = dataclasses.replace(pieces, **without)
         with pytest.raises(ConfigError, match=f"expected null with pieces that have no {name}"):
             engine.capture([1], lambda _: None)
 
