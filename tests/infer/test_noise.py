@@ -6,7 +6,7 @@ import torch
 from mtp_plugin.infer import Role
 from mtp_plugin.infer.noise import gumbel, philox, uniform
 from mtp_plugin.requests.seeds import seed_words
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
 
 WORD = 2**32 - 1
 RANDOM123 = [
@@ -30,9 +30,9 @@ def test_words_are_those_of_random123(counter, key, words) -> None:
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize(("seed", "index"), [(0, 1), (-1, 77), (2**63 + 5, 2**32 + 3)])
 def test_noise_in_plain_numbers(role: Role, seed: int, index: int) -> None:
-    words = [story.word(seed % 2**64, token, index, role) for token in range(37)]
+    words = [example.word(seed % 2**64, token, index, role) for token in range(37)]
     found = uniform(seed_words(seed, 0), index, 37, role)
-    assert found.tolist() == [story.uniform(word) for word in words]
+    assert found.tolist() == [example.uniform(word) for word in words]
     noise = gumbel(seed_words(seed, 0), index, 37, role)
-    expected = torch.tensor([story.gumbel(word) for word in words], dtype=torch.float64)
+    expected = torch.tensor([example.gumbel(word) for word in words], dtype=torch.float64)
     torch.testing.assert_close(noise, expected, rtol=1e-12, atol=1e-12)

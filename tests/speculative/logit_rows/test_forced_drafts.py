@@ -1,4 +1,4 @@
-"""Drafts of requests whose budget of thinking is spent: the story equals torch equals Triton."""
+"""Drafts of requests with a spent thinking budget: example, torch and Triton agree."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.speculative.ops.thinking_budget.test_thinking_budget import (
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_story_torch_and_triton_agree(backend: Backend) -> None:
-    """Each forced draft is the end's next id, behind drafts that were forced too."""
+def test_example_torch_and_triton_agree(backend: Backend) -> None:
+    """Each forced draft is the next id of the end sequence, after forced drafts too."""
     number = 0
 
     @settings(max_examples=40 if backend is Backend.TORCH else 20)

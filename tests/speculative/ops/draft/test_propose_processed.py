@@ -16,7 +16,7 @@ from mtp_plugin.speculative.ops.draft import propose, propose_processed
 from mtp_plugin.speculative.step import DraftOutput
 from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE
-from tests.speculative.ops.sampling.edited import EditedBatch
+from tests.speculative.ops.sampling.processed_rows import EditedBatch
 
 
 def output_of(case: EditedBatch) -> DraftOutput:
@@ -54,7 +54,7 @@ def test_story_torch_and_triton_agree() -> None:
         case = EditedBatch.of(seed, vocab, greedy=True, contexts=0, width=1, **shape)
         ids = case.batch.vocab_ids
         first = 0 if ids is None else int(ids[0])
-        expected = [first if token < 0 else token for token in case.story()]
+        expected = [first if token < 0 else token for token in case.example()]
         for backend in Backend:
             assert proposed(case, backend) == expected
         plain = output_of(case)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.speculative.ops.sampling.story import rounded
+from tests.speculative.ops.sampling.example import rounded
 
 UNTOLD = -5
 """An unknown token, which no word contains."""

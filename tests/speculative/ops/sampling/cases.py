@@ -1,4 +1,4 @@
-"""Batches of rows that sample_tokens, with options at every edge."""
+"""Batches of rows to sample from, with options at every edge."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mtp_plugin.speculative.step import SlotRows
 from tests.kernels.top_k.rows import odd_rows, strided
 from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.on_device import DEVICE, POISON, vector
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.sampling.margins import undecided
-from tests.speculative.ops.sampling.story import Options
 
 COLUMNS = TableColumns((*REQUEST_COLUMNS, SlotColumn("of_a_mode", int)))
 
@@ -30,7 +30,7 @@ KINDS = ("odd", "odd", "smooth", "flat", "peaked", "masked", "large", "far", "co
 
 
 def options_of(rng: random.Random, vocab: int) -> Options:
-    """Of one request."""
+    """Random options of one request."""
     return Options(
         rng.choice(TEMPERATURES),
         rng.choice((*TOP_KS, vocab, max(vocab - 1, 0), vocab + 1)),
@@ -85,7 +85,7 @@ def split(seed: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows, what their requests ask for, and the same told as a story."""
+    """Rows and options of their requests, with the plain-Python example of their tokens."""
 
     logits: torch.Tensor
     rows: LogitRows
@@ -153,21 +153,21 @@ class Batch:
 
     def drawn(self) -> list[tuple[int, int]]:
         """Per row: its request, and the absolute index of the token that it draws."""
-        rows, told = self.rows, []
+        rows, expected = self.rows, []
         ahead = [0] * rows.num_requests if rows.ahead is None else rows.ahead.tolist()
         for request, position in enumerate(rows.positions.tolist()):
             for i in range(1 if request < rows.num_contexts else rows.width):
-                told.append((request, position + ahead[request] + rows.column + 1 + i))
-        return told
+                expected.append((request, position + ahead[request] + rows.column + 1 + i))
+        return expected
 
-    def story(self) -> list[int]:
+    def example(self) -> list[int]:
         ids = None if self.vocab_ids is None else self.vocab_ids.tolist()
         rounded = [
-            one._replace(**{n: story.rounded(getattr(one, n)) for n in ROUNDED})
+            one._replace(**{n: example.rounded(getattr(one, n)) for n in ROUNDED})
             for one in self.options
         ]
         return [
-            story.draw(row, rounded[request], index, self.role, ids)
+            example.draw(row, rounded[request], index, self.role, ids)
             for row, (request, index) in zip(
                 self.logits.double().tolist(), self.drawn(), strict=True
             )

@@ -1,4 +1,4 @@
-"""Rows whose draw hangs on less than rounding gives away, in double precision."""
+"""Rows whose sample depends on rounding, found in double precision."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mtp_plugin.speculative.logit_rows import GREEDY_BELOW
 from mtp_plugin.speculative.ops.sampling import sample_reference as reference
 from mtp_plugin.speculative.step import SlotRows
 from tests import near_ties
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 
 CLOSE = 1e-5
-"""Nearer than this, two orders of summation or two logarithms may decide differently."""
+"""Scores closer than this may be ordered differently by another summation order or logarithm."""
 
 
 RARE = 1e-3
-"""Of all rows, those that rounding may decide."""
+"""Largest share of rows that may depend on rounding."""
 
 
 class Drawn(Protocol):
-    """A batch of rows that draw."""
+    """A batch of rows to sample from."""
 
     logits: torch.Tensor
     options: list[Options]
@@ -33,7 +33,7 @@ class Drawn(Protocol):
 
 
 class Judge:
-    """Counts the rows that differ; each must hang on rounding, and they must be rare."""
+    """Counts rows with different tokens; each must depend on rounding, and they must be rare."""
 
     def __init__(self) -> None:
         self.rows: Counter[str] = Counter()
@@ -48,8 +48,8 @@ class Judge:
         self.rows["differ"] += len(differs)
         if differs:
             hangs = batch.undecided().tolist()
-            told = [(i, expected[i], int(tokens[i]), batch.drawn()[i]) for i in differs]
-            assert all(hangs[i] for i in differs), (told, batch.options)
+            result = [(i, expected[i], int(tokens[i]), batch.drawn()[i]) for i in differs]
+            assert all(hangs[i] for i in differs), (result, batch.options)
 
     def check(self) -> None:
         near_ties.count("draws", self.rows["differ"], self.rows["all"])
@@ -90,7 +90,7 @@ def undecided(
 def _cut(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids that the cuts keep for sure, and ids at a cut [N, V]. Top-k compares what is exact."""
+    """Tokens that are certainly kept, and tokens at a threshold [N, V]; top-k is exact."""
     vocab = scores.shape[1]
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(vocab, device=scores.device)

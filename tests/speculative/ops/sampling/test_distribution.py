@@ -1,4 +1,4 @@
-"""Many draws: as often as their probabilities say, and independent of each other."""
+"""Many samples: frequencies follow the probabilities, and samples are independent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.on_device import DEVICE, vector
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
 from tests.speculative.ops.sampling.cases import COLUMNS, split
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 
 DRAWS = 200_000
 ROW = [2.0, -1.0, 0.5, 0.5, 3.0, 1.25, -4.0, 2.5, 0.0, 1.0, -0.5, 1.75]
@@ -28,7 +28,7 @@ def drawn(
     position: int = 0,
     role: Role = Role.TARGET,
 ) -> torch.Tensor:
-    """So many draws from `ROW`, at indices that follow each other."""
+    """Samples from `ROW` at consecutive token indices."""
     words = [part - 2**32 if part >= 2**31 else part for part in split(options.seed)]
     table = vector([COLUMNS.row({**options._asdict(), "seed": words})], torch.int32)
     return sample_tokens(
@@ -41,9 +41,9 @@ def drawn(
 
 
 def probabilities(options: Options) -> list[float]:
-    """Of every token, by the story."""
+    """Expected probability of every token."""
     scores = [(value - max(ROW)) / options.temperature for value in ROW]
-    kept = set(story.kept(scores, options))
+    kept = set(example.kept(scores, options))
     weights = [math.exp(score) if i in kept else 0.0 for i, score in enumerate(scores)]
     return [weight / sum(weights) for weight in weights]
 
@@ -81,13 +81,13 @@ OPTIONS = [
 
 @pytest.mark.thinned(cases=5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_tokens_are_as_frequent_as_they_are_likely(options: Options) -> None:
+def test_token_frequencies_follow_probabilities(options: Options) -> None:
     expected = probabilities(options)
     check_shares(drawn(options, DRAWS, Backend.TORCH), expected)
 
 
-def test_the_kernels_give_the_same_shares() -> None:
-    """Fewer draws: the interpreter has its time. On a GPU all of them."""
+def test_kernel_frequencies_follow_probabilities() -> None:
+    """Fewer samples in the interpreter, which is slow; all of them on a GPU."""
     number = DRAWS if DEVICE.type == "cuda" else 60
     for options in OPTIONS:
         tokens = drawn(options, number, Backend.TRITON)
@@ -96,7 +96,7 @@ def test_the_kernels_give_the_same_shares() -> None:
             check_shares(tokens, probabilities(options))
 
 
-def test_draws_are_independent() -> None:
+def test_samples_are_independent() -> None:
     """At neighbouring indices, of two seeds and of two roles, tokens agree by chance alone."""
     options = Options(temperature=1.0, seed=11)
     base = drawn(options, DRAWS, Backend.TORCH)
@@ -113,7 +113,7 @@ def test_draws_are_independent() -> None:
         assert abs(agree - chance) < bound
 
 
-def test_an_index_draws_the_same_wherever_its_request_stands() -> None:
+def test_sample_does_not_depend_on_the_batch_position() -> None:
     options = Options(temperature=1.0, seed=11)
     base = drawn(options, 1000, Backend.TORCH)
     assert torch.equal(base[300:], drawn(options, 700, Backend.TORCH, position=300))

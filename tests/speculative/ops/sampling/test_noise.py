@@ -1,4 +1,4 @@
-"""The noise of draws: Philox as Random123 has it, and Gumbel numbers that are pinned."""
+"""Noise: Philox as in Random123, and pinned Gumbel numbers."""
 
 # ruff: noqa: N803 (constants of kernels are in capitals)
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from mtp_plugin.speculative.ops.sampling import sample_reference as reference
 from mtp_plugin.speculative.ops.sampling.row_triton import gumbel, gumbel_bound, philox, unit
 from tests.speculative.ops.on_device import DEVICE
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
 
 VECTORS = [
     ((0,) * 4, (0,) * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -87,9 +87,9 @@ def test_philox_is_that_of_random123() -> None:
     words = torch.zeros_like(counters)
     philox_kernel[(1,)](counters, keys, words, COUNT=4)
     by_torch = torch.stack(reference.philox(counters.unbind(1), keys.unbind(1)), dim=1)
-    for row, (counter, key, told) in enumerate(padded):
-        expected = [int(word, 16) for word in told.split()]
-        assert list(story.philox(counter, key)) == expected
+    for row, (counter, key, result) in enumerate(padded):
+        expected = [int(word, 16) for word in result.split()]
+        assert list(example.philox(counter, key)) == expected
         assert by_torch[row].tolist() == expected
         assert words[row].tolist() == expected
 
@@ -99,8 +99,8 @@ def test_noise_of_pinned_words() -> None:
     unit, noise, _ = on_device(words)
     by_torch = reference.gumbel_of(torch.tensor(words))
     for i, (word, number, expected) in enumerate(PINNED):
-        assert story.uniform(word) == float(unit[i]) == number
-        assert story.gumbel(word) == pytest.approx(expected, abs=1e-12)
+        assert example.uniform(word) == float(unit[i]) == number
+        assert example.gumbel(word) == pytest.approx(expected, abs=1e-12)
         assert float(by_torch[i]) == pytest.approx(expected, abs=4e-6)
         assert float(noise[i]) == pytest.approx(expected, abs=4e-6)
 

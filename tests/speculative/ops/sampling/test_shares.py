@@ -1,4 +1,4 @@
-"""Flat rows that several programs share: they draw what one program draws."""
+"""Flat rows shared by several programs: same tokens as with one program."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.speculative.ops.logits_processing.example import Asks
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
-from tests.speculative.ops.sampling.edited import columns_of, write
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
+from tests.speculative.ops.sampling.processed_rows import columns_of, write
 
 VOCAB = 20_011
 """The last piece is not whole; for four shares at most."""
@@ -82,7 +82,7 @@ def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
 
 
 def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and what is left of rows, of a launch over memory that holds anything."""
+    """Tokens and truncation of a launch over poisoned memory."""
     truncation = torch.full((batch.rows.num_rows, TRUNCATION_SIZE), NAN, device=DEVICE)
     with poisoned_memory():
         tokens = sample_tokens(
@@ -97,7 +97,7 @@ def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows draw as the reference does and as one program does, whether they tell of cuts or not."""
+    """Rows sample the reference's tokens, with and without truncation as output."""
     tokens, truncation = drawn(batch)
     only_drawn = batch.tokens(Backend.TRITON)
     assert not bool(truncation.isnan().any())
@@ -115,7 +115,7 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thinned("shares")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares", [2, 4])
-def test_shares_of_a_row_draw_what_one_program_draws(
+def test_shared_rows_sample_the_same_tokens(
     kind: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
@@ -126,7 +126,7 @@ def test_shares_of_a_row_draw_what_one_program_draws(
     check(batch_of(row_of(kind, shares).expand(len(asked), -1), asked), monkeypatch)
 
 
-def test_rows_of_every_kind_stand_beside_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [
         Options(0.0, top_p=0.9),
         Options(1.0),
@@ -176,7 +176,7 @@ def test_shared_rows_of_every_form(
     check(batch, monkeypatch)
 
 
-def test_as_many_shares_as_there_are() -> None:
+def test_default_number_of_shares() -> None:
     noise = torch.Generator().manual_seed(5)
     rows = torch.randn(2, 4096 * 32 + 5, generator=noise)
     assert launch._shares(2, 33 * 32) == launch.SHARES
@@ -186,16 +186,16 @@ def test_as_many_shares_as_there_are() -> None:
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
 
 
-def test_shares_are_as_many_as_there_is_room_for() -> None:
-    told = {1: 8, 4: 8, 33: 8, 34: 1, 9999: 1}
-    assert {rows: launch._shares(rows, 1024) for rows in told} == told
+def test_shares_depend_on_rows_and_chunks() -> None:
+    expected = {1: 8, 4: 8, 33: 8, 34: 1, 9999: 1}
+    assert {rows: launch._shares(rows, 1024) for rows in expected} == expected
     assert [launch._shares(1, chunks) for chunks in (8, 255, 256, 999)] == [1, 1, 8, 8]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
 @pytest.mark.parametrize("shares", [1, 4])
 @pytest.mark.parametrize("wrong", ["too near", "too far", "too wide", "always too wide"])
-def test_who_is_last_goes_on_behind_a_wrong_guess(
+def test_last_program_continues_after_a_wrong_guess(
     wrong: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
@@ -223,7 +223,7 @@ def test_who_is_last_goes_on_behind_a_wrong_guess(
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [1, 4, 32])
 @pytest.mark.parametrize("vocab", [129280, 151_937])
-def test_whoever_comes_last_goes_on(
+def test_any_program_may_be_the_last(
     vocab: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs come in another order every time."""

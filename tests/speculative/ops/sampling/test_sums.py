@@ -1,4 +1,4 @@
-"""What a draw leaves for log-probabilities: the story equals torch equals Triton, and tokens are
+"""Log-sum-exp partials of `sample_tokens`: example, torch and Triton agree, and tokens are
 those of a draw that leaves nothing."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.chunks import check_sums, told_sums
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.slots import column
 
 INF, NAN = float("inf"), float("nan")
@@ -38,14 +38,14 @@ shapes = {
 
 
 def ask(batch: Batch, numbers: list[int]) -> torch.Tensor:
-    """Let requests ask for so many most likely ids; which rows are asked for [N] bool."""
+    """Set the requests' number of logprobs; returns which rows have some [N] bool."""
     slots = batch.slots.slot_ids[: len(numbers)]
     column(batch.slots, "logprobs")[slots] = vector(numbers, torch.int32)
     return vector([numbers[request] >= 0 for request, _ in batch.drawn()], torch.bool)
 
 
 def drawn(batch: Batch, backend: Backend, *, with_truncation: bool) -> tuple[torch.Tensor, ...]:
-    """Tokens and cuts, and the sums beside them."""
+    """Tokens, truncation and sums."""
     with poisoned_memory():
         sums = RowSums.unwritten(batch.logits)
         truncation = (
@@ -70,7 +70,7 @@ def check(
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_story_of_sums(backend: Backend) -> None:
+def test_sums_equal_the_example(backend: Backend) -> None:
     @settings(max_examples=60 if backend is Backend.TORCH else 25)
     @given(vocab=st.sampled_from((1, 2, 31, 300, 4097)), with_truncation=st.booleans(), **shapes)
     def agree(vocab: int, seed: int, with_truncation: bool, **shape: object) -> None:
@@ -129,10 +129,10 @@ def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("with_truncation", [False, True])
-def test_sums_whatever_is_drawn(
+def test_sums_with_every_kind_of_request(
     with_truncation: bool, backend: Backend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every kind of request, of which every other one asks; some ask beside others that do not."""
+    """Every kind of request, every other one with logprobs."""
     monkeypatch.setattr(launch, "SHARES", 4)
     noise = torch.Generator().manual_seed(7)
     row = (torch.randn(20_011, generator=noise) * 1.5).to(dtype)
@@ -160,7 +160,7 @@ def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_column_is_of_one_chunk(dtype: torch.dtype, rows: int) -> None:
+def test_every_column_belongs_to_one_chunk(dtype: torch.dtype, rows: int) -> None:
     layout = RowSums.unwritten(torch.zeros(rows, 3, dtype=dtype)).layout
     piece, number = layout.piece, layout.chunks
     columns = torch.arange(2 * piece + 3)
@@ -174,7 +174,7 @@ def test_every_column_is_of_one_chunk(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("generations", [2, 64])
-def test_sums_of_a_captured_draw_follow_its_inputs(generations: int, dtype: torch.dtype) -> None:
+def test_sums_of_a_captured_graph_follow_its_inputs(generations: int, dtype: torch.dtype) -> None:
     shape = {"contexts": 0, "generations": generations, "width": 4, "dtype": dtype}
     batch = Batch.of(8, 129280, **shape)
     rows = ask(batch, [request % 3 - 1 for request in range(generations)])

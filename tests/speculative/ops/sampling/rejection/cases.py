@@ -1,4 +1,4 @@
-"""Batches whose drafts are judged in every way, with options at every edge."""
+"""Batches for rejection sampling with every verification method and options at every edge."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mtp_plugin.speculative.step import SlotRows
 from tests.kernels.top_k.rows import strided
 from tests.op_arguments import poisoned_memory
 from tests.speculative.ops.on_device import DEVICE, vector
-from tests.speculative.ops.sampling.residual import story
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
+from tests.speculative.ops.sampling.rejection import example
 from tests.speculative.ops.slots import column, held, on_copy, slot_rows
 
 READ = (
@@ -58,7 +58,7 @@ ROW_KINDS = (*["like"] * 12, *["smooth"] * 3, "flat", "flat", "infinite", "dead"
 
 @dataclass(frozen=True)
 class Batch:
-    """Contexts and generations behind a step that drafted."""
+    """Contexts and generations after a step that drafted."""
 
     logits: torch.Tensor  # [C + G*(K+1), V]
     draft_logits: torch.Tensor  # [K, R, V']
@@ -156,7 +156,7 @@ class Batch:
             logits = self.draft_logits[place]
             truncation = torch.full((requests, TRUNCATION_SIZE), torch.nan, device=DEVICE)
             with poisoned_memory():
-                told = sample_tokens(
+                expected = sample_tokens(
                     logits,
                     rows,
                     self.slots,
@@ -174,7 +174,7 @@ class Batch:
                     vocab_ids=self.vocab_ids,
                     backend=backend,
                 )
-            drafts[:, place] = told.clamp_min(0)
+            drafts[:, place] = expected.clamp_min(0)
         return drafts, pool
 
     def judged(
@@ -206,12 +206,14 @@ class Batch:
     def forced_ids(self, drafts: torch.Tensor) -> torch.Tensor:
         """Of every row the only id that it allows, -1: any [N] int32; drafts [G, K]."""
         rng = random.Random(len(self.logits))
-        told = [rng.choice((-1, rng.randrange(self.vocab))) for _ in range(self.rows.num_contexts)]
+        expected = [
+            rng.choice((-1, rng.randrange(self.vocab))) for _ in range(self.rows.num_contexts)
+        ]
         for mine in drafts.tolist():
             for draft in (*mine, rng.randrange(self.vocab)):
                 other = rng.randrange(self.vocab)
-                told.append(rng.choice((-1, -1, draft, draft, other)))
-        return vector(told, torch.int32)
+                expected.append(rng.choice((-1, -1, draft, draft, other)))
+        return vector(expected, torch.int32)
 
     def drawn(self, drafts: torch.Tensor, backend: Backend) -> torch.Tensor:
         """What rows draw [N] before anything is judged."""
@@ -223,40 +225,40 @@ class Batch:
         forced_ids = self.forced_ids(mine)
         return torch.where(forced_ids >= 0, forced_ids, choices)
 
-    def story(self, drafts: torch.Tensor, pool: torch.Tensor) -> list[story.Judged | None]:
+    def example(self, drafts: torch.Tensor, pool: torch.Tensor) -> list[example.Judged | None]:
         """What is made of the drafts of every generation; None: they are judged otherwise."""
         contexts, width = self.rows.num_contexts, self.rows.width
         logits = self.logits[contexts:].double().view(-1, width, self.vocab).tolist()
         forced = [[-1] * width for _ in logits]
         if self.forced:
             forced = self.forced_ids(drafts[contexts:])[contexts:].view(-1, width).tolist()
-        told: list[story.Judged | None] = []
+        expected: list[example.Judged | None] = []
         for generation, rows in enumerate(logits):
             request = contexts + generation
             judged_by, drafted_by, temperature, *truncation, seed, step = (
                 held(self.slots, request, name) for name in READ
             )
             if judged_by == JudgedBy.COUPLED or temperature < GREEDY_BELOW:
-                told.append(None)
+                expected.append(None)
                 continue
             mine = drafts[request].tolist()
             q = [[float(token == draft) for token in range(self.vocab)] for draft in mine]
             if drafted_by == DraftedBy.PLAIN:
                 q = pool[self.slots.slot_ids[request]].double().tolist()
-            p = [story.shares_of(row, Options(temperature, *truncation)) for row in rows]
-            p, q = story.forced_shares(p, q, mine, forced[generation])
+            p = [example.shares_of(row, Options(temperature, *truncation)) for row in rows]
+            p, q = example.forced_shares(p, q, mine, forced[generation])
             number = self.draft_len
             if self.draft_lens is not None:
                 number = int(self.draft_lens[generation])
             by_block = judged_by == JudgedBy.BLOCK
-            noise = story.Noise(
+            noise = example.Noise(
                 seed=seed[0] % 2**32 | seed[1] % 2**32 << 32,
                 index=int(self.rows.positions[request]) + 1,
                 step=step if by_block else 0,
             )
-            there = story.those_there(q, mine, number)
-            told.append(story.judged(p, q, there, noise, by_block=by_block))
-        return told
+            there = example.those_there(q, mine, number)
+            expected.append(example.judged(p, q, there, noise, by_block=by_block))
+        return expected
 
     def without_lens(self) -> Batch:
         return replace(self, draft_lens=None)

@@ -1,4 +1,4 @@
-"""How far drafts stand, told in plain numbers: one generation, distributions as lists.
+"""Rejection sampling in plain Python: one generation, distributions as lists.
 
 ``drafts`` are those that are there. Rows may be more: behind the last draft nothing was tested, so
 what follows it is the target's own.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mtp_plugin.speculative.ops.sampling import Role
-from tests.speculative.ops.sampling.story import (
+from tests.speculative.ops.sampling.example import (
     Options,
     gumbel,
     kept,

@@ -1,4 +1,4 @@
-"""A draw told over lists of numbers.
+"""Sampling in plain Python, over lists of numbers.
 
 Logits, quotients and uniform numbers are rounded to float32, as ties are decided by them; sums and
 logarithms are exact to double precision.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Options(NamedTuple):
-    """What a request asks for."""
+    """Sampling options of a request."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -24,7 +24,7 @@ class Options(NamedTuple):
 def draw(
     row: list[float], options: Options, index: int, role: int, ids: list[int] | None = None
 ) -> int:
-    """The token that a row of logits draws; -1 where no value is usable."""
+    """Sample a token from a row of logits; -1 for a row without finite value or +inf."""
     ids = list(range(len(row))) if ids is None else ids
     values = [-math.inf if math.isnan(value) else value for value in row]
     highest = max(values)
@@ -42,7 +42,7 @@ def draw(
 
 
 def kept(scores: list[float], options: Options) -> list[int]:
-    """Columns that top-k leaves, of those top-p, of those min-p; the highest first."""
+    """Columns that top-k, then top-p, then min-p keep; the highest first."""
     order = sorted(range(len(scores)), key=lambda column: (-scores[column], column))
     if options.top_k > 0:
         order = order[: options.top_k]

@@ -1,4 +1,4 @@
-"""What processed log-probabilities are of: the story equals torch equals Triton."""
+"""Processed scores: example, torch and Triton agree."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.speculative.ops.logits_processing.example import Asks, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
 from tests.speculative.ops.sampling.cases import COLUMNS, ROUNDED, slots_of
-from tests.speculative.ops.sampling.edited import EditedBatch, write
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
+from tests.speculative.ops.sampling.processed_rows import EditedBatch, write
 
 BOTH = pytest.mark.parametrize("backend", Backend)
 
 
 def told_of(row: list[float], options: Options, forced: int) -> list[float]:
-    """Probabilities of a row of edited values, as the story has them."""
+    """Probabilities of a row of processed values, by the example."""
     ids = range(len(row))
     values = [-math.inf if math.isnan(value) else value for value in row]
     highest = max(values)
@@ -42,10 +42,10 @@ def told_of(row: list[float], options: Options, forced: int) -> list[float]:
         return [0.0 for _ in ids]
     if highest == math.inf:
         return [float(column == values.index(highest)) for column in ids]
-    is_greedy = options.temperature < story.rounded(1e-5)
-    below = [story.rounded(value - highest) for value in values]
-    scores = [story.rounded(value / (1 if is_greedy else options.temperature)) for value in below]
-    kept = set(ids if is_greedy else story.kept(scores, options))
+    is_greedy = options.temperature < example.rounded(1e-5)
+    below = [example.rounded(value - highest) for value in values]
+    scores = [example.rounded(value / (1 if is_greedy else options.temperature)) for value in below]
+    kept = set(ids if is_greedy else example.kept(scores, options))
     weights = [math.exp(scores[column]) if column in kept else 0.0 for column in ids]
     return [weight / math.fsum(weights) for weight in weights]
 
@@ -70,7 +70,7 @@ def shares_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 @BOTH
-def test_the_story_of_processed_scores(backend: Backend) -> None:
+def test_processed_scores_equal_the_example(backend: Backend) -> None:
     odd = every = 0
 
     @settings(max_examples=60 if backend is Backend.TORCH else 30)
@@ -104,10 +104,10 @@ def test_the_story_of_processed_scores(backend: Backend) -> None:
             if asked[request] < 0:
                 continue
             options = case.options[request]
-            options = options._replace(**{n: story.rounded(getattr(options, n)) for n in ROUNDED})
-            told = told_of(rows[row], options, forced[row])
+            options = options._replace(**{n: example.rounded(getattr(options, n)) for n in ROUNDED})
+            expected = told_of(rows[row], options, forced[row])
             every += 1
-            odd += got[row] != pytest.approx(told, rel=1e-4, abs=1e-6)
+            odd += got[row] != pytest.approx(expected, rel=1e-4, abs=1e-6)
 
     agree()
     assert every > 30
@@ -115,20 +115,20 @@ def test_the_story_of_processed_scores(backend: Backend) -> None:
 
 
 def without_column(case: EditedBatch) -> list[Place]:
-    """What stands in front of rows that begin behind no draft."""
-    rows, told = case.batch.rows, []
+    """Draft tokens before each row."""
+    rows, expected = case.batch.rows, []
     for row, (request, index) in enumerate(case.drawn()):
         before: list[int] = []
         if rows.drafts is not None and request >= rows.num_contexts:
             number = (row - rows.num_contexts) % rows.width
             before = rows.drafts[request - rows.num_contexts].tolist()[:number]
-        told.append(replace(case.places[row], index=index, before=before))
-    return told
+        expected.append(replace(case.places[row], index=index, before=before))
+    return expected
 
 
 @BOTH
-def test_drafts_in_front_of_a_row_are_counted(backend: Backend) -> None:
-    """Greedy rows behind no draft, ``3``, and ``3 3``; the first draft costs 2, a further one 1."""
+def test_drafts_before_a_row_are_counted(backend: Backend) -> None:
+    """Greedy rows after no draft, ``3``, and ``3 3``; the first costs 2, a further one 1."""
     pools, columns = pools_of([Asks(counts={})], 7, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
     asks = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
@@ -155,7 +155,7 @@ OPTIONS = [
 
 
 def arguments(vocab: int = 70) -> dict[str, Any]:
-    """One prompt and four turns of two rows, of which the last asks for nothing."""
+    """One context and four generations of two rows; the last has no logprobs."""
     rng = torch.Generator().manual_seed(3)
     slots = slots_of(OPTIONS, random.Random(4))
     write(slots, [{"logprobs": number} for number in (0, 5, 0, 3, 2)])
@@ -175,7 +175,7 @@ def arguments(vocab: int = 70) -> dict[str, Any]:
 
 @BOTH
 def test_strided_arguments(backend: Backend) -> None:
-    def told(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+    def result(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
         return processed_scores(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
     given_ = arguments()
@@ -186,7 +186,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "table": "row-contiguous",
         "truncation": "expected contiguous",
     }
-    check_strided_arguments(told, given_, refused=refused, backend=backend)
+    check_strided_arguments(result, given_, refused=refused, backend=backend)
 
 
 def test_kernels_follow_torch_over_many_pieces() -> None:
@@ -209,8 +209,8 @@ DEEP = [
 
 @pytest.mark.parametrize("step", [0.04, 1.0, 30.0])
 @pytest.mark.parametrize("options", DEEP, ids=str)
-def test_what_stays_is_told_however_deep_it_lies(options: Options, step: float) -> None:
-    """Far below what is ever drawn: ids every ``step``, behind a first one of 50 more."""
+def test_deep_kept_tokens_have_scores(options: Options, step: float) -> None:
+    """Tokens too deep to be sampled: one every ``step``, after a first one of 50 more."""
     vocab = 6000
     logits = torch.arange(vocab) * -step
     logits[0] += 50
@@ -220,18 +220,18 @@ def test_what_stays_is_told_however_deep_it_lies(options: Options, step: float) 
     slots = slots_of([options], random.Random(1))
     write(slots, [{"logprobs": 5}])
     rows = LogitRows(0, 1, vector([7]))
-    told = []
+    expected = []
     for backend in Backend:
         truncation = torch.empty(1, TRUNCATION_SIZE, device=DEVICE)
         sample_tokens(logits, rows, slots, truncation=truncation, backend=backend)
-        told.append(processed_scores(logits, rows, slots, truncation, backend=backend))
-    torch.testing.assert_close(*told, rtol=1e-6, atol=1e-6)
+        expected.append(processed_scores(logits, rows, slots, truncation, backend=backend))
+    torch.testing.assert_close(*expected, rtol=1e-6, atol=1e-6)
     if options.top_p == 1 and options.min_p == 0:
-        assert int((told[1] > -torch.inf).sum()) == options.top_k
+        assert int((expected[1] > -torch.inf).sum()) == options.top_k
 
 
-def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of their rows is written; and without rows nothing is launched."""
+def test_requests_without_logprobs_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are not written, and without rows nothing is launched."""
     given_ = arguments()
     write(given_["slots"], [{"logprobs": -1}] * 4 + [{"logprobs": 0}])
     with poisoned_memory():
@@ -262,6 +262,6 @@ def test_who_asks_for_nothing_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
         ({"forced": vector([1] * 8)}, r"forced: expected integer tensor \[9\]"),
     ],
 )
-def test_what_the_door_refuses(change: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(TensorContractError, match=message):
         processed_scores(**{**arguments(), **change}, backend=Backend.TORCH)

@@ -1,4 +1,4 @@
-"""Flat nuclei from which only a token is drawn: ids are tried by their noisy scores."""
+"""Flat nuclei of which only the token is needed: ids are tried by their noisy scores."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.speculative.ops.logits_processing.example import Asks
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
-from tests.speculative.ops.sampling.edited import columns_of, write
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.sampling.margins import Judge
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.processed_rows import columns_of, write
 
 VOCAB = 20_011
 NAN, INF = float("nan"), float("inf")
@@ -29,7 +29,7 @@ TOP_PS = (0.999999, 0.95, 0.8, 0.5, 0.3, 0.25)
 
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Programs that finish a row."""
+    """Number of programs that finish a row."""
     monkeypatch.setattr(launch, "SHARES", request.param)
     return request.param
 
@@ -42,11 +42,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     columns: list[int] = []
     stays = truncation_triton._is_kept
 
-    def told(column: Any, *others: Any) -> Any:
+    def expected(column: Any, *others: Any) -> Any:
         columns.append(int(column.handle.data.item()))
         return stays(column, *others)
 
-    monkeypatch.setattr(truncation_triton, "_is_kept", told)
+    monkeypatch.setattr(truncation_triton, "_is_kept", expected)
     return columns
 
 
@@ -90,8 +90,8 @@ def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) ->
         assert float((-depth).exp()) >= min_p * (1 - 1e-5)
 
 
-def test_what_does_not_stay_is_followed_by_the_next_ahead(tried: list[int]) -> None:
-    """Of one row the columns that are tried lie ever nearer, and the last one is drawn."""
+def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
+    """Columns that are tried have decreasing depths; the last one is the sample."""
     row, wins = normal(1), 0
     for seed in range(12):
         tried.clear()
@@ -113,8 +113,8 @@ def test_few_are_tried(top_p: float, most: float, tried: list[int]) -> None:
     assert len(tried) <= most * 24
 
 
-def test_a_row_is_read_until_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id near the highest stays as soon as what top-p leaves out is seen."""
+def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id near the maximum is kept as soon as 1 - top_p of the mass is read."""
     if DEVICE.type != "cpu":
         pytest.skip("pieces are counted in the interpreter")
     weighed, seen = truncation_triton._weigh, []
@@ -133,8 +133,8 @@ def test_a_row_is_read_until_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("kept", "is_tried"), [(6000, True), (150, False)])
-def test_of_equals_the_lowest_stay(kept: int, is_tried: bool, tried: list[int]) -> None:
-    """Ids of one value lie ahead of each other by their columns. Where few stay none is tried."""
+def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int]) -> None:
+    """Equal ids are ordered by column; if few are kept, none is tried."""
     row = torch.full((1, VOCAB), -2.5)
     asked = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
     batch = batch_of(row.expand(6, -1), asked)
@@ -169,8 +169,8 @@ def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
         near = dict.fromkeys(range(0, VOCAB, 40), 2.0)
         asks = [Asks(bias=near if row % 2 else {7: -1.0}) for row in range(len(asked))]
         pools, columns = pools_of(asks, VOCAB, random.Random(3))
-        told = [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
-        write(batch.slots, told)
+        expected = [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
+        write(batch.slots, expected)
         batch = batch.replaced(slots=replace(batch.slots, pools=pools))
         # rounding decides none of these
         assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
@@ -179,7 +179,7 @@ def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
     assert len(tried) >= len(asked)
 
 
-def test_what_is_crowded_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_nucleus_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type != "cpu":
         pytest.skip("lists are seen in the interpreter")
 

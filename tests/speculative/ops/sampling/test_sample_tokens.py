@@ -1,4 +1,4 @@
-"""Draws: the story equals torch equals Triton, for options, rows and shapes of every kind."""
+"""`sample_tokens`: example, torch and Triton agree for all options, rows and shapes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.sampling.margins import Judge
-from tests.speculative.ops.sampling.story import Options
 
 batches = {
     "seed": st.integers(0, 2**31),
@@ -34,16 +34,16 @@ batches = {
 }
 
 
-def test_story_torch_and_triton_agree() -> None:
+def test_example_torch_and_triton_agree() -> None:
     judge = Judge()
 
     @settings(max_examples=80)
     @given(vocab=st.sampled_from((1, 2, 7, 31, 127, 300)), **batches)
     def agree(vocab: int, **shape: object) -> None:
         batch = Batch.of(vocab=vocab, **shape)
-        told = batch.story()
+        expected = batch.example()
         for backend in Backend:
-            judge.compare(batch, told, batch.tokens(backend))
+            judge.compare(batch, expected, batch.tokens(backend))
 
     agree()
     assert judge.rows["all"] > 300
@@ -57,7 +57,7 @@ def test_story_torch_and_triton_agree() -> None:
 def test_torch_and_triton_agree_over_many_chunks(
     parts: int, most_behind: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where chunks are left out, and where candidates are more than are counted; a program reads
+    """Rows with chunks left out, and with more candidates than are ranked; a program reads
     one piece or more, small or large, as it does of many rows, and rows may stand along either side
     of the grid."""
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
@@ -100,8 +100,8 @@ def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
         ("all there are", 3.4e38),
     ],
 )
-def test_no_chunk_is_left_out_by_rounding(kind: str, temperature: float) -> None:
-    """Rows of which exponents are large, are no numbers, or whose scale is hardly one."""
+def test_rounding_leaves_no_chunk_out(kind: str, temperature: float) -> None:
+    """Rows with large or infinite exponents, or a scale that is nearly zero."""
     rng, number, vocab = random.Random(1), 20, 4099
     options = [Options(temperature, seed=rng.getrandbits(60)) for _ in range(number)]
     rows = LogitRows(number, 1, vector([3] * number))

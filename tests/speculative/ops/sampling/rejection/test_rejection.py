@@ -1,4 +1,4 @@
-"""Drafts judged by odds: the story is exact, torch and the kernels follow it."""
+"""Rejection sampling: the example is exact; torch and the kernels follow it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.integration_bench.test_step_launches import Launches
 from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.margins import CLOSE, RARE
-from tests.speculative.ops.sampling.residual import story
-from tests.speculative.ops.sampling.residual.cases import COLUMNS, NONE, Batch
+from tests.speculative.ops.sampling.rejection import example
+from tests.speculative.ops.sampling.rejection.cases import COLUMNS, NONE, Batch
 from tests.speculative.ops.slots import column, on_copy, slot_rows
 
 VOCAB, K = 3, 2
@@ -55,7 +55,9 @@ def all_on(token: int) -> list[float]:
 @pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize("by_block", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_story_is_exact(seed: int, by_block: bool, forces: bool, number: int) -> None:
+def test_example_has_the_target_distribution(
+    seed: int, by_block: bool, forces: bool, number: int
+) -> None:
     """Over all drafts, of which so many are there, what stands, what follows, and what the target
     then says on its own."""
     rng = random.Random(seed)
@@ -65,30 +67,30 @@ def test_the_story_is_exact(seed: int, by_block: bool, forces: bool, number: int
     forced = dict.fromkeys(texts, -1)
     if forces:
         forced = {text: rng.choice((-1, rng.randrange(VOCAB))) for text in texts}
-    told = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
+    result = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for drafts in itertools.product(range(VOCAB), repeat=K):
         drawn = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
         if drawn == 0:
             continue
-        rows, of_drafts = story.forced_shares(
+        rows, of_drafts = example.forced_shares(
             [p[drafts[:i]] for i in range(K + 1)],
             [q[drafts[:i]] for i in range(K)],
             drafts,
             [forced[drafts[:i]] for i in range(K + 1)],
         )
         there = drafts[:number]
-        chances = story.chances(rows, of_drafts, there, by_block=by_block)
+        chances = example.chances(rows, of_drafts, there, by_block=by_block)
         for matches, chance in enumerate(chances):
-            behind = story.shares_behind(rows, of_drafts, there, matches, by_block=by_block)
+            behind = example.shares_behind(rows, of_drafts, there, matches, by_block=by_block)
             for token, share in enumerate(behind):
                 start = (*there[:matches], token)
                 for more in itertools.product(range(VOCAB), repeat=K + 1 - len(start)):
                     text = (*start, *more)
-                    rest = math.prod(told[text[:i]][text[i]] for i in range(len(start), K + 1))
+                    rest = math.prod(result[text[:i]][text[i]] for i in range(len(start), K + 1))
                     emitted[text] += drawn * chance * share * rest
     for text in itertools.product(range(VOCAB), repeat=K + 1):
-        expected = math.prod(told[text[:i]][text[i]] for i in range(K + 1))
+        expected = math.prod(result[text[:i]][text[i]] for i in range(K + 1))
         assert emitted[text] == pytest.approx(expected, abs=1e-12)
 
 
@@ -96,9 +98,9 @@ def test_the_story_is_exact(seed: int, by_block: bool, forces: bool, number: int
     "forced", [None, [-1, 0, -1], [2, -1, 3], [-1, 1, -1], [3, -1, -1]], ids=str
 )
 @pytest.mark.parametrize("by_block", [False, True])
-def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> None:
+def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] | None) -> None:
     """One set of drafts judged by thousands of seeds: each number of matches, and each token behind
-    it, is as often as told."""
+    it, is as often as expected."""
     rng = random.Random(8)
     number, vocab, drafts = 30_000, 4, [2, 0]
     p = [random_shares(rng, vocab) for _ in range(3)]
@@ -147,19 +149,19 @@ def test_torch_follows_the_story(by_block: bool, forced: list[int] | None) -> No
         backend=Backend.TORCH,
     )
     if forced is not None:
-        p, q = story.forced_shares(p, q, drafts, forced)
+        p, q = example.forced_shares(p, q, drafts, forced)
     tokens = judgement.tokens.view(number, 3).gather(1, judgement.num_accepted.long().unsqueeze(1))
-    for matches, chance in enumerate(story.chances(p, q, drafts, by_block=by_block)):
+    for matches, chance in enumerate(example.chances(p, q, drafts, by_block=by_block)):
         mine = judgement.num_accepted == matches
         assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
-        behind = story.shares_behind(p, q, drafts, matches, by_block=by_block)
+        behind = example.shares_behind(p, q, drafts, matches, by_block=by_block)
         for token, share in enumerate(behind):
             seen = float((tokens[mine] == token).double().mean()) if mine.any() else share
             assert seen == pytest.approx(share, abs=4 * (share / max(int(mine.sum()), 1)) ** 0.5)
 
 
 class Followed:
-    """Counts generations that torch or a kernel decides in another way than the story does: each
+    """Counts generations that torch or a kernel decides in another way than the example does: each
     must be a near tie, and they must be rare."""
 
     def __init__(self) -> None:
@@ -170,17 +172,17 @@ class Followed:
         drafts, pool = batch.drafted(Backend.TORCH)
         judgement, _ = batch.judged(drafts, pool, backend)
         expected = batch.drawn(drafts, backend)
-        for generation, told in enumerate(batch.story(drafts, pool)):
+        for generation, result in enumerate(batch.example(drafts, pool)):
             matches = int(judgement.num_accepted[generation])
-            if told is None:
+            if result is None:
                 assert matches == -1
                 continue
             self.generations["all"] += 1
             place = batch.rows.num_contexts + generation * batch.rows.width + matches
             token = int(judgement.tokens[place])
             expected[place] = token
-            if (matches, token) != (told.matches, told.token):
-                assert told.margin < CLOSE, (generation, matches, token, told)
+            if (matches, token) != (result.matches, result.token):
+                assert result.margin < CLOSE, (generation, matches, token, result)
                 self.generations["differ"] += 1
         assert torch.equal(judgement.tokens, expected)
 
@@ -208,8 +210,10 @@ def small_batch(seed: int, *, generations: int, vocabs: Sequence[int] = (3, 6, 9
 @pytest.mark.parametrize(
     ("backend", "batches", "generations"), [(Backend.TORCH, 80, 10), (Backend.TRITON, 6, 7)]
 )
-def test_every_decision_is_the_story_s(backend: Backend, batches: int, generations: int) -> None:
-    """Draw by sample_tokens, with the very noise: what stands, and the token behind it."""
+def test_every_decision_equals_the_example(
+    backend: Backend, batches: int, generations: int
+) -> None:
+    """With the same noise: number of accepted drafts and the token after them."""
     followed = Followed()
     for seed in range(batches):
         followed.compare(small_batch(seed, generations=generations), backend)
@@ -218,7 +222,7 @@ def test_every_decision_is_the_story_s(backend: Backend, batches: int, generatio
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabs", [(3, 6, 9), (130, 700)], ids=str)
-def test_every_decision_of_the_kernels_is_the_story_s(vocabs: tuple[int, ...]) -> None:
+def test_every_decision_of_the_kernels_equals_the_example(vocabs: tuple[int, ...]) -> None:
     followed = Followed()
     for seed in range(40):
         followed.compare(small_batch(seed, generations=20, vocabs=vocabs), Backend.TRITON)
@@ -249,8 +253,8 @@ BATCHES = [
 @pytest.mark.parametrize("batch", BATCHES)
 def test_kernels_follow_torch(batch: Batch) -> None:
     drafts, pool = batch.drafted(Backend.TORCH)
-    told, kept = batch.drafted(Backend.TRITON)
-    assert torch.equal(told, drafts)
+    result, kept = batch.drafted(Backend.TRITON)
+    assert torch.equal(result, drafts)
     assert not kept[-1].any()  # torch leaves there what nobody reads
     torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-5, atol=1e-7)
     for probs in (pool,) if batch.vocab > 5 else (pool, None):
@@ -263,18 +267,18 @@ def test_kernels_follow_torch(batch: Batch) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_without_block_verification_nothing_is_made_for_it(batch: Batch, backend: Backend) -> None:
+def test_without_block_verification_results_are_the_same(batch: Batch, backend: Backend) -> None:
     drafts, pool = batch.drafted(Backend.TORCH)
     alone = batch.without_block()
-    told, steps = alone.judged(drafts, pool, backend)
+    result, steps = alone.judged(drafts, pool, backend)
     expected, after = replace(alone, by_block=True).judged(drafts, pool, Backend.TORCH)
-    assert torch.equal(told.num_accepted, expected.num_accepted)
-    assert torch.equal(told.tokens, expected.tokens)
+    assert torch.equal(result.num_accepted, expected.num_accepted)
+    assert torch.equal(result.tokens, expected.tokens)
     assert torch.equal(steps, after)
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-def test_kernels_are_compiled_for_what_is_asked(
+def test_kernels_are_specialized_for_block_verification(
     by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -300,8 +304,8 @@ def test_kernels_are_compiled_for_what_is_asked(
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("code", [max(JudgedBy) + 1, JudgedBy.BLOCK])
-def test_requests_of_other_modes_are_left_alone(backend: Backend, code: int) -> None:
-    """Whatever code a mode of somebody's own has; who asks for a mode that is not listed too."""
+def test_requests_with_other_methods_are_unchanged(backend: Backend, code: int) -> None:
+    """For any other code, and for block verification where it is not enabled."""
     batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != JudgedBy.BLOCK)
     drafts, pool = batch.drafted(Backend.TORCH)
     slots = on_copy(batch.slots)
@@ -330,7 +334,7 @@ def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
 AT_EDGES = 3
 
 
-def test_only_the_edge_of_a_cut_may_differ() -> None:
+def test_only_tokens_at_the_threshold_may_differ() -> None:
     probs = torch.zeros(3, 2, 100)
     probs[:, :, 10:40] = torch.rand(30, generator=torch.Generator().manual_seed(0)) + 0.1
     probs /= probs.sum(dim=2, keepdim=True)
@@ -361,8 +365,8 @@ def test_only_the_edge_of_a_cut_may_differ() -> None:
 @pytest.mark.thinned(cases=10)
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(30))
-def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
-    """But where a test, a score or a cut is a near tie: of them hardly one is another."""
+def test_kernels_follow_torch_with_real_vocabularies(seed: int) -> None:
+    """Except for near ties of tests, scores and thresholds, which are rare."""
     batch = Batch.of(
         seed, 50_000, generations=16, contexts=2, cut=seed % 3 == 0, forced=seed % 4 == 1
     )
@@ -376,7 +380,7 @@ def test_kernels_follow_torch_at_the_size_of_models(seed: int) -> None:
 
 
 def arguments() -> dict[str, Any]:
-    """Of a batch in which something is judged every way."""
+    """Of a batch with every verification method."""
     batch = Batch.of(40, 20, generations=5, contexts=2)
     drafts, pool = batch.drafted(Backend.TORCH)
     truncation = torch.empty(len(batch.logits), TRUNCATION_SIZE, device=DEVICE)
@@ -398,8 +402,10 @@ COLUMNS_OF_BATCH = Batch.of(40, 20, generations=5, contexts=2).slots.columns
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 @pytest.mark.parametrize("mode", [JudgedBy.REJECTION, JudgedBy.BLOCK])
-def test_judging_takes_two_launches(mode: JudgedBy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is filled or copied beside them."""
+def test_rejection_sampling_takes_two_launches(
+    mode: JudgedBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other launches fill or copy anything."""
     given = arguments()
     slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
     column(slots, "verification").fill_(int(mode))
@@ -416,8 +422,8 @@ def test_strided_arguments(backend: Backend) -> None:
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> list[torch.Tensor]:
         slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
-        told = rejection_sample(rows=LogitRows(2, 4, positions), slots=slots, **others)
-        return [told.num_accepted, told.tokens]
+        result = rejection_sample(rows=LogitRows(2, 4, positions), slots=slots, **others)
+        return [result.num_accepted, result.tokens]
 
     refused = {
         "logits": "row-contiguous",
@@ -429,7 +435,7 @@ def test_strided_arguments(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments_of_what_is_kept(backend: Backend) -> None:
+def test_strided_arguments_of_keep_draft_probs(backend: Backend) -> None:
     def kept(
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> torch.Tensor:
@@ -492,7 +498,7 @@ def test_slots_without_steps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_steps_of_prompts_alone_launch_nothing(
+def test_steps_without_generations_launch_nothing(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbid_launches(monkeypatch, launch)
@@ -500,7 +506,7 @@ def test_steps_of_prompts_alone_launch_nothing(
     choices = vector([1, 2], torch.int32)
     truncation = torch.zeros(2, TRUNCATION_SIZE, device=DEVICE)
     none = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    told = rejection_sample(
+    expected = rejection_sample(
         batch.logits,
         batch.rows,
         batch.slots,
@@ -508,5 +514,5 @@ def test_steps_of_prompts_alone_launch_nothing(
         TargetSamples(choices, truncation),
         backend=backend,
     )
-    assert told.num_accepted.numel() == 0
-    assert torch.equal(told.tokens, choices)
+    assert expected.num_accepted.numel() == 0
+    assert torch.equal(expected.tokens, choices)

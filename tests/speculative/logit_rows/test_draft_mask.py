@@ -1,4 +1,4 @@
-"""What drafts may not be, pass by pass of a draft loop: the story equals torch equals Triton."""
+"""Draft masks, pass by pass of a draft loop: example, torch and Triton agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
 from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.logit_mask.test_logit_mask import word_of
-from tests.speculative.ops.logits_processing import example as story
+from tests.speculative.ops.logits_processing import example
 from tests.speculative.ops.logits_processing.example import Asks, Place
 from tests.speculative.ops.logits_processing.pools import bits_of, ids_in, pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
@@ -30,16 +30,16 @@ from tests.speculative.ops.slots import column, on_copy, slot_rows
 KEPT = MAX_STOP_IDS + MAX_BAD_WORDS
 
 
-def asks_of(dice: random.Random, vocab: int, few: list[int]) -> Asks:
+def asks_of(rng: random.Random, vocab: int, few: list[int]) -> Asks:
     """Of one request; some allow all ids, and some have no row."""
-    recent = [dice.choice(few) for _ in range(dice.choice((0, 1, 5, 16)))]
-    stops = [dice.choice((dice.randrange(vocab), vocab)) for _ in range(dice.randrange(6))]
+    recent = [rng.choice(few) for _ in range(rng.choice((0, 1, 5, 16)))]
+    stops = [rng.choice((rng.randrange(vocab), vocab)) for _ in range(rng.randrange(6))]
     words = None
-    if dice.random() < 0.8:
-        text = [*recent, *(dice.choice(few) for _ in range(6))]
-        words = [word_of(dice, vocab, text) for _ in range(dice.choice((1, 2, 8, 64)))]
-    some = {*few, *stops, *(word[-1] for word in words or ()), dice.randrange(vocab)}
-    allowed = dice.choice((range(vocab), range(vocab), some, None))
+    if rng.random() < 0.8:
+        text = [*recent, *(rng.choice(few) for _ in range(6))]
+        words = [word_of(rng, vocab, text) for _ in range(rng.choice((1, 2, 8, 64)))]
+    some = {*few, *stops, *(word[-1] for word in words or ()), rng.randrange(vocab)}
+    allowed = rng.choice((range(vocab), range(vocab), some, None))
     if allowed is not None:
         allowed = {token for token in allowed if token < vocab}
     return Asks(
@@ -47,14 +47,14 @@ def asks_of(dice: random.Random, vocab: int, few: list[int]) -> Asks:
         words=words,
         recent=recent,
         stops=stops,
-        prompt_len=dice.randrange(1, 8),
-        min_tokens=dice.choice((0, dice.randrange(12), 2**31 - 1)),
+        prompt_len=rng.randrange(1, 8),
+        min_tokens=rng.choice((0, rng.randrange(12), 2**31 - 1)),
     )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests, of which each draft is banned what its text must not go on with."""
+    """Requests whose drafts have disallowed tokens."""
 
     asks: list[Asks]
     slots: SlotRows
@@ -62,10 +62,10 @@ class Batch:
 
     @classmethod
     def of(cls, seed: int, requests: int, vocab: int) -> Batch:
-        dice = random.Random(seed)
-        few = [dice.randrange(vocab) for _ in range(3)]
-        asks = [asks_of(dice, vocab, few) for _ in range(requests)]
-        pools, columns = pools_of(asks, vocab, dice)
+        rng = random.Random(seed)
+        few = [rng.randrange(vocab) for _ in range(3)]
+        asks = [asks_of(rng, vocab, few) for _ in range(requests)]
+        pools, columns = pools_of(asks, vocab, rng)
         hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32)
         values = [
             {
@@ -79,7 +79,7 @@ class Batch:
         ]
         bans = DraftMask(pools.allowed.clone(), hidden.to(DEVICE))
         slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, bans=bans)
-        return cls(asks, slots, [dice.randrange(14) for _ in range(requests)])
+        return cls(asks, slots, [rng.randrange(14) for _ in range(requests)])
 
     def copy(self) -> Batch:
         """With a table, and bans, of its own."""
@@ -103,7 +103,7 @@ class Batch:
             if ask.allowed is None:
                 continue
             row = int(column(self.slots, "allowed_row")[int(self.slots.slot_ids[request])])
-            banned = story.banned(Place(ask, index, tuple(drafts))) & set(ask.allowed)
+            banned = example.banned(Place(ask, index, tuple(drafts))) & set(ask.allowed)
             assert ids_in(bans.allowed[row, :-1]) == set(ask.allowed) - banned
             hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
             assert sorted(hidden) == sorted(banned)
@@ -120,7 +120,7 @@ def accepted_of(runs: list[list[int]], width: int) -> Accepted:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_story_torch_and_triton_agree(backend: Backend) -> None:
+def test_example_torch_and_triton_agree(backend: Backend) -> None:
     banned = 0
 
     @settings(max_examples=40 if backend is Backend.TORCH else 15)
@@ -134,7 +134,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
     )
     def agree(seed: int, requests: int, vocab: int, k: int, steps: int, index_dtype) -> None:
         nonlocal banned
-        dice = random.Random(seed + 1)
+        rng = random.Random(seed + 1)
         batch = Batch.of(seed, requests, vocab)
         pools, before = batch.slots.pools, batch.slots.bans
         assert pools is not None
@@ -142,8 +142,8 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
         outside = before.allowed.clone()
         asks, positions = batch.asks, batch.positions
         for _ in range(steps):
-            ids = [*(asks[0].recent or [0]), dice.randrange(vocab)]
-            runs = [[dice.choice(ids) for _ in range(dice.randrange(k + 2))] for _ in asks]
+            ids = [*(asks[0].recent or [0]), rng.randrange(vocab)]
+            runs = [[rng.choice(ids) for _ in range(rng.randrange(k + 2))] for _ in asks]
             asks = replace(batch, asks=asks).behind(runs)
             accepted = accepted_of(runs, k + 1)
             given_positions = vector(positions, index_dtype)
@@ -155,7 +155,7 @@ def test_story_torch_and_triton_agree(backend: Backend) -> None:
             following = torch.zeros(requests, k + 1, dtype=torch.int32, device=DEVICE)
             rows = LogitRows(0, 1, given_positions, accepted.num_accepted, 0, held)
             for number in range(k):
-                sampled = [dice.choice(ids) for _ in asks]
+                sampled = [rng.choice(ids) for _ in asks]
                 place = DraftOutput(held, following, number)
                 next_rows = replace(rows, column=number + 1) if number + 1 < k else None
                 write_drafts(
@@ -189,7 +189,7 @@ def one_request(**asks: object) -> Batch:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_without_drafts_behind_nothing_is_banned(backend: Backend) -> None:
+def test_without_further_drafts_no_mask_is_updated(backend: Backend) -> None:
     batch = one_request(allowed=range(40), words=[(3,)])
     bans = batch.slots.bans
     assert bans is not None
@@ -237,7 +237,7 @@ def test_strided_arguments(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_that_are_not_the_drafts_behind(backend: Backend) -> None:
+def test_rows_of_other_drafts_are_refused(backend: Backend) -> None:
     slots = Batch.of(3, 2, 40).slots
     held = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
     following = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
@@ -257,14 +257,14 @@ def test_bits_of_all_ids() -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
-    """As drafts that were sampled and are those; none is what its text must not go on with."""
+def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
+    """As equal sampled drafts; no draft is a disallowed token."""
     checked = 0
     for seed in range(60 if backend is Backend.TORCH else 20):
-        dice = random.Random(seed)
-        requests, vocab, k = dice.randint(1, 4), dice.choice((2, 33, 100)), 4
+        rng = random.Random(seed)
+        requests, vocab, k = rng.randint(1, 4), rng.choice((2, 33, 100)), 4
         mine = Batch.of(seed, requests, vocab)
-        told = mine.copy()
+        result = mine.copy()
         positions = vector(mine.positions, torch.int64)
         drafts = torch.full((requests, k), -1, dtype=torch.int32, device=DEVICE)
         following = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
@@ -275,9 +275,9 @@ def test_greedy_drafts_are_banned_the_same(backend: Backend) -> None:
             behind = replace(rows, column=number + 1) if number + 1 < k else None
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
             propose_processed(logits, place, rows, mine.slots, behind, backend=backend)
-            write_drafts(drafts[:, number].clone(), place, behind, told.slots, backend=backend)
+            write_drafts(drafts[:, number].clone(), place, behind, result.slots, backend=backend)
             for name in ("allowed", "hidden"):
-                found, expected = (vars(each.slots.bans)[name] for each in (mine, told))
+                found, expected = (vars(each.slots.bans)[name] for each in (mine, result))
                 rows_of_requests = slice(0, len(found) - (name == "hidden"))
                 assert torch.equal(found[rows_of_requests], expected[rows_of_requests])
             if behind is None:

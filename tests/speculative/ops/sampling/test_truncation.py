@@ -1,4 +1,4 @@
-"""Cuts of rows of a real size, every way that the kernels take, and rows that are no numbers."""
+"""Truncation of rows of a real size, on every path of the kernels, and rows without numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtp_plugin.speculative.ops.sampling import truncation_search_triton as sear
 from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 
 VOCAB = 20_011
 MANY = 2 if DEVICE.type == "cpu" else 64
@@ -36,14 +36,14 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
 
 
 def drawn(batch: Batch) -> list[torch.Tensor]:
-    """Tokens of the kernels that only draw, and of those that tell what cuts leave."""
+    """Tokens without and with the truncation as output."""
     truncation = torch.zeros(batch.rows.num_rows, TRUNCATION_SIZE, device=DEVICE)
     return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
 
 
 @pytest.fixture(params=[1, 4], ids=["alone", "shared"])
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Programs that finish a row."""
+    """Number of programs that finish a row."""
     monkeypatch.setattr(launch, "SHARES", request.param)
     return request.param
 
@@ -78,7 +78,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     ],
     ids=str,
 )
-def test_every_way(options: Options, spread: float) -> None:
+def test_tokens_equal_reference_on_every_path(options: Options, spread: float) -> None:
     dtype = DTYPES[options.top_k % 3]
     asked = [options._replace(seed=seed) for seed in range(MANY)]
     batch = batch_of(normal(len(asked), spread, dtype), *asked)
@@ -93,7 +93,7 @@ def test_every_way(options: Options, spread: float) -> None:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
 @pytest.mark.parametrize("key", [0, 1_040_000_000, 1_065_353_216, 2_139_095_040])
 @pytest.mark.parametrize("is_always", [False, True])
-def test_a_wrong_guess_of_how_deep_ids_lie(
+def test_wrong_depth_guess_gives_the_same_tokens(
     key: int, is_always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
@@ -117,10 +117,10 @@ def test_a_wrong_guess_of_how_deep_ids_lie(
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
 @pytest.mark.parametrize(("top_k", "passes"), [(300, 0), (1000, 0), (2500, 0), (3500, 2)])
-def test_no_pass_for_cuts_of_a_whole_list(
+def test_complete_list_takes_no_pass(
     top_k: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What top-k leaves is listed as a whole, where it is not too many, and top-p cuts the list."""
+    """If top-k keeps few tokens, they are listed completely and top-p searches the list."""
     between, seen = search_kernel.list_between, []
 
     def count(*given: Any) -> Any:
@@ -137,8 +137,8 @@ def test_no_pass_for_cuts_of_a_whole_list(
 @pytest.mark.thinned("kept", cases=2)
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("kept", [1, 150, 1000, 6000])
-def test_of_equals_the_lowest_ids_stay(kept: int, backend: Backend) -> None:
-    """A row of one value, and one with three ids above it: top-k and top-p cut between equals."""
+def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
+    """Thresholds among equal values: a row of one value, and one with three higher ids."""
     flat = torch.full((VOCAB,), -2.5)
     raised = flat.clone()
     raised[[5000, 19_000, 3]] = -2.25
@@ -190,7 +190,7 @@ def test_rows_without_values_and_with_infinities(
     high[last] = INF
     highs[last // 2] = highs[last] = INF
     all_high[:] = INF
-    told = [
+    expected = [
         (nothing, -1),
         (nans, -1),
         (one, last),
@@ -198,13 +198,13 @@ def test_rows_without_values_and_with_infinities(
         (highs, last // 2),
         (all_high, 0),
     ]
-    for row, token in told:
+    for row, token in expected:
         batch = batch_of(row.to(dtype).expand(len(EVERY), -1), *EVERY)
         assert batch.tokens(backend).tolist() == [token] * len(EVERY)
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_first_stays_however_little_is_asked_for(backend: Backend) -> None:
+def test_most_likely_token_is_always_kept(backend: Backend) -> None:
     row = torch.zeros(300)
     row[[40, 200]] = 2.0
     asked = [
@@ -218,8 +218,8 @@ def test_the_first_stays_however_little_is_asked_for(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_a_cold_row_is_its_first_choice(backend: Backend) -> None:
-    """Beside logits so large that their differences show nothing of the noise."""
+def test_low_temperature_returns_argmax(backend: Backend) -> None:
+    """Also for logits so large that noise does not change their differences."""
     rows = normal(6, 3)[:, :5000] * torch.tensor([[1.0], [100.0], [1e6], [1e20], [1e30], [1e37]])
     for temperature in (1e-4, 1e-3):
         asked = [Options(temperature, top_p=top_p, seed=2) for top_p in (1.0, 0.9) * 3]
@@ -228,7 +228,7 @@ def test_a_cold_row_is_its_first_choice(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("vocab", [4096 * 32, 4096 * 32 + 1])
-def test_many_chunks_that_are_all_near(vocab: int) -> None:
+def test_many_chunks_within_the_depth(vocab: int) -> None:
     """As many as their counts have room for in a word, and more."""
     rows = torch.linspace(3, 4, vocab).expand(2, -1)
     asked = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
@@ -237,7 +237,7 @@ def test_many_chunks_that_are_all_near(vocab: int) -> None:
 
 
 def odd_row(kind: str) -> torch.Tensor:
-    """A row with more candidates than are listed, in which a sample of it has its troubles."""
+    """A row with more candidates than the list holds, which is hard to estimate from a sample."""
     values = normal(1, 1)[0]
     if kind == "zeros of both signs":
         return values * 0
@@ -267,7 +267,7 @@ def odd_row(kind: str) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
+def test_more_candidates_than_the_list_holds(kind: str, options: Options) -> None:
     batch = batch_of(odd_row(kind)[None], options)
     expected = batch.tokens(Backend.TORCH)
     for tokens in drawn(batch):
@@ -284,8 +284,8 @@ def test_cuts_of_more_ids_than_are_listed(kind: str, options: Options) -> None:
     ],
     ids=str,
 )
-def test_depths_that_are_nothing_are_equal(options: Options, step: float) -> None:
-    """Of many differences one depth, or none at all, is left: the lowest ids stay."""
+def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> None:
+    """Many differences round to one depth, or to 0: the lowest ids are kept."""
     batch = batch_of(-step * (torch.arange(VOCAB) % 2)[None].float(), options)
     truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
     drawn = [
@@ -297,7 +297,7 @@ def test_depths_that_are_nothing_are_equal(options: Options, step: float) -> Non
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
-def test_one_pass_cuts_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
+def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
     passes = []
     for name in ("list_between", "measure", "sample_chunks"):
@@ -310,10 +310,10 @@ def test_one_pass_cuts_a_flat_row(monkeypatch: pytest.MonkeyPatch, shares: int) 
         monkeypatch.setattr(search_kernel, name, counted)
     options = Options(1.0, top_p=0.95, seed=1)
     batch = batch_of(normal(1, 2), options)
-    told = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
+    expected = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
     tokens = [
         batch.tokens(backend, truncation=truncation)
-        for backend, truncation in zip(Backend, told, strict=True)
+        for backend, truncation in zip(Backend, expected, strict=True)
     ]
     assert torch.equal(*tokens)
     assert passes == ["list_between"] * shares

@@ -1,4 +1,4 @@
-"""What the door of draws refuses, tensors that lie apart in memory, and what a row depends on."""
+"""Arguments of `sample_tokens`: checks, strides, and what a row depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.speculative.ops.logits_processing.example import Asks
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, Batch, slots_of
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.slots import column
 
 OPTIONS = [
@@ -35,7 +35,7 @@ OPTIONS = [
 
 
 def arguments() -> dict[str, Any]:
-    """One prompt and four turns of two rows; every option decides about something."""
+    """One context and four generations of two rows; every argument changes some token."""
     rng = torch.Generator().manual_seed(3)
     return {
         "logits": (torch.randn(9, 70, generator=rng) * 2).to(DEVICE),
@@ -62,7 +62,7 @@ def test_strided_arguments(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
+def test_strided_arguments_with_sums(backend: Backend) -> None:
     def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
         return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
@@ -82,7 +82,7 @@ def test_strided_arguments_of_a_draw_with_sums(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
+def test_table_rows_may_be_strided(backend: Backend) -> None:
     given = arguments()
     expected = sample_tokens(**given, backend=backend)
     wide = slots_of(OPTIONS, random.Random(4), gap=5)
@@ -92,8 +92,8 @@ def test_rows_of_the_table_may_lie_apart(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("left_out", ["ahead", "column", "vocab_ids", "positions", "role", "slots"])
-def test_the_strided_draws_use_every_argument(backend: Backend, left_out: str) -> None:
-    """Else a wrong stride would go unseen."""
+def test_every_argument_changes_the_tokens(backend: Backend, left_out: str) -> None:
+    """Otherwise a wrong stride could pass unnoticed."""
     given = arguments()
     before = sample_tokens(**given, backend=backend)
     rows, slots = given["rows"], given["slots"]
@@ -175,8 +175,8 @@ def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens.dtype == torch.int32
 
 
-def test_rows_of_a_step_draw_what_stands_behind_them() -> None:
-    """Chunks of 3 and 1 tokens, two turns of K + 1 = 3 rows: the index of each row's token."""
+def test_rows_of_a_step_have_the_next_token_index() -> None:
+    """Chunks of 3 and 1 tokens, two generations of K + 1 = 3 rows: the token index of each row."""
     positions = vector([5, 6, 7, 0, 20, 21, 22, 9, 9, 9])
     layout = StepLayout((3, 1), 2, 2, vector([3, 1], torch.int32), positions)
     rows = LogitRows.of_target(layout)
@@ -192,12 +192,12 @@ def test_rows_of_a_step_draw_what_stands_behind_them() -> None:
 @pytest.mark.parametrize("vocab", [70, 4500])
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> None:
-    """Whatever else the batch holds, wherever the row stands, however wide its request is."""
+def test_row_samples_the_same_token_alone(backend: Backend, seed: int, vocab: int) -> None:
+    """Independent of other rows, of the row's position and of the width of its request."""
     batch = Batch.of(seed, vocab, contexts=2, generations=2, width=3, ahead=True, cut=seed == 1)
     tokens = batch.tokens(backend).tolist()
-    told = list(enumerate(batch.drawn()))
-    for row, (request, index) in told[::2]:
+    expected = list(enumerate(batch.drawn()))
+    for row, (request, index) in expected[::2]:
         alone = replace(
             batch,
             logits=batch.logits[row : row + 1],
@@ -205,7 +205,7 @@ def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> 
             slots=replace(batch.slots, slot_ids=batch.slots.slot_ids[request : request + 1]),
         )
         assert alone.tokens(backend).tolist() == [tokens[row]]
-    order = list(reversed(told))
+    order = list(reversed(expected))
     mixed = replace(
         batch,
         logits=batch.logits.flip(0),
@@ -218,7 +218,7 @@ def test_a_row_draws_the_same_alone(backend: Backend, seed: int, vocab: int) -> 
 
 
 @pytest.mark.gpu
-def test_a_captured_draw_follows_its_inputs() -> None:
+def test_captured_graph_follows_its_inputs() -> None:
     batch = Batch.of(8, 129280, contexts=0, generations=8, width=4)
 
     def step() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Draws from edited logits: the story equals torch equals Triton, for wishes of every kind."""
+"""Logits processing before sampling: example, torch and Triton agree."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mtp_plugin.speculative.step import StepLayout
 from tests.kernels.top_k.rows import DTYPES
 from tests.op_arguments import check_strided_arguments, storage
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.logits_processing import example as story
+from tests.speculative.ops.logits_processing import example
 from tests.speculative.ops.logits_processing.example import Asks, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, slots_of
-from tests.speculative.ops.sampling.edited import EditedBatch, columns_of, loaded, write
+from tests.speculative.ops.sampling.example import Options
 from tests.speculative.ops.sampling.margins import Judge
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.processed_rows import EditedBatch, columns_of, loaded, write
 
 batches = {
     "seed": st.integers(0, 2**31),
@@ -51,19 +51,19 @@ batches = {
     vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)),
     **{**batches, "width": st.integers(1, 7)},  # more drafts than are asked for at once
 )
-def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
-    """Bit for bit, as far as numbers go: of zero there are two."""
+def test_values_equal_the_example(vocab: int, **shape: Any) -> None:
+    """Bit for bit, except for the sign of zero."""
     case = EditedBatch.of(vocab=vocab, greedy=True, **shape)
-    told = case.as_drawn_from().logits
+    expected = case.as_drawn_from().logits
     rows, slots = case.batch.rows, case.batch.slots
     kept = [storage(tensor) for tensor in (slots.table, case.logits, *vars(slots.pools).values())]
     values = reference.process_logits(case.logits, rows, slots, vocab_ids=case.batch.vocab_ids)
     assert values.dtype == torch.float32
-    assert torch.equal(values, told)
-    if len(told):
-        assert torch.equal(loaded(case), told)
-    if len(told) and case.batch.vocab_ids is None:
-        assert torch.equal(loaded(case, by_piece=True), told)
+    assert torch.equal(values, expected)
+    if len(expected):
+        assert torch.equal(loaded(case), expected)
+    if len(expected) and case.batch.vocab_ids is None:
+        assert torch.equal(loaded(case, by_piece=True), expected)
     for tensor, held in zip(
         (slots.table, case.logits, *vars(slots.pools).values()), kept, strict=True
     ):
@@ -71,7 +71,7 @@ def test_values_are_those_of_the_story(vocab: int, **shape: Any) -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_story_torch_and_triton_agree(greedy: bool) -> None:
+def test_example_torch_and_triton_agree(greedy: bool) -> None:
     judge = Judge()
 
     @settings(max_examples=40)
@@ -82,12 +82,12 @@ def test_story_torch_and_triton_agree(greedy: bool) -> None:
     )
     def agree(vocab: int, **shape: Any) -> None:
         case = EditedBatch.of(vocab=vocab, greedy=greedy, **shape)
-        told = case.story()
+        expected = case.example()
         for backend in Backend:
             tokens = case.tokens(backend)
             if greedy:
-                assert tokens.tolist() == told
-            judge.compare(case, told, tokens)
+                assert tokens.tolist() == expected
+            judge.compare(case, expected, tokens)
 
     agree()
     assert judge.rows["all"] > 150
@@ -136,8 +136,10 @@ def one(
     tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
     before = [[]] if drafts is None else [drafts[0, : column + i].tolist() for i in range(width)]
     for i, token in enumerate(tokens.tolist()):
-        told = story.edited(row, Place(asks, 0, before[i]))
-        assert told.index(max(told)) == token or (token == -1 and max(told) == -math.inf)
+        expected = example.edited(row, Place(asks, 0, before[i]))
+        assert expected.index(max(expected)) == token or (
+            token == -1 and max(expected) == -math.inf
+        )
     return tokens.tolist()
 
 
@@ -146,7 +148,7 @@ BOTH = pytest.mark.parametrize("backend", Backend)
 
 @BOTH
 @pytest.mark.parametrize("penalty", [{"presence": 40.0}, {"repetition": 8.0}])
-def test_every_draft_in_front_counts(backend: Backend, penalty: dict[str, float]) -> None:
+def test_every_draft_before_a_row_counts(backend: Backend, penalty: dict[str, float]) -> None:
     row = [float(100 - token) for token in range(70)]
     drafts = vector([0, 1, 2, 3, 4, 5]).view(1, 6)
     asks = Asks(counts={}, **penalty)
@@ -172,8 +174,8 @@ def test_bias(backend: Backend) -> None:
 
 
 @BOTH
-def test_what_is_masked_is_never_a_number(backend: Backend) -> None:
-    """No bias and no penalty raises it."""
+def test_masked_values_stay_masked(backend: Backend) -> None:
+    """No bias or penalty changes them."""
     inf = math.inf
     masked = [-inf, 0.0, math.nan]
     assert one(Asks(bias={0: 3e38, 2: 3e38}), masked, backend) == [1]
@@ -189,7 +191,7 @@ def test_what_is_masked_is_never_a_number(backend: Backend) -> None:
 
 
 @BOTH
-def test_rows_that_nothing_is_left_of(backend: Backend) -> None:
+def test_rows_with_all_tokens_masked(backend: Backend) -> None:
     inf = math.inf
     assert one(Asks(allowed={1}), [1.0, -inf, 1.0], backend) == [-1]
     assert one(Asks(allowed=()), [1.0, 2.0], backend) == [-1]
@@ -216,7 +218,7 @@ def test_allowed_ids(backend: Backend) -> None:
 
 @BOTH
 def test_penalties(backend: Backend) -> None:
-    """Repetition is of what was seen, the others are of what was counted."""
+    """Repetition applies to seen tokens, the other penalties to counted ones."""
     seen = Asks(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
     assert one(seen, [3.0, 5.0, -9.0], backend) == [0]
     assert one(seen, [2.0, 5.0, -9.0], backend) == [1]  # 2.5, of which nothing is taken off
@@ -227,8 +229,8 @@ def test_penalties(backend: Backend) -> None:
 
 
 @BOTH
-def test_a_count_ends_at_what_16_bits_hold(backend: Backend) -> None:
-    """So many drafts in front of a row change nothing any more."""
+def test_counts_saturate_at_16_bits(backend: Backend) -> None:
+    """Further drafts before a row change nothing."""
     asks = Asks(counts={1: 65534}, frequency=1.0)
     drafts = vector([1, 1, 1], torch.int32).unsqueeze(0)
     row = [-65534.5, 0.0, -65535.5]
@@ -238,8 +240,8 @@ def test_a_count_ends_at_what_16_bits_hold(backend: Backend) -> None:
 
 
 @BOTH
-def test_drafts_in_front_count(backend: Backend) -> None:
-    """Each row counts those before it alone, and each as often as it stands."""
+def test_drafts_before_a_row_count(backend: Backend) -> None:
+    """Each row counts the drafts before it, each as often as it occurs."""
     drafts = vector([1, 0, 1, 2**32 + 1]).unsqueeze(0)
     asks = Asks(counts={}, frequency=1.0)
     assert one(asks, [0.0, 1.5, 0.2], backend, drafts=drafts) == [1, 1, 1, 2, 2]
@@ -249,7 +251,7 @@ def test_drafts_in_front_count(backend: Backend) -> None:
 
 
 @BOTH
-def test_ids_are_the_targets_in_a_cut_vocabulary(backend: Backend) -> None:
+def test_reduced_vocabulary_uses_target_ids(backend: Backend) -> None:
     asks = Asks(bias={40: 5.0}, allowed={40, 7}, counts={7: 1}, frequency=1.0)
     pools, columns = pools_of([asks], 50, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
@@ -257,14 +259,16 @@ def test_ids_are_the_targets_in_a_cut_vocabulary(backend: Backend) -> None:
     slots = replace(slots, pools=pools)
     logits = torch.tensor([[9.0, 4.0, 1.0]], device=DEVICE)
     rows = LogitRows(0, 1, vector([5]))
-    for ids, told in (([3, 7, 40], 40), ([3, 7, 41], 7), ([3, 8, 41], -1)):
+    for ids, expected in (([3, 7, 40], 40), ([3, 7, 41], 7), ([3, 8, 41], -1)):
         cut = vector(ids, torch.int32)
-        assert sample_tokens(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [told]
+        assert sample_tokens(logits, rows, slots, vocab_ids=cut, backend=backend).tolist() == [
+            expected
+        ]
 
 
 @BOTH
 def test_rows_of_drafts(backend: Backend) -> None:
-    """They count drafts behind which they stand, of contexts too."""
+    """They count the drafts before them, for contexts too."""
     asks = [Asks(counts={}, frequency=2.0), Asks()]
     pools, columns = pools_of(asks, 4, random.Random(0))
     slots = slots_of([Options(temperature=0.0)] * 2, random.Random(1))
@@ -272,15 +276,15 @@ def test_rows_of_drafts(backend: Backend) -> None:
     layout = StepLayout((2,), 1, 1, vector([2]), vector([0, 1, 5, 6]))
     drafts = vector([3, 2, 1, 3, 2, 1]).reshape(2, 3)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2, device=DEVICE)
-    for column, told in ((0, [3, 3]), (1, [2, 3]), (2, [1, 3])):
+    for column, expected in ((0, [3, 3]), (1, [2, 3]), (2, [1, 3])):
         rows = LogitRows.of_drafts(layout, vector([1, 2]), column, drafts)
         tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
-        assert tokens.tolist() == told
+        assert tokens.tolist() == expected
 
 
 @BOTH
-def test_contexts_have_no_draft_in_front(backend: Backend) -> None:
-    """Also where there is no generation whose drafts would be read."""
+def test_contexts_have_no_draft_before_them(backend: Backend) -> None:
+    """Also in batches without generations."""
     asks = Asks(counts={}, frequency=2.0)
     pools, columns = pools_of([asks], 4, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(1))
@@ -344,9 +348,9 @@ def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
             seed, vocab, greedy=greedy, cut=cut, generations=5, width=4, dtype=DTYPES[seed % 3]
         )
         if not cut:
-            told = reference.process_logits(case.logits, case.batch.rows, case.batch.slots)
-            assert torch.equal(loaded(case), told)
-            assert torch.equal(loaded(case, by_piece=True), told)
+            result = reference.process_logits(case.logits, case.batch.rows, case.batch.slots)
+            assert torch.equal(loaded(case), result)
+            assert torch.equal(loaded(case, by_piece=True), result)
         expected = case.tokens(Backend.TORCH).tolist()
         judge.compare(case, expected, case.tokens(Backend.TRITON))
     judge.check()

@@ -1,4 +1,4 @@
-"""Batches of rows that draw from logits which their requests want changed."""
+"""Batches of rows whose requests use logits processing."""
 
 # ruff: noqa: N803 (constants of kernels are in capitals)
 
@@ -28,9 +28,9 @@ from tests.speculative.ops.logits_processing import example as edits
 from tests.speculative.ops.logits_processing.example import Asks, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, POISON
-from tests.speculative.ops.sampling import story
+from tests.speculative.ops.sampling import example
 from tests.speculative.ops.sampling.cases import ROUNDED, Batch
-from tests.speculative.ops.sampling.story import Options
+from tests.speculative.ops.sampling.example import Options
 
 NUMBERS = (0.5, -0.5, 1.0, 0.1, -0.3, 2.0, 3.7, 100.0)
 FACTORS = (1.0, 2.0, 0.5, 1.3, 1.1, 1e-30, 3e38)
@@ -38,7 +38,7 @@ FACTORS = (1.0, 2.0, 0.5, 1.3, 1.1, 1e-30, 3e38)
 
 @dataclass(frozen=True)
 class EditedBatch:
-    """A batch, and of every row what is done to it before it draws."""
+    """A batch with the logits processing of every row."""
 
     batch: Batch
     places: list[Place]
@@ -116,15 +116,15 @@ class EditedBatch:
         slots = replace(self.batch.slots, pools=None)
         return self.batch.replaced(logits=values.float(), slots=slots)
 
-    def story(self) -> list[int]:
+    def example(self) -> list[int]:
         cut = self.batch.vocab_ids
         ids = None if cut is None else cut.tolist()
         options = [
-            one._replace(**{n: story.rounded(getattr(one, n)) for n in ROUNDED})
+            one._replace(**{n: example.rounded(getattr(one, n)) for n in ROUNDED})
             for one in self.options
         ]
         return [
-            story.draw(row, options[request], index, self.batch.role, ids)
+            example.draw(row, options[request], index, self.batch.role, ids)
             for row, (request, index) in zip(self.edited(), self.drawn(), strict=True)
         ]
 
@@ -234,7 +234,7 @@ def edited_kernel(
     SIZE: tl.constexpr,
     BY_PIECE: tl.constexpr,
 ):
-    """A piece of one row as draws load it."""
+    """Load a piece of one row as the sampling kernels do."""
     row = tl.program_id(0).to(tl.int64)
     request, offset, slot = place_of(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
