@@ -187,15 +187,15 @@ def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.Monk
         logits: torch.Tensor,
         rows: Any,
         slots: SlotRows,
-        cuts: torch.Tensor,
+        truncation: torch.Tensor,
         pool: torch.Tensor,
         **others: Any,
     ) -> None:
         assert slots.pools is not None
         everything = torch.full_like(slots.pools.allowed, -1)
         free = replace(slots, pools=replace(slots.pools, allowed=everything))
-        sample_tokens(logits, rows, free, as_drafts=True, cuts=cuts, **others)
-        right(logits, rows, free, cuts, pool, **others)
+        sample_tokens(logits, rows, free, as_drafts=True, truncation=truncation, **others)
+        right(logits, rows, free, truncation, pool, **others)
 
     monkeypatch.setattr(draft_rules, "keep_draft_probs", wrong)
     tails, _ = ban_tails(RESIDUAL, draft_len=3, number=2500)
@@ -224,7 +224,7 @@ def test_drafts_without_their_bias_are_seen_r28(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
 ) -> None:
     """In what they are drawn from and what is kept of it: fewer of them stand."""
-    for name in ("draw", "keep_draft_probs"):
+    for name in ("sample_tokens", "keep_draft_probs"):
         right = getattr(draft_rules, name)
 
         def wrong(logits: Any, rows: Any, slots: Any, *o: Any, right: Any = right, **m: Any) -> Any:

@@ -67,7 +67,7 @@ def blind_to_edits(monkeypatch) -> None:
         none = {name: torch.zeros_like(getattr(pools, name)) for name in ("bias", "counts", "seen")}
         return replace(slots, pools=replace(pools, **none))
 
-    for name in ("draw", "keep_draft_probs", "propose_processed"):
+    for name in ("sample_tokens", "keep_draft_probs", "propose_processed"):
         right = getattr(draft_rules, name)
 
         def blinded(*inputs, right=right, **more):
