@@ -16,7 +16,7 @@ FAST = tests/config tests/kernels tests/tools tests/test_errors.py tests/test_re
 	tests/speculative/draft_length tests/speculative/drafting/test_eagle.py tests/speculative/host \
 	tests/speculative/metrics tests/speculative/ops/acceptance tests/speculative/ops/draft \
 	tests/speculative/ops/draft_inputs tests/speculative/ops/logit_mask tests/speculative/ops/logprobs \
-	tests/speculative/ops/sampling/test_draw.py tests/speculative/ops/token_history \
+	tests/speculative/ops/sampling/test_sample_tokens.py tests/speculative/ops/token_history \
 	tests/speculative/state tests/speculative/test_plugin.py tests/speculative/test_sampler.py \
 	tests/speculative/verification integration/examples/test_own_loop.py
 # the command of `make demo`; integration/recording.py records it
