@@ -1,4 +1,4 @@
-"""Target-only decoding: the simplest correct decoder, and the oracle of losslessness."""
+"""Non-speculative decoding (the reference for lossless tests) and minimal speculative decoding."""
 
 from __future__ import annotations
 

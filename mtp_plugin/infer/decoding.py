@@ -1,4 +1,4 @@
-"""Decoding of one prompt by the target alone: what speculative decoding has to reproduce."""
+"""Non-speculative decoding of one prompt: the reference for speculative decoding."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 @dataclass(frozen=True)
 class Decoded:
-    """What one prompt was continued with."""
+    """Result of decoding one prompt."""
 
     token_ids: list[int]
-    """Emitted tokens, without the prompt."""
+    """Output tokens, without the prompt."""
     finish_reason: FinishReason
     text: str | None = None
-    """None: no tokenizer was given."""
+    """Output text; None without a tokenizer."""
     logprobs: list[Logprobs] | None = None
-    """Of every token chosen; None: not asked for."""
+    """Of every output token; None: not requested."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """Of every prompt token but the first, which has None; None: not asked for."""
+    """Of every prompt token (None for the first); None: not requested."""
 
 
 class Continuation:
-    """A prompt and what follows it so far: how tokens are chosen, when they end, what is told.
+    """State of one request: sampling rule, stop rule, output so far and its log-probabilities.
 
     Args:
         prompt_ids: at least one token.
-        params: the options; of those of drafts only how many a step may have counts.
-        number: of the request; decides its seed where it gives none.
-        end_ids: of the model.
-        thinking: its ids; asked for by a budget.
-        max_seq_len: tokens at most, prompt included; None: as many as ``params`` ask for.
-        tokenizer: decodes the text; asked for by stop strings.
-        engine_seed: of requests without a seed.
-        emitted: tokens of the output that stand already, as if they had been chosen here.
-        logprobs_mode: log-probabilities of tokens are of the ``raw`` logits, or of what tokens were
-            chosen from (``processed``); those of the prompt are raw.
+        params: the request options; of the draft options only the draft length is used.
+        number: request number; determines the seed if ``params`` has none.
+        end_ids: EOS token ids of the model.
+        thinking: the thinking tags; required for a thinking budget.
+        max_seq_len: maximum number of tokens with the prompt; None: limited by ``params`` alone.
+        tokenizer: decodes the output; required for stop strings.
+        engine_seed: seed for requests without one.
+        emitted: output tokens generated earlier, treated as if they were chosen here.
+        logprobs_mode: compute log-probabilities of output tokens from ``raw`` or ``processed``
+            logits; those of the prompt are always raw.
 
     Raises:
-        RequestError: an empty prompt, or options that are not given here.
+        RequestError: the prompt is empty, or an option is not supported.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Continuation:
             raise RequestError(f"stop={params.stop!r}: expected a tokenizer, got none")
         if params.logprobs is not None and params.logprobs_mode not in (None, logprobs_mode):
             raise RequestError(
-                f"logprobs_mode={params.logprobs_mode!r}: expected {logprobs_mode!r}, of which "
-                f"log-probabilities are told here"
+                f"logprobs_mode={params.logprobs_mode!r}: expected {logprobs_mode!r}, the "
+                f"mode of this decoder"
             )
         self.params = params
         self.rule = SamplingRule(
@@ -123,16 +123,16 @@ class Continuation:
 
     @property
     def output(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The output tokens."""
         return self.tokens[self.prompt_len :]
 
     def extend(self, run: Sequence[int], rows: torch.Tensor, num_drafts: int = 0) -> None:
-        """Append chosen tokens up to the first that ends the text.
+        """Append chosen tokens up to the first that stops the request.
 
         Args:
-            run: ``NO_TOKEN`` where a row had none to choose, which is an error and ends the text.
-            rows: [len(run), V], the raw logits of each.
-            num_drafts: so many of them were drafts.
+            run: token ids; ``NO_TOKEN`` for a row without a usable value, which is an error.
+            rows: [len(run), V], the raw logits of each token.
+            num_drafts: number of leading tokens that are accepted drafts.
         """
         usable = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
         ending = self._stop.judge(
@@ -150,8 +150,8 @@ class Continuation:
                     row = self.rule.scores(row, [*before, *usable[:place]])
                 self._logprobs.append(logprobs_of(row, token, self.params.logprobs))
 
-    def tell_prompt(self, rows: torch.Tensor) -> None:
-        """Take the prompt's log-probabilities of its raw logits [P or more, V]."""
+    def add_prompt_logprobs(self, rows: torch.Tensor) -> None:
+        """Add the prompt's log-probabilities from its raw logits [P or more, V], if requested."""
         if self.params.prompt_logprobs is not None:
             self._prompt_logprobs += [
                 logprobs_of(row, token, self.params.prompt_logprobs)
@@ -159,13 +159,13 @@ class Continuation:
             ]
 
     def decoded(self) -> Decoded:
-        """What came of it.
+        """Return the result.
 
         Raises:
-            RequestError: it has not ended.
+            RequestError: the request has not finished.
         """
         if self.finish_reason is None:
-            raise RequestError(f"the text has not ended behind {len(self.output)} tokens")
+            raise RequestError(f"the request has not finished after {len(self.output)} tokens")
         return Decoded(
             self.output,
             self.finish_reason,
@@ -189,10 +189,10 @@ def decode(
     emitted: Sequence[int] = (),
     logprobs_mode: LogprobsMode = "raw",
 ) -> Decoded:
-    """The continuation of a prompt by the target alone; arguments and errors as `Continuation`.
+    """Decode a prompt without speculation; arguments and errors as for `Continuation`.
 
     Args:
-        model: a language model, or a transformers causal language model as it is.
+        model: a language model, or a transformers causal language model.
     """
     text = Continuation(
         prompt_ids,
@@ -212,7 +212,7 @@ def decode(
     strategy = RequestSampleStrategy(text.rule, text.output)
     query = torch.tensor([text.tokens], device=device_of(model))
     chosen, rows = inferencer.prefill(query, cache, strategy)
-    text.tell_prompt(rows[0])
+    text.add_prompt_logprobs(rows[0])
     while text.finish_reason is None:
         text.extend([int(chosen)], rows[0, -1:])
         if text.finish_reason is None:
@@ -221,16 +221,16 @@ def decode(
 
 
 def as_language_model(model: LanguageModel | PreTrainedModel) -> LanguageModel:
-    """The model, wrapped where it is of transformers."""
+    """Wrap a transformers model; return other models unchanged."""
     return TransformersLanguageModel(model) if _is_of_transformers(model) else model
 
 
 def device_of(model: LanguageModel | PreTrainedModel) -> torch.device | None:
-    """Where the model's queries lie; None: on the CPU."""
+    """Return the device of the model's query tokens; None: the CPU."""
     return model.device if _is_of_transformers(model) else None
 
 
 def _is_of_transformers(model: LanguageModel | PreTrainedModel) -> TypeIs[PreTrainedModel]:
-    """Where the package is not loaded, no model is of its classes."""
+    """Check without importing transformers."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -14,7 +14,7 @@ from mtp_plugin.infer.sample_strategy import SampleStrategy
 
 
 class PrefillOutput(NamedTuple):
-    """What a prefill gives."""
+    """Result of `Inferencer.prefill`."""
 
     token_ids: torch.Tensor
     """[B, 1], the token that follows the prompt."""
@@ -23,7 +23,7 @@ class PrefillOutput(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """What a decode gives."""
+    """Result of `Inferencer.decode`."""
 
     token_ids: torch.Tensor
     """[B, N], the tokens that follow the query."""
@@ -32,7 +32,7 @@ class DecodeOutput(NamedTuple):
 
 
 class Inferencer(Protocol):
-    """Target-only decoding in two phases; the cache grows by exactly the query tokens."""
+    """Non-speculative decoding in two phases; the cache grows by exactly the query tokens."""
 
     def prefill(
         self, query_token_ids: torch.Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy

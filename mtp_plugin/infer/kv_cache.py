@@ -50,7 +50,7 @@ class KVCache(Protocol):
 
 
 class DynamicKVCache:
-    """A `KVCache` that reallocates on every update: the plainest one that is correct."""
+    """A simple `KVCache` that reallocates on every update."""
 
     def __init__(self) -> None:
         self._kv_states: list[KVState] = []

@@ -1,4 +1,4 @@
-"""What target-only decoding asks of a model, and any transformers causal language model as one."""
+"""Interface of a language model with an external KV cache, and its transformers implementation."""
 
 from __future__ import annotations
 

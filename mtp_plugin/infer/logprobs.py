@@ -1,5 +1,4 @@
-"""Log-probabilities of a row of logits; told are those of the model's own, before a request's
-options change them, or of what these leave."""
+"""Log-probabilities of a row of logits, raw or processed by the request's options."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ import torch
 
 
 class Logprobs(NamedTuple):
-    """What is told of one token."""
+    """Log-probability of a token and of the top-k tokens."""
 
     logprob: float
     top: dict[int, float]
-    """The most likely ids, the likeliest first, the lowest first of equals."""
+    """Top-k token ids by descending log-probability, ties by ascending id."""
 
 
 def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
-    """Log-probabilities of a token, and of the most likely ones, under a row [V]."""
+    """Return the log-probabilities of a token and of the top-k tokens under a row [V]."""
     logprobs = raw_logprobs(logits)
     ids = usable(logits).sort(descending=True, stable=True).indices[:num_top].tolist()
     return Logprobs(float(logprobs[token]), {one: float(logprobs[one]) for one in ids})

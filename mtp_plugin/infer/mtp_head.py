@@ -1,10 +1,10 @@
-"""Drafts by the layers that a model was trained with for them, at their plainest.
+"""Minimal drafter that uses a model's MTP layers.
 
-Such a layer reads the state that the target had over each token, beside the token that follows it,
-and says what comes behind that: over ``p q r s`` with ``t`` emitted it reads ``q r s t`` and drafts
-``u``. The next draft comes of a layer of its own, which reads what the first made of these rows
-beside the tokens one further on, ``r s t u`` (vanilla), or of the same layer, which reads what it
-made of its last row beside its draft ``u``, one row further (eagle).
+An MTP layer reads the target's hidden state at each token together with the next token, and
+predicts the token after that: for the tokens ``p q r s`` and the new token ``t`` it reads
+``q r s t`` and drafts ``u``. Vanilla: a second layer drafts the next token from the first layer's
+hidden states and the tokens ``r s t u``. Eagle: the same layer drafts it from its own last hidden
+state and ``u``, at the next position.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Chain: TypeAlias = Literal["output", "target_shift", "none"]
-"""The states that a further layer reads: what the one before made of its rows; the target's moved
-on by one, behind them the last that the one before made; the target's."""
+"""Hidden states that layer i + 1 reads: the output of layer i; the target's shifted by one plus the
+last output row of layer i; or the target's."""
 
 CAUSAL_ATTENTION = "sdpa"
-"""The attention of transformers by which rows without a mask see what is before them alone, where
-nothing is cached."""
+"""transformers' attention that is causal without a mask while nothing is cached."""
 
 
 class MTPModel(Protocol):
-    """A target and the layers that draft for it, in eval mode and without gradients."""
+    """A target model with its MTP layers, in eval mode and without gradients."""
 
     @property
     def target(self) -> PreTrainedModel:
@@ -45,20 +44,20 @@ class MTPModel(Protocol):
 
     @property
     def mtp_layers(self) -> nn.ModuleList:
-        """A layer per depth; its head is the target's."""
+        """One layer per depth; the head is the target's."""
         ...
 
 
 class MTPTarget(TransformersLanguageModel):
-    """The target as a language model that keeps its states of the one text that it reads."""
+    """The target as a `LanguageModel` that keeps the hidden states of its sequence."""
 
     def __init__(self, model: MTPModel) -> None:
         super().__init__(model.target)
         self.states: torch.Tensor | None = None
-        """[N, H], of all tokens that were read and not forgotten by the last call."""
+        """[N, H], the hidden states of all tokens in the cache after the last call."""
 
     def forward(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-        """See `LanguageModel.forward`; of one text."""
+        """See `LanguageModel.forward`; batch size 1."""
         past, read = kv_cache.get_num_tokens(), []
         model: Any = self.model
         hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -73,20 +72,18 @@ class MTPTarget(TransformersLanguageModel):
 
 
 class MTPDrafter:
-    """The layers as a `Drafter`.
+    """`Drafter` that uses the MTP layers.
 
-    What they made of tokens that stand is kept, and what they made of their own drafts is cropped,
-    as the target forgets drafts that did not stand.
+    KV cache rows of accepted tokens are kept, rows of drafts are cropped, as in the target's cache.
 
     Args:
-        model: the target and its layers.
-        target: reads the text; the drafter must be asked behind it.
-        is_vanilla: a layer per draft; else the first drafts everything.
-        chain: of vanilla.
-        role: of the noise that drafts are drawn with: the target's for `coupled`, `Role.DRAFT` for
-            `rejection`, which must not know what the target will draw; None: the first choice of
-            the layer's logits, drawn or not.
-        vocab_ids: that may be drafted; None: all.
+        model: the target and its MTP layers.
+        target: runs before the drafter in each step and provides the hidden states.
+        is_vanilla: use one layer per draft; else the first layer makes all drafts.
+        chain: the hidden states of further layers (vanilla).
+        role: noise for sampling drafts: `Role.TARGET` for `coupled`, `Role.DRAFT` for `rejection`,
+            whose drafts must be independent of the target's noise; None: drafts are the argmax.
+        vocab_ids: token ids that may be drafted; None: all.
     """
 
     def __init__(
@@ -107,10 +104,10 @@ class MTPDrafter:
         self._caches = [DynamicKVCache() for _ in (self._layers if is_vanilla else range(1))]
 
     def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
-        """As `Drafter.draft`; nothing before the target has read the prompt.
+        """See `Drafter.draft`; returns no drafts before the target has read the prompt.
 
         Raises:
-            ConfigError: fewer layers than drafts need.
+            ConfigError: the model has too few MTP layers.
         """
         needed = num_drafts if self._is_vanilla else min(num_drafts, 1)
         expect(
@@ -138,7 +135,7 @@ class MTPDrafter:
 
     def _of_many_layers(self, text: _Drafts, num_drafts: int) -> None:
         caches, end = self._caches[:num_drafts], len(text.tokens) - 1
-        # the last of N layers read N - 1 drafts in its last rows
+        # the last N - 1 rows of layer N hold drafts
         start = max(0, min(cache.get_num_tokens() for cache in caches) - num_drafts + 1)
         rows = self._states(start, end)
         for depth, cache in enumerate(caches):
@@ -152,7 +149,7 @@ class MTPDrafter:
                 rows = torch.cat([rows[1:], made[-1:]])
 
     def _states(self, start: int, end: int) -> torch.Tensor:
-        """The target's of some tokens [N, H]."""
+        """Return the target's hidden states [N, H] of a range of tokens."""
         states = self._target.states
         num_read = 0 if states is None else len(states)
         if states is None or num_read < end:
@@ -163,7 +160,7 @@ class MTPDrafter:
     def _run(
         self, depth: int, cache: KVCache, tokens: Sequence[int], rows: torch.Tensor
     ) -> torch.Tensor:
-        """What a layer makes [N, H] of tokens and states that follow what the cache holds."""
+        """Run a layer on tokens and hidden states that follow those in its cache -> [N, H]."""
         past = cache.get_num_tokens()
         positions = torch.arange(past, past + len(tokens), device=rows.device)
         made: torch.Tensor = self._layers[depth](
@@ -176,8 +173,7 @@ class MTPDrafter:
         return made
 
     def _mask(self, past: int, num_rows: int) -> torch.Tensor | None:
-        """Added to scores [1, 1, N, past + N], so that new rows see themselves and what is before
-        them; None: the attention sees to that."""
+        """Return the causal mask [1, 1, N, past + N], or None if the attention needs none."""
         config: Any = self._target.model.config
         if num_rows == 1 or (past == 0 and config._attn_implementation == CAUSAL_ATTENTION):
             return None
@@ -187,7 +183,7 @@ class MTPDrafter:
 
     @torch.no_grad()
     def _logits(self, depth: int, row: torch.Tensor) -> torch.Tensor:
-        """[V] of what the layer made of a row [1, H]."""
+        """Return the logits [V] of a row [1, H] of the layer's output."""
         layer: Any = self._layers[depth]
         logits = usable(layer.shared_head(row, self._head, None, True)[0])
         if self._vocab_ids is None:
@@ -197,7 +193,7 @@ class MTPDrafter:
 
 
 class _Drafts:
-    """A text, and its drafts so far."""
+    """A sequence and its drafts so far."""
 
     def __init__(self, rule: SamplingRule, output: Sequence[int], role: Role | None) -> None:
         self._rule, self._role, self._output = rule, role, list(output)
@@ -205,7 +201,7 @@ class _Drafts:
         self.so_far = Draft([], [] if role is Role.DRAFT else None)
 
     def add(self, row: torch.Tensor) -> bool:
-        """Draw the next draft of a row [V]; whether there was one."""
+        """Sample the next draft from a row [V]; return False if the row has no usable value."""
         rule, drafts = self._rule, self.so_far
         before = [*self._output, *drafts.token_ids]
         if self._role is None:
@@ -222,7 +218,7 @@ class _Drafts:
 
 
 class _Attention:
-    """A layer's cache as its attention asks for it."""
+    """Adapter from a `KVCache` to the cache interface of transformers' attention."""
 
     def __init__(self, cache: KVCache, mask: torch.Tensor | None) -> None:
         self._cache, self._mask = cache, mask
@@ -232,6 +228,6 @@ class _Attention:
         return {"past_key_values": self, "attention_mask": self._mask, "use_cache": True}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> KVState:
-        """Those of new rows -> those of all rows."""
+        """Append keys and values of new rows; return those of all rows."""
         self._cache.update([KVState(keys, values)])
         return self._cache.get_kv_states()[0]

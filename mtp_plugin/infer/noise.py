@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same for the same seed, token and place, whoever asks."""
+"""Counter-based random numbers: a function of seed, token id, position and role."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Role(IntEnum):
-    """What numbers are drawn for: no two uses share them."""
+    """What random numbers are for; different uses have independent numbers."""
 
-    TARGET = 0  # and drafts that guess the target's own draw
+    TARGET = 0  # also coupled drafts
     DRAFT = 1
-    ACCEPTANCE = 2  # of token id 0
-    RESIDUAL = 3  # and bonus tokens behind rejected or accepted drafts
+    ACCEPTANCE = 2  # the number of token id 0
+    RESIDUAL = 3  # also bonus tokens after the drafts
 
 
 def gumbel(seed: tuple[int, int], index: int, vocab_size: int, role: Role) -> torch.Tensor:
@@ -28,7 +28,7 @@ def gumbel(seed: tuple[int, int], index: int, vocab_size: int, role: Role) -> to
 
     Args:
         seed: low and high word.
-        index: absolute, of the token being drawn; the first of a text of P prompt tokens has P.
+        index: absolute position of the sampled token; P for the first after P prompt tokens.
     """
     return -torch.log(-torch.log1p(-uniform(seed, index, vocab_size, role).double()))
 

@@ -32,10 +32,10 @@ class RequestSampleStrategy:
         self.output = list(output)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """The id [1] int64 behind the output so far from logits [1, V]; `NO_TOKEN`: there is none.
+        """Choose the token id [1] int64 after the output so far from logits [1, V].
 
         Raises:
-            TensorContractError: other than one row.
+            TensorContractError: there is more than one row.
         """
         expect(
             logits.dim() == 2 and len(logits) == 1,

@@ -1,4 +1,4 @@
-"""How the tokens of one request follow from logits, as its options say."""
+"""Choose the tokens of one request from logits according to its options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtp_plugin.requests.options import GREEDY_BELOW, SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 
 NO_TOKEN = -1
-"""Chosen of a row without any usable value."""
+"""Returned for a row without any usable value."""
 
 _NEITHER_SERVED_NOR_IDLE = frozenset(
     {
@@ -35,21 +35,21 @@ _NEITHER_SERVED_NOR_IDLE = frozenset(
 
 
 class SamplingRule:
-    """The tokens of one request, each a function of a row of logits and of what stands before it.
+    """Chooses a request's tokens, each from a row of logits and the tokens before it.
 
-    In this order: bias, allowed ids and bad words, ``min_tokens``, penalties, temperature, top-k,
-    top-p of what that leaves, min-p, a seeded draw. A row that must go on with the end of thinking
-    allows nothing else.
+    The order is: logit bias, allowed ids and bad words, ``min_tokens``, penalties, temperature,
+    top-k, top-p (of the tokens kept by top-k), min-p, seeded sampling. When the thinking budget is
+    spent, only the next token of the end-of-thinking tag is allowed.
 
     Args:
-        params: the options; those of speculation change nothing here.
-        prompt_ids: of the request.
-        number: of the request; decides its seed where it gives none.
-        end_ids: of the model.
-        thinking: its ids; asked for by a budget.
+        params: the request options; speculation options have no effect.
+        prompt_ids: tokens of the prompt.
+        number: request number; determines the seed if ``params`` has none.
+        end_ids: EOS token ids of the model.
+        thinking: the thinking tags; required for a thinking budget.
 
     Raises:
-        RequestError: options that are not given here, or a budget without ``thinking``.
+        RequestError: an option is not supported, or a budget is given without ``thinking``.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class SamplingRule:
         self.thinking = thinking
         ends = () if params.ignore_eos else tuple(end_ids)
         self._end_ids = {*ends, *params.stop_token_ids}
-        self._banned: list[tuple[int, ...]] = [(token,) for token in params.bad_token_ids]
-        self._banned += [word for word in params.bad_words if not isinstance(word, str)]
+        self._bad_words: list[tuple[int, ...]] = [(token,) for token in params.bad_token_ids]
+        self._bad_words += [word for word in params.bad_words if not isinstance(word, str)]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the first choice is taken."""
+        """Whether tokens are the argmax."""
         return self.temperature < GREEDY_BELOW
 
     def choose(self, logits: torch.Tensor, output: Sequence[int], role: Role = Role.TARGET) -> int:
-        """The token behind ``output``, of the row [V] that predicts it; `NO_TOKEN`: there is none.
+        """Choose the token after ``output`` from its row of logits [V]; may return `NO_TOKEN`.
 
         Args:
-            role: of the noise; drafts of the target's own draws have the target's.
+            role: what the noise is for; coupled drafts use the noise of the target.
         """
         scores = self.scores(logits, output)
         if scores.max() == -torch.inf:
@@ -92,28 +92,28 @@ class SamplingRule:
         return int((scores + self.noise(output, len(scores), role)).argmax())
 
     def first(self, logits: torch.Tensor, output: Sequence[int]) -> int:
-        """The highest of edited logits, drawn or not; `NO_TOKEN`: there is none."""
+        """Return the argmax of the processed logits, also for sampled requests, or `NO_TOKEN`."""
         values = self.edited(logits, output)
         return NO_TOKEN if values.max() == -torch.inf else int(values.argmax())
 
     def noise(
         self, output: Sequence[int], vocab_size: int, role: Role = Role.TARGET
     ) -> torch.Tensor:
-        """[V] float64: what is added to the scores of the token behind ``output``."""
+        """[V] float64: Gumbel noise for the token after ``output``."""
         return gumbel(self.seed, len(self.prompt) + len(output), vocab_size, role)
 
     def probabilities(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """[V] float64: how likely each id is drawn behind ``output``."""
+        """[V] float64: probabilities from which the token after ``output`` is sampled."""
         return self.scores(logits, output).double().softmax(dim=0)
 
     def scores(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """[V] float32: `scaled` logits, -inf outside the cuts; greedy: without cuts."""
+        """[V] float32: `scaled` logits, -inf for truncated tokens; greedy: not truncated."""
         scores = self.scaled(logits, output)
-        return scores if self.is_greedy or scores.max() == -torch.inf else self._cut(scores)
+        return scores if self.is_greedy or scores.max() == -torch.inf else self._truncate(scores)
 
     def scaled(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """[V] float32: (x - maximum) / temperature of edited logits; greedy: of temperature 1. A
-        row with +inf has the lowest such id alone."""
+        """[V] float32: (x - maximum) / temperature of processed logits; greedy: temperature 1. In
+        a row with +inf only the lowest such id is kept."""
         values = self.edited(logits, output)
         highest = values.max()
         if highest == torch.inf:
@@ -123,8 +123,7 @@ class SamplingRule:
         return (values - highest) / _single(1.0 if self.is_greedy else self.temperature)
 
     def edited(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """Logits [V] float32 behind ``output`` with everything done to them that comes before
-        temperature."""
+        """[V] float32: logits after all processing that precedes the temperature."""
         forced = self.forced(output)
         if forced is not None:
             return _alone(forced, len(logits))
@@ -134,7 +133,7 @@ class SamplingRule:
         return self._penalised(values, output)
 
     def forced(self, output: Sequence[int]) -> int | None:
-        """The id that has to follow, since the budget of thinking is spent; None: any may."""
+        """Return the token forced by a spent thinking budget, or None."""
         budget = self.params.thinking_token_budget
         if budget is None or self.thinking is None:
             return None
@@ -149,14 +148,14 @@ class SamplingRule:
         return values.index_add(0, torch.tensor(list(bias)), added)
 
     def _excluded(self, output: Sequence[int], vocab_size: int) -> torch.Tensor:
-        """[V] bool: ids that are not allowed, or would complete a bad word."""
+        """[V] bool: tokens that are not allowed or would complete a bad word."""
         allowed, excluded = self.params.allowed_token_ids, torch.zeros(vocab_size, dtype=torch.bool)
         if allowed is not None:
             _expect_in_vocabulary("allowed_token_ids", allowed, vocab_size)
             excluded[:] = True
             excluded[list(allowed)] = False
         tokens = (*self.prompt, *output)
-        for word in self._banned:
+        for word in self._bad_words:
             _expect_in_vocabulary("bad_words and bad_token_ids", word, vocab_size)
             beginning, last = word[:-1], word[-1]
             if tokens[max(0, len(tokens) - len(beginning)) :] == beginning:
@@ -164,7 +163,7 @@ class SamplingRule:
         return excluded
 
     def _without_ends(self, values: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        """Values without ids that would end the text too early, where others are left."""
+        """Mask stop tokens before ``min_tokens``, unless no other token is left."""
         if len(output) >= self.params.min_tokens:
             return values
         others = values.clone()
@@ -183,21 +182,21 @@ class SamplingRule:
             penalised = values - _single(params.presence_penalty)
             penalised = penalised - _single(params.frequency_penalty) * counts
             values = torch.where(counts > 0, penalised, values)
-        return usable(values)  # of a masked id to which infinity was added
+        return usable(values)  # -inf + inf of a masked token is NaN
 
-    def _cut(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [V], -inf where top-k, then top-p of the rest, then min-p leave an id out; of
-        equals at a cut the lowest ids stay."""
+    def _truncate(self, scores: torch.Tensor) -> torch.Tensor:
+        """Truncate scores [V] by top-k, then top-p, then min-p; of equal scores the lowest ids are
+        kept."""
         params = self.params
         ordered, order = scores.sort(descending=True, stable=True)
         if params.top_k:
             ordered[params.top_k :] = -torch.inf
         weights = ordered.double().exp()
         if params.top_p is not None and params.top_p < 1:
-            ahead = weights.cumsum(0) - weights
-            is_behind = ahead >= _single(params.top_p) * weights.sum()
-            is_behind[0] = False
-            ordered[is_behind] = -torch.inf
+            mass_before = weights.cumsum(0) - weights
+            is_outside = mass_before >= _single(params.top_p) * weights.sum()
+            is_outside[0] = False
+            ordered[is_outside] = -torch.inf
         if params.min_p:
             ordered[weights < _single(params.min_p)] = -torch.inf
         return torch.empty_like(scores).scatter(0, order, ordered)
@@ -216,12 +215,12 @@ def _alone(token: int, vocab_size: int) -> torch.Tensor:
 
 
 def _single(value: float) -> torch.Tensor:
-    """Rounded to float32, as a device holds it: beyond its range the largest there is."""
+    """Round to float32 as stored on the device, clamped to its range."""
     return torch.tensor(within_float32(value), dtype=torch.float32)
 
 
 def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """[V] float32: how often each id stands in the tokens."""
+    """[V] float32: number of occurrences of each token id."""
     counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
     return counts[:vocab_size].to(torch.float32)
 
@@ -239,9 +238,11 @@ def _expect_served(params: SamplingParams, thinking: Thinking | None) -> None:
     ]
     if params.thinking_token_budget is not None and thinking is None:
         budget = params.thinking_token_budget
-        problems.append(f"thinking_token_budget={budget} (expected the ids around thinking)")
+        problems.append(f"thinking_token_budget={budget} (expected the ids of the thinking tags)")
     expect(
-        not problems, RequestError, f"target-only decoding: not supported: {', '.join(problems)}"
+        not problems,
+        RequestError,
+        f"non-speculative decoding: not supported: {', '.join(problems)}",
     )
 
 

@@ -1,9 +1,9 @@
-"""Speculative decoding at its plainest: guess some tokens, read them all at once, keep what holds.
+"""Minimal speculative decoding: draft tokens, score all of them in one forward pass, verify.
 
-A forward pass over several tokens takes hardly longer than one over a single token. So somebody
-cheap drafts what may follow (`Drafter`), the target reads all drafts in one pass (`Scorer`), and
-its rows say how many of them stand (`coupled`, `rejection`) and what follows the last that does. A
-step emits that token at least, and one more for every draft that stood.
+A forward pass over several tokens takes hardly longer than over one. A cheap `Drafter` proposes
+draft tokens, the target scores all of them in one pass (`Scorer`), and verification (`coupled`,
+`rejection`) determines how many are accepted. A step generates the accepted drafts and one bonus
+token from the target.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ if TYPE_CHECKING:
 
 
 class Draft(NamedTuple):
-    """Guesses of what follows a text."""
+    """Draft tokens of one step."""
 
     token_ids: list[int]
     probabilities: list[torch.Tensor] | None = None
-    """[V] each, what a guess was drawn from; None: nobody drew, each was the only one."""
+    """[V] each, the distribution each draft was sampled from; None: drafts are deterministic."""
 
 
 class Drafter(Protocol):
-    """Whoever guesses: bad guesses cost time, and change no text."""
+    """Proposes draft tokens; bad drafts cost time but do not change the output."""
 
     def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
-        """At most so many tokens that may follow the prompt of the rule and this output."""
+        """Return at most ``num_drafts`` tokens that may follow the rule's prompt and ``output``."""
         ...
 
 
 Verify = Callable[[SamplingRule, torch.Tensor, Draft, Sequence[int]], list[int]]
-"""The request's rule, the target's rows [K + 1, V], its drafts and the output before them -> the
-run of tokens that a step emits: the drafts that stand, then one token of the target's."""
+"""(rule, target logits [K + 1, V], drafts, output before them) -> output tokens of the step: the
+accepted drafts and one token from the target."""
 
 
 class Speculated(NamedTuple):
-    """A text and how it came about."""
+    """Result of speculative decoding with its statistics."""
 
     decoded: Decoded
     emitted: list[int]
-    """Tokens of every step, a forward pass of the target each; the first one reads the prompt."""
+    """Output tokens per step (one forward pass of the target); the first step is the prefill."""
     drafted: list[int]
-    """Drafts of every step."""
+    """Draft tokens per step."""
     num_accepted: int
-    """Drafts that stand in the text."""
+    """Number of accepted drafts in the output."""
 
     @property
     def num_steps(self) -> int:
-        """Forward passes of the target."""
+        """Number of forward passes of the target."""
         return len(self.emitted)
 
 
@@ -71,16 +71,16 @@ def speculative_decode(
     num_drafts: int,
     verify: Verify | None = None,
 ) -> Speculated:
-    """Continue a prompt with the help of drafts.
+    """Decode a request speculatively.
 
     Args:
         model: the target.
-        text: the prompt and its options.
-        num_drafts: in a step at most; the options may allow fewer.
-        verify: `rejection`, or `coupled` (None), whose text is that of `decode`.
+        text: the request.
+        num_drafts: maximum number of drafts per step; the request may set a lower limit.
+        verify: `rejection`, or `coupled` (default), whose output is that of `decode`.
 
     Raises:
-        ConfigError: a negative number of drafts.
+        ConfigError: ``num_drafts`` is negative.
     """
     expect(num_drafts >= 0, ConfigError, f"num_drafts: expected at least 0, got {num_drafts}")
     num_drafts = _allowed(num_drafts, text.params)
@@ -93,26 +93,26 @@ def speculative_decode(
         num_rows = len(draft.token_ids) + 1
         rows = scorer.score([*text.tokens, *draft.token_ids], num_rows)
         if not emitted:
-            text.tell_prompt(rows)
+            text.add_prompt_logprobs(rows)
         rows = rows[-num_rows:].clone()  # the prompt's rows are not kept alive
         run = verify(text.rule, rows, draft, text.output)
-        num_standing, length = len(run) - 1, len(text.output)
-        text.extend(run, rows, num_standing)
+        num_kept, length = len(run) - 1, len(text.output)
+        text.extend(run, rows, num_kept)
         emitted.append(len(text.output) - length)
         drafted.append(len(draft.token_ids))
-        num_accepted += min(num_standing, emitted[-1])
+        num_accepted += min(num_kept, emitted[-1])
     return Speculated(text.decoded(), emitted, drafted, num_accepted)
 
 
 def _allowed(num_drafts: int, params: SamplingParams) -> int:
-    """So many drafts of a step, as far as a request's options want them."""
+    """Limit the number of drafts by the request's options."""
     if not params.speculate:
         return 0
     return num_drafts if params.max_draft_len is None else min(num_drafts, params.max_draft_len)
 
 
 class Scorer:
-    """A model and what it has read."""
+    """A model with the KV cache of one sequence."""
 
     def __init__(self, model: LanguageModel | PreTrainedModel) -> None:
         self._model, self._device = as_language_model(model), device_of(model)
@@ -120,9 +120,9 @@ class Scorer:
         self._read: list[int] = []
 
     def score(self, tokens: Sequence[int], num_rows: int = 1) -> torch.Tensor:
-        """Rows [N, V] behind the last N tokens: those not read before, and ``num_rows`` at least.
+        """Return the logits [N, V] of the tokens not in the cache, and of at least ``num_rows``.
 
-        What was read and is not among the tokens, as drafts that did not stand, is forgotten.
+        Cached tokens that differ from ``tokens``, such as rejected drafts, are dropped.
         """
         kept, most = 0, min(len(self._read), len(tokens) - num_rows)
         while kept < most and self._read[kept] == tokens[kept]:
@@ -133,16 +133,16 @@ class Scorer:
         return self._model.forward(query, self._cache)[0]
 
 
-# --- which drafts stand ---
+# --- verification ---
 
 
 def coupled(
     rule: SamplingRule, rows: torch.Tensor, draft: Draft, output: Sequence[int]
 ) -> list[int]:
-    """A draft stands while it is what the target chooses there: the text is the target's own.
+    """Accept drafts as long as they equal the target's own token: the output is the target's.
 
-    The noise of a draw depends on its place alone, so a drafter with the same noise often guesses
-    right. Greedy decoding is the same without noise.
+    The noise depends only on seed, token id and position, so that a drafter with the same noise
+    often samples the same token. Greedy decoding is the case without noise.
     """
     run: list[int] = []
     for row, guess in zip(rows, (*draft.token_ids, NO_TOKEN), strict=True):
@@ -155,9 +155,11 @@ def coupled(
 def rejection(
     rule: SamplingRule, rows: torch.Tensor, draft: Draft, output: Sequence[int]
 ) -> list[int]:
-    """A draft drawn from q stands with probability p / q, else the token is drawn from what of p
-    lies above q: the text is another than the target's own, its distribution the same. The first
-    token is the target's own where nobody drafted for it."""
+    """Standard rejection sampling: accept a draft from q with probability min(1, p / q).
+
+    After a rejection, sample from the recovered distribution max(0, p - q). The output has the
+    target's distribution. A first token without drafts is the target's own.
+    """
     if rule.is_greedy or not (draft.token_ids or output):
         return coupled(rule, rows, draft, output)
     run: list[int] = []
@@ -166,7 +168,7 @@ def rejection(
         target = rule.probabilities(row, [*output, *run])
         if target.isnan().any():
             return [*run, NO_TOKEN]
-        left = target
+        recovered = target
         if place < len(draft.token_ids):
             guess = draft.token_ids[place]
             drafted = _one_point(guess, target)
@@ -176,10 +178,10 @@ def rejection(
             if chance < target[guess] / drafted[guess]:
                 run.append(guess)
                 continue
-            left = (target - drafted).clamp_min(0)
-            left = left if left.sum() > 0 else target
-        noise = gumbel(rule.seed, index, len(left), Role.RESIDUAL)
-        run.append(int((left.log() + noise).argmax()))
+            recovered = (target - drafted).clamp_min(0)
+            recovered = recovered if recovered.sum() > 0 else target
+        noise = gumbel(rule.seed, index, len(recovered), Role.RESIDUAL)
+        run.append(int((recovered.log() + noise).argmax()))
         break
     return run
 

@@ -1,4 +1,4 @@
-"""The budget of thinking: which id has to follow, if one has to."""
+"""The thinking budget: which token is forced, if any."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 
 class Thinking(NamedTuple):
-    """The ids around a model's thinking."""
+    """The token ids of a model's thinking tags."""
 
     begin: int
     end: tuple[int, ...]
-    """What ends it, and is written where the budget is spent."""
+    """The end-of-thinking tag, forced when the budget is spent."""
     end_token: int | None = None
-    """An id that ends it by itself, where ``end`` is more than that."""
+    """A single token that also ends thinking, if ``end`` has more tokens."""
 
 
 def forced_token(
     thinking: Thinking, budget: int, prompt: Sequence[int], output: Sequence[int]
 ) -> int | None:
-    """The id that has to follow these tokens; None: any may.
+    """Return the token that must follow, or None if any may.
 
-    A budget counts tokens of the output behind the begin id, wherever that stands. When it is
-    spent, the end is written, from where the text has already begun with it.
+    The budget limits the output tokens after the begin token, which may be in the prompt. When it
+    is spent, the end tag is forced, starting after the part of it that was already generated.
     """
     end = tuple(thinking.end)
     spent: int | None = None  # None: not thinking
-    written = 0  # so many tokens of the end stand last
+    written = 0  # number of end-tag tokens at the end of the sequence
     is_forced = False
     for place, token in enumerate((*prompt, *output)):
         if is_forced:
@@ -46,6 +46,6 @@ def forced_token(
 
 
 def _end_written(end: tuple[int, ...], written: int, token: int) -> int:
-    """How many tokens of the end stand last, of which ``written`` stood there before ``token``."""
+    """Number of end-tag tokens at the end, given ``written`` of them before ``token``."""
     seen = (*end[:written], token)
     return max(n for n in range(len(seen) + 1) if seen[len(seen) - n :] == end[:n])

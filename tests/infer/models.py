@@ -25,10 +25,10 @@ class TableModel:
         like: TableModel | None = None,
         noise: float = 1.0,
     ) -> None:
-        dice = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         self.vocab_size = vocab_size if like is None else like.vocab_size
         shape = (self.vocab_size, self.vocab_size, self.vocab_size)
-        self.rows = torch.randn(shape, generator=dice) * (2 if like is None else noise)
+        self.rows = torch.randn(shape, generator=rng) * (2 if like is None else noise)
         if like is not None:
             self.rows += like.rows
         self.num_fed: list[int] = []
@@ -54,7 +54,7 @@ class FirstChoices:
 
 
 class LanguageModelDrafter:
-    """A `Drafter` that asks another language model.
+    """A `Drafter` that uses another language model.
 
     Args:
         role: of the noise it draws with.
@@ -65,9 +65,9 @@ class LanguageModelDrafter:
 
     def draft(self, rule: SamplingRule, output: Sequence[int], num_drafts: int) -> Draft:
         tokens = list(output)
-        drawn_from: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         for _ in range(num_drafts):
             row = self._scorer.score([*rule.prompt, *tokens])[-1]
-            drawn_from.append(rule.probabilities(row, tokens))
+            distributions.append(rule.probabilities(row, tokens))
             tokens.append(rule.choose(row, tokens, self._role))
-        return Draft(tokens[len(output) :], drawn_from)
+        return Draft(tokens[len(output) :], distributions)

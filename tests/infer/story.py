@@ -1,4 +1,4 @@
-"""One row of one request told over lists of numbers: what is done to it, and what is drawn."""
+"""Processing and sampling of one row of one request, written over lists of numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choose(
     end_ids: Sequence[int] = (),
     thinking: Thinking | None = None,
 ) -> int:
-    """The token behind prompt and output; the seed must be given; -1: there is none."""
+    """The token after prompt and output; the seed is required; -1: no usable value."""
     forced = forced_id(params, prompt, output, thinking)
     if forced is not None:
         return forced

@@ -1,4 +1,4 @@
-"""Plain decoding of one prompt: where it ends, what is told beside it, and how it goes on."""
+"""Plain decoding of one prompt: where it ends, what it returns, and how it continues."""
 
 from __future__ import annotations
 
@@ -89,23 +89,23 @@ def test_log_probabilities_are_the_model_s_own() -> None:
     assert first is None
     assert len(others) == len(PROMPT) - 1
     assert len(text.logprobs) == len(text.token_ids)
-    for token, row, told in zip(whole[1:], rows, [*others, *text.logprobs], strict=False):
-        assert told is not None
-        assert told.logprob == pytest.approx(float(row[token]), abs=1e-6)
-        best = row.topk(len(told.top))
-        assert list(told.top) == best.indices.tolist()
-        assert list(told.top.values()) == pytest.approx(best.values.tolist(), abs=1e-6)
-    assert {len(told.top) for told in text.logprobs} == {3}
+    for token, row, entry in zip(whole[1:], rows, [*others, *text.logprobs], strict=False):
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-6)
+        best = row.topk(len(entry.top))
+        assert list(entry.top) == best.indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert {len(entry.top) for entry in text.logprobs} == {3}
 
 
 def test_log_probabilities_of_none_but_the_token() -> None:
     text = decoded({"logprobs": 0})
     assert text.prompt_logprobs is None
     assert text.logprobs is not None
-    assert [told.top for told in text.logprobs] == [{}] * 10
+    assert [entry.top for entry in text.logprobs] == [{}] * 10
 
 
-def test_the_prompt_is_told_of_even_where_nothing_follows() -> None:
+def test_prompt_logprobs_without_output() -> None:
     text = decoded({"prompt_logprobs": 0, "logprobs": 0}, max_seq_len=5)
     assert text.token_ids == text.logprobs == []
     assert text.prompt_logprobs is not None
@@ -124,10 +124,10 @@ def test_the_prompt_is_told_of_even_where_nothing_follows() -> None:
     ],
 )
 def test_log_probabilities_of_odd_rows(row, token, expected) -> None:
-    told = logprobs_of(torch.tensor(row), token, 2)
-    assert told.logprob == pytest.approx(expected[0], abs=1e-4)
-    assert list(told.top) == expected[1]
-    assert told == Logprobs(told.logprob, told.top)
+    entry = logprobs_of(torch.tensor(row), token, 2)
+    assert entry.logprob == pytest.approx(expected[0], abs=1e-4)
+    assert list(entry.top) == expected[1]
+    assert entry == Logprobs(entry.logprob, entry.top)
 
 
 def test_a_row_without_values_is_an_error() -> None:
@@ -142,14 +142,14 @@ def test_bad_requests_are_named() -> None:
         decode(MODEL, [], SamplingParams())
     with pytest.raises(RequestError, match=r"stop=\('x',\): expected a tokenizer, got none"):
         decode(MODEL, [1], SamplingParams(stop="x"))
-    with pytest.raises(RequestError, match="the text has not ended behind 0 tokens"):
+    with pytest.raises(RequestError, match="the request has not finished after 0 tokens"):
         Continuation([1], SamplingParams()).decoded()
 
 
-def test_log_probabilities_are_of_what_was_asked() -> None:
+def test_logprobs_mode_as_requested() -> None:
     """A request may name the mode of who decodes, and no other."""
-    for asked, given in (("raw", "processed"), ("processed", "raw")):
-        params = SamplingParams(logprobs=0, logprobs_mode=asked)
-        Continuation([1], params, logprobs_mode=asked)
-        with pytest.raises(RequestError, match=f"^logprobs_mode='{asked}': expected '{given}', of"):
+    for mode, given in (("raw", "processed"), ("processed", "raw")):
+        params = SamplingParams(logprobs=0, logprobs_mode=mode)
+        Continuation([1], params, logprobs_mode=mode)
+        with pytest.raises(RequestError, match=f"^logprobs_mode='{mode}': expected '{given}', the"):
             Continuation([1], params, logprobs_mode=given)

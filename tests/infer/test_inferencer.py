@@ -62,7 +62,7 @@ class InferencerContract:
         assert torch.equal(output.token_ids, expected[:, -1:].argmax(dim=-1))
         assert cache.get_num_tokens() == 5
 
-    def test_prefill_behind_other_tokens(self, model: PreTrainedModel) -> None:
+    def test_prefill_after_other_tokens(self, model: PreTrainedModel) -> None:
         cache = DynamicKVCache()
         inferencer = self.make_inferencer(TransformersLanguageModel(model))
         inferencer.prefill(PROMPT[:, :2], cache, GREEDY)

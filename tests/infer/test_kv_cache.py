@@ -19,7 +19,7 @@ class KVCacheContract:
         raise NotImplementedError
 
     def states(self, num_tokens: int, start: int = 0) -> list[KVState]:
-        """States that tell layer and token: layer l, token t holds 100 l + t."""
+        """States that encode layer and token: layer l, token t holds 100 l + t."""
 
         def one(layer: int, heads: int, width: int) -> torch.Tensor:
             tokens = 100.0 * layer + torch.arange(start, start + num_tokens)

@@ -1,4 +1,4 @@
-"""Drafts by a model's own layers: those of a fresh run over the text, whatever stood before."""
+"""Drafts by a model's own layers: those of a fresh run over the text, whatever came before."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_drafts_are_those_of_a_fresh_run(
     load: Load, family: str, is_vanilla: bool, chain: Chain
 ) -> None:
     """A text that grows by one to four tokens at a time, the rest of what was read forgotten."""
-    model, dice = load(family), random.Random(0)
+    model, rng = load(family), random.Random(0)
     for k in (1, 2, 3):
         oracle = Oracle(model, k, vanilla=is_vanilla, chain=chain)
         target = MTPTarget(model)
@@ -79,11 +79,11 @@ def test_drafts_are_those_of_a_fresh_run(
         scorer, text, rule = Scorer(target), list(PROMPT), rule_of(PROMPT)
         for _ in range(6):
             scorer.score(text)
-            text.append(dice.randrange(VOCAB))
+            text.append(rng.randrange(VOCAB))
             drafts = drafter.draft(rule, text[len(PROMPT) :], k).token_ids
             assert drafts == oracle.fresh(tuple(text)).drafts
             scorer.score([*text, *drafts])
-            text += [dice.randrange(VOCAB) for _ in range(dice.randrange(4))]
+            text += [rng.randrange(VOCAB) for _ in range(rng.randrange(4))]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -145,7 +145,7 @@ def test_fused_layers_draft_the_same(tmp_path: Path, family: str, is_vanilla: bo
     assert texts[0].num_accepted > 0
 
 
-def test_as_many_drafts_as_are_asked_for(load: Load) -> None:
+def test_as_many_drafts_as_are_requested(load: Load) -> None:
     """Fewer, and more again."""
     model, target = load("glm4_moe"), MTPTarget(load("glm4_moe"))
     text, rule, scorer = [*PROMPT, 7], rule_of(PROMPT), Scorer(target)
@@ -158,7 +158,7 @@ def test_as_many_drafts_as_are_asked_for(load: Load) -> None:
         text += [9, 11]
 
 
-def test_how_drafts_are_drawn(load: Load) -> None:
+def test_how_drafts_are_sampled(load: Load) -> None:
     model = load("glm4_moe")
     rule = rule_of(PROMPT, temperature=1.5, seed=4)
     drafts = {}

@@ -1,4 +1,4 @@
-"""The rule of one request, beside its story in plain numbers and in examples."""
+"""The rule of one request, compared with a plain Python example and with given values."""
 
 from __future__ import annotations
 
@@ -235,14 +235,14 @@ def test_draws_follow_the_distribution() -> None:
         ({"bad_words": ["no"]}, "bad_words='no' (expected its token ids)"),
         (
             {"thinking_token_budget": 3},
-            "thinking_token_budget=3 (expected the ids around thinking)",
+            "thinking_token_budget=3 (expected the ids of the thinking tags)",
         ),
     ],
 )
 def test_options_that_are_not_given_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingRule(SamplingParams(**options), [0])
-    assert str(caught.value) == f"target-only decoding: not supported: {message}"
+    assert str(caught.value) == f"non-speculative decoding: not supported: {message}"
 
 
 @pytest.mark.parametrize(

@@ -70,17 +70,17 @@ class Script:
         return Draft(self.text[len(output) : len(output) + num_drafts])
 
 
-def asked(options: dict[str, Any]) -> SamplingParams:
+def requested(options: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"max_new_tokens": 24, **options})
 
 
 def continuation(options: dict[str, Any], **more: Any) -> Continuation:
     more = {"end_ids": [END], "thinking": THINKING, **more}
-    return Continuation(PROMPT, asked(options), **more)
+    return Continuation(PROMPT, requested(options), **more)
 
 
 def plain(options: dict[str, Any]) -> Any:
-    return decode(TARGET, PROMPT, asked(options), end_ids=[END], thinking=THINKING)
+    return decode(TARGET, PROMPT, requested(options), end_ids=[END], thinking=THINKING)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
@@ -112,18 +112,18 @@ def test_every_option_shows_in_the_text() -> None:
     texts = {name: plain(options) for name, options in zip(NAMES, OPTIONS, strict=True)}
     for name, text in texts.items():
         bare = plain(SAMPLED if "temperature" in name else {})
-        told = text.logprobs is not None
-        assert name in ("greedy", "temperature seed") or told or text != bare, name
+        has_logprobs = text.logprobs is not None
+        assert name in ("greedy", "temperature seed") or has_logprobs or text != bare, name
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_processed_log_probabilities_are_those_without_drafts(options: dict[str, Any]) -> None:
-    """Each behind the tokens of its own run that stand before it."""
+    """Each after the accepted tokens of its own run."""
     options = {**options, "logprobs": 3, "presence_penalty": 0.5}
     expected = decode(
         TARGET,
         PROMPT,
-        asked(options),
+        requested(options),
         end_ids=[END],
         thinking=THINKING,
         logprobs_mode="processed",
@@ -211,17 +211,17 @@ def test_rejection_repeats_with_its_seed() -> None:
     def text(seed: int) -> list[int]:
         drafter = LanguageModelDrafter(CHEAP, Role.DRAFT)
         options = {**SAMPLED, "seed": seed}
-        asked = continuation(options)
+        request = continuation(options)
         return speculative_decode(
-            TARGET, drafter, asked, num_drafts=3, verify=rejection
+            TARGET, drafter, request, num_drafts=3, verify=rejection
         ).decoded.token_ids
 
     assert text(1) == text(1)
     assert len({tuple(text(seed)) for seed in range(6)}) > 3
 
 
-@pytest.mark.parametrize("is_drawn", [True, False], ids=["drawn drafts", "one guess"])
-def test_rejection_keeps_the_distribution(is_drawn: bool) -> None:
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled drafts", "one guess"])
+def test_rejection_keeps_the_distribution(is_sampled: bool) -> None:
     """Chi-square of the first two tokens, of which none, one or both were drafts."""
     vocab, draws, prompt = 4, 900, [1, 2]
     target = TableModel(vocab, seed=4).rows / 2
@@ -230,10 +230,10 @@ def test_rejection_keeps_the_distribution(is_drawn: bool) -> None:
     num_accepted = 0
     for seed in range(draws):
         rule = SamplingRule(SamplingParams(temperature=0.8, top_k=3, seed=seed), prompt)
-        first = rule.choose(cheap[1, 2], [], Role.DRAFT) if is_drawn else 3
-        drawn_from = [rule.probabilities(cheap[1, 2], [])] if is_drawn else None
+        first = rule.choose(cheap[1, 2], [], Role.DRAFT) if is_sampled else 3
+        distributions = [rule.probabilities(cheap[1, 2], [])] if is_sampled else None
         rows = torch.stack([target[1, 2], target[2, first]])
-        run = rejection(rule, rows, Draft([first], drawn_from), [])
+        run = rejection(rule, rows, Draft([first], distributions), [])
         num_accepted += len(run) - 1
         if len(run) == 1:  # the next step, without drafts
             run += rejection(rule, target[2, run[0]].unsqueeze(0), Draft([]), run)
@@ -250,7 +250,7 @@ def test_rejection_keeps_the_distribution(is_drawn: bool) -> None:
 
 
 def test_rejection_draws_what_it_must_where_a_draft_is_all_there_is() -> None:
-    """A forced id among its drafts stands; any other does not."""
+    """A forced id among the drafts is accepted; any other is rejected."""
     params = SamplingParams(**SAMPLED, allowed_token_ids=[7])
     rule = SamplingRule(params, PROMPT)
     rows = torch.randn(3, 12)
@@ -263,12 +263,12 @@ def test_rejection_draws_what_it_must_where_a_draft_is_all_there_is() -> None:
 # --- errors ---
 
 
-def test_a_row_without_values_fails_behind_what_stands() -> None:
+def test_a_row_without_values_fails_after_the_accepted_drafts() -> None:
     broken = TableModel(seed=1)
     text = plain({"ignore_eos": True}).token_ids
     broken.rows[text[1], text[2]] = torch.nan
     options = {"ignore_eos": True}
-    expected = decode(broken, PROMPT, asked(options))
+    expected = decode(broken, PROMPT, requested(options))
     assert expected.finish_reason is FinishReason.ERROR
     assert expected.token_ids == text[:3]
     ran = speculative_decode(broken, Script(text), continuation(options), num_drafts=4)
@@ -289,9 +289,9 @@ def test_a_row_without_values_fails_behind_what_stands() -> None:
 def test_as_many_drafts_as_the_request_allows(
     options: dict[str, Any], most: int, verify: Any
 ) -> None:
-    """As if nobody could draft more."""
-    drafter, asked = LanguageModelDrafter(CHEAP, Role.DRAFT), {**SAMPLED, **options}
-    ran = speculative_decode(TARGET, drafter, continuation(asked), num_drafts=3, verify=verify)
+    """As if no more could be drafted."""
+    drafter, request = LanguageModelDrafter(CHEAP, Role.DRAFT), {**SAMPLED, **options}
+    ran = speculative_decode(TARGET, drafter, continuation(request), num_drafts=3, verify=verify)
     assert max(ran.drafted) == most
     bare = continuation(SAMPLED)
     assert ran == speculative_decode(TARGET, drafter, bare, num_drafts=most, verify=verify)

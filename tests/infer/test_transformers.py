@@ -90,7 +90,7 @@ END_ID = 11
 
 
 def processors(params: SamplingParams) -> LogitsProcessorList:
-    """Those of what is asked for, in the order of `SamplingRule`."""
+    """Those of the requested options, in the order of `SamplingRule`."""
     words = [list(word) for word in params.bad_words]
     found = {
         "logit_bias": lambda bias: SequenceBiasLogitsProcessor(
@@ -105,8 +105,10 @@ def processors(params: SamplingParams) -> LogitsProcessorList:
         "top_p": TopPLogitsWarper,
         "min_p": MinPLogitsWarper,
     }
-    asked = params.asked()
-    return LogitsProcessorList(made(asked[name]) for name, made in found.items() if name in asked)
+    options = params.asked()
+    return LogitsProcessorList(
+        made(options[name]) for name, made in found.items() if name in options
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_distributions(options: dict[str, Any]) -> None:
     params = SamplingParams(**options)
     chain = processors(params)
     assert len(chain) == len(options)
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     rule = SamplingRule(params, PROMPT, end_ids=(END_ID,))
     changed = 0
     for place in range(40):
-        row = torch.randn(300, generator=dice) * 3
+        row = torch.randn(300, generator=rng) * 3
         # words that were begun among them, and none
-        output = [*torch.randint(0, 300, (place % 6,), generator=dice).tolist(), *[5, 8, 9][:place]]
+        output = [*torch.randint(0, 300, (place % 6,), generator=rng).tolist(), *[5, 8, 9][:place]]
         output = output[: place % 7]
         expected = chain(torch.tensor([PROMPT + output]), row.unsqueeze(0).clone())[0].softmax(0)
         found = rule.probabilities(row, output).float()
