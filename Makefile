@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# processes of a test run: one per core, but no more than a GPU has memory for
+# test processes: one per core, at most as many as fit into the memory of a GPU
 WORKERS ?= auto
 MOST_WORKERS ?= 6
 BENCH = $(BIN)/python -m integration.bench
@@ -22,16 +22,16 @@ FAST = tests/config tests/kernels tests/tools tests/test_errors.py tests/test_re
 # the command of `make demo`; integration/recording.py records it
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
-# the oldest Triton that is supported, in a folder that comes before the environment's own
+# the oldest supported Triton, in a directory that precedes the environment on the path
 OLD_TRITON := $(CURDIR)/.triton-3.5
-# how drafts of a temperature are judged
-ways = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
+# verification methods at a temperature, for `e2e --ask`
+methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 lint results clean
+.PHONY: setup demo test test-fast test-full test-triton-3.5 lint results recording clean
 
 setup: $(STAMP)
 
-# torch comes first: its pin picks a CPU build where one is offered, and no later package moves it
+# torch comes first: its pin selects a CPU build if there is one, and later packages keep it
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed')"
 	@$(BIN)/python -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -49,11 +49,11 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) $(FAST)
 
-# every combination of worker, loop and draft length too
+# also every combination of worker, loop and draft length
 test-full: $(STAMP)
 	$(PYTEST) -m "full or not full"
 
-# not part of `test`: every kernel compiles under the oldest Triton too
+# not part of `test`: compile every kernel with the oldest supported Triton
 test-triton-3.5: $(STAMP) $(OLD_TRITON)/.installed
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -q tests/compiled
 
@@ -67,7 +67,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 
-# on a machine with a GPU: its tests, then the figures of one GPU, and the pages that tell them
+# needs a GPU: its tests, then the benchmarks of one GPU, and the pages with their results
 results: $(STAMP)
 	$(PYTEST) -m gpu
 	$(BENCH) step
@@ -81,14 +81,19 @@ results: $(STAMP)
 		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-long.json
 	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 256 \
 		--acceptance 0.8 --ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
-		--output integration/results/e2e-8gb-asked.json
+		--output integration/results/e2e-8gb-request-kinds.json
 	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
 	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
-		--dtype float32 --no-phases --no-transformers --ask greedy,$(call ways,0.6),$(call ways,1.0) \
+		--dtype float32 --no-phases --no-transformers --ask greedy,$(call methods,0.6),$(call methods,1.0) \
 		--output integration/results/e2e-tiny_model-sampled.json
 	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 	$(BIN)/python -m integration.tiny_model.relaxed
 	$(BIN)/python -m integration.figures
+
+# the animation of the README
+recording: $(STAMP)
+	$(BIN)/python -m integration.recording integration/results/demo.svg --shown-as "make demo" \
+		--title "A small trained model on two CPU cores" -- $(BIN)/$(DEMO)
 
 clean:
 	rm -rf $(VENV) $(OLD_TRITON) build dist *.egg-info .coverage

@@ -1,7 +1,7 @@
-"""Every figure of the README files, made from ``integration/results/*.json``.
+"""Write the tables of the README files and their plots from ``integration/results/*.json``.
 
-``python -m integration.figures`` writes the blocks between ``<!-- figures: NAME -->`` and
-``<!-- end -->`` anew, and the README's plot. A test compares them.
+``python -m integration.figures`` rewrites the blocks between ``<!-- figures: NAME -->`` and
+``<!-- end -->``, and the plots. A test compares pages and plots with the result files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.bench.e2e.report import plot as plot_results
 from integration.bench.files import written_whole
 
 ROOT = Path(__file__).parent.parent
@@ -25,50 +26,50 @@ _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 Json = dict[str, Any]
 
 
-# --- what the files say ---
+# --- read result files ---
 
 
 def result(name: str) -> Json:
-    """A result file."""
+    """Read a result file."""
     document: Json = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return document
 
 
 def case(name: str, label: str) -> Json:
-    """A case of a result file."""
+    """Return a case of a result file."""
     found: Json = next(each for each in result(name)["cases"] if each["case"] == label)
     return found
 
 
-def asked(name: str, label: str, ask: str) -> Json:
-    """What one kind of requests got in a case."""
-    found: Json = next(each for each in case(name, label)["asks"] if each["ask"] == ask)
+def of_kind(name: str, label: str, kind: str) -> Json:
+    """Return the results of one kind of requests in a case."""
+    found: Json = next(each for each in case(name, label)["asks"] if each["ask"] == kind)
     return found
 
 
 def mean_ms(name: str, label: str) -> float:
-    """Of a step: the time that its tokens per second stand for."""
-    told = case(name, label)
-    tokens = told["batch"] * told["acceptance_length"]
-    return float(tokens / told["steady_tokens_per_second"] * 1000)
+    """Mean milliseconds of a decode step, from its tokens per second."""
+    found = case(name, label)
+    tokens = found["batch"] * found["acceptance_length"]
+    return float(tokens / found["steady_tokens_per_second"] * 1000)
 
 
 def step_ratio(name: str, label: str, batch: int) -> float:
-    """Of a step, as a multiple of one without MTP in the same file."""
+    """Milliseconds of a step over those without MTP in the same file."""
     return mean_ms(name, f"{label}/b{batch}") / mean_ms(name, f"off/b{batch}")
 
 
 def tokens_per_step(name: str, label: str) -> float:
-    """As asked for."""
+    """Tokens per step at the configured synthetic acceptance."""
     return 1 + sum(case(name, label)["synthetic_acceptance"]["expected_per_position"])
 
 
 def speed_up(name: str, label: str, batch: int) -> float:
-    """Tokens per second of generating steps over those without MTP, at the asked-for acceptance."""
+    """Tokens per second over those without MTP, at the configured synthetic acceptance."""
     return tokens_per_step(name, f"{label}/b{batch}") / step_ratio(name, label, batch)
 
 
-# --- how they are told ---
+# --- tables ---
 
 
 def _each(values: Sequence[float], digits: int) -> str:
@@ -99,7 +100,7 @@ def _over_off(name: str, label: str, batches: Sequence[int] = E2E_BATCHES) -> li
 
 
 def _microseconds(name: str, label: str) -> str:
-    """Of every batch size; "-" of one that the run did not come to."""
+    """Medians by batch size; "-" if the run has no such case."""
     measured = {each["case"]: each for each in result(name)["cases"]}
     found = [measured.get(f"{label}/b{batch}") for batch in OPS_BATCHES]
     return " / ".join(
@@ -110,113 +111,166 @@ def _microseconds(name: str, label: str) -> str:
 STEPS = {
     "K = 1": ("e2e-8gb", "eagle-k1"),
     "K = 3": ("e2e-8gb", "eagle-k3"),
-    "K = 3, drafts among 32768 ids": ("e2e-8gb-draft-vocab", "eagle-k3"),
+    "K = 3, draft vocabulary 32768": ("e2e-8gb-draft-vocab", "eagle-k3"),
 }
 
 
 def speed() -> str:
-    """Whole steps, without MTP and with it."""
+    """Whole steps, with MTP off and on."""
     rows = [["MTP off", _milliseconds("e2e-8gb", "off"), "", ""]]
     rows += [[row, *_over_off(*where)] for row, where in STEPS.items()]
     tokens = tokens_per_step("e2e-8gb", "eagle-k3/b1")
     head = [
         f"batch {' / '.join(map(str, E2E_BATCHES))}",
-        "milliseconds of a step",
-        "over MTP off",
-        "tokens per second over MTP off",
+        "step, ms",
+        "step time / MTP off",
+        "tokens per second / MTP off",
     ]
-    told = result("e2e-8gb")
-    machine, model = told["machine"], told["model"]
+    found = result("e2e-8gb")
+    machine, model = found["machine"], found["model"]
     about = _text(
         f"One {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']};",
         f"{model['family']} of {model['parameters'] / 1e9:.1f} billion {model['weights']} weights",
-        f"in {model['dtype']}, hidden size {model['hidden_size']}, {model['vocab_size']} words,",
-        f"one MTP layer; {told['input_tokens']} tokens in, {told['output_tokens']} out. Random",
-        f"weights draft nothing useful, so acceptance is synthetic: {tokens:.3f} tokens per step",
-        "with K = 3, whatever a run drew.",
+        f"in {model['dtype']}, hidden size {model['hidden_size']}, vocabulary",
+        f"{model['vocab_size']}, one MTP layer; {found['input_tokens']} input tokens,",
+        f"{found['output_tokens']} output tokens. Random weights draft nothing useful, so",
+        f"acceptance is synthetic: {tokens:.3f} tokens per step with K = 3.",
     )
     return f"{about}\n{_table(head, rows)}\n"
 
 
 def long_prompts() -> str:
-    """Whole steps behind long prompts."""
+    """Whole steps after long prompts."""
     name = "e2e-8gb-long"
     head = [
-        f"behind prompts of {result(name)['input_tokens']} tokens, batch "
+        f"after prompts of {result(name)['input_tokens']} tokens, batch "
         f"{' / '.join(map(str, LONG_BATCHES))}",
-        "milliseconds of a step",
-        "over MTP off",
-        "tokens per second over MTP off",
+        "step, ms",
+        "step time / MTP off",
+        "tokens per second / MTP off",
     ]
     rows = [
         ["MTP off", _milliseconds(name, "off", LONG_BATCHES), "", ""],
         [
-            f"K = 3, drafts among {result(name)['draft_vocab']} ids",
+            f"K = 3, draft vocabulary {result(name)['draft_vocab']}",
             *_over_off(name, "eagle-k3", LONG_BATCHES),
         ],
     ]
     return f"{_table(head, rows)}\n"
 
 
-def beside_vllm() -> str:
-    """Whole steps beside vLLM's."""
-    told = result("vllm-0.24")
+VLLM = {
+    "MTP off, greedy": "off",
+    "K = 3, greedy": "k3",
+    "K = 3, T = 0.6, top-p 0.95": "k3-t0.6-p0.95",
+    "K = 3, T = 0.6, top-p 0.95, top-k 20": "k3-t0.6-p0.95-k20",
+}
+VLLM_SHOWN = tuple(VLLM)[:3]
+"""Rows of the README; the results page has all of them."""
+
+
+def _throughput(rows: Sequence[str]) -> str:
+    found = result("vllm-0.24-throughput")
+    lines = []
+    for row in rows:
+        theirs, ours = (
+            found["tokens_per_second"][VLLM[row]][engine] for engine in ("vllm", "mtp_plugin")
+        )
+        lines.append(
+            [row, "vLLM 0.24", *("-" if value is None else f"{value:,}" for value in theirs)]
+        )
+        cells = [
+            "-" if value is None else f"**{value:,}** ({value / reference:.2f}x)"
+            for value, reference in zip(ours, theirs, strict=True)
+        ]
+        lines.append(["", "mtp_plugin", *cells])
+    batches = [f"batch {batch}" for batch in found["batches"]]
+    return _table(["tokens per second", "engine", *batches], lines)
+
+
+def throughput() -> str:
+    """Tokens per second next to vLLM, for the README."""
+    found = result("vllm-0.24-throughput")
+    model = found["model"]
+    length = 1 + sum(found["synthetic_acceptance"])
+    about = _text(
+        f"{found['source'][0].upper()}{found['source'][1:]}: {model['family']} with",
+        f"{model['weights']} {model['dtype']} weights, {model['num_hidden_layers']} layers, hidden",
+        f"size {model['hidden_size']}, vocabulary {model['vocab_size']}, one MTP layer. Acceptance",
+        f"is synthetic and the same for both: {length:.3f} tokens per step with K = 3.",
+    )
+    return f"{_throughput(VLLM_SHOWN)}\n\n{about}"
+
+
+def vllm_all() -> str:
+    """All rows next to vLLM, and the latencies at which vLLM is faster."""
+    found = result("vllm-0.24-throughput")
+    rows = [
+        [row, values["vllm"], values["mtp_plugin"]] for row, values in found["latency_ms"].items()
+    ]
+    latency = _table(["milliseconds", "vLLM 0.24", "mtp_plugin"], rows)
+    return f"{_throughput(tuple(VLLM))}\n\n{latency}\n"
+
+
+def step_times() -> str:
+    """Milliseconds of a step next to vLLM, of an earlier run."""
+    found = result("vllm-0.24")
     head = [
-        f"milliseconds to the next step, batch {' / '.join(map(str, told['batches']))}",
+        f"milliseconds of a step, batch {' / '.join(map(str, found['batches']))}",
         "vLLM 0.24",
         "mtp_plugin",
-        "vLLM over mtp_plugin",
+        "vLLM / mtp_plugin",
     ]
     rows = []
-    for row, way in (("MTP off", "off"), ("K = 1", "k1"), ("K = 3", "k3")):
-        theirs, ours = (told["step_ms"][way][who] for who in ("vllm", "mtp_plugin"))
+    for row, key in (("MTP off", "off"), ("K = 1", "k1"), ("K = 3", "k3")):
+        theirs, ours = (found["step_ms"][key][engine] for engine in ("vllm", "mtp_plugin"))
         ratios = [slow / fast for slow, fast in zip(theirs, ours, strict=True)]
         rows.append([row, *(_each(each, 2) for each in (theirs, ours, ratios))])
-    return f"Of {told['source']}:\n\n{_table(head, rows)}\n"
+    return f"{_table(head, rows)}\n"
 
 
-ASKED = {
+KINDS = {
     "`temperature` 0.6, `top_p` 0.95, `top_k` 20": "sampled",
-    "and the log-probability of the token": "sampled-logprob",
-    "and the top 5": "sampled-top5",
-    "and a repetition penalty": "sampled-penalty",
-    "one such request without them among greedy ones": "one-sampled",
+    "the same, with the logprob of each token": "sampled-logprob",
+    "the same, with the top 5 logprobs": "sampled-top5",
+    "the same, with a repetition penalty": "sampled-penalty",
+    "one sampled request among greedy ones": "one-sampled",
 }
 
 
-def asks() -> str:
-    """What requests cost that ask for more than first choices."""
+def request_kinds() -> str:
+    """Step time by kind of requests."""
 
-    def over_greedy(ask: str, batch: int) -> str:
-        if ask == "one-sampled" and batch == 1:
+    def over_greedy(kind: str, batch: int) -> str:
+        if kind == "one-sampled" and batch == 1:
             return "-"
-        name, label = "e2e-8gb-asked", f"eagle-k3/b{batch}"
+        name, label = "e2e-8gb-request-kinds", f"eagle-k3/b{batch}"
         greedy = case(name, label)["step_ms"]["median"]
-        return f"{asked(name, label, ask)['step_ms']['median'] / greedy:.3f}"
+        return f"{of_kind(name, label, kind)['step_ms']['median'] / greedy:.3f}"
 
-    head = ["every request asks for", "milliseconds of a step over greedy, batch 1 / 8 / 64"]
+    head = ["requests", "step time / greedy, batch 1 / 8 / 64"]
     rows = [
-        [row, " / ".join(over_greedy(ask, batch) for batch in E2E_BATCHES)]
-        for row, ask in ASKED.items()
+        [row, " / ".join(over_greedy(kind, batch) for batch in E2E_BATCHES)]
+        for row, kind in KINDS.items()
     ]
     return _table(head, rows) + "\n"
 
 
 def parts() -> str:
-    """Where the time of a step goes."""
+    """Time of a step by phase."""
     spent = case("e2e-8gb", "eagle-k3/b1")["phases_ms"]
     gaps = [each["phases_ms"]["host_gap"] * 1000 for each in result("e2e-8gb")["cases"]]
     return _text(
-        f"With K = 3 at batch 1 a step is {spent['target']:.2f} ms of target,",
+        f"With K = 3 at batch 1 a step consists of {spent['target']:.2f} ms of target,",
         f"{spent['draft_layers']:.2f} ms of draft layers, {spent['draft_head']:.2f} ms of draft",
-        f"heads and {spent['acceptance']:.2f} ms of everything else that MTP adds. Between two",
-        f"steps the device waits {min(gaps):.0f} to {max(gaps):.0f} microseconds, copies and the",
-        "sampler's kernel included.",
+        f"heads and {spent['acceptance']:.2f} ms of everything else that MTP adds. The gap between",
+        f"two steps is {min(gaps):.0f} to {max(gaps):.0f} microseconds, including copies and the",
+        "sampler's kernel.",
     )
 
 
 def tiny_model() -> str:
-    """Ratios of one run: the host sets the figures themselves."""
+    """Ratios within one run; absolute numbers depend on the CPU."""
     name = "e2e-tiny_model"
 
     def rate(label: str) -> float:
@@ -224,81 +278,82 @@ def tiny_model() -> str:
 
     ours, off = rate("eagle-k3/b1"), rate("off/b1")
     theirs = result(name)["transformers"]["generate_use_mtp"]["decode_tokens_per_second"]
-    told = result(name)
+    found = result(name)
     return _text(
-        f"The tiny model ({told['model']['dtype']}, greedy, {told['input_tokens']} tokens in and",
-        f"{told['output_tokens']} out, real acceptance) decodes {ours / off:.1f} times as many",
-        f"tokens per second with K = 3 as without MTP at batch 1, and {ours / theirs:.0f} times as",
-        "many as transformers' `generate(use_mtp=True)` in the same run.",
+        f"The tiny model ({found['model']['dtype']}, greedy, {found['input_tokens']} input and",
+        f"{found['output_tokens']} output tokens, real acceptance) decodes {ours / off:.1f} times",
+        f"as many tokens per second with K = 3 as without MTP at batch 1, and {ours / theirs:.0f}",
+        "times as many as transformers' `generate(use_mtp=True)` in the same run.",
     )
 
 
-WAYS = {
+METHODS = {
     "`coupled`": "coupled",
     "`rejection`": "rejection",
     "`block`": "block",
     "greedy drafts": "greedy-drafts",
 }
-WAYS_FILE, WAYS_BATCH = "e2e-tiny_model-sampled", 16
+METHODS_FILE, METHODS_BATCH = "e2e-tiny_model-sampled", 16
 
 
-def of_ways(temperature: str, ways: Sequence[str] = tuple(WAYS.values())) -> list[Json]:
-    """What the ways to judge drafts gave at a temperature, of both workers."""
+def of_methods(temperature: str, methods: Sequence[str] = tuple(METHODS.values())) -> list[Json]:
+    """Results of verification methods at a temperature, for both workers."""
     return [
-        asked(WAYS_FILE, f"{worker}-k3/b{WAYS_BATCH}", f"{way}-t{temperature}")
+        of_kind(METHODS_FILE, f"{worker}-k3/b{METHODS_BATCH}", f"{method}-t{temperature}")
         for worker in ("eagle", "vanilla")
-        for way in ways
+        for method in methods
     ]
 
 
-def _lengths_and_rate(told: Json) -> str:
-    return f"{told['acceptance_length']:.2f} / {told['steady_tokens_per_second']:.0f}"
+def _lengths_and_rate(found: Json) -> str:
+    return f"{found['acceptance_length']:.2f} / {found['steady_tokens_per_second']:.0f}"
 
 
-def ways() -> str:
-    """Which way to judge drafts gives how many tokens per step and per second."""
-    told = result(WAYS_FILE)
+def methods() -> str:
+    """Tokens per step and per second by verification method."""
+    found = result(METHODS_FILE)
     temperatures = ("0.6", "1.0")
     head = [
         "tokens per step / per second",
         *(f"{w}, {t}" for w in ("eagle", "vanilla") for t in temperatures),
     ]
     rows = []
-    for row, way in WAYS.items():
-        by_temperature = [of_ways(temperature, [way]) for temperature in temperatures]
+    for row, method in METHODS.items():
+        by_temperature = [of_methods(temperature, [method]) for temperature in temperatures]
         cells = [each for worker in zip(*by_temperature, strict=True) for each in worker]
         rows.append([row, *map(_lengths_and_rate, cells)])
-    every = {t: of_ways(t) for t in temperatures}
-    steps = [WAYS_BATCH * each["step_ms"]["samples"] for t in temperatures for each in every[t]]
+    every = {t: of_methods(t) for t in temperatures}
+    steps = [METHODS_BATCH * each["step_ms"]["samples"] for t in temperatures for each in every[t]]
     repeated = {
-        t: [each["share_of_repeated_8_grams"] for each in found] for t, found in every.items()
+        t: [each["share_of_repeated_8_grams"] for each in cases] for t, cases in every.items()
     }
     low, high = (f"{min(repeated[t]):.0%} to {max(repeated[t]):.0%}" for t in temperatures)
     where = _text(
-        f"Batch {WAYS_BATCH}, {told['input_tokens']} tokens in and {told['output_tokens']} out,",
-        f"{told['model']['dtype']} on a {told['model']['device'].split(':')[0].upper()};",
-        "worker and temperature:",
+        f"Batch {METHODS_BATCH}, {found['input_tokens']} input and {found['output_tokens']} output",
+        f"tokens, {found['model']['dtype']} on a {found['model']['device'].split(':')[0].upper()};",
+        "columns: worker and temperature.",
     )
-    behind = _text(
-        f"A figure has {round(min(steps), -1)} to {round(max(steps), -1)} steps of one request",
-        f"behind it. At temperature 0.6 {low} of the 8-grams repeat, which flatters every way; at",
-        f"1.0 {high}.",
+    samples = _text(
+        f"Each number is measured over {round(min(steps), -1)} to {round(max(steps), -1)} steps of",
+        f"one request. At temperature 0.6 {low} of the 8-grams repeat, which raises the acceptance",
+        f"of every method; at 1.0 {high}.",
     )
-    return f"{where}\n{_table(head, rows)}\n\n{behind}"
+    return f"{where}\n{_table(head, rows)}\n\n{samples}"
 
 
 def soak() -> str:
-    """What random traffic came to."""
-    told, shorter = result("soak-tiny_model"), result("soak-tiny_model-15min")
-    counts = told["counts"]
-    thirds = next(each for each in told["checks"] if each["name"] == "acceptance length by third")
+    """Results of the soak test."""
+    found, shorter = result("soak-tiny_model"), result("soak-tiny_model-15min")
+    counts = found["counts"]
+    thirds = next(each for each in found["checks"] if each["name"] == "acceptance length by third")
     return _text(
-        f"{told['options']['seconds'] / 60:.0f} minutes of random traffic on the GPU in",
-        f"{told['model']['dtype']}: {counts['requests']} requests, {counts['aborted']} of them",
-        f"aborted, {counts['preemptions']} preemptions. All {counts['tokens']} tokens are",
-        "target-only decoding's, nothing leaked, no growth. Acceptance in thirds of the run is",
-        f"{thirds['found']}. So it is for {shorter['options']['seconds'] / 60:.0f} minutes of",
-        f"later files (`soak-tiny_model-15min.json`, {shorter['counts']['tokens']} tokens).",
+        f"{found['options']['seconds'] / 60:.0f} minutes of random traffic on the GPU in",
+        f"{found['model']['dtype']}: {counts['requests']} requests, {counts['aborted']} of them",
+        f"aborted, {counts['preemptions']} preemptions. All {counts['tokens']} tokens equal",
+        "those of target-only decoding; no block, slot or memory leaked. The acceptance length in",
+        f"thirds of the run is {thirds['found']}. The same holds for a run of",
+        f"{shorter['options']['seconds'] / 60:.0f} minutes with later code",
+        f"(`soak-tiny_model-15min.json`, {shorter['counts']['tokens']} tokens).",
     )
 
 
@@ -308,12 +363,12 @@ KERNELS = {
     "whole step, vanilla, `target_shift`": ("step", "step/vanilla-target-shift"),
     "acceptance, strict": ("ops", "accept/strict"),
     "acceptance, relaxed, all requests thinking": ("ops", "accept/relaxed"),
-    "history and draft inputs of generations": ("ops", "first-pass/vanilla"),
+    "history and draft inputs of generation requests": ("ops", "first-pass/vanilla"),
 }
 
 
 def kernels() -> str:
-    """Parts of a step beside TensorRT-LLM's torch path."""
+    """Parts of a step next to TensorRT-LLM's torch path."""
     theirs = result("torch-path")["microseconds"]
     rows = [
         [
@@ -325,7 +380,7 @@ def kernels() -> str:
         for row, (name, label) in KERNELS.items()
     ]
     head = [
-        "one step's part, microseconds in a CUDA graph",
+        "part of a step, microseconds in a CUDA graph",
         "batch 1 / 8 / 64 / 256",
         "launches",
         "TensorRT-LLM's torch path",
@@ -335,167 +390,177 @@ def kernels() -> str:
     copied = case("ops", "state-copy/b64")["gb_per_s"]
     others = _text(
         "History and draft inputs of a mixed batch (4 prompts of 2048 tokens, 60 generations)",
-        f"take {mixed:.0f} us; the fused bookkeeping of 256 decode requests {fused:.1f} us; the",
-        f"recurrent-state copy moves {copied:.0f} GB/s.",
+        f"take {mixed:.0f} us; the fused bookkeeping of 256 decode requests takes {fused:.1f} us;",
+        f"the recurrent-state copy moves {copied:.0f} GB/s.",
     )
     return f"{_table(head, rows)}\n\n{others}"
 
 
-DRAWS = {
-    "first choices": "greedy",
+SAMPLING = {
+    "argmax": "greedy",
     "temperature": "temperature",
-    "with the sum that log-probabilities need": "temperature-logprobs",
+    "with the log-sum-exp that logprobs need": "temperature-logprobs",
     "top-k 50, top-p 0.9": "top-k-top-p",
-    "with that sum": "top-k-top-p-logprobs",
+    "with the log-sum-exp": "top-k-top-p-logprobs",
     "top-k 20, top-p 0.95, temperature 0.6, peaked rows": "top-k-top-p-peaked",
     "top-p 0.95, peaked rows": "top-p-peaked",
     "top-p 0.95, flat rows": "top-p",
     "top-k 1000, top-p 0.95, flat rows": "many-top-k",
-    "top-k 50, top-p 0.9 in a step that edits logits": "top-k-top-p-beside-edits",
-    "the same with a bias": "top-k-bias",
-    "with allowed ids": "top-k-allowed",
+    "top-k 50, top-p 0.9 in a step that processes logits": "top-k-top-p-beside-edits",
+    "the same with a logit bias": "top-k-bias",
+    "with allowed token ids": "top-k-allowed",
     "with penalties": "top-k-penalties",
 }
 
 
-def draws() -> str:
-    """What drawing tokens takes."""
+def sampling() -> str:
+    """Time of sampling, and of FlashInfer's."""
     head = [
-        "draws, microseconds in a CUDA graph, acceptance among them",
+        "sampling, microseconds in a CUDA graph, including acceptance",
         "batch 1 / 8 / 64 / 256",
     ]
-    rows = [[row, _microseconds("ops-draws", f"draw/{label}")] for row, label in DRAWS.items()]
-    return f"{_table(head, rows)}\n\n{_beside_flashinfer()}"
+    rows = [[row, _microseconds("ops-draws", f"draw/{label}")] for row, label in SAMPLING.items()]
+    return f"{_table(head, rows)}\n\n{_flashinfer()}"
 
 
-def _beside_flashinfer() -> str:
-    """The same draws by FlashInfer, in a run of both."""
-    told = result("flashinfer-0.7")
-    head = ["flat rows but for the last", "FlashInfer 0.7.2 calls", "its microseconds", "ours"]
+def _flashinfer() -> str:
+    """The same sampling by FlashInfer, in a run of both."""
+    found = result("flashinfer-0.7")
+    head = ["rows (flat unless said)", "FlashInfer 0.7.2 calls", "FlashInfer, us", "mtp_plugin, us"]
     rows = [
         [
             each["row"],
             f"`{each['call']}`",
-            *(_each(each[whose], 1) for whose in ("flashinfer", "mtp_plugin")),
+            *(_each(each[engine], 1) for engine in ("flashinfer", "mtp_plugin")),
         ]
-        for each in told["draws"]
+        for each in found["draws"]
     ]
-    beside = _text(
-        f"Of {told['source']}. Theirs",
-        "gets rows that are divided by the temperature, ours divides them and judges drafts. On",
-        "flat rows with top-p alone both try ids until one is inside the cut: theirs random ones,",
-        "ours by their noise from the highest score on, so that a seed gives the same token",
-        "wherever it is drawn.",
+    about = _text(
+        f"Measured in {found['source']}. FlashInfer gets rows that are already divided by the",
+        "temperature; this package divides them and verifies drafts. On flat rows with top-p alone",
+        "both try token ids until one is kept: FlashInfer random ones, this package in the order",
+        "of their Gumbel score, so that a seed always gives the same token.",
     )
-    return f"{_table(head, rows)}\n\n{beside}"
+    return f"{_table(head, rows)}\n\n{about}"
 
 
 def relaxed() -> str:
-    """What relaxed acceptance buys and costs."""
-    told = result("relaxed-tiny_model")
+    """Acceptance length and accuracy of relaxed acceptance."""
+    found = result("relaxed-tiny_model")
     head = [
         "`relaxed_topk`, `relaxed_delta`",
         "acceptance length",
-        "tokens that are the target's first choice",
-        "tokens before the text is another",
+        "tokens that are the target's argmax",
+        "tokens before the output differs",
     ]
     rows = [
         [
             f"{each['topk']}, {each['delta']:g}",
             f"{each['acceptance_length']:.2f}",
             f"{each['first_choice_share']:.1%}",
-            f"{each['tokens_before_another']:.0f} of {told['tokens']}",
+            f"{each['tokens_before_another']:.0f} of {found['tokens']}",
         ]
-        for each in told["settings"]
+        for each in found["settings"]
     ]
     return f"{_table(head, rows)}\n"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "throughput": throughput,
     "speed": speed,
     "long-prompts": long_prompts,
-    "vllm": beside_vllm,
-    "asked": asks,
+    "vllm": vllm_all,
+    "vllm-steps": step_times,
+    "request-kinds": request_kinds,
     "parts": parts,
     "tiny-model": tiny_model,
-    "ways": ways,
+    "methods": methods,
     "soak": soak,
     "kernels": kernels,
-    "draws": draws,
+    "sampling": sampling,
     "relaxed": relaxed,
 }
 
 
 def rendered(text: str) -> str:
-    """A page with its blocks as the result files have them."""
+    """Return a page with its blocks written from the result files."""
     return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}{found[3]}", text)
 
 
 def named_blocks(text: str) -> list[str]:
-    """Of a page."""
+    """Return the names of a page's blocks."""
     return [found[2] for found in _BLOCK.finditer(text)]
 
 
-# --- the plot of `speed` ---
+# --- plots ---
 
 
 def plotted() -> dict[str, list[float]]:
-    """Speed-ups by batch size, of each way to draft."""
+    """Speed-ups by batch size, for each row of `speed`."""
     return {
         row: [round(speed_up(*where, batch), 2) for batch in E2E_BATCHES]
         for row, where in STEPS.items()
     }
 
 
-COLOURS = ("#7fb2d9", "#2f79b5", "#e08a2c")
-BAR, GAP, HEIGHT, UNIT = 46, 50, 250, 80  # pixels; of a bar, between batches, in all, of 1.0
+COLORS = ("#7fb2d9", "#2f79b5", "#e08a2c")
+BAR, GAP, HEIGHT, LEFT, UNIT = 52, 44, 356, 56, 90  # pixels; UNIT: height of 1.0x
 
 
 def plot() -> str:
-    """Bars of `plotted`, as SVG."""
-    told, base = plotted(), HEIGHT - 30
-    group = len(told) * BAR + GAP
-    width = 40 + group * len(E2E_BATCHES)
-    drawn = [
+    """Bars of `plotted` as SVG."""
+    values_of, base, found = plotted(), HEIGHT - 52, result("e2e-8gb")
+    group = len(values_of) * BAR + GAP
+    width = LEFT + group * len(E2E_BATCHES)
+    gpu = found["machine"]["gpu"]
+    model = f"{found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} B random weights"
+    title = "Speed-up of MTP: tokens per second relative to MTP off"
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="12" text-anchor="middle">',
-        "<title>Tokens per second over MTP off</title>",
+        f'viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="13" '
+        'text-anchor="middle">',
+        f"<title>{title}</title>",
         f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="12" y="22" font-size="16" font-weight="bold" text-anchor="start">{title}</text>',
+        f'<text x="12" y="42" fill="#555" text-anchor="start">{gpu}, {model}, synthetic acceptance'
+        "</text>",
     ]
-    for number, (row, values) in enumerate(told.items()):
-        colour = COLOURS[number]
-        left = 40 + number * 120
-        drawn.append(f'<rect x="{left}" y="10" width="12" height="12" fill="{colour}"/>')
-        drawn.append(f'<text x="{left + 18}" y="20" text-anchor="start">{row}</text>')
-        for place, value in enumerate(values):
-            x, high = 40 + place * group + number * BAR, round(value * UNIT, 1)
-            drawn.append(
-                f'<rect x="{x}" y="{base - high:.1f}" width="{BAR - 4}" height="{high}" '
-                f'fill="{colour}"/>'
+    for number, (row, values) in enumerate(values_of.items()):
+        color, left = COLORS[number], 12 + number * 90
+        lines.append(f'<rect x="{left}" y="54" width="12" height="12" fill="{color}"/>')
+        lines.append(f'<text x="{left + 18}" y="65" text-anchor="start">{row}</text>')
+        for index, value in enumerate(values):
+            x, height = LEFT + index * group + number * BAR, round(value * UNIT, 1)
+            lines.append(
+                f'<rect x="{x}" y="{base - height:.1f}" width="{BAR - 4}" height="{height}" '
+                f'fill="{color}"/>'
             )
             middle = x + BAR / 2 - 2
-            drawn.append(f'<text x="{middle}" y="{base - high - 4:.1f}">{value:.2f}</text>')
-    for place, batch in enumerate(E2E_BATCHES):
-        middle = 40 + place * group + (len(told) * BAR - 4) / 2
-        drawn.append(f'<text x="{middle}" y="{base + 18}">batch {batch}</text>')
-    drawn.append(
-        f'<path d="M30 {base}H{width}M30 {base - UNIT}H{width}" stroke="black" '
-        'stroke-width="0.7" fill="none"/>'
+            lines.append(f'<text x="{middle}" y="{base - height - 5:.1f}">{value:.2f}x</text>')
+    for index, batch in enumerate(E2E_BATCHES):
+        middle = LEFT + index * group + (len(values_of) * BAR - 4) / 2
+        lines.append(f'<text x="{middle}" y="{base + 18}">{batch}</text>')
+    lines.append(
+        f'<path d="M{LEFT - 10} {base}H{width - 10}M{LEFT - 10} {base - UNIT}H{width - 10}" '
+        'stroke="black" stroke-width="0.7" fill="none"/>'
     )
-    drawn.append(f'<text x="16" y="{base - UNIT + 4}">1.0</text>')
-    return "\n".join([*drawn, "</svg>", ""])
+    for value in (0, 1):
+        lines.append(f'<text x="{LEFT - 24}" y="{base - value * UNIT + 4}">{value}x</text>')
+    lines.append(f'<text x="{(LEFT + width) / 2}" y="{HEIGHT - 12}">batch size</text>')
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def main() -> None:
-    """Write every page anew, and the plot."""
+    """Rewrite every page and plot."""
     for page in PAGES:
         _write(page, rendered(page.read_text(encoding="utf-8")))
     _write(PLOT, plot())
+    print(plot_results(RESULTS / "e2e-8gb-draft-vocab.png", result("e2e-8gb-draft-vocab")))  # noqa: T201
 
 
 def _write(page: Path, text: str) -> None:
-    with written_whole(page) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with written_whole(page) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README and the pages it leads to: code runs, links lead somewhere, names are there."""
+"""The README and the pages it links to: code runs, links resolve, names exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 
 
-def test_the_readme_is_for_a_reader_in_a_hurry() -> None:
+def test_readme_is_one_page() -> None:
     assert len(README.splitlines()) <= 150
     assert len(BLOCKS) == 2
     assert len([line for line in BLOCKS[0].splitlines() if line]) <= 6
@@ -46,9 +46,9 @@ def test_the_six_lines_run(
 ) -> None:
     monkeypatch.chdir(ROOT)
     exec(BLOCKS[0], {})
-    told = capsys.readouterr().out.split()
-    assert told[-2] in {"stop", "stop_words", "length"}
-    assert float(told[-1]) > 1.5
+    *_, finish_reason, acceptance_length = capsys.readouterr().out.split()
+    assert finish_reason in {"stop", "stop_words", "length"}
+    assert float(acceptance_length) > 1.5
 
 
 def test_the_loop_is_that_of_the_example_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,17 +57,17 @@ def test_the_loop_is_that_of_the_example_and_runs(monkeypatch: pytest.MonkeyPatc
     assert indented in source
     loop = own_loop.OwnLoop(load_model(CHECKPOINT), 3, vanilla=False, max_batch_size=1)
     prompt, params = [[523, 574, 301]], SamplingParams(max_tokens=8)
-    (as_it_is,) = loop.generate(prompt, params)
+    (original,) = loop.generate(prompt, params)
     names: dict[str, Any] = dict(vars(own_loop))
     exec("from __future__ import annotations\n" + BLOCKS[1], names)
     monkeypatch.setattr(own_loop.OwnLoop, "step", names["step"])
-    (as_told,) = loop.generate(prompt, params)
-    assert as_told.output_token_ids == as_it_is.output_token_ids
-    assert len(as_told.output_token_ids) == 8
+    (excerpt,) = loop.generate(prompt, params)
+    assert excerpt.output_token_ids == original.output_token_ids
+    assert len(excerpt.output_token_ids) == 8
 
 
 def set_in_every_step() -> dict[str, list[str]]:
-    """The table's fields, by whose they are."""
+    """Fields of the table by owner."""
     page = (ROOT / "integration" / "examples" / "README.md").read_text(encoding="utf-8")
     table = page.split("What a host sets in every step:\n\n")[1].split("\n\n")[0]
     owner, found = "", dict[str, list[str]]()
@@ -81,7 +81,7 @@ def set_in_every_step() -> dict[str, list[str]]:
 def test_what_a_host_sets_is_what_the_loop_sets() -> None:
     named = set_in_every_step()
     assert named["the metadata"] == re.findall(r"spec\.(\w+) =", BLOCKS[1])
-    call = BLOCKS[1].split("self.pieces.worker(")[1].split("\n    )\n")[0]
+    call = BLOCKS[1].split("self.components.worker(")[1].split("\n    )\n")[0]
     arguments = re.findall(r"^ +(\w+)=", call, re.MULTILINE)
     assert [*named["the worker"], "attn_metadata", "spec_metadata"] == arguments
     request = PlainRequest(0, [3], SamplingParams(), max_seq_len=8)
@@ -99,22 +99,22 @@ def test_what_a_host_sets_is_what_the_loop_sets() -> None:
     } == set()
 
 
-def test_every_dependency_is_named_for_an_environment_that_is_there() -> None:
+def test_dependencies_of_no_deps_are_named() -> None:
     declared = (ROOT / "pyproject.toml").read_text().split("\ndependencies = [")[1].split("\n]")[0]
     names = re.findall(r'^ +"([\w-]+)', declared, re.MULTILINE)
     line = next(line for line in README.lower().splitlines() if "--no-deps" in line)
-    # torch brings triton along where there is one
+    # torch depends on triton where it exists
     assert [name for name in names if name not in line] == ["triton"]
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as they are linked to."""
+    """Anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     for link in links:
         if "://" in link:

@@ -1,16 +1,13 @@
-"""What a run tells: a table, a JSON document, a plot."""
+"""Report a run as a table and a JSON document."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from integration.bench.files import why_no_plot, written_whole
 from integration.bench.machine import Ceilings
 from integration.bench.measure import Outcome, floor_us
 from integration.bench.timing import Times
@@ -110,63 +107,3 @@ def document(
         "targets": len(met),
         "cases": [outcome.as_dict(ceilings) for outcome in outcomes],
     }
-
-
-def plot(path: Path, outcomes: list[Outcome], ceilings: Ceilings) -> str:
-    """Time over batch size against the byte floor, where matplotlib is there; says what it did."""
-    missing = why_no_plot()
-    if missing is not None:
-        return f"no plot: {missing}"
-    lines = _lines(outcomes, ceilings)
-    if not lines:
-        return "no plot: no case has more than one batch size"
-    # optional, so unknown to type checkers where it is not installed
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    columns = min(3, len(lines))
-    rows = -(-len(lines) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False)
-    for axis, (name, points) in zip(axes.flat, lines.items(), strict=False):
-        batches = [point[0] for point in points]
-        low, middle, high = ([point[i] for point in points] for i in (1, 2, 3))
-        axis.plot(batches, middle, marker="o", label="CUDA graph, median")
-        axis.fill_between(batches, low, high, alpha=0.3, label="p20 to p80")
-        axis.plot(batches, [point[4] for point in points], "k--", label="byte floor")
-        targets = [(point[0], point[5]) for point in points if point[5] is not None]
-        if targets:
-            axis.plot(*zip(*targets, strict=True), "rv", label="target")
-        axis.set(title=name, xlabel="batch", ylabel="microseconds", xscale="log", yscale="log")
-        axis.set_xticks(batches, [str(batch) for batch in batches])
-        axis.minorticks_off()
-        axis.legend(fontsize="small")
-    for axis in axes.flat[len(lines) :]:
-        axis.remove()
-    figure.tight_layout()
-    with written_whole(path) as beside:
-        figure.savefig(beside, dpi=120)
-    pyplot.close(figure)
-    return f"plot: {path}"
-
-
-Point = tuple[int, float, float, float, float, float | None]
-"""Batch, p20, median, p80, byte floor, target."""
-
-
-def _lines(outcomes: list[Outcome], ceilings: Ceilings) -> dict[str, list[Point]]:
-    """The points of each case name and sizes with at least two batch sizes."""
-    lines: dict[str, list[Point]] = {}
-    for outcome in outcomes:
-        case, figures = outcome.case, outcome.figures
-        if figures is None or figures.graph is None:
-            continue
-        graph, target = figures.graph, case.target
-        point = (
-            case.shape.batch,
-            graph.p20,
-            graph.median,
-            graph.p80,
-            floor_us(case, ceilings),
-            None if target is None else target.graph_us,
-        )
-        lines.setdefault(f"{case.name} {case.shape.sizes}".rstrip(), []).append(point)
-    return {name: sorted(points) for name, points in lines.items() if len(points) > 1}

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from integration.bench.case import BenchmarkError
-from integration.bench.files import plot_file, results_file, store, stored_line
+from integration.bench.files import results_file, store, stored_line
 from integration.bench.machine import describe_machine, measure_ceilings
 from integration.bench.measure import Bench, Outcome
-from integration.bench.report import document, heading, plot, results_table
+from integration.bench.report import document, heading, results_table
 from integration.bench.suites import Options, cases_of
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
@@ -77,8 +77,6 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
     if ceilings is not None:
         met = [outcome.target_met for outcome in outcomes if outcome.target_met is not None]
         out.print(f"targets met: {sum(met)} of {len(met)}")
-        if path is not None and failed is None:
-            out.print(plot(plot_file(path), outcomes, ceilings), soft_wrap=True)
     if failed is not None:
         raise failed
     out.print(stored_line(path), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A decoding loop of one's own: a transformers model, dynamic caches, and the plugin's pieces.
+"""A decoding loop of one's own: a transformers model, dynamic caches, and the plugin's components.
 
 ``python -m integration.examples.own_loop CHECKPOINT`` decodes two prompts in one batch.
 """
@@ -18,14 +18,14 @@ from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
 
 
 class CachedAttention(PlainAttentionMetadata):
-    """The lengths of a step, and as transformers' cache the dynamic caches of its requests."""
+    """The lengths of a step, and the dynamic caches of its requests as a transformers cache."""
 
     def __init__(self, batch: PlainBatch, device: torch.device, caches: list[Any]) -> None:
         super().__init__(batch, device)
         self.caches = caches
 
     def model_kwargs(self) -> dict[str, Any]:
-        """Arguments of transformers' layers: each row sees its own request, up to itself."""
+        """Arguments of transformers' layers, with a causal mask per request."""
         lens = zip(self.seq_lens.tolist(), self.kv_lens_cuda.tolist(), strict=True)
         mask = torch.block_diag(*[torch.ones(n, length).tril(length - n) for n, length in lens])
         mask = mask.bool().to(self.kv_lens_cuda.device)[None, None]
@@ -34,7 +34,11 @@ class CachedAttention(PlainAttentionMetadata):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put rows [1, heads, T, width] in the place of what was there; keys and values of all."""
+        """Overwrite from each row's position on; return the keys and values of all requests.
+
+        Args:
+            keys, values: [1, heads, T, head_dim].
+        """
         lens, held = self.seq_lens.tolist(), []
         rows = zip(keys.split(lens, dim=2), values.split(lens, dim=2), strict=True)
         for cache, length, new in zip(self.caches, self.kv_lens_cuda.tolist(), rows, strict=True):
@@ -46,7 +50,7 @@ class CachedAttention(PlainAttentionMetadata):
 
 
 class OwnLoop:
-    """Drafts K tokens a step: with an MTP layer for each (vanilla), or with the first one alone."""
+    """Draft K tokens per step: with one MTP layer per draft (vanilla) or with the first (eagle)."""
 
     def __init__(self, model: LoadedModel, k: int, *, vanilla: bool, max_batch_size: int) -> None:
         facts, plugin = model.facts, find_plugin("MTP")
@@ -62,15 +66,15 @@ class OwnLoop:
             chain=model.traits.chain,
         )
         config = MTPDecodingConfig(max_draft_len=k, use_mtp_vanilla=vanilla)
-        self.pieces = plugin.build(config, plugin.plan(config, facts.num_mtp_layers), self.host)
-        self.metadata = self.pieces.make_metadata()
+        self.components = plugin.build(config, plugin.plan(config, facts.num_mtp_layers), self.host)
+        self.metadata = self.components.make_metadata()
         self.caches: dict[int, DynamicCache] = {}
 
     @torch.inference_mode()
     def step(self, contexts: list[PlainRequest], generations: list[PlainRequest]) -> None:
-        """Read the prompts of ``contexts``, and of the others the newest token and K drafts."""
+        """Run the prompts of ``contexts`` and the last token and K drafts of ``generations``."""
         batch, spec, model = PlainBatch(contexts, generations), self.metadata, self.model
-        self.pieces.manager.prepare_resources(batch)
+        self.components.manager.prepare_resources(batch)
         spec.request_ids = batch.request_ids
         spec.num_generations = len(generations)
         spec.num_tokens = sum(batch.seq_lens)
@@ -80,7 +84,7 @@ class OwnLoop:
         attention = CachedAttention(batch, self.device, caches)
         ids, positions = batch.input_ids(self.device), batch.position_ids(self.device)
         states = model.forward_target(ids, positions, attention)
-        outputs = self.pieces.worker(
+        outputs = self.components.worker(
             input_ids=ids,
             position_ids=positions,
             hidden_states=states,
@@ -91,10 +95,10 @@ class OwnLoop:
             attn_metadata=attention,
             spec_metadata=spec,
         )
-        results = self.pieces.sampler.sample_async(batch, outputs)
+        results = self.components.sampler.sample_async(batch, outputs)
         for request in contexts:
             request.move_to_next_context_chunk()
-        self.pieces.sampler.update_requests(results)
+        self.components.sampler.update_requests(results)
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[PlainRequest]:
         """Continue every prompt, as many at a time as a batch holds."""
@@ -113,7 +117,7 @@ class OwnLoop:
             running = contexts + running
             for request in [r for r in running if r.is_finished]:
                 running.remove(request)
-                self.pieces.manager.free_resources(request)
+                self.components.manager.free_resources(request)
                 del self.caches[request.request_id]
         return requests
 

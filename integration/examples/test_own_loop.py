@@ -65,8 +65,8 @@ def test_the_text_is_the_targets_and_comes_faster(
     greedy_texts: list[list[int]],
 ) -> None:
     loop = OwnLoop(model, k, vanilla=vanilla, max_batch_size=3)
-    assert type(loop.pieces.worker) is (MTPWorker if vanilla else MTPEagleWorker)
-    assert isinstance(loop.pieces.manager, MTPHiddenStatesManager) is vanilla
+    assert type(loop.components.worker) is (MTPWorker if vanilla else MTPEagleWorker)
+    assert isinstance(loop.components.manager, MTPHiddenStatesManager) is vanilla
     requests = loop.generate(prompts, GREEDY)
     assert [request.output_token_ids for request in requests] == greedy_texts
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
@@ -75,7 +75,7 @@ def test_the_text_is_the_targets_and_comes_faster(
     steps = sum(request.py_decoding_iter - 1 for request in requests)
     assert tokens / steps > LEAST_TOKENS_A_STEP[k]
     assert loop.caches == {}
-    assert loop.pieces.manager.slot_manager.slot_mapping == {}
+    assert loop.components.manager.slot_manager.slot_mapping == {}
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 from integration.bench import measure
 from integration.bench.machine import Ceilings
 from integration.bench.measure import Bench, Outcome
-from integration.bench.report import document, plot, results_table
+from integration.bench.report import document, results_table
 from integration.bench.targets import Target
 from integration.bench.timing import Launches, Times
 from tests.integration_bench.toys import RIGHT, Toy, double
@@ -169,21 +168,6 @@ def test_targets_stand_beside_the_figures(on_device, target: Target, met: bool) 
     assert cells["launches"] == "3+1"
     told = document("ops", {}, "triton", CEILINGS, [outcome], complete=True)
     assert (told["benchmark"], told["targets"], told["targets_met"]) == (True, 1, int(met))
-
-
-@pytest.mark.parametrize(
-    ("matplotlib", "reason"),
-    [
-        (sys, "no case has more than one batch size"),
-        (None, "matplotlib is not installed: pip install matplotlib"),
-    ],
-)
-def test_plot_reports_why_it_is_missing(
-    on_device, tmp_path, monkeypatch, matplotlib: object, reason: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    reported = plot(tmp_path / "plot.png", [on_device(Toy())], CEILINGS)
-    assert reported == f"no plot: {reason}"
 
 
 def test_times_have_quantiles_and_mean() -> None:

@@ -1,4 +1,4 @@
-"""What a run tells: a table, a JSON document, a plot."""
+"""Report a run as tables, a JSON document and a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from integration.bench.e2e.cases import OFF, E2EOptions, acceptance_kind
+from integration.bench.e2e.cases import E2EOptions, acceptance_kind
 from integration.bench.e2e.measure import HOST_BOUND_GAP
 from integration.bench.e2e.outcome import E2EOutcome, StepFigures
 from integration.bench.e2e.phases import PHASES
@@ -239,55 +239,112 @@ def document(
     }
 
 
-def plot(path: Path, subject: Subject, outcomes: list[E2EOutcome]) -> str:
-    """Tokens per second, speed-up and phases over batch sizes; says what it did."""
+PHASE_LABELS = {
+    "target": "target",
+    "acceptance": "acceptance and bookkeeping",
+    "draft_layers": "draft layers",
+    "draft_head": "draft heads",
+    _GAP: "gap between steps",
+}
+
+
+def plot(path: Path, results: dict[str, Any]) -> str:
+    """Plot tokens per second, speed-up and, if measured, the phases of a step over batch sizes.
+
+    Args:
+        path: PNG file to write.
+        results: as `document` returns them.
+
+    Returns:
+        A line that says what was done.
+    """
     missing = why_no_plot()
     if missing is not None:
         return f"no plot: {missing}"
-    told = [(outcome, outcome.figures) for outcome in outcomes if outcome.figures is not None]
-    if not told:
-        return "no plot: no case has figures"
+    cases = [each for each in results["cases"] if "steady_tokens_per_second" in each]
+    if not cases:
+        return "no plot: no case has results"
     # optional, so unknown to type checkers where it is not installed
     importlib.import_module("matplotlib").use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, (speed, gain, phases) = pyplot.subplots(1, 3, figsize=(18, 5))
-    ways = list(dict.fromkeys(outcome.case.way for outcome, _ in told))
-    batches = sorted({outcome.case.batch for outcome, _ in told})
-    for way in ways:
-        points = [
-            (o.case.batch, f.steady_tokens_per_second, o.speed_up_as_asked or o.speed_up)
-            for o, f in told
-            if o.case.way == way
-        ]
-        style = "k--" if way == OFF else "-"
-        speed.plot([p[0] for p in points], [p[1] for p in points], style, marker="o", label=way)
-        if way != OFF:
-            gain.plot([p[0] for p in points], [p[2] for p in points], marker="o", label=way)
-    gain.axhline(1.0, color="k", linestyle="--")
-    for axis, title in ((speed, "tokens per second, generating"), (gain, "speed-up of MTP")):
-        axis.set(title=title, xlabel="batch", xscale="log")
-        axis.set_xticks(batches, [str(batch) for batch in batches])
-        axis.minorticks_off()
-        axis.legend(fontsize="small")
-    speed.set_yscale("log")
-    _plot_phases(phases, told)
-    note = "" if all(o.synthetic is None for o, _ in told) else ", synthetic acceptance"
-    figure.suptitle(f"{subject.name}{note}")
-    figure.tight_layout()
-    with written_whole(path) as beside:
-        figure.savefig(beside, dpi=120)
-    pyplot.close(figure)
+    has_phases = any(each["phases_ms"] for each in cases)
+    panels = 3 if has_phases else 2
+    with pyplot.rc_context({"font.size": 13, "axes.titlesize": 14, "legend.fontsize": 11}):
+        figure, axes = pyplot.subplots(1, panels, figsize=(6 * panels, 5.4))
+        _plot_speed(axes[0], axes[1], cases)
+        if has_phases:
+            _plot_phases(axes[2], [each for each in cases if each["phases_ms"]])
+        figure.suptitle(_plot_title(results), fontsize=15)
+        figure.tight_layout()
+        with written_whole(path) as partial:
+            figure.savefig(partial, dpi=100)
+        pyplot.close(figure)
     return f"plot: {path}"
 
 
-def _plot_phases(axis: Any, told: list[tuple[E2EOutcome, StepFigures]]) -> None:
-    bars = [(o.case.label, _phases(f)) for o, f in told if f.phases is not None]
-    below = [0.0] * len(bars)
-    for name, short in _SHORT.items():
-        heights = [max(0.0, spent[name]) for _, spent in bars]
-        axis.bar(range(len(bars)), heights, bottom=below, label=short)
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    axis.set_xticks(range(len(bars)), [label for label, _ in bars], rotation=90, fontsize="x-small")
-    axis.set(title="a step by phase", ylabel="milliseconds")
-    if bars:
-        axis.legend(fontsize="small")
+def _plot_title(results: dict[str, Any]) -> str:
+    """GPU, model, lengths and the kind of acceptance."""
+    machine, model = results["machine"], results["model"]
+    title = (
+        f"{machine.get('gpu') or machine['cpu']}, {model['family']}, "
+        f"{model['parameters'] / 1e9:.2g} B {model['weights']} weights, {model['dtype']}"
+    )
+    if results["draft_vocab"]:
+        title += f", draft vocabulary {results['draft_vocab']}"
+    second = f"{results['input_tokens']} input tokens, {results['output_tokens']} output tokens"
+    return f"{title}\n{second}, {results['acceptance']} acceptance"
+
+
+def _series(case: dict[str, Any], cases: list[dict[str, Any]]) -> str:
+    """How the legend names a case: its K, and the worker if there are several."""
+    if not case["max_draft_len"]:
+        return "MTP off"
+    workers = {each["worker"] for each in cases if each["max_draft_len"]}
+    worker = f", {case['worker']}" if len(workers) > 1 else ""
+    return f"K = {case['max_draft_len']}{worker}"
+
+
+def _plot_speed(speed: Any, gain: Any, cases: list[dict[str, Any]]) -> None:
+    batches = sorted({each["batch"] for each in cases})
+    for name in dict.fromkeys(_series(each, cases) for each in cases):
+        points = [each for each in cases if _series(each, cases) == name]
+        sizes = [each["batch"] for each in points]
+        style = "k--" if name == "MTP off" else "-"
+        rates = [each["steady_tokens_per_second"] for each in points]
+        speed.plot(sizes, rates, style, marker="o", linewidth=2, label=name)
+        if name != "MTP off":
+            ratios = [
+                each["speed_up"].get("as_asked") or each["speed_up"]["steady"] for each in points
+            ]
+            gain.plot(sizes, ratios, marker="o", linewidth=2, label=name)
+            for size, ratio in zip(sizes, ratios, strict=True):
+                gain.annotate(
+                    f"{ratio:.2f}x", (size, ratio), (0, 8), textcoords="offset points", ha="center"
+                )
+    gain.axhline(1.0, color="k", linestyle="--", label="MTP off")
+    highest = max(max(line.get_ydata()) for line in gain.get_lines())
+    gain.set_ylim(0, 1.25 * highest)
+    gain.margins(x=0.1)
+    speed.set_yscale("log")
+    for axis, title, label in (
+        (speed, "Throughput while decoding", "tokens per second"),
+        (gain, "Speed-up of MTP", "tokens per second relative to MTP off"),
+    ):
+        axis.set(title=title, xlabel="batch size", ylabel=label, xscale="log")
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
+
+
+def _plot_phases(axis: Any, cases: list[dict[str, Any]]) -> None:
+    bottoms = [0.0] * len(cases)
+    for name, label in PHASE_LABELS.items():
+        heights = [max(0.0, each["phases_ms"][name]) for each in cases]
+        axis.bar(range(len(cases)), heights, bottom=bottoms, label=label)
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    names = [f"{_series(each, cases)}\nbatch {each['batch']}" for each in cases]
+    axis.set_xticks(range(len(cases)), names, fontsize=10, rotation=90 if len(cases) > 6 else 0)
+    axis.set(title="Time of a step by phase", ylabel="milliseconds")
+    axis.set_ylim(top=1.35 * max(bottoms))
+    axis.legend(loc="upper left")

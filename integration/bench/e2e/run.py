@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from integration.bench.case import BenchmarkError
@@ -168,7 +169,9 @@ def _show(
         for problem in outcome.problems:
             log.print(f"no figure: {problem}", style="red")
     if subject.device.type == "cuda" and path is not None:
-        out.print(plot(plot_file(path), subject, outcomes), soft_wrap=True)
+        out.print(
+            plot(plot_file(path), json.loads(path.read_text(encoding="utf-8"))), soft_wrap=True
+        )
 
 
 def _output() -> OutputConsole:

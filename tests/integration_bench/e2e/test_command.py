@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from mtp_plugin.tools.parity import TIE_ULPS
 from tests.checkpoints import write_echo_checkpoint
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[3] / "integration" / "results"
 TINY = Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint"
 FIGURES = ("tokens_per_second", "step_ms", "steady_tokens_per_second", "phases_ms", "speed_up")
 
@@ -516,13 +518,28 @@ def test_host_bound_rows_are_marked(toy: Subject) -> None:
 @pytest.mark.parametrize(
     ("matplotlib", "reason"),
     [
-        (sys, "no case has figures"),
+        (sys, "no case has results"),
         (None, "matplotlib is not installed: pip install matplotlib"),
     ],
 )
-def test_a_plot_needs_figures_or_says_so(
-    toy: Subject, tmp_path, monkeypatch, matplotlib: object, reason: str
+def test_plot_reports_why_it_is_missing(
+    tmp_path, monkeypatch, matplotlib: object, reason: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    said = plot(tmp_path / "plot.png", toy, [E2EOutcome(E2ECase(1), error="no")])
-    assert said == f"no plot: {reason}"
+    assert plot(tmp_path / "plot.png", {"cases": [{"error": "no"}]}) == f"no plot: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("name", "panels"), [("e2e-8gb-draft-vocab", 3), ("e2e-8gb-request-kinds", 2)]
+)
+def test_plot_has_no_empty_panel(tmp_path, monkeypatch, name: str, panels: int) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    path = tmp_path / "plot.png"
+    assert plot(path, json.loads((RESULTS / f"{name}.json").read_text())) == f"plot: {path}"
+    (figure,) = figures
+    assert path.stat().st_size > 10_000
+    assert len(figure.axes) == panels
+    assert all(axis.has_data() and axis.get_ylabel() for axis in figure.axes)
+    assert "NVIDIA H200, glm4_moe" in figure.get_suptitle()
