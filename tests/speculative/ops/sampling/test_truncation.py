@@ -296,6 +296,26 @@ def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> N
     torch.testing.assert_close(truncation[0][:, 3], truncation[1][:, 3])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(1.0, top_p=0.95, min_p=0.01, seed=1),
+        Options(1.0, top_k=9000, min_p=0.01, seed=2),
+        Options(3.0, top_p=0.99, min_p=0.2, seed=3),
+    ],
+    ids=str,
+)
+def test_kept_mass_excludes_tokens_below_min_p(options: Options) -> None:
+    batch = batch_of(normal(1, 2), options)
+    truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
+    tokens = [
+        batch.tokens(backend, truncation=of)
+        for backend, of in zip(Backend, truncation, strict=True)
+    ]
+    assert torch.equal(*tokens)
+    torch.testing.assert_close(truncation[0][:, 3], truncation[1][:, 3])
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
 def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
