@@ -21,7 +21,7 @@ from mtp_plugin.requests.options import (
     LOGPROBS_MODE,
     NEUTRAL_ELSEWHERE,
     OPTIONS,
-    READ_BY_NOBODY,
+    UNUSED_OPTIONS,
     WRITTEN_HERE,
     Option,
     SamplingParams,
@@ -150,7 +150,7 @@ def elsewhere() -> Iterator[str]:
     yield from HEAD_ELSEWHERE
     for name in sorted({*NEUTRAL_ELSEWHERE, *WRITTEN_HERE}):
         taken = [f"`{value!r}`" for value in NEUTRAL_ELSEWHERE.get(name, ())]
-        taken += ["any integer"] if name in READ_BY_NOBODY else []
+        taken += ["any integer"] if name in UNUSED_OPTIONS else []
         cells = f"`{name}`", ", ".join(taken), WRITTEN_HERE.get(name, "")
         yield f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 

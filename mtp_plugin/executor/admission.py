@@ -166,7 +166,9 @@ class Admission:
             text=text,
             max_draft_len=self._pieces.plan.max_draft_len,
             max_seq_len=self._max_seq_len,
-            label=self._pieces.label if self._pieces.changes_text(params.asked()) else None,
+            label=self._pieces.label
+            if self._pieces.changes_text(params.requested_options())
+            else None,
         )
 
     def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
@@ -241,7 +243,7 @@ class Admission:
             RequestError: lists every option that cannot be served.
         """
         unsupported = params.unsupported(self._pieces.served_options)
-        unsupported += self._pieces.refusals(params.asked())
+        unsupported += self._pieces.refusals(params.requested_options())
         unsupported += self._stop_problems(params.stop, tokenise)
         words, problems = self._bad_words(params, tokenise)
         unsupported += problems

@@ -117,7 +117,7 @@ class Continuation:
         self._logprobs: list[Logprobs] = []
         self._prompt_logprobs: list[Logprobs | None] = [None]
         self.tokens = [*prompt_ids, *emitted]
-        self.finish_reason = self._stop.judge(emitted, self.prompt_len, tokens=prompt_ids).reason
+        self.finish_reason = self._stop.check(emitted, self.prompt_len, tokens=prompt_ids).reason
         if self.finish_reason is None and len(self.tokens) >= self._stop.max_length:
             self.finish_reason = FinishReason.LENGTH
 
@@ -135,7 +135,7 @@ class Continuation:
             num_drafts: number of leading tokens that are accepted drafts.
         """
         usable = run[: run.index(NO_TOKEN)] if NO_TOKEN in run else run
-        ending = self._stop.judge(
+        ending = self._stop.check(
             usable, len(self.tokens), num_drafts=num_drafts, tokens=self.tokens
         )
         before = self.output

@@ -228,7 +228,7 @@ def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
 def _expect_served(params: SamplingParams, thinking: Thinking | None) -> None:
     problems = [
         f"{name}={format_value(value)}"
-        for name, value in params.asked().items()
+        for name, value in params.requested_options().items()
         if name in _NEITHER_SERVED_NOR_IDLE
     ]
     problems += [

@@ -45,7 +45,7 @@ _CONTEXT_LOGITS = "py_return_context_logits"
 _PLAIN_WORDS = "py_bad_words"
 
 
-class HostAsks(NamedTuple):
+class HostOption(NamedTuple):
     """One option of a host's request that changes something."""
 
     option: Option
@@ -73,7 +73,7 @@ def _rows() -> Iterator[Option]:
 _ROWS = tuple(_rows())
 
 
-def host_options(request: Any) -> list[HostAsks]:
+def host_options(request: Any) -> list[HostOption]:
     """What a request, as TensorRT-LLM holds it, asks for, in a fixed order.
 
     Args:
@@ -139,14 +139,14 @@ def unsupported_options(
     return problems
 
 
-def _is_greedy(asked: Sequence[HostAsks]) -> bool:
+def _is_greedy(asked: Sequence[HostOption]) -> bool:
     """Whether first choices are asked for; a value that cannot be asks for none."""
     return is_greedy(
         {one.option.name: one.value if _problem(one) is None else math.nan for one in asked}
     )
 
 
-def _problem(one: HostAsks) -> str | None:
+def _problem(one: HostOption) -> str | None:
     """Why a value cannot be, if so."""
     try:
         _read(one)
@@ -155,7 +155,7 @@ def _problem(one: HostAsks) -> str | None:
     return None
 
 
-def _read(one: HostAsks) -> Any:
+def _read(one: HostOption) -> Any:
     """A host's value in our form.
 
     Raises:
@@ -244,14 +244,14 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _asked(request: Any, config: Any, row: Option) -> HostAsks | None:
+def _asked(request: Any, config: Any, row: Option) -> HostOption | None:
     """What the first field of a row that is there asks for, if anything."""
     for field in row.host:
         name = field.removeprefix(_CONFIG)
         value = getattr(request, field, None) if name == field else _alone(config, name)
         if not _is_there(value):
             continue
-        return None if _is_neutral(row, value) else HostAsks(row, field, value)
+        return None if _is_neutral(row, value) else HostOption(row, field, value)
     return None
 
 

@@ -12,7 +12,7 @@ from mtp_plugin.errors import describe_error, format_value
 
 MAX_UNKNOWN = 10
 """Ids that nobody asked about which are told."""
-MAX_WISHES = 10_000
+MAX_DECISIONS = 10_000
 """Ids that an answer may have."""
 
 StopAnswer = Collection[int] | Mapping[int, int] | None
@@ -25,7 +25,7 @@ in the batch's order."""
 
 
 @dataclass(frozen=True)
-class StopWishes:
+class StopDecisions:
     """An answer, read."""
 
     keep: Mapping[int, int] = field(default_factory=dict)
@@ -36,7 +36,9 @@ class StopWishes:
     """What else is wrong with the answer."""
 
 
-def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopWishes:
+def call_stop_callback(
+    callback: StopCallback, outputs: Mapping[int, tuple[int, int]]
+) -> StopDecisions:
     """Ask a callback, and read its answer.
 
     A callback that raises, or answers neither with ids nor with counts, has failed for every
@@ -51,7 +53,7 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     except Exception as error:
         return _failed(outputs, describe_error(error))
     if answer is None:
-        return StopWishes()
+        return StopDecisions()
     if isinstance(answer, (str, bytes)) or not isinstance(answer, Collection):
         return _failed(
             outputs, f"expected ids, or a mapping of ids to counts, got {type(answer).__name__}"
@@ -60,13 +62,13 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     wrong: dict[int, str] = {}
     unknown: list[str] = []
     try:
-        num_wishes = len(answer)
-        wishes = list(islice(_wishes(answer), MAX_WISHES))
+        num_decisions = len(answer)
+        decisions = list(islice(_decisions(answer), MAX_DECISIONS))
     except Exception as error:  # as of tensors without a dimension
         return _failed(outputs, describe_error(error))
-    if num_wishes > MAX_WISHES:
-        return _failed(outputs, f"expected at most {MAX_WISHES} ids, got {num_wishes}")
-    for request_id, count in wishes:
+    if num_decisions > MAX_DECISIONS:
+        return _failed(outputs, f"expected at most {MAX_DECISIONS} ids, got {num_decisions}")
+    for request_id, count in decisions:
         if not _is_integer(request_id) or request_id not in outputs:
             among = ", ".join(map(str, outputs))
             unknown.append(
@@ -85,13 +87,13 @@ def ask(callback: StopCallback, outputs: Mapping[int, tuple[int, int]]) -> StopW
     more = len(unknown) - MAX_UNKNOWN
     if more > 0:
         unknown[MAX_UNKNOWN:] = [f"stop_callback: and {more} more that nobody asked about"]
-    return StopWishes(keep, wrong, tuple(unknown))
+    return StopDecisions(keep, wrong, tuple(unknown))
 
 
 _ALL = object()
 
 
-def _wishes(answer: Collection[Any]) -> Iterator[tuple[Any, Any]]:
+def _decisions(answer: Collection[Any]) -> Iterator[tuple[Any, Any]]:
     if isinstance(answer, Mapping):
         yield from answer.items()
     else:
@@ -102,5 +104,5 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _failed(outputs: Mapping[int, tuple[int, int]], why: str) -> StopWishes:
-    return StopWishes(wrong=dict.fromkeys(outputs, f"stop_callback: {why}"))
+def _failed(outputs: Mapping[int, tuple[int, int]], why: str) -> StopDecisions:
+    return StopDecisions(wrong=dict.fromkeys(outputs, f"stop_callback: {why}"))

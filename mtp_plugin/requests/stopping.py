@@ -137,7 +137,7 @@ class StopRule:
             ids = tuple(dict.fromkeys((*ids, *self.ignored_ids)))
         return ids if len(ids) <= MAX_STOP_IDS else None
 
-    def judge(
+    def check(
         self,
         run: Sequence[int],
         length: int,

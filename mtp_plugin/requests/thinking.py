@@ -43,9 +43,9 @@ class ThinkingEnd:
 
     def next_places(self) -> list[list[int]]:
         """[place][j]: behind ``place`` ids of the end and its j-th id, so many of it stand last."""
-        return [[self._place_behind(place, token) for token in self.end] for place in self._places]
+        return [[self._next_progress(place, token) for token in self.end] for place in self._places]
 
-    def behind(
+    def progress_after(
         self, tokens: Sequence[int], prompt_len: int, budget: int, thought: int = -1, place: int = 0
     ) -> tuple[int, int]:
         """Emitted tokens since thinking began (-1: it does not think), and ids of the end that
@@ -59,7 +59,7 @@ class ThinkingEnd:
             if thought < 0:
                 thought, place = (0 if token == self.begin else -1), 0
                 continue
-            place = self._place_behind(place, token)
+            place = self._next_progress(place, token)
             if place == len(self.end) or (token == self.end_token != NO_TOKEN and not is_forced):
                 thought, place = -1, 0
             else:
@@ -70,7 +70,7 @@ class ThinkingEnd:
     def _places(self) -> range:
         return range(len(self.end))
 
-    def _place_behind(self, place: int, token: int) -> int:
+    def _next_progress(self, place: int, token: int) -> int:
         seen = (*self.end[:place], token)
         return next(n for n in range(len(seen), -1, -1) if seen[len(seen) - n :] == self.end[:n])
 

@@ -361,7 +361,7 @@ class MTPSampler:
         request.py_draft_tokens = drafts  # a stop among the tokens drops them
         length, stop = request.get_num_tokens(BEAM), facts.stop
         before = request.get_tokens(BEAM) if stop.words else ()
-        ending = stop.judge(run, length, num_drafts=num_matches, tokens=before)
+        ending = stop.check(run, length, num_drafts=num_matches, tokens=before)
         if ending.reason is None:
             if status != STATUS_OK:
                 ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.requests.stop_callback import StopCallback, StopWishes, ask
+from mtp_plugin.requests.stop_callback import StopCallback, StopDecisions, call_stop_callback
 from mtp_plugin.requests.stopping import Ending
 from mtp_plugin.speculative.host import take_back_tokens
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow
@@ -28,7 +28,7 @@ def ask_callback(
             asked[result.request_id] = (now - len(result.token_ids), now)
     if not asked:
         return
-    wishes = ask(callback, asked)
+    wishes = call_stop_callback(callback, asked)
     for why in wishes.unknown:
         _logger.error(why)
     for place, (row, result) in enumerate(zip(rows, results, strict=True)):
@@ -37,7 +37,7 @@ def ask_callback(
             results[place] = _cut(result, endings[place])
 
 
-def _wished(row: PendingRow, result: StepResult, ending: Ending, wishes: StopWishes) -> Ending:
+def _wished(row: PendingRow, result: StepResult, ending: Ending, wishes: StopDecisions) -> Ending:
     """How the run of a request ends that a callback was asked about."""
     request, request_id = row.request, result.request_id
     number = len(result.token_ids)

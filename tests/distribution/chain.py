@@ -138,7 +138,9 @@ def texts(
         if thinking_end is not None and way.thinking_token_budget is not None:
             budget = way.thinking_token_budget
             values["thinking_token_budget"] = budget
-            values["thought"], values["end_place"] = thinking_end.behind(prompt, PROMPT_LEN, budget)
+            values["thought"], values["end_place"] = thinking_end.progress_after(
+                prompt, PROMPT_LEN, budget
+            )
         for name, value in values.items():
             table.column(name)[mine] = value
         stop_ids = torch.tensor(way.stop_ids, dtype=torch.int32, device=DEVICE)

@@ -213,7 +213,7 @@ def told_row(
     behind = (*IN_FRONT, language.first, *text)
     row = language.target[behind[-1]].tolist()
     if end is not None and way.thinking_token_budget is not None:
-        thought, place = end.behind(behind, PROMPT_LEN, way.thinking_token_budget)
+        thought, place = end.progress_after(behind, PROMPT_LEN, way.thinking_token_budget)
         if thought >= way.thinking_token_budget:
             return [float(token == end.end[place]) for token in range(len(row))]
     banned = {word[-1] for word in way.bad_words if behind[1 - len(word) :] == word[:-1]}

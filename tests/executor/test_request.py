@@ -36,7 +36,7 @@ def make(prompt_len: int = 5, *, text: RequestText | None = None, **options: Any
 def emit(request: LlmRequest, tokens: list[int]) -> Ending:
     """A step's run, as the sampler hands it over: all but the last token are drafts."""
     length = request.get_num_tokens()
-    ending = request.facts.stop.judge(tokens, length, num_drafts=len(tokens) - 1)
+    ending = request.facts.stop.check(tokens, length, num_drafts=len(tokens) - 1)
     for token in tokens[: ending.length]:
         request.add_new_token(token)
     return ending

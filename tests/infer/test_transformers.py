@@ -105,7 +105,7 @@ def processors(params: SamplingParams) -> LogitsProcessorList:
         "top_p": TopPLogitsWarper,
         "min_p": MinPLogitsWarper,
     }
-    options = params.asked()
+    options = params.requested_options()
     return LogitsProcessorList(
         made(options[name]) for name, made in found.items() if name in options
     )

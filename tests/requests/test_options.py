@@ -78,7 +78,7 @@ def test_the_neutral_value_and_none_change_nothing(option: Option) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_neutral_value_is_never_asked_for(name: str) -> None:
     params = SamplingParams(**{name: OPTIONS[name].neutral})
-    assert name not in params.asked()
+    assert name not in params.requested_options()
     most = [] if name == "max_new_tokens" else ["max_new_tokens=32"]
     assert params.unsupported(()) == most
 
@@ -723,9 +723,9 @@ def test_what_log_probabilities_are_of(mode: Any, told: str) -> None:
 def test_log_probabilities_as_a_flag(name: str) -> None:
     """As in other engines, the most likely token's beside each."""
     for flag in (True, np.bool_(True)):
-        assert SamplingParams(**{name: flag}).asked() == {"max_new_tokens": 32, name: 1}
+        assert SamplingParams(**{name: flag}).requested_options() == {"max_new_tokens": 32, name: 1}
     for flag in (False, np.bool_(False)):
-        assert SamplingParams(**{name: flag}).asked() == {"max_new_tokens": 32}
+        assert SamplingParams(**{name: flag}).requested_options() == {"max_new_tokens": 32}
 
 
 NEUTRAL_TOO = {"thinking_token_budget": (-1,), "logprobs": (False,), "prompt_logprobs": (False,)}
@@ -797,7 +797,7 @@ def test_no_range_holds_these(name: str, value: float) -> None:
         assert OPTIONS[name].values.allows(value)
         return
     if value in NEUTRAL_TOO.get(name, ()):
-        assert name not in SamplingParams(**{name: value}).asked()
+        assert name not in SamplingParams(**{name: value}).requested_options()
         return
     if value is True and "logprobs" in name:
         return
@@ -838,9 +838,9 @@ def test_the_names_of_other_engines(name: str, other: str) -> None:
     as_ours = SamplingParams(**{name: value})
     assert SamplingParams(**{other: value}) == as_ours
     assert vars(SamplingParams(**{other: value}))[other] is None
-    assert dataclasses.replace(SamplingParams(**{other: value}), top_p=0.5).asked() == {
-        **as_ours.asked(),
-        **SamplingParams(top_p=0.5, **{name: value}).asked(),
+    assert dataclasses.replace(SamplingParams(**{other: value}), top_p=0.5).requested_options() == {
+        **as_ours.requested_options(),
+        **SamplingParams(top_p=0.5, **{name: value}).requested_options(),
     }
 
 
@@ -885,7 +885,7 @@ def test_a_bias_that_has_one_of_each_id(name: str, kind: Any) -> None:
     """What it leaves as it is counts for nothing, as many ids as there may be."""
     bias = kind([0.0, -1.5, 0.0, 2.0] + [0.0] * 2 * MAX_BIAS_IDS)
     assert SamplingParams(**{name: bias}).logit_bias == {1: -1.5, 3: 2.0}
-    assert SamplingParams(**{name: kind([0.0, 0.0])}).asked() == {"max_new_tokens": 32}
+    assert SamplingParams(**{name: kind([0.0, 0.0])}).requested_options() == {"max_new_tokens": 32}
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
@@ -985,7 +985,7 @@ def test_as_many_tokens_as_there_is_room_for(name: str) -> None:
 )
 def test_neutral_values_are_what_they_are_in_the_field(options: dict[str, Any]) -> None:
     draws = {name: value for name, value in options.items() if name == "temperature" and value}
-    asked = SamplingParams(**options).asked()
+    asked = SamplingParams(**options).requested_options()
     assert asked == {"max_new_tokens": 32, **draws}
 
 
@@ -1002,7 +1002,7 @@ def test_all_ids_are_drawn_from(top_k: int) -> None:
 
 
 def test_what_is_asked_for_is_what_changes_something() -> None:
-    assert SamplingParams().asked() == {"max_new_tokens": 32}
+    assert SamplingParams().requested_options() == {"max_new_tokens": 32}
     options = {
         "max_new_tokens": 9,
         "min_tokens": 2,
@@ -1015,21 +1015,24 @@ def test_what_is_asked_for_is_what_changes_something() -> None:
         "relaxed_acceptance": False,
         **UNSUPPORTED,
     }
-    assert SamplingParams(**options).asked() == options
-    assert list(SamplingParams(**options).asked()) == list(options)  # in the table's order
+    assert SamplingParams(**options).requested_options() == options
+    assert list(SamplingParams(**options).requested_options()) == list(options)
 
 
 def test_what_is_asked_of_draws_counts_where_there_are_any() -> None:
     draws = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3}
     asked = {"max_new_tokens": 32, **draws}
-    assert SamplingParams(**draws).asked() == asked
+    assert SamplingParams(**draws).requested_options() == asked
     for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0}):
-        assert SamplingParams(**{**draws, **greedy}).asked() == {"max_new_tokens": 32}
+        assert SamplingParams(**{**draws, **greedy}).requested_options() == {"max_new_tokens": 32}
     # which drafts there may be says the config, whoever asks
     drafts = {"verification": "block", "draft_sampling": "plain"}
-    assert SamplingParams(temperature=0, **drafts).asked() == {"max_new_tokens": 32, **drafts}
+    assert SamplingParams(temperature=0, **drafts).requested_options() == {
+        "max_new_tokens": 32,
+        **drafts,
+    }
     # a seed alone draws nothing
-    assert SamplingParams(seed=3).asked() == {"max_new_tokens": 32}
+    assert SamplingParams(seed=3).requested_options() == {"max_new_tokens": 32}
 
 
 def test_options_that_are_served_are_supported() -> None:
@@ -1047,7 +1050,7 @@ def test_who_makes_no_drafts_is_asked_for_all_else() -> None:
     ):
         others = {"max_new_tokens": 9, "logit_bias": {3: 1.0}, "thinking_token_budget": 4}
         asked = SamplingParams(**of_drafts, **others)
-        assert asked.asked().keys() == {*of_drafts, *others}
+        assert asked.requested_options().keys() == {*of_drafts, *others}
         assert asked.without_drafts() == SamplingParams(**others)
 
 

@@ -9,51 +9,51 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_plugin.requests.stop_callback import StopWishes, ask
+from mtp_plugin.requests.stop_callback import StopDecisions, call_stop_callback
 from tests.hostile import HOSTILE, LONGEST_LINE
 
 OUTPUTS = {7: (4, 7), 3: (0, 1), 9: (2, 4)}
 
 
-def answered(answer: Any) -> StopWishes:
+def answered(answer: Any) -> StopDecisions:
     asked: list[Sequence[int]] = []
 
     def callback(ids: Sequence[int]) -> Any:
         asked.append(ids)
         return answer
 
-    wishes = ask(callback, OUTPUTS)
+    decisions = call_stop_callback(callback, OUTPUTS)
     assert asked == [[7, 3, 9]]
-    return wishes
+    return decisions
 
 
 @pytest.mark.parametrize("answer", [None, [], (), set(), {}, frozenset()])
 def test_nothing_ends(answer: Any) -> None:
-    assert answered(answer) == StopWishes()
+    assert answered(answer) == StopDecisions()
 
 
 @pytest.mark.parametrize("answer", [[9, 7], (7, 9), {7, 9}, [7, 7, 9], {7: 7, 9: 4}.keys()])
 def test_ids_end_behind_their_last_token(answer: Any) -> None:
-    assert answered(answer) == StopWishes({7: 7, 9: 4})
+    assert answered(answer) == StopDecisions({7: 7, 9: 4})
 
 
 @pytest.mark.parametrize("kept", [4, 5, 6, 7])
 def test_counts_are_those_of_the_output(kept: int) -> None:
-    assert answered({7: kept, 3: 0}) == StopWishes({7: kept, 3: 0})
+    assert answered({7: kept, 3: 0}) == StopDecisions({7: kept, 3: 0})
 
 
 def test_integers_of_other_kinds() -> None:
-    wishes = answered({np.int64(7): np.int32(5)})
-    assert wishes == StopWishes({7: 5})
-    assert {type(n) for pair in wishes.keep.items() for n in pair} == {int}
-    assert answered(np.array([9])) == StopWishes({9: 4})
+    decisions = answered({np.int64(7): np.int32(5)})
+    assert decisions == StopDecisions({7: 5})
+    assert {type(n) for pair in decisions.keep.items() for n in pair} == {int}
+    assert answered(np.array([9])) == StopDecisions({9: 4})
 
 
 @pytest.mark.parametrize("kept", [3, -1, 8, 5.0, "5", None, True])
 def test_counts_that_cannot_be(kept: Any) -> None:
     """They concern their own request."""
     why = f"stop_callback: expected 4 to 7 tokens of the output to keep, got {kept!r}"
-    assert answered({7: kept, 9: 3}) == StopWishes({9: 3}, {7: why})
+    assert answered({7: kept, 9: 3}) == StopDecisions({9: 3}, {7: why})
 
 
 @pytest.mark.parametrize("stranger", [8, -1, "7", 7.0, True, None, (7,)])
@@ -61,7 +61,7 @@ def test_counts_that_cannot_be(kept: Any) -> None:
 def test_ids_that_were_not_asked_about(stranger: Any, kind: type) -> None:
     answer = [stranger, 9] if kind is list else {stranger: 1, 9: 4}
     why = f"stop_callback: expected ids among 7, 3, 9, got {stranger!r}"
-    assert answered(answer) == StopWishes({9: 4}, {}, (why,))
+    assert answered(answer) == StopDecisions({9: 4}, {}, (why,))
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,16 @@ def test_ids_that_were_not_asked_about(stranger: Any, kind: type) -> None:
 )
 def test_answers_that_are_none(answer: Any, kind: str) -> None:
     why = f"stop_callback: expected ids, or a mapping of ids to counts, got {kind}"
-    assert answered(answer) == StopWishes(wrong=dict.fromkeys(OUTPUTS, why))
+    assert answered(answer) == StopDecisions(wrong=dict.fromkeys(OUTPUTS, why))
 
 
 def test_a_callback_that_raises() -> None:
     def callback(ids: Sequence[int]) -> list[int]:
         raise KeyError(ids[1])
 
-    assert ask(callback, OUTPUTS).wrong == dict.fromkeys(OUTPUTS, "stop_callback: KeyError: 3")
+    assert call_stop_callback(callback, OUTPUTS).wrong == dict.fromkeys(
+        OUTPUTS, "stop_callback: KeyError: 3"
+    )
 
 
 def test_an_interrupt_is_none_of_its_answers() -> None:
@@ -85,32 +87,32 @@ def test_an_interrupt_is_none_of_its_answers() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ask(callback, OUTPUTS)
+        call_stop_callback(callback, OUTPUTS)
 
 
 def test_more_ids_than_anybody_asked_about() -> None:
     why = "stop_callback: expected at most 10000 ids, got 10001"
-    assert answered([1] * 10_001) == StopWishes(wrong=dict.fromkeys(OUTPUTS, why))
+    assert answered([1] * 10_001) == StopDecisions(wrong=dict.fromkeys(OUTPUTS, why))
 
 
 def test_many_strangers_are_cut() -> None:
-    wishes = answered([9, *range(100, 130)])
-    assert wishes.keep == {9: 4}
-    assert len(wishes.unknown) == 11
-    assert wishes.unknown[-1] == "stop_callback: and 20 more that nobody asked about"
+    decisions = answered([9, *range(100, 130)])
+    assert decisions.keep == {9: 4}
+    assert len(decisions.unknown) == 11
+    assert decisions.unknown[-1] == "stop_callback: and 20 more that nobody asked about"
 
 
 def test_an_answer_without_items() -> None:
     why = "stop_callback: TypeError: "
-    wishes = answered(torch.tensor(7))
-    assert [reason.startswith(why) for reason in wishes.wrong.values()] == [True] * len(OUTPUTS)
+    decisions = answered(torch.tensor(7))
+    assert [reason.startswith(why) for reason in decisions.wrong.values()] == [True] * len(OUTPUTS)
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_no_answer_ends_in_another_error(value: Any) -> None:
     """Whatever an answer is or holds, each request ends by a wish or goes on."""
     for answer in (value, [value], dict.fromkeys(OUTPUTS, value)):
-        wishes = answered(answer)
-        told = (*wishes.wrong.values(), *wishes.unknown)
+        decisions = answered(answer)
+        told = (*decisions.wrong.values(), *decisions.unknown)
         assert all(len(why) < LONGEST_LINE for why in told)
         assert len(told) <= 20

@@ -80,7 +80,7 @@ class Story:
         return output, None, None
 
 
-def judged(
+def checked(
     story: Story, runs: list[int], *, watched: bool
 ) -> tuple[list[int], Ending, Watch | None]:
     """The same in runs of these lengths, as a sampler does it; the last run takes the rest."""
@@ -91,7 +91,7 @@ def judged(
     while left:
         size = sizes.pop(0)
         run, left = left[:size], left[size:]
-        ending = rule.judge(run, len(tokens), num_drafts=max(len(run) - 1, 0), tokens=tokens)
+        ending = rule.check(run, len(tokens), num_drafts=max(len(run) - 1, 0), tokens=tokens)
         assert 0 <= ending.length <= len(run)
         tokens += run[: ending.length]
         if ending.reason is not None:
@@ -125,7 +125,7 @@ def test_a_run_ends_as_its_tokens_do(story: Story) -> None:
     """However the text is cut into runs, empty ones too: the same output, the same reason."""
     output, reason, _ = story.told()
     for runs in (story.runs, [1] * len(story.said), []):
-        got, ending, _ = judged(story, runs, watched=False)
+        got, ending, _ = checked(story, runs, watched=False)
         assert (got, ending.reason, ending.error) == (output, reason, None)
 
 
@@ -133,7 +133,7 @@ def test_a_run_ends_as_its_tokens_do(story: Story) -> None:
 def test_a_watched_text_ends_as_its_tokens_do(story: Story) -> None:
     output, reason, error = story.told()
     for runs in (story.runs, [1] * len(story.said), []):
-        got, ending, watch = judged(story, runs, watched=True)
+        got, ending, watch = checked(story, runs, watched=True)
         assert (got, ending.reason) == (output, reason)
         assert watch is not None
         # every token that counts, and no other, but one that cannot be decoded
@@ -150,22 +150,22 @@ def test_a_watched_text_ends_as_its_tokens_do(story: Story) -> None:
 def test_a_watch_that_sees_nothing_changes_nothing(story: Story) -> None:
     """The short way of requests without text and words, and the long way, agree."""
     plain = replace(story, words=())
-    alone, watched = (judged(plain, story.runs, watched=w) for w in (False, True))
+    alone, watched = (checked(plain, story.runs, watched=w) for w in (False, True))
     assert alone[:2] == watched[:2]
 
 
 def test_which_tokens_were_drafts_is_told() -> None:
     watch = Watch(None, None)
     rule = StopRule(max_length=99, watch=watch)
-    assert rule.judge([7, 8, 9], 5, num_drafts=2) == Ending(3)
-    assert rule.judge([4], 8) == Ending(1)
+    assert rule.check([7, 8, 9], 5, num_drafts=2) == Ending(3)
+    assert rule.check([4], 8) == Ending(1)
     assert watch.seen == [(7, True), (8, True), (9, False), (4, False)]
 
 
 def test_an_empty_run_goes_on() -> None:
     """As of a row without any finite value, also where the request is full."""
-    assert StopRule(max_length=5, end_ids=(1,)).judge([], 5) == Ending(0)
-    assert StopRule(max_length=5, watch=Watch(0, None)).judge([], 5) == Ending(0)
+    assert StopRule(max_length=5, end_ids=(1,)).check([], 5) == Ending(0)
+    assert StopRule(max_length=5, watch=Watch(0, None)).check([], 5) == Ending(0)
 
 
 # --- reasons ---
@@ -186,29 +186,29 @@ def test_the_order_of_reasons() -> None:
         ({"end_ids": (), "words": (), "watch": None}, FinishReason.LENGTH),
     ):
         rule = StopRule(**{**everything, "watch": Watch(1, None), **left_out})
-        assert rule.judge([7, 8, 9], 2, tokens=[1, 7]) == Ending(2, reason)
+        assert rule.check([7, 8, 9], 2, tokens=[1, 7]) == Ending(2, reason)
 
 
 def test_an_error_comes_before_every_reason() -> None:
     rule = StopRule(max_length=3, end_ids=(8,), words=((8,),), watch=Watch(0, 0))
-    ending = rule.judge([8, 9], 2, tokens=[1, 2])
+    ending = rule.check([8, 9], 2, tokens=[1, 2])
     assert (ending.length, ending.reason) == (1, FinishReason.ERROR)
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 3])
 def test_the_first_token_that_may_end(min_tokens: int) -> None:
     rule = StopRule(max_length=99, prompt_len=2, min_tokens=min_tokens, end_ids=(5,))
-    assert rule.judge([5] * 4, 2) == Ending(min_tokens + 1, FinishReason.END_ID)
+    assert rule.check([5] * 4, 2) == Ending(min_tokens + 1, FinishReason.END_ID)
     # of a later run
-    assert rule.judge([5] * 4, 3) == Ending(max(min_tokens, 1), FinishReason.END_ID)
+    assert rule.check([5] * 4, 3) == Ending(max(min_tokens, 1), FinishReason.END_ID)
 
 
 def test_words_begin_before_the_run_but_never_in_the_prompt() -> None:
     rule = StopRule(max_length=99, prompt_len=2, words=((6, 7, 8),))
-    assert rule.judge([8, 9], 4, tokens=[1, 2, 6, 7]) == Ending(1, FinishReason.STOP_WORDS)
-    assert rule.judge([8, 9], 3, tokens=[1, 6, 7]) == Ending(2)
-    assert rule.judge([7, 8, 9], 2, tokens=[1, 6]) == Ending(3)
-    assert rule.judge([6, 7, 8, 9], 2, tokens=[6, 7]) == Ending(3, FinishReason.STOP_WORDS)
+    assert rule.check([8, 9], 4, tokens=[1, 2, 6, 7]) == Ending(1, FinishReason.STOP_WORDS)
+    assert rule.check([8, 9], 3, tokens=[1, 6, 7]) == Ending(2)
+    assert rule.check([7, 8, 9], 2, tokens=[1, 6]) == Ending(3)
+    assert rule.check([6, 7, 8, 9], 2, tokens=[6, 7]) == Ending(3, FinishReason.STOP_WORDS)
 
 
 def test_a_text_of_ours_is_a_watch() -> None:
@@ -219,8 +219,8 @@ def test_a_text_of_ours_is_a_watch() -> None:
 
     text = RequestText(Letters(), ("cd",))
     rule = StopRule(max_length=99, watch=text.push)
-    assert rule.judge([0, 1, 2], 1) == Ending(3)
-    assert rule.judge([3, 4], 4) == Ending(1, FinishReason.STOP_WORDS)
+    assert rule.check([0, 1, 2], 1) == Ending(3)
+    assert rule.check([3, 4], 4) == Ending(1, FinishReason.STOP_WORDS)
     assert text.full_text == "ab"
 
 
@@ -241,7 +241,7 @@ def test_more_ids_than_a_slot_has_room_for() -> None:
     more = StopRule(max_length=99, end_ids=(*fits, MAX_STOP_IDS))
     assert more.slot_ids is None
     assert len(more.device_ids) == MAX_STOP_IDS + 1
-    assert more.judge([50, MAX_STOP_IDS], 1) == Ending(2, FinishReason.END_ID)
+    assert more.check([50, MAX_STOP_IDS], 1) == Ending(2, FinishReason.END_ID)
 
 
 @pytest.mark.parametrize("word", [False, True], ids=["ids", "ids and a word of one"])

@@ -159,4 +159,4 @@ def test_whether_a_config_says_anything_of_tags() -> None:
 )
 def test_where_a_text_stands(tokens: list[int], prompt_len: int, state: tuple[int, int]) -> None:
     """The end is 5 6 8, of which 8 ends by itself until it is forced, behind three tokens."""
-    assert ThinkingEnd(7, (5, 6, 8), 8).behind(tokens, prompt_len, 3) == state
+    assert ThinkingEnd(7, (5, 6, 8), 8).progress_after(tokens, prompt_len, 3) == state

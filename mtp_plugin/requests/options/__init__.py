@@ -26,7 +26,7 @@ from mtp_plugin.requests.options.rules import DRAFTS_OF_VERIFICATION, is_greedy
 from mtp_plugin.requests.options.spellings import (
     HOST_OPTIONS,
     NEUTRAL_ELSEWHERE,
-    READ_BY_NOBODY,
+    UNUSED_OPTIONS,
     WRITTEN_HERE,
 )
 
@@ -42,7 +42,7 @@ __all__ = [
     "MAX_RANGE",
     "NEUTRAL_ELSEWHERE",
     "OPTIONS",
-    "READ_BY_NOBODY",
+    "UNUSED_OPTIONS",
     "WRITTEN_HERE",
     "Option",
     "SamplingParams",

@@ -393,7 +393,7 @@ class SamplingParams:
         given: str = vars(self).get(_SPELLED, {}).get(name, name)
         return given
 
-    def asked(self) -> dict[str, Any]:
+    def requested_options(self) -> dict[str, Any]:
         """Return the options that change something, by name.
 
         With log-probabilities their mode is included even if it is neutral.
@@ -415,7 +415,7 @@ class SamplingParams:
 
     def unsupported(self, served: Collection[str]) -> list[str]:
         """Return `unserved` of these options, in the user's spelling."""
-        return unserved(self.asked(), served, self.spelled)
+        return unserved(self.requested_options(), served, self.spelled)
 
 
 def unserved(

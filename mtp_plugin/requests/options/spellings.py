@@ -58,7 +58,7 @@ NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 }
 """Options that only other engines have, with the values that change nothing here."""
 
-READ_BY_NOBODY = frozenset({"pad_id"})
+UNUSED_OPTIONS = frozenset({"pad_id"})
 """Options of other engines of which any id changes nothing here."""
 
 NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
@@ -137,7 +137,7 @@ def named_here(
         if neutral is None:
             shown = name if len(name) <= SHOWN else format_value(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
-        elif not (_is_one_of(value, neutral) or (name in READ_BY_NOBODY and is_int(value))):
+        elif not (_is_one_of(value, neutral) or (name in UNUSED_OPTIONS and is_int(value))):
             expected = " or ".join(map(repr, neutral))
             instead = f"; write {WRITTEN_HERE[name]}" if name in WRITTEN_HERE else ""
             problems.append(

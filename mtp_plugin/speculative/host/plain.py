@@ -84,7 +84,7 @@ class PlainRequest:
                 f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, max_seq_len "
                 f"is {max_seq_len} and one token must fit behind it"
             )
-        asked, lacking = params.asked(), LOOP_OPTIONS - self.loop_options
+        asked, lacking = params.requested_options(), LOOP_OPTIONS - self.loop_options
         named = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]
         if named:
             raise RequestError(

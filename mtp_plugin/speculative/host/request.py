@@ -67,7 +67,7 @@ class RequestFacts:
         stop = StopRule.of(
             params, prompt_len=prompt_len, max_seq_len=max_seq_len, end_ids=end_ids, watch=watch
         )
-        return cls(request_id, stop, stop.max_length, params.asked(), stats)
+        return cls(request_id, stop, stop.max_length, params.requested_options(), stats)
 
     @property
     def sampling_kind(self) -> SamplingKind:

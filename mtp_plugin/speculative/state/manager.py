@@ -334,7 +334,7 @@ class SlotStateManager:
                 "thinking_end"
             )
         tokens = request.get_tokens(0)
-        thought, place = self.thinking_end.behind(tokens, facts.stop.prompt_len, budget)
+        thought, place = self.thinking_end.progress_after(tokens, facts.stop.prompt_len, budget)
         return {"thought": thought, "end_place": place}
 
     def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Drafting:
         asked = config.speculative_config
         if not isinstance(asked, MTPDecodingConfig):
             return "no MTP layer drafts"
-        label = label_of(DecodingOptions.read(asked, asks_later=True), params.asked())
+        label = label_of(DecodingOptions.read(asked, asks_later=True), params.requested_options())
         if label is not None:
             return f"{label.name} acceptance is not known without the executor"
         mtp, is_vanilla = asked.mtp, asked.use_mtp_vanilla

@@ -268,7 +268,7 @@ def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) ->
     speculative = config.speculative_config
     if not isinstance(speculative, MTPDecodingConfig):
         return
-    label = label_of(DecodingOptions.read(speculative, asks_later=True), params.asked())
+    label = label_of(DecodingOptions.read(speculative, asks_later=True), params.requested_options())
     if label is not None:
         raise ConfigError(
             f"{command}: {label.name} acceptance changes the text by design; expected a config or "
@@ -282,7 +282,7 @@ def _expect_comparable(config: LLMConfig, params: SamplingParams, dtype: torch.d
     Raises:
         ConfigError: as it says.
     """
-    cuts = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
+    cuts = [name for name in ("top_k", "top_p", "min_p") if name in params.requested_options()]
     is_processed = params.logprobs is not None and logprobs_mode_of(config) == "processed"
     if is_processed and cuts and dtype is not torch.float32:
         raise ConfigError(

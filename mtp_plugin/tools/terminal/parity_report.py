@@ -145,7 +145,7 @@ def parity_document(report: ParityReport) -> dict[str, Any]:
         "config": report.config.model_dump(mode="json"),
         "device": report.device,
         "dtype": report.dtype,
-        "sampling_params": report.params.asked(),
+        "sampling_params": report.params.requested_options(),
         "tie_tolerance_ulps": report.tie_ulps,
         "identical": report.exit_code == OK,
         "variants": [_outcome_document(outcome) for outcome in report.outcomes],

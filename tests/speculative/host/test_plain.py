@@ -105,7 +105,7 @@ def test_a_watch_finds_stop_strings() -> None:
         return token == 4 and not from_draft
 
     request = PlainRequest(0, [3], SamplingParams(stop="a"), max_seq_len=9, watch=ends)
-    assert request.facts.stop.judge([3, 4, 5], 1) == Ending(2, FinishReason.STOP_WORDS)
+    assert request.facts.stop.check([3, 4, 5], 1) == Ending(2, FinishReason.STOP_WORDS)
 
 
 @pytest.mark.parametrize("length", [100, 101])

@@ -81,7 +81,7 @@ if __name__ == "__main__":
     everything = {
         "one": format_value("dice"),
         "listed": format_value(["coupled", "dice"]),
-        "asked": SamplingParams(verification="dice", draft_sampling="plain").asked(),
+        "asked": SamplingParams(verification="dice", draft_sampling="plain").requested_options(),
         "name": refused(verification=["coupled", "bones"]),
         "drafts": refused(verification="dice", draft_sampling="coupled"),
         "description": schema["description"],

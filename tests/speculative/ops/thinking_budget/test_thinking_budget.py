@@ -162,7 +162,7 @@ def test_host_counts_like_the_device(seed: int, prompt: int, output: int) -> Non
     expected.budget, expected.thought = budget, None if expected.thought is None else 0
     for token in tokens[prompt:]:
         expected.take(token, tags)
-    thought, place = end.behind(tokens, prompt, budget)
+    thought, place = end.progress_after(tokens, prompt, budget)
     assert (None if thought < 0 else thought, place) == (expected.thought, expected.written)
 
 
