@@ -420,6 +420,8 @@ def test_history_rows_need_budget(bed) -> None:
         match=r"^request 0: max_num_tokens 32 cannot hold one prompt token and 32 history rows$",
     ):
         llm.generate([[1, 2]])
+    scheduler.plan = dataclasses.replace(scheduler.plan, history_rows=31)
+    llm.executor.check_fits(llm.make_request([1, 2], SamplingParams(max_new_tokens=2)))
 
 
 def test_cancel_of_an_unknown_or_finished_id_changes_nothing(bed) -> None:
