@@ -24,11 +24,11 @@ CHECKPOINTS = {
 }
 
 
-class Bed:
-    """One checkpoint: its path, a model for oracles on the CPU and one for the executor.
+class Harness:
+    """A checkpoint with a CPU model for oracles, a model for executors, and a factory of `LLM`s.
 
     Args:
-        host: options of every executor here: the device, and what is special there.
+        host: options of every executor, such as the device.
     """
 
     def __init__(self, path, num_mtp_layers: int, host: dict) -> None:
@@ -81,67 +81,67 @@ class Bed:
 
 @pytest.fixture(scope="session")
 def host() -> dict:
-    """Where executors run; a machine with a GPU has a second bed, in ``on_gpu``."""
+    """Device options of executors; `on_gpu` overrides them on a machine with a GPU."""
     return {"device": "cpu" if torch.cuda.is_available() else "auto"}
 
 
 @pytest.fixture(scope="session")
-def beds(tmp_path_factory) -> Callable[[str, dict], Bed]:
-    """Beds by checkpoint and host, each made once.
+def harnesses(tmp_path_factory) -> Callable[[str, dict], Harness]:
+    """Return a factory that makes each harness once, by checkpoint and host options.
 
-    The fixtures of a bed are a test's, not the session's: pytest would keep that of the host which
-    came first.
+    The fixtures that use it have function scope: with session scope, pytest would keep the first
+    host's harness.
     """
-    folder = tmp_path_factory.mktemp("beds")
-    made: dict[str, Bed] = {}
+    folder = tmp_path_factory.mktemp("harnesses")
+    made: dict[str, Harness] = {}
 
-    def make(name: str, host: dict) -> Bed:
+    def make(name: str, host: dict) -> Harness:
         # an absolute path stays
         path, key = folder / name, f"{name} {host}"
         if not path.exists():
             options = {"num_mtp_layers": 3, "echo_draft": True, "vocab_size": VOCAB}
             write_random_checkpoint(path, **options, **CHECKPOINTS[name])
         if key not in made:
-            made[key] = Bed(path, 3, host)
+            made[key] = Harness(path, 3, host)
         return made[key]
 
     return make
 
 
 @pytest.fixture
-def bed(beds, host) -> Bed:
+def harness(harnesses, host) -> Harness:
     """Three MTP layers whose drafts are often, not always, right."""
-    return beds("echo", host)
+    return harnesses("echo", host)
 
 
 @pytest.fixture
-def trained_bed(beds, host) -> Callable[[], Bed]:
-    """The tiny model, whose drafts are as good as a model's are; loaded when it is asked for."""
-    return lambda: beds(TRAINED, host)
+def trained_harness(harnesses, host) -> Callable[[], Harness]:
+    """The tiny trained model, with realistic drafts; loaded on demand."""
+    return lambda: harnesses(TRAINED, host)
 
 
 @pytest.fixture
-def looping_bed(beds, host) -> Bed:
+def looping_harness(harnesses, host) -> Harness:
     """The next token depends on the last one alone, so that every long text loops."""
-    return beds("looping", host)
+    return harnesses("looping", host)
 
 
 @pytest.fixture
-def mla_bed(beds, host) -> Bed:
+def mla_harness(harnesses, host) -> Harness:
     """Latent attention, three MTP layers."""
-    return beds("mla", host)
+    return harnesses("mla", host)
 
 
 @pytest.fixture
 def prompts() -> list[list[int]]:
     """Mixed lengths, 1 to 33 tokens."""
-    dice = random.Random(5)
-    return [[dice.randrange(VOCAB) for _ in range(n)] for n in (1, 2, 3, 5, 9, 17, 33, 4)]
+    rng = random.Random(5)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 2, 3, 5, 9, 17, 33, 4)]
 
 
-def pads_batches(bed: Bed) -> None:
-    """Skip where a CPU is asked for by name: it has no graphs to pad for."""
-    if bed.host["device"] == "cpu":
+def pads_batches(harness: Harness) -> None:
+    """Skip if the CPU is selected explicitly: batches are not padded there."""
+    if harness.host["device"] == "cpu":
         pytest.skip("padded batches run on this machine's GPU, in on_gpu")
 
 
@@ -162,6 +162,6 @@ def assert_drained(llm: LLM) -> None:
 
 
 @pytest.fixture
-def target(bed) -> Oracle:
-    """The target of ``bed`` alone."""
-    return bed.target
+def target(harness) -> Oracle:
+    """The target of ``harness`` alone."""
+    return harness.target

@@ -338,7 +338,7 @@ NUM_SIGNALS = 15
 
 def _storm(call: str, model: Any, path: str) -> dict[str, str]:
     """Signals while generating, again and again, each some time after the last one was handled."""
-    dice = random.Random(call)
+    rng = random.Random(call)
     room = Room(model, path, lambda _: None)
     num_calls = 0
 
@@ -352,7 +352,7 @@ def _storm(call: str, model: Any, path: str) -> dict[str, str]:
     outcomes = set()
     for _ in range(NUM_SIGNALS):
         room.other = room.llm.submit([7, 8], GREEDY)
-        delay = 10 ** dice.uniform(-4, -1.5)
+        delay = 10 ** rng.uniform(-4, -1.5)
         try:
             signal.setitimer(signal.ITIMER_REAL, delay)
             room.llm.generate(["xyz", [1, 2, 3]], GREEDY)
@@ -396,8 +396,8 @@ def _in_a_process(moment: str, call: str, model: Any, path: str) -> dict[str, st
             os.waitpid(child, 0)
             return {"inner": "hangs"}
         time.sleep(0.005)
-    with os.fdopen(reading) as told:
-        return dict(json.loads(told.read() or '{"inner": "died"}'))
+    with os.fdopen(reading) as stream:
+        return dict(json.loads(stream.read() or '{"inner": "died"}'))
 
 
 def main() -> None:

@@ -309,8 +309,8 @@ REQUESTS = [
 
 @pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case.note)
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_requests_refused_before_anything_starts(bed, case: Case, call: str) -> None:
-    llm = bed.llm(tokenizer=case.tokenizer, **(case.options or {}))
+def test_requests_refused_before_anything_starts(harness, case: Case, call: str) -> None:
+    llm = harness.llm(tokenizer=case.tokenizer, **(case.options or {}))
     with pytest.raises(RequestError, match=f"^{re.escape(case.message)}$") as caught:
         getattr(llm, call)(case.prompts, case.params)
     assert isinstance(caught.value, (MTPPluginError, ValueError))
@@ -320,24 +320,24 @@ def test_requests_refused_before_anything_starts(bed, case: Case, call: str) -> 
 
 
 @pytest.mark.parametrize("prompt", [None, 7, b"ab", {1, 2}, {"prompt": "a"}])
-def test_a_request_of_something_else(bed, prompt: Any) -> None:
-    with bed.llm() as llm, pytest.raises(RequestError) as refused:
+def test_a_request_of_something_else(harness, prompt: Any) -> None:
+    with harness.llm() as llm, pytest.raises(RequestError) as refused:
         llm.make_request(prompt, SamplingParams())
     kind = type(prompt).__name__
     assert str(refused.value) == f"request 0: expected text or a list of token ids, got {kind}"
 
 
 @pytest.mark.parametrize("ids", [range(10**12), range(10**30)])
-def test_range_longer_than_any_vocabulary_is_refused(bed, ids: range) -> None:
-    llm = bed.llm()
+def test_range_longer_than_any_vocabulary_is_refused(harness, ids: range) -> None:
+    llm = harness.llm()
     for call in (llm.generate, llm.submit, lambda prompt: llm.generate([prompt])):
         with pytest.raises(RequestError, match="expected at most 1048576 token ids, got range"):
             call(ids)
 
 
-def test_a_list_counts_from_its_own_start(bed) -> None:
+def test_a_list_counts_from_its_own_start(harness) -> None:
     """Whatever was asked before."""
-    llm = bed.llm()
+    llm = harness.llm()
     llm.generate([[1], [2]], SamplingParams(max_new_tokens=1))
     with pytest.raises(RequestError, match=r"^prompt 1 of 2: the prompt is empty$"):
         llm.generate([[], [500]])
@@ -345,25 +345,25 @@ def test_a_list_counts_from_its_own_start(bed) -> None:
         llm.generate([[]])
 
 
-def test_an_async_stream_is_refused_at_its_call(bed) -> None:
-    llm = bed.llm()
+def test_an_async_stream_is_refused_at_its_call(harness) -> None:
+    llm = harness.llm()
     with pytest.raises(RequestError, match=r"^request 0: the prompt is empty$"):
         llm.stream_async([])
 
 
-def test_an_executor_goes_on_after_a_refusal(bed, target) -> None:
-    llm = bed.llm()
+def test_an_executor_goes_on_after_a_refusal(harness, target) -> None:
+    llm = harness.llm()
     with pytest.raises(RequestError):
         llm.generate([[1, 2], [500]])
     (output,) = llm.generate([[1, 2]], SamplingParams(max_new_tokens=6, ignore_eos=True))
     assert output.token_ids == target.greedy([1, 2], 6)
 
 
-def test_no_prompts_give_no_outputs(bed) -> None:
-    assert bed.llm().generate([]) == []
+def test_no_prompts_give_no_outputs(harness) -> None:
+    assert harness.llm().generate([]) == []
 
 
-def test_a_long_prompt_is_told_by_us_alone(bed) -> None:
+def test_a_long_prompt_is_told_by_us_alone(harness) -> None:
     """transformers warns of its own limit at the same text."""
     vocab = {chr(code): code for code in range(VOCAB)}
     tokenizer = PreTrainedTokenizerFast(
@@ -375,7 +375,7 @@ def test_a_long_prompt_is_told_by_us_alone(bed) -> None:
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
     try:
-        llm = bed.llm(max_seq_len=16, tokenizer=tokenizer)
+        llm = harness.llm(max_seq_len=16, tokenizer=tokenizer)
         with pytest.raises(RequestError, match=r"^request 0: the prompt has 40 tokens"):
             llm.generate("x" * 40, SamplingParams(stop=("y" * 12,)))
         assert make_prompts(["z" * 12], tokenizer, VOCAB, 1, seed=0) == [[ord("z")] * 12]
@@ -387,8 +387,8 @@ def test_a_long_prompt_is_told_by_us_alone(bed) -> None:
 # --- the executor's own door ---
 
 
-def test_an_id_in_use_is_refused(bed) -> None:
-    llm = bed.llm()
+def test_an_id_in_use_is_refused(harness) -> None:
+    llm = harness.llm()
     request = llm.make_request([1, 2], SamplingParams())
     llm.executor.enqueue(request)
     with pytest.raises(RequestError, match=r"^request 0: the id is in use$"):
@@ -396,23 +396,23 @@ def test_an_id_in_use_is_refused(bed) -> None:
     llm.shutdown()
 
 
-def test_enqueue_takes_requests_alone(bed) -> None:
+def test_enqueue_takes_requests_alone(harness) -> None:
     with pytest.raises(RequestError) as error:
-        bed.llm().executor.enqueue([1, 2, 3])
+        harness.llm().executor.enqueue([1, 2, 3])
     assert str(error.value) == "enqueue: expected an LlmRequest, got [1, 2, 3]"
 
 
-def test_enqueue_checks_the_size_too(bed) -> None:
-    llm = bed.llm(kv_cache_config={"max_tokens": 64})
+def test_enqueue_checks_the_size_too(harness) -> None:
+    llm = harness.llm(kv_cache_config={"max_tokens": 64})
     request = llm.make_request([1] * 8, SamplingParams(max_new_tokens=100))
     with pytest.raises(RequestError, match=r"^request 0: 108 tokens .* need \d+ KV blocks"):
         llm.executor.enqueue(request)
     assert not llm.executor.has_work
 
 
-def test_history_rows_need_budget(bed) -> None:
+def test_history_rows_need_budget(harness) -> None:
     """A host whose plan costs more history than a step has tokens."""
-    llm = bed.llm(vanilla=True, max_num_tokens=32)
+    llm = harness.llm(vanilla=True, max_num_tokens=32)
     scheduler = llm.executor.scheduler
     scheduler.plan = dataclasses.replace(scheduler.plan, history_rows=32)
     with pytest.raises(
@@ -424,8 +424,8 @@ def test_history_rows_need_budget(bed) -> None:
     llm.executor.check_fits(llm.make_request([1, 2], SamplingParams(max_new_tokens=2)))
 
 
-def test_cancel_of_an_unknown_or_finished_id_changes_nothing(bed) -> None:
-    llm = bed.llm()
+def test_cancel_of_an_unknown_or_finished_id_changes_nothing(harness) -> None:
+    llm = harness.llm()
     assert not llm.executor.cancel(3)
     (output,) = llm.generate([[1, 2]], SamplingParams(max_new_tokens=2, ignore_eos=True))
     assert not llm.executor.cancel(output.request_id)
@@ -443,8 +443,8 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_after_shutdown_every_call_is_refused(bed, call: Callable[[LLM], object]) -> None:
-    llm = bed.llm()
+def test_after_shutdown_every_call_is_refused(harness, call: Callable[[LLM], object]) -> None:
+    llm = harness.llm()
     llm.shutdown()
     llm.shutdown()
     with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
@@ -510,29 +510,29 @@ EXECUTORS = [
 
 
 @pytest.mark.parametrize("case", EXECUTORS, ids=lambda case: case.note)
-def test_executors_refused(bed, case: Executor) -> None:
+def test_executors_refused(harness, case: Executor) -> None:
     with pytest.raises(case.error, match=f"^{re.escape(case.message)}"):
-        bed.llm(**case.options)
+        harness.llm(**case.options)
 
 
-def test_a_thinking_tag_of_several_tokens_is_refused(bed) -> None:
+def test_a_thinking_tag_of_several_tokens_is_refused(harness) -> None:
     speculative = {"use_relaxed_acceptance_for_thinking": True}
     with pytest.raises(ConfigError, match=r"^begin_thinking_phase: '<think>' must be one token"):
-        bed.llm(tokenizer=Characters(), speculative=speculative)
+        harness.llm(tokenizer=Characters(), speculative=speculative)
 
 
-def test_a_shared_model_needs_enough_mtp_layers(bed) -> None:
-    model = load_model(bed.path, num_mtp_layers=1)
+def test_a_shared_model_needs_enough_mtp_layers(harness) -> None:
+    model = load_model(harness.path, num_mtp_layers=1)
     spec = {"decoding_type": "MTP", "max_draft_len": 3, "use_mtp_vanilla": True}
     with pytest.raises(
         ConfigError, match=r"^the loaded model has 1 MTP layers, this config needs 3$"
     ):
-        LLM({"model": bed.path, "speculative_config": spec}, model=model)
+        LLM({"model": harness.path, "speculative_config": spec}, model=model)
 
 
-def test_cuda_without_a_device(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_device(harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         ConfigError, match=r"^device: cuda was requested, but torch sees no CUDA device$"
     ):
-        bed.llm(device="cuda")
+        harness.llm(device="cuda")

@@ -89,16 +89,16 @@ class Runs:
     blind_texts: list[list[int]]
 
 
-def runs(bed, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, mtp) -> Runs:
+def runs(harness, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, mtp) -> Runs:
     """``edits``: what is asked for, of the texts that ask for nothing."""
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
     free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
-    without, free_texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, free)
-    asked = {**always, **edits(free_texts)}
-    params = [SamplingParams(**asked, seed=i) for i in range(len(prompts))]
-    seen, texts = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    without, free_texts = run(harness.llm(vanilla=vanilla, mtp=mtp), prompts, free)
+    requested = {**always, **edits(free_texts)}
+    params = [SamplingParams(**requested, seed=i) for i in range(len(prompts))]
+    seen, texts = run(harness.llm(vanilla=vanilla, mtp=mtp), prompts, params)
     make_blind(monkeypatch)
-    unseen, same = run(bed.llm(vanilla=vanilla, mtp=mtp), prompts, params)
+    unseen, same = run(harness.llm(vanilla=vanilla, mtp=mtp), prompts, params)
     return Runs(params, without, seen, texts, unseen, same)
 
 
@@ -116,16 +116,16 @@ def runs(bed, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, 
     ],
 )
 def test_the_acceptance_length_is_that_without(
-    bed, prompts, monkeypatch, name, vanilla, temperature, mtp
+    harness, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
     """And the text is the target's own, whatever drafts see."""
-    asked = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
-    of = runs(bed, prompts, monkeypatch, blind, OPTIONS[name], **asked)
+    requested = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
+    of = runs(harness, prompts, monkeypatch, blind, OPTIONS[name], **requested)
     assert of.texts == of.blind_texts
     assert of.seen > of.unseen + 0.05
     # the texts are others, of ids that are less sure
     assert of.seen > of.without - 0.3
-    target = bed.oracle_model.target
+    target = harness.oracle_model.target
     for prompt, asks, text in list(zip(prompts, of.params, of.texts, strict=True))[:2]:
         assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
 
@@ -147,11 +147,11 @@ def test_the_acceptance_length_is_that_without(
     ],
 )
 def test_drafts_see_what_is_added_to_logits(
-    bed, prompts, monkeypatch, name, vanilla, temperature, mtp
+    harness, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
     """As many stand as without it; of coupled ones the text is the same without."""
-    asked = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
-    of = runs(bed, prompts, monkeypatch, blind_to_edits, EDITS[name], **asked)
+    requested = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
+    of = runs(harness, prompts, monkeypatch, blind_to_edits, EDITS[name], **requested)
     if "verification" not in mtp:
         assert of.texts == of.blind_texts
     assert of.seen > of.unseen + 0.1
@@ -159,15 +159,15 @@ def test_drafts_see_what_is_added_to_logits(
 
 
 @pytest.mark.parametrize("way", ["rejection", "block"])
-def test_drafts_that_are_judged_by_their_odds(bed, prompts, monkeypatch, way):
+def test_drafts_that_are_judged_by_their_odds(harness, prompts, monkeypatch, way):
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.7}
-    _, texts = run(bed.llm(), prompts, [SamplingParams(**always)] * len(prompts))
+    _, texts = run(harness.llm(), prompts, [SamplingParams(**always)] * len(prompts))
     banned = often(texts)
     params = [SamplingParams(**always, seed=i, bad_token_ids=banned) for i in range(len(prompts))]
-    seen, texts = run(bed.llm(mtp={"verification": way}), prompts, params)
+    seen, texts = run(harness.llm(mtp={"verification": way}), prompts, params)
     assert not {token for text in texts for token in text} & set(banned)
     blind(monkeypatch)
-    unseen, _ = run(bed.llm(mtp={"verification": way}), prompts, params)
+    unseen, _ = run(harness.llm(mtp={"verification": way}), prompts, params)
     assert seen > unseen + 0.3
 
 
@@ -176,7 +176,7 @@ def test_drafts_that_are_judged_by_their_odds(bed, prompts, monkeypatch, way):
     ("temperature", "mtp"), [(0, {}), (0.7, {}), (0, GREEDY_DRAFTS), (0.7, GREEDY_DRAFTS)]
 )
 def test_drafts_go_on_with_the_end_of_thinking(
-    bed, prompts, monkeypatch, vanilla, temperature, mtp
+    harness, prompts, monkeypatch, vanilla, temperature, mtp
 ):
     """Where a budget is spent; of an end of eight ids that no draft would be."""
     spec = {
@@ -189,11 +189,11 @@ def test_drafts_go_on_with_the_end_of_thinking(
         SamplingParams(**always, seed=i, thinking_token_budget=i % 4) for i in range(len(prompts))
     ]
     thinking = [[BEGIN, *prompt] for prompt in prompts]
-    seen, texts = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
+    seen, texts = run(harness.llm(vanilla=vanilla, speculative=spec), thinking, params)
     for place, text in enumerate(texts):
         assert text[place % 4 : place % 4 + len(END)] == list(END)
     make = draft_worker.DraftPass
     monkeypatch.setattr(draft_worker, "DraftPass", lambda step, n, place, _: make(step, n, place))
-    unseen, same = run(bed.llm(vanilla=vanilla, speculative=spec), thinking, params)
+    unseen, same = run(harness.llm(vanilla=vanilla, speculative=spec), thinking, params)
     assert texts == same
     assert seen > unseen + 0.2

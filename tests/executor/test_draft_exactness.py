@@ -42,11 +42,11 @@ class ExactnessCheck:
             self.num_kv_rows += rows
 
 
-def run(bed, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp=None, **options):
+def run(harness, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp=None, **options):
     """Generate with scripted acceptance, every draft checked; returns the executor and the
     check."""
-    oracle = Oracle(bed.oracle_model, k, vanilla=vanilla, chain=chain)
-    llm = bed.llm(
+    oracle = Oracle(harness.oracle_model, k, vanilla=vanilla, chain=chain)
+    llm = harness.llm(
         k=k, vanilla=vanilla, kv_fill=float("nan"), mtp={"chain": chain, **(mtp or {})}, **options
     )
     want = [oracle.greedy(p, num_tokens + k + 1) for p in prompts]
@@ -63,8 +63,8 @@ def run(bed, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp=Non
 
 
 def prompts_of_lengths(lengths, seed=0):
-    dice = random.Random(seed)
-    return [[dice.randrange(VOCAB) for _ in range(n)] for n in lengths]
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
@@ -73,11 +73,11 @@ WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
-def test_every_prompt_length_and_acceptance(bed, vanilla, k, overlap):
+def test_every_prompt_length_and_acceptance(harness, vanilla, k, overlap):
     for right in range(k + 1):
         prompts = prompts_of_lengths(range(1, k + 3), seed=right)
         llm, _ = run(
-            bed,
+            harness,
             prompts,
             12,
             k=k,
@@ -93,33 +93,33 @@ def test_every_prompt_length_and_acceptance(bed, vanilla, k, overlap):
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_acceptance_and_chunks(bed, vanilla, overlap, seed):
+def test_random_acceptance_and_chunks(harness, vanilla, overlap, seed):
     """R15: chunk splits, one-token chunks too, change neither drafts nor draft KV."""
-    dice = random.Random(seed)
-    k = dice.choice([1, 2, 3])
+    rng = random.Random(seed)
+    k = rng.choice([1, 2, 3])
     table: dict = {}
-    prompts = prompts_of_lengths([dice.randrange(1, 24) for _ in range(6)], seed)
+    prompts = prompts_of_lengths([rng.randrange(1, 24) for _ in range(6)], seed)
     run(
-        bed,
+        harness,
         prompts,
         16,
         k=k,
         vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), dice.randrange(k + 1)),
+        accept=lambda r, p: table.setdefault((r, p), rng.randrange(k + 1)),
         chunk_policy=lambda request, limit: min(limit, 1 + hash((seed, request.request_id)) % 5),
         disable_overlap_scheduler=not overlap,
     )
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r15_every_split_of_a_prompt_into_three_chunks(bed, vanilla):
+def test_r15_every_split_of_a_prompt_into_three_chunks(harness, vanilla):
     """R15: three chunks, every split, including chunks of one token."""
     prompt = prompts_of_lengths([8], 11)[0]
     for first in range(1, 7):
         for second in range(1, 8 - first):
             cuts = {0: first, first: second}
             run(
-                bed,
+                harness,
                 [prompt],
                 5,
                 k=3,
@@ -133,18 +133,18 @@ def test_r15_every_split_of_a_prompt_into_three_chunks(bed, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
-def test_preemption(bed, vanilla, overlap):
+def test_preemption(harness, vanilla, overlap):
     """R12: a small pool forces requests to start over; nothing of the old life shows."""
-    dice = random.Random(1)
+    rng = random.Random(1)
     table: dict = {}
     prompts = prompts_of_lengths([9, 7, 12, 5], 2)
     llm, _ = run(
-        bed,
+        harness,
         prompts,
         24,
         k=3,
         vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), dice.randrange(4)),
+        accept=lambda r, p: table.setdefault((r, p), rng.randrange(4)),
         kv_cache_config={"tokens_per_block": 4, "max_tokens": 72},
         disable_overlap_scheduler=not overlap,
     )
@@ -152,47 +152,47 @@ def test_preemption(bed, vanilla, overlap):
 
 
 @pytest.mark.parametrize(("chain", "most"), [("target_shift", 1), ("none", 3)])
-def test_other_chains(bed, chain, most):
+def test_other_chains(harness, chain, most):
     """``target_shift`` fills its last rows with guessed states, which runs of over two tokens
     keep."""
-    dice = random.Random(3)
+    rng = random.Random(3)
     table: dict = {}
     run(
-        bed,
+        harness,
         prompts_of_lengths([1, 4, 11], 7),
         14,
         k=3,
         vanilla=True,
         chain=chain,
-        accept=lambda r, p: table.setdefault((r, p), dice.randrange(most + 1)),
+        accept=lambda r, p: table.setdefault((r, p), rng.randrange(most + 1)),
         chunk_policy=lambda _, limit: min(limit, 4),
     )
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_latent_attention(mla_bed, vanilla):
-    dice = random.Random(4)
+def test_latent_attention(mla_harness, vanilla):
+    rng = random.Random(4)
     table: dict = {}
     run(
-        mla_bed,
+        mla_harness,
         prompts_of_lengths([1, 6, 13], 8),
         12,
         k=3,
         vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), dice.randrange(4)),
+        accept=lambda r, p: table.setdefault((r, p), rng.randrange(4)),
         chunk_policy=lambda _, limit: min(limit, 5),
     )
 
 
-def test_eagle_drafts_further_than_the_checkpoint_has_layers(bed):
+def test_eagle_drafts_further_than_the_checkpoint_has_layers(harness):
     """K = 6 with one layer reused, against a chained full recomputation."""
-    dice = random.Random(6)
+    rng = random.Random(6)
     table: dict = {}
     run(
-        bed,
+        harness,
         prompts_of_lengths([1, 5, 9], 9),
         20,
         k=6,
         vanilla=False,
-        accept=lambda r, p: table.setdefault((r, p), dice.randrange(7)),
+        accept=lambda r, p: table.setdefault((r, p), rng.randrange(7)),
     )

@@ -27,8 +27,8 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    dice = random.Random(seed)
-    return [[dice.randrange(VOCAB) for _ in range(dice.randrange(2, 12))] for _ in range(count)]
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randrange(2, 12))] for _ in range(count)]
 
 
 class Watched:
@@ -77,10 +77,10 @@ def script(llm, sequences, accept) -> None:
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_waves_of_requests_change_no_text(bed, target, vanilla, no_overlap, keep_warm):
+def test_waves_of_requests_change_no_text(harness, target, vanilla, no_overlap, keep_warm):
     """The batch grows and shrinks through all lengths of the schedule, with some preemption."""
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 4: 1}},
@@ -107,12 +107,12 @@ def test_waves_of_requests_change_no_text(bed, target, vanilla, no_overlap, keep
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, no_overlap):
+def test_r38_acceptance_recovers_after_a_crowd(harness, vanilla, no_overlap):
     """R38: four requests draft, eight more come (no drafts), and leave: from the second step on
     every draft is what a fresh run over the prefix proposes, so acceptance is what it would be."""
-    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
+    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             max_batch_size=12,
@@ -150,11 +150,13 @@ def test_r38_acceptance_recovers_after_a_crowd(bed, vanilla, no_overlap):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_without_keep_warm_only_new_and_preempted_requests_draft(bed, target, vanilla, no_overlap):
+def test_without_keep_warm_only_new_and_preempted_requests_draft(
+    harness, target, vanilla, no_overlap
+):
     """Two requests meet a crowd and stay cold; a third one drafts beside them, and so does one of
     them after a preemption."""
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             speculative={"max_concurrency": 3},
@@ -212,9 +214,9 @@ PROBES = {"gate_margin": 0.5, "gate_probe_interval": 6, "gate_max_probe_interval
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_the_gate_follows_the_drafter(bed, target, vanilla, no_overlap, keep_warm):
+def test_the_gate_follows_the_drafter(harness, target, vanilla, no_overlap, keep_warm):
     """Nothing right for 40 tokens, then everything: down, a probe or two, up, and up it stays."""
-    llm = bed.llm(
+    llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
         speculative={**GATE, "max_draft_len": K},
@@ -248,9 +250,9 @@ def test_the_gate_follows_the_drafter(bed, target, vanilla, no_overlap, keep_war
     assert drafted[-8:-2] == [K] * 6
 
 
-def test_a_gate_on_a_good_drafter_stays_out_of_the_way(bed):
-    llm = bed.llm(speculative={"acceptance_window": 4, "acceptance_length_threshold": 1.01})
-    without = bed.llm()
+def test_a_gate_on_a_good_drafter_stays_out_of_the_way(harness):
+    llm = harness.llm(speculative={"acceptance_window": 4, "acceptance_length_threshold": 1.01})
+    without = harness.llm()
     for one in (llm, without):
         one.generate([[1, 2, 3]], greedy(8))
     gate = llm.pieces.draft_lengths.gates[K]
@@ -261,16 +263,16 @@ def test_a_gate_on_a_good_drafter_stays_out_of_the_way(bed):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_a_drafter_that_is_always_wrong_raises_the_alarm(
-    bed, target, prompts, no_overlap, monkeypatch, caplog
+    harness, target, prompts, no_overlap, monkeypatch, caplog
 ):
     monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
     prompt = prompts[4]
     truth = target.greedy(prompt, 40)
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: 0)
     llm.generate([prompt], greedy(20))
     assert not llm.pieces.alarms.collapsed
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: 0)
     output = llm.generate([prompt], greedy(30))[0]
     assert output.token_ids == truth[:30]
@@ -278,10 +280,10 @@ def test_a_drafter_that_is_always_wrong_raises_the_alarm(
     assert [r.levelname for r in caplog.records if r.name == "mtp_plugin"] == ["WARNING"]
 
 
-def test_ordinary_drafts_raise_no_alarm(bed, prompts, monkeypatch, caplog):
+def test_ordinary_drafts_raise_no_alarm(harness, prompts, monkeypatch, caplog):
     monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
     monkeypatch.setattr(alarms, "LOOP_SPAN", 24)
-    llm = bed.llm()
+    llm = harness.llm()
     llm.generate(prompts, greedy(32))
     watch = llm.pieces.alarms
     assert (watch.num_collapses, watch.num_looping_requests) == (0, 0)
@@ -290,18 +292,18 @@ def test_ordinary_drafts_raise_no_alarm(bed, prompts, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("right", "loops"), [(K, True), (2, False)])
-def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_bed, right, loops, caplog):
+def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_harness, right, loops, caplog):
     """The next token depends on the last one alone: the text must come round."""
-    target = Oracle(looping_bed.oracle_model, 1, vanilla=False)
+    target = Oracle(looping_harness.oracle_model, 1, vanilla=False)
     prompt = [3, 1]
     truth = target.greedy(prompt, 260)
     assert alarms.repeated_share(truth[-alarms.LOOP_SPAN :], alarms.LOOP_NGRAM) > 0.5
-    llm = looping_bed.llm(max_seq_len=300)
+    llm = looping_harness.llm(max_seq_len=300)
     script(llm, {0: prompt + truth}, lambda *_: right)
     llm.generate([prompt], greedy(250))
     assert llm.pieces.alarms.num_looping_requests == loops
-    told = [r.getMessage() for r in caplog.records if r.name == "mtp_plugin"]
-    assert [message[:15] for message in told] == ["request 0 loops"] * loops
+    messages = [r.getMessage() for r in caplog.records if r.name == "mtp_plugin"]
+    assert [message[:15] for message in messages] == ["request 0 loops"] * loops
 
 
 # --- shorter steps beside the other options ---
@@ -322,11 +324,11 @@ def run_waves(watched, waves, seed: int):
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_drafts_are_those_of_a_fresh_run_at_every_length(bed, vanilla, no_overlap, keep_warm):
+def test_drafts_are_those_of_a_fresh_run_at_every_length(harness, vanilla, no_overlap, keep_warm):
     """Lengths go down and up again: whatever a step verified was what a fresh run proposes."""
-    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
+    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 3: 2, 4: 1}},
@@ -349,9 +351,9 @@ def test_drafts_are_those_of_a_fresh_run_at_every_length(bed, vanilla, no_overla
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(bed, vanilla):
-    oracle = Oracle(bed.oracle_model, K, vanilla=vanilla)
-    llm = bed.llm(
+def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(harness, vanilla):
+    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
+    llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=True,
         speculative={"draft_len_schedule": {1: K, 2: 2, 3: 1}},
@@ -390,10 +392,12 @@ def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(bed, vanilla):
         ("exact", "none"),
     ],
 )
-def test_other_windows_and_chains_change_no_text(bed, target, window, chain, keep_warm, no_overlap):
+def test_other_windows_and_chains_change_no_text(
+    harness, target, window, chain, keep_warm, no_overlap
+):
     """Windows longer than the step, prompts shorter than the window, chunks in the same batch."""
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=True,
             disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 4: 2, 5: 1}},
@@ -410,9 +414,11 @@ def test_other_windows_and_chains_change_no_text(bed, target, window, chain, kee
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_a_relaxed_rule_that_is_strict_stays_so_at_every_length(bed, target, vanilla, keep_warm):
+def test_a_relaxed_rule_that_is_strict_stays_so_at_every_length(
+    harness, target, vanilla, keep_warm
+):
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             speculative={"draft_len_schedule": {2: K, 4: 1}, **RELAXED},
             mtp={"keep_warm": keep_warm},
@@ -433,12 +439,12 @@ RELAXED = {
 
 
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_the_phase_is_followed_in_steps_without_drafts(bed, target, keep_warm):
+def test_the_phase_is_followed_in_steps_without_drafts(harness, target, keep_warm):
     prompt = [5, 9, 40]
     truth = target.greedy(prompt, 12)
     assert 5 not in truth
     ends = {**RELAXED, "end_thinking_phase_token": truth[4]}
-    llm = bed.llm(
+    llm = harness.llm(
         disable_overlap_scheduler=True,
         speculative={"draft_len_schedule": {1: K}, **ends},
         mtp={"keep_warm": keep_warm},
@@ -460,10 +466,10 @@ def test_the_phase_is_followed_in_steps_without_drafts(bed, target, keep_warm):
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_draws_fall_for_the_drafts_of_the_step(bed, vanilla, no_overlap, keep_warm):
+def test_draws_fall_for_the_drafts_of_the_step(harness, vanilla, no_overlap, keep_warm):
     """Forced to accept everything: a step of K' drafts emits K'+1 tokens, one of none emits one."""
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {1: K, 2: 1}},
@@ -486,9 +492,9 @@ def test_draws_fall_for_the_drafts_of_the_step(bed, vanilla, no_overlap, keep_wa
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, no_overlap):
+def test_requests_hold_only_what_a_shorter_step_drafted(harness, vanilla, no_overlap):
     watched = Watched(
-        bed.llm(
+        harness.llm(
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {1: K, 2: 1}},
@@ -511,9 +517,11 @@ def test_requests_hold_only_what_a_shorter_step_drafted(bed, vanilla, no_overlap
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_plugin_without_workers_of_its_own_for_shorter_steps(bed, target, vanilla, no_overlap):
+def test_a_plugin_without_workers_of_its_own_for_shorter_steps(
+    harness, target, vanilla, no_overlap
+):
     """Every step has K rows, of which the controller lets requests verify fewer."""
-    llm = bed.llm(
+    llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
         speculative={"draft_len_schedule": {2: K, 4: 1}},
@@ -541,20 +549,20 @@ WAYS = {
 @pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_request_has_drafted_survives_preemptions(bed, prompts, way, no_overlap):
+def test_what_a_request_has_drafted_survives_preemptions(harness, prompts, way, no_overlap):
     """However drafts are judged, of greedy requests and of those that draw."""
-    asked = [1, 0, 1, 2, 1, 0, 1, 2]
+    requested = [1, 0, 1, 2, 1, 0, 1, 2]
     params = [
         SamplingParams(
             max_new_tokens=32, ignore_eos=True, max_draft_len=most, temperature=0.7 * (place % 2)
         )
-        for place, most in enumerate(asked)
+        for place, most in enumerate(requested)
     ]
-    llm = bed.llm(disable_overlap_scheduler=no_overlap, **TIGHT, **WAYS[way])
+    llm = harness.llm(disable_overlap_scheduler=no_overlap, **TIGHT, **WAYS[way])
     outputs = llm.generate(prompts, params)
     assert llm.executor.num_preemptions > 0
     assert_drained(llm)
-    for output, most in zip(outputs, asked, strict=True):
+    for output, most in zip(outputs, requested, strict=True):
         stats = output.acceptance
         assert stats.num_drafted <= most * stats.steps
         assert (stats.num_drafted > 0) == (most > 0)

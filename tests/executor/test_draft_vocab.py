@@ -61,11 +61,11 @@ def run(llm, prompts):
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_the_text_is_the_targets_and_drafts_are_of_the_list(
-    bed, target, prompts, half, vanilla, no_overlap
+    harness, target, prompts, half, vanilla, no_overlap
 ):
     path, ids = half
     options = {"vanilla": vanilla, "disable_overlap_scheduler": no_overlap, "kv_fill": float("nan")}
-    llm = bed.llm(mtp={"draft_vocab": path}, **options)
+    llm = harness.llm(mtp={"draft_vocab": path}, **options)
     drafts = Drafts(llm)
     texts, acceptance = run(llm, prompts)
     assert texts == [target.greedy(p, NUM_TOKENS) for p in prompts]
@@ -74,8 +74,8 @@ def test_the_text_is_the_targets_and_drafts_are_of_the_list(
     assert drafts.ids <= set(ids)
     assert acceptance.acceptance_length > 1.15
     # and where nothing stands in the worker's place, so that its steps may be captured
-    assert run(bed.llm(mtp={"draft_vocab": path}, **options), prompts) == (texts, acceptance)
-    whole = bed.llm(**options)
+    assert run(harness.llm(mtp={"draft_vocab": path}, **options), prompts) == (texts, acceptance)
+    whole = harness.llm(**options)
     all_drafts = Drafts(whole)
     same_texts, all_acceptance = run(whole, prompts)
     assert same_texts == texts
@@ -84,21 +84,21 @@ def test_the_text_is_the_targets_and_drafts_are_of_the_list(
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_what_may_not_be_drafted_is_never_accepted(bed, target, prompts, tmp_path, vanilla):
+def test_what_may_not_be_drafted_is_never_accepted(harness, target, prompts, tmp_path, vanilla):
     """Of what the target emits nothing is in the list: one token per step, and the same text."""
-    told = [target.greedy(p, NUM_TOKENS) for p in prompts]
+    expected = [target.greedy(p, NUM_TOKENS) for p in prompts]
     path = tmp_path / "others.json"
-    path.write_text(json.dumps(sorted(set(range(VOCAB)) - {t for text in told for t in text})))
-    texts, acceptance = run(bed.llm(vanilla=vanilla, mtp={"draft_vocab": str(path)}), prompts)
-    assert texts == told
+    path.write_text(json.dumps(sorted(set(range(VOCAB)) - {t for text in expected for t in text})))
+    texts, acceptance = run(harness.llm(vanilla=vanilla, mtp={"draft_vocab": str(path)}), prompts)
+    assert texts == expected
     assert acceptance.acceptance_length == 1.0
     assert acceptance.num_drafted > 0
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_the_whole_vocabulary_by_count_accepts_as_without(bed, prompts, vanilla):
-    counted = bed.llm(vanilla=vanilla, mtp={"draft_vocab": VOCAB})
-    whole = bed.llm(vanilla=vanilla)
+def test_the_whole_vocabulary_by_count_accepts_as_without(harness, prompts, vanilla):
+    counted = harness.llm(vanilla=vanilla, mtp={"draft_vocab": VOCAB})
+    whole = harness.llm(vanilla=vanilla)
     drafts, same_drafts = Drafts(counted), Drafts(whole)
     texts, acceptance = run(counted, prompts)
     same_texts, same_acceptance = run(whole, prompts)
@@ -121,13 +121,15 @@ class CutOracle(Oracle):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_drafts_are_those_of_a_fresh_run_with_the_same_list(bed, prompts, half, vanilla):
+def test_drafts_are_those_of_a_fresh_run_with_the_same_list(harness, prompts, half, vanilla):
     """One request at a time: each step's drafts against a recomputation over its prefix."""
     path, ids = half
-    oracle = CutOracle(ids, bed.oracle_model, K, vanilla=vanilla)
+    oracle = CutOracle(ids, harness.oracle_model, K, vanilla=vanilla)
     checked = 0
     for prompt in prompts[3:5]:
-        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=True, mtp={"draft_vocab": path})
+        llm = harness.llm(
+            vanilla=vanilla, disable_overlap_scheduler=True, mtp={"draft_vocab": path}
+        )
         drafts, lengths = Drafts(llm), [len(prompt)]
         for events in llm.stream([prompt], GREEDY):
             lengths += [lengths[-1] + len(event.token_ids) for event in events]
@@ -140,24 +142,24 @@ def test_drafts_are_those_of_a_fresh_run_with_the_same_list(bed, prompts, half, 
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_latent_attention(mla_bed, prompts, half, vanilla):
+def test_latent_attention(mla_harness, prompts, half, vanilla):
     path, ids = half
-    llm = mla_bed.llm(vanilla=vanilla, max_num_tokens=40, mtp={"draft_vocab": path})
+    llm = mla_harness.llm(vanilla=vanilla, max_num_tokens=40, mtp={"draft_vocab": path})
     drafts = Drafts(llm)
     texts, acceptance = run(llm, prompts)
-    target = mla_bed.oracle_model.target
+    target = mla_harness.oracle_model.target
     assert texts == [greedy_decode(target, p, NUM_TOKENS) for p in prompts]
     assert drafts.ids <= set(ids)
     assert acceptance.acceptance_length > 1.05
 
 
-def test_fused_layers(bed, target, prompts, half):
-    device = next(bed.model.lm_head.parameters()).device
+def test_fused_layers(harness, target, prompts, half):
+    device = next(harness.model.lm_head.parameters()).device
     if device.type == "cpu" and DEVICE.type == "cuda":
         pytest.skip("kernels of a model on a CPU are interpreted, and here they are compiled")
     path, ids = half
-    model = fuse(load_model(bed.path, num_mtp_layers=1, device=device), kernels="triton")
-    llm = LLM(bed.llm(mtp={"draft_vocab": path, "kernels": "triton"}).config, model=model)
+    model = fuse(load_model(harness.path, num_mtp_layers=1, device=device), kernels="triton")
+    llm = LLM(harness.llm(mtp={"draft_vocab": path, "kernels": "triton"}).config, model=model)
     drafts = Drafts(llm)
     outputs = llm.generate(prompts[3:5], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [target.greedy(p, 8) for p in prompts[3:5]]
@@ -165,38 +167,42 @@ def test_fused_layers(bed, target, prompts, half):
 
 
 @pytest.mark.parametrize("keep_warm", [True, False])
-def test_shorter_steps(bed, target, prompts, half, keep_warm):
+def test_shorter_steps(harness, target, prompts, half, keep_warm):
     """Up to two requests draft three tokens, up to five one, a larger batch none."""
     path, _ = half
-    llm = bed.llm(
+    llm = harness.llm(
         speculative={"draft_len_schedule": {2: 3, 5: 1}},
         mtp={"draft_vocab": path, "keep_warm": keep_warm},
     )
     params = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True) for i in range(8)]
-    for output, prompt, asked in zip(llm.generate(prompts, params), prompts, params, strict=True):
-        assert output.token_ids == target.greedy(prompt, asked.max_new_tokens)
+    for output, prompt, requested in zip(
+        llm.generate(prompts, params), prompts, params, strict=True
+    ):
+        assert output.token_ids == target.greedy(prompt, requested.max_new_tokens)
     assert len(llm.pieces.worker.draft_vocab_ids) == VOCAB // 2
 
 
-def test_the_head_of_drafts_alone_is_cut(bed, half):
+def test_the_head_of_drafts_alone_is_cut(harness, half):
     path, ids = half
-    told: list[str] = []
-    config = bed.llm(mtp={"draft_vocab": path}).config
-    with LLM(config, model=bed.model, on_progress=told.append) as llm:
-        head, whole = llm.executor.engine.draft_head, bed.model.lm_head
+    lines: list[str] = []
+    config = harness.llm(mtp={"draft_vocab": path}).config
+    with LLM(config, model=harness.model, on_progress=lines.append) as llm:
+        head, whole = llm.executor.engine.draft_head, harness.model.lm_head
         assert torch.equal(head.weight, whole.weight[ids])
         assert whole.weight.shape[0] == VOCAB
-    cutting = told.index(f"cutting the draft head to {VOCAB // 2} ids")
-    assert cutting < told.index("allocating the KV cache")
-    engine = bed.llm().executor.engine
-    assert engine.draft_head is bed.model.lm_head
+    cutting = lines.index(f"cutting the draft head to {VOCAB // 2} ids")
+    assert cutting < lines.index("allocating the KV cache")
+    engine = harness.llm().executor.engine
+    assert engine.draft_head is harness.model.lm_head
 
 
-def test_what_cannot_be_cut(bed):
+def test_what_cannot_be_cut(harness):
     with pytest.raises(ConfigError, match=f"at most the vocabulary of {VOCAB}, got {VOCAB + 1}"):
-        bed.llm(mtp={"draft_vocab": VOCAB + 1})
-    config = bed.llm(mtp={"draft_vocab": 9}).config
-    model = load_model(bed.path, num_mtp_layers=1, device=bed.model.embed_tokens.weight.device)
+        harness.llm(mtp={"draft_vocab": VOCAB + 1})
+    config = harness.llm(mtp={"draft_vocab": 9}).config
+    model = load_model(
+        harness.path, num_mtp_layers=1, device=harness.model.embed_tokens.weight.device
+    )
     model.target.lm_head = WrappedHead(model.lm_head)
     with pytest.raises(ConfigError, match="a linear layer, to take its rows, got WrappedHead"):
         LLM(config, model=model)

@@ -28,8 +28,8 @@ def options_of(place: int, vocab: int, prompt: list[int]) -> dict:
         {"bad_token_ids": tuple(range(0, 64)), "repetition_penalty": 1.1},
         {},
     ]
-    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 2 else {}
-    return several[place % len(several)] | drawn
+    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 2 else {}
+    return several[place % len(several)] | sampled
 
 
 def batch_of(prompts, vocab):
@@ -41,10 +41,10 @@ def batch_of(prompts, vocab):
     ]
 
 
-def expected(bed, prompts, params):
+def expected(harness, prompts, params):
     return [
-        decode(bed.oracle_model.target, prompt, asked, number=number).token_ids
-        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True))
+        decode(harness.oracle_model.target, prompt, requested, number=number).token_ids
+        for number, (prompt, requested) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
@@ -57,19 +57,19 @@ def generate(llm, prompts, params):
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_text_of_edited_logits(bed, prompts, no_overlap, vanilla, k):
-    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
-    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+def test_text_of_edited_logits(harness, prompts, no_overlap, vanilla, k):
+    llm = harness.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
+    assert generate(llm, prompts, params) == expected(harness, prompts, params)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.1
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_greedy_text_is_that_of_generate(bed, prompts, vanilla):
+def test_greedy_text_is_that_of_generate(harness, prompts, vanilla):
     """With the same processors of transformers, behind three drafts."""
-    model = bed.oracle_model.target
-    asked = SamplingParams(
+    model = harness.oracle_model.target
+    requested = SamplingParams(
         max_new_tokens=NUM_TOKENS,
         ignore_eos=True,
         repetition_penalty=1.4,
@@ -90,73 +90,75 @@ def test_greedy_text_is_that_of_generate(bed, prompts, vanilla):
         ids = torch.tensor([prompt])
         text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         want.append(text[0, len(prompt) :].tolist())
-    assert generate(bed.llm(vanilla=vanilla), prompts, asked) == want
+    assert generate(harness.llm(vanilla=vanilla), prompts, requested) == want
 
 
 @pytest.mark.parametrize("k", [5, 7])
-def test_text_of_edited_logits_with_many_drafts(bed, prompts, k):
-    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
-    llm = bed.llm(k=k)
-    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+def test_text_of_edited_logits_with_many_drafts(harness, prompts, k):
+    params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
+    llm = harness.llm(k=k)
+    assert generate(llm, prompts, params) == expected(harness, prompts, params)
     assert llm.executor.acceptance.acceptance_length > 1.1
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_chunks_and_preemption_keep_counts(bed, prompts, vanilla):
-    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
-    llm = bed.llm(
+def test_chunks_and_preemption_keep_counts(harness, prompts, vanilla):
+    params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
+    llm = harness.llm(
         vanilla=vanilla,
         max_num_tokens=36,
         kv_cache_config={"max_tokens": 96},
         kv_fill=float("nan"),
     )
-    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    assert generate(llm, prompts, params) == expected(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_what_a_request_emitted_is_never_its_prompt(bed, prompts, vanilla):
+def test_what_a_request_emitted_is_never_its_prompt(harness, prompts, vanilla):
     """Behind a preemption what it emitted is prefilled, and counts all the same: of the prompt
     nothing does here."""
-    asked = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100}
-    params = [SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **asked)] * len(prompts)
-    llm = bed.llm(vanilla=vanilla, max_num_tokens=36, kv_cache_config={"max_tokens": 96})
-    assert generate(llm, prompts, params) == expected(bed, prompts, params)
+    requested = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100}
+    params = [SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **requested)] * len(
+        prompts
+    )
+    llm = harness.llm(vanilla=vanilla, max_num_tokens=36, kv_cache_config={"max_tokens": 96})
+    assert generate(llm, prompts, params) == expected(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_bad_words_that_begin_in_front_of_a_preemption(bed, prompts, temperature):
+def test_bad_words_that_begin_in_front_of_a_preemption(harness, prompts, temperature):
     """Their first ids stand among the last tokens of a text that was prefilled again."""
-    asked = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
-    params = [SamplingParams(**asked, seed=place) for place in range(len(prompts))]
+    requested = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
+    params = [SamplingParams(**requested, seed=place) for place in range(len(prompts))]
     for _ in range(3):  # words of the text, and of what is written in place of them
         words = [
             [tuple(text[i : i + 2]) for i in range(NUM_TOKENS - 1)]
-            for text in expected(bed, prompts, params)
+            for text in expected(harness, prompts, params)
         ]
         params = [
             replace(one, bad_words=tuple(dict.fromkeys((*one.bad_words, *more)))[:60])
             for one, more in zip(params, words, strict=True)
         ]
-    llm = bed.llm(max_num_tokens=36, kv_cache_config={"max_tokens": 96})
+    llm = harness.llm(max_num_tokens=36, kv_cache_config={"max_tokens": 96})
     texts = generate(llm, prompts, params)
-    assert texts == expected(bed, prompts, params)
+    assert texts == expected(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
-def test_rows_are_used_again(bed, prompts):
+def test_rows_are_used_again(harness, prompts):
     """More requests than rows, one after the other: none sees what another left."""
-    llm = bed.llm(max_batch_size=2)
-    params = batch_of(prompts, bed.oracle_model.facts.vocab_size)
-    told = expected(bed, prompts, params)
-    assert generate(llm, prompts, params) == told
+    llm = harness.llm(max_batch_size=2)
+    params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
+    reference = expected(harness, prompts, params)
+    assert generate(llm, prompts, params) == reference
 
 
-def test_a_penalty_changes_the_text(bed, prompts):
-    llm = bed.llm()
+def test_a_penalty_changes_the_text(harness, prompts):
+    llm = harness.llm()
     plain = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
-    asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.5)
-    changed = llm.generate(prompts, asked)
+    requested = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.5)
+    changed = llm.generate(prompts, requested)
     assert [o.token_ids for o in plain] != [o.token_ids for o in changed]

@@ -54,21 +54,21 @@ class Beside(torch.nn.Module):
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_events_are_the_steps_results(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_events_are_the_steps_results(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     honest = llm.executor.sampler.update_requests
-    told: list[StepResult] = []
+    collected: list[StepResult] = []
 
     def update_requests(state: Any) -> Sequence[StepResult]:
         results = honest(state)
-        told.extend(results)
+        collected.extend(results)
         return results
 
     llm.executor.sampler.update_requests = update_requests
     requests = start(llm, prompts)
     events = run(llm)
     assert [(e.request_id, e.token_ids, e.finish_reason) for e in events] == [
-        (r.request_id, r.token_ids, r.finish_reason) for r in told
+        (r.request_id, r.token_ids, r.finish_reason) for r in collected
     ]
     for request, prompt in zip(requests, prompts, strict=True):
         assert tokens_of(events, request) == request.output_token_ids == target.greedy(prompt, 12)
@@ -76,9 +76,9 @@ def test_events_are_the_steps_results(bed, target, prompts, no_overlap) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_what_no_result_tells_is_never_made_up(bed, prompts, no_overlap) -> None:
+def test_what_no_result_tells_is_never_made_up(harness, prompts, no_overlap) -> None:
     """The executor keeps no account of what it reported: it has nothing to guess from."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     honest = llm.executor.sampler.update_requests
     lost: list[StepResult] = []
 
@@ -99,9 +99,9 @@ def test_what_no_result_tells_is_never_made_up(bed, prompts, no_overlap) -> None
     assert_drained(llm)
 
 
-def test_results_that_say_nothing_are_no_events(bed, prompts) -> None:
+def test_results_that_say_nothing_are_no_events(harness, prompts) -> None:
     """Without tokens and without an end, or of requests that nobody knows."""
-    llm = bed.llm(disable_overlap_scheduler=True)
+    llm = harness.llm(disable_overlap_scheduler=True)
     honest = llm.executor.sampler.update_requests
     quiet = [StepResult(0, [], 3, 0, None), StepResult(999, [5], 3, 1, FinishReason.END_ID)]
     llm.executor.sampler.update_requests = lambda state: [*quiet, *honest(state)]
@@ -117,10 +117,10 @@ def test_results_that_say_nothing_are_no_events(bed, prompts) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("step", [1, 2, 4])
-def test_a_cancel_within_a_step(bed, target, prompts, no_overlap, step) -> None:
+def test_a_cancel_within_a_step(harness, target, prompts, no_overlap, step) -> None:
     """As by a watcher of the worker: the request gets no token of that step, and its event with
     one of the next two; the others go on."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     requests = start(llm, prompts[:3])
     victim, left = requests[1], [step]
 
@@ -150,9 +150,9 @@ def test_a_cancel_within_a_step(bed, target, prompts, no_overlap, step) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_cancel_behind_a_requests_own_tokens(bed, prompts, no_overlap) -> None:
+def test_a_cancel_behind_a_requests_own_tokens(harness, prompts, no_overlap) -> None:
     """As by who counts steps: the tokens that it has already are told with its end."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     (request,) = start(llm, prompts[:1])
     sampler = llm.executor.sampler
     counted = sampler.on_step
@@ -171,8 +171,8 @@ def test_a_cancel_behind_a_requests_own_tokens(bed, prompts, no_overlap) -> None
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_nothing_is_left_when_all_are_cancelled(bed, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap, max_batch_size=2)
+def test_nothing_is_left_when_all_are_cancelled(harness, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap, max_batch_size=2)
     requests = start(llm, prompts[:5])  # some run, some wait
     for _ in range(3):
         llm.executor.step()
@@ -188,9 +188,9 @@ def test_nothing_is_left_when_all_are_cancelled(bed, prompts, no_overlap) -> Non
     assert_drained(llm)
 
 
-def test_a_failed_step_tells_no_results(bed, target, prompts) -> None:
+def test_a_failed_step_tells_no_results(harness, target, prompts) -> None:
     """Every request of it ends with the error, and what comes later is not disturbed."""
-    llm = bed.llm()
+    llm = harness.llm()
     worker = llm.executor.engine.pieces.worker
     requests = start(llm, prompts[:2])
 
@@ -212,8 +212,8 @@ def test_a_failed_step_tells_no_results(bed, target, prompts) -> None:
     assert tokens_of(run(llm), again) == target.greedy(prompts[0], 12)
 
 
-def test_events_name_their_prompts_place(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_events_name_their_prompts_place(harness, target, prompts) -> None:
+    llm = harness.llm()
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     llm.generate([[1], [2]], params)
     tokens: dict[int, list[int]] = {}

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
-def config_of(bed, **options) -> dict:
+def config_of(harness, **options) -> dict:
     return {
-        "model": bed.path,
+        "model": harness.path,
         "max_batch_size": 4,
         "max_num_tokens": 64,
         "max_seq_len": 64,
@@ -33,10 +33,10 @@ def mtp(k: int, vanilla: bool) -> dict:
 
 
 @pytest.mark.parametrize("vanilla", [False, True])
-def test_greedy_text_is_the_targets(bed, target, prompts, vanilla) -> None:
-    model = fuse(load_model(bed.path, num_mtp_layers=3), kernels="triton")
+def test_greedy_text_is_the_targets(harness, target, prompts, vanilla) -> None:
+    model = fuse(load_model(harness.path, num_mtp_layers=3), kernels="triton")
     assert model.report.left == ()
-    config = config_of(bed, speculative_config=mtp(3, vanilla))
+    config = config_of(harness, speculative_config=mtp(3, vanilla))
     with LLM(config, model=model) as llm:
         outputs = llm.generate(prompts[:4], PARAMS)
     for output in outputs:
@@ -44,32 +44,32 @@ def test_greedy_text_is_the_targets(bed, target, prompts, vanilla) -> None:
     assert sum(output.acceptance.acceptance_length for output in outputs) > len(outputs)
 
 
-def test_greedy_text_without_drafts(bed, target, prompts) -> None:
-    model = fuse(load_model(bed.path, num_mtp_layers=0), kernels="triton")
-    with LLM(config_of(bed), model=model) as llm:
+def test_greedy_text_without_drafts(harness, target, prompts) -> None:
+    model = fuse(load_model(harness.path, num_mtp_layers=0), kernels="triton")
+    with LLM(config_of(harness), model=model) as llm:
         for output in llm.generate(prompts[:3], PARAMS):
             assert output.token_ids == target.greedy(output.prompt_token_ids, 12)
 
 
 @pytest.mark.parametrize(("option", "fused"), [("auto", False), (False, False), (True, True)])
-def test_the_option_on_a_cpu(bed, target, prompts, option, fused) -> None:
-    told: list[str] = []
-    config = config_of(bed, device="cpu", fused_layers=option, speculative_config=mtp(2, False))
-    with LLM(config, on_progress=told.append) as llm:
+def test_the_option_on_a_cpu(harness, target, prompts, option, fused) -> None:
+    lines: list[str] = []
+    config = config_of(harness, device="cpu", fused_layers=option, speculative_config=mtp(2, False))
+    with LLM(config, on_progress=lines.append) as llm:
         assert isinstance(llm.model, FusedModel) is fused
-        assert any(line.startswith("fused with torch") for line in told) is fused
+        assert any(line.startswith("fused with torch") for line in lines) is fused
         (output,) = llm.generate([prompts[4]], PARAMS)
     assert output.token_ids == target.greedy(prompts[4], 12)
 
 
-def test_a_model_that_is_shared_must_be_what_was_asked_for(bed) -> None:
-    fused = fuse(load_model(bed.path, num_mtp_layers=0))
+def test_a_model_that_is_shared_must_be_what_was_asked_for(harness) -> None:
+    fused = fuse(load_model(harness.path, num_mtp_layers=0))
     with pytest.raises(ConfigError, match="fused_layers: false was requested, the loaded model is"):
-        LLM(config_of(bed, fused_layers=False), model=fused)
+        LLM(config_of(harness, fused_layers=False), model=fused)
     with pytest.raises(ConfigError, match="fused_layers: true was requested, no layer of the glm"):
-        LLM(config_of(bed, fused_layers=True), model=bed.model)
-    for model in (fused, bed.model):
-        with LLM(config_of(bed, fused_layers="auto"), model=model) as llm:
+        LLM(config_of(harness, fused_layers=True), model=harness.model)
+    for model in (fused, harness.model):
+        with LLM(config_of(harness, fused_layers="auto"), model=model) as llm:
             assert llm.model is model
 
 

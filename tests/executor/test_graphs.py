@@ -42,13 +42,13 @@ def never_emitted(texts: list[list[int]], count: int) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def graphed(bed, monkeypatch):
-    """Executors of ``bed`` whose steps run in graphs of 1, 2, 4 and 8 requests."""
-    pads_batches(bed)
+def graphed(harness, monkeypatch):
+    """Executors of ``harness`` whose steps run in graphs of 1, 2, 4 and 8 requests."""
+    pads_batches(harness)
 
     def build(sizes=(1, 2, 4, 8), padding: bool = True, **options) -> WatchedGraphs:
         graphs = {"batch_sizes": list(sizes), "enable_padding": padding}
-        return WatchedGraphs(bed.llm(cuda_graph_config=graphs, **options), monkeypatch)
+        return WatchedGraphs(harness.llm(cuda_graph_config=graphs, **options), monkeypatch)
 
     return build
 
@@ -66,37 +66,37 @@ def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla,
     assert_drained(watched.llm)
 
 
-DRAWN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+SAMPLED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 @pytest.mark.parametrize(
-    ("asked", "graph"),
+    ("requested", "graph"),
     [
         ([{}, {}], SamplingKind.GREEDY),
-        ([DRAWN, {}], SamplingKind.SAMPLED),
-        ([DRAWN, {**DRAWN, "logprobs": 0}], SamplingKind.SAMPLED),
+        ([SAMPLED, {}], SamplingKind.SAMPLED),
+        ([SAMPLED, {**SAMPLED, "logprobs": 0}], SamplingKind.SAMPLED),
         ([{"logprobs": 2}, {}], SamplingKind.SAMPLED),
         ([{"repetition_penalty": 1.1}, {}], SamplingKind.PROCESSED),
     ],
     ids=["greedy", "one-draws", "logprobs", "logprobs-alone", "one-penalty"],
 )
-def test_batches_run_in_the_graph_of_what_they_ask_for(graphed, prompts, asked, graph):
+def test_batches_run_in_the_graph_of_what_they_ask_for(graphed, prompts, requested, graph):
     """Three of every size and draft length: who is greedy never pays for what others may ask."""
     watched = graphed(sizes=(2,))
     kinds = [shape.sampling_kind for shape in watched.captured.shapes]
     assert Counter(kinds) == dict.fromkeys(SamplingKind, 1)
-    watched.generate(prompts[:2], [greedy(**options) for options in asked])
+    watched.generate(prompts[:2], [greedy(**options) for options in requested])
     replayed = {shape.sampling_kind for shape in watched.replayed}
     assert replayed == {graph}
     assert not watched.eager_generations
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r02_graphs_change_no_statistics(graphed, bed, prompts, vanilla):
+def test_r02_graphs_change_no_statistics(graphed, harness, prompts, vanilla):
     """R02: with and without graphs, alone and together: the same drafts are accepted."""
-    told = []
+    recorded = []
     for batch in ([prompts[5]], prompts):
-        without = bed.llm(vanilla=vanilla, cuda_graph_config=None)
+        without = harness.llm(vanilla=vanilla, cuda_graph_config=None)
         eager = without.generate(batch, greedy(24))
         watched = graphed(vanilla=vanilla)
         replayed = watched.llm.generate(batch, greedy(24))
@@ -104,16 +104,16 @@ def test_r02_graphs_change_no_statistics(graphed, bed, prompts, vanilla):
         assert [o.token_ids for o in replayed] == [o.token_ids for o in eager]
         assert [o.acceptance for o in replayed] == [o.acceptance for o in eager]
         assert watched.llm.executor.acceptance == without.executor.acceptance
-        told.append(replayed)
-    assert told[0][0].acceptance == told[1][5].acceptance
-    assert sum(o.acceptance.emitted - o.acceptance.steps for o in told[1]) > 8
+        recorded.append(replayed)
+    assert recorded[0][0].acceptance == recorded[1][5].acceptance
+    assert sum(o.acceptance.emitted - o.acceptance.steps for o in recorded[1]) > 8
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, target, vanilla):
     """R11: requests end while the step behind runs with their slot and blocks, which the next
     request gets at once; some are cancelled, some paused."""
-    dice = random.Random(4)
+    rng = random.Random(4)
     watched = graphed(
         sizes=(1, 2, 3),
         vanilla=vanilla,
@@ -130,20 +130,20 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
         return handed_out[-1][0]
 
     watched.llm.seq_slots.slots.add_slot = note
-    texts = [[dice.randrange(VOCAB) for _ in range(n)] for n in (1, 3, 6, 9)]
-    asked = []
+    texts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 3, 6, 9)]
+    requested = []
     for _ in range(30):
-        prompt = dice.choice(texts)
-        request = watched.llm.make_request(prompt, greedy(dice.randint(1, 16)))
+        prompt = rng.choice(texts)
+        request = watched.llm.make_request(prompt, greedy(rng.randint(1, 16)))
         executor.enqueue(request)
-        asked.append((prompt, request))
-        for _ in range(dice.randint(0, 3)):
+        requested.append((prompt, request))
+        for _ in range(rng.randint(0, 3)):
             executor.step()
-        if dice.random() < 0.15:
-            executor.cancel(dice.choice(asked)[1].request_id)
+        if rng.random() < 0.15:
+            executor.cancel(rng.choice(requested)[1].request_id)
     while executor.has_work:
         executor.step()
-    for prompt, request in asked:
+    for prompt, request in requested:
         want = target.greedy(prompt, request.params.max_new_tokens)
         output = request.output_token_ids
         assert output == (want if len(output) == len(want) else want[: len(output)])
@@ -178,14 +178,14 @@ def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts,
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_32_stop_ids_of_a_request_run_in_graphs(graphed, bed, target, prompts, no_overlap):
+def test_32_stop_ids_of_a_request_run_in_graphs(graphed, harness, target, prompts, no_overlap):
     watched = graphed(disable_overlap_scheduler=no_overlap)
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stops = (*never_emitted(free, 30), free[0][6], free[1][1])
     stopping = greedy(stop_token_ids=stops)
     late = greedy(stop_token_ids=stops, min_tokens=9)
-    model = bed.oracle_model.target
+    model = harness.oracle_model.target
     assert watched.generate(few, [stopping, late, greedy()]) == [
         target.greedy(few[0], 16, stop=stops),
         greedy_decode(model, few[1], 16, eos_token_ids=stops, min_tokens=9),
@@ -196,8 +196,8 @@ def test_32_stop_ids_of_a_request_run_in_graphs(graphed, bed, target, prompts, n
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_min_tokens_mask_inside_graphs(graphed, bed, prompts, vanilla):
-    prompt, model = prompts[4], bed.oracle_model.target
+def test_min_tokens_mask_inside_graphs(graphed, harness, prompts, vanilla):
+    prompt, model = prompts[4], harness.oracle_model.target
     stop = greedy_decode(model, prompt, 20)[1]
     watched = graphed(vanilla=vanilla)
     for min_tokens in (0, 3, 6):
@@ -250,8 +250,8 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
         (s.num_generations, s.draft_len, bool(s.sampling_kind)) for s in watched.captured.shapes
     }
     assert captured == {(n, k, m) for n, ks in lengths.items() for k in ks for m in (False, True)}
-    dice = random.Random(7)
-    prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(2, 9))] for _ in range(9)]
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 9))] for _ in range(9)]
     executor = watched.llm.executor
     requests = []
     for wave, num_tokens in ((prompts[:2], 30), (prompts[2:4], 8), (prompts[4:], 6)):
@@ -298,10 +298,10 @@ def test_captured_steps_read_slots_where_their_inputs_have_them(graphed, prompts
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("sizes", [(1, 2, 4), None], ids=["graphs", "eager"])
-def test_min_tokens_without_drafts(graphed, bed, prompts, sizes, no_overlap):
+def test_min_tokens_without_drafts(graphed, harness, prompts, sizes, no_overlap):
     """Decoding without speculation keeps slots too: what is masked stands in them."""
     options = {"k": 0, "disable_overlap_scheduler": no_overlap}
-    model, few = bed.oracle_model.target, prompts[3:6]
+    model, few = harness.oracle_model.target, prompts[3:6]
     stops = [greedy_decode(model, prompt, 20)[1] for prompt in few]
     params = [greedy(12, stop_token_ids=(s,), min_tokens=3 * i) for i, s in enumerate(stops)]
     want = [
@@ -309,7 +309,7 @@ def test_min_tokens_without_drafts(graphed, bed, prompts, sizes, no_overlap):
         for i, (prompt, stop) in enumerate(zip(few, stops, strict=True))
     ]
     if sizes is None:
-        llm = bed.llm(cuda_graph_config=None, **options)
+        llm = harness.llm(cuda_graph_config=None, **options)
         assert [output.token_ids for output in llm.generate(few, params)] == want
     else:
         watched = graphed(sizes=sizes, **options)
@@ -413,8 +413,8 @@ def test_shutdown_frees_graphs_and_kv(graphed, prompts):
     assert engine.pools.num_bytes() == 0
 
 
-def test_what_graphs_need_of_a_plugin(bed):
-    engine = bed.llm().executor.engine
+def test_what_graphs_need_of_a_plugin(harness):
+    engine = harness.llm().executor.engine
     pieces = engine.pieces
     plain_sampler = SimpleNamespace(sample_async=print, update_requests=print)
     for name, without in (

@@ -23,8 +23,8 @@ async def read(handle: RequestHandle) -> list[int]:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_results_of_handles_share_batches(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_results_of_handles_share_batches(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     handles = [llm.submit(prompt, greedy()) for prompt in prompts]
     assert [handle.request_id for handle in handles] == list(range(8))
     assert not any(handle.is_finished for handle in handles)
@@ -36,18 +36,18 @@ def test_results_of_handles_share_batches(bed, target, prompts, no_overlap) -> N
     assert_drained(llm)
 
 
-def test_a_step_that_still_runs_behind_the_last_token_is_finished(bed, target) -> None:
+def test_a_step_that_still_runs_behind_the_last_token_is_finished(harness, target) -> None:
     stop = target.greedy([3, 4], 20)[7]
     for no_overlap in (True, False):
-        llm = bed.llm(disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(disable_overlap_scheduler=no_overlap)
         output = llm.submit([3, 4], greedy(20, stop_token_ids=[stop])).result()
         assert output.finish_reason == "stop"
         assert not llm.executor.has_work
         assert_drained(llm)
 
 
-def test_a_handle_is_read_and_awaited_any_number_of_times(bed, target) -> None:
-    llm = bed.llm()
+def test_a_handle_is_read_and_awaited_any_number_of_times(harness, target) -> None:
+    llm = harness.llm()
     truth = target.greedy([1, 2, 3], 20)
 
     async def main() -> None:
@@ -64,8 +64,8 @@ def test_a_handle_is_read_and_awaited_any_number_of_times(bed, target) -> None:
     assert_drained(llm)
 
 
-def test_a_handle_goes_on_where_an_event_loop_runs(bed, target) -> None:
-    llm = bed.llm()
+def test_a_handle_goes_on_where_an_event_loop_runs(harness, target) -> None:
+    llm = harness.llm()
 
     async def main() -> RequestOutput:
         handle = llm.submit([1, 2, 3], greedy(20))
@@ -80,8 +80,8 @@ def test_a_handle_goes_on_where_an_event_loop_runs(bed, target) -> None:
     assert_drained(llm)
 
 
-def test_a_handle_from_before_the_event_loop_and_one_from_another_thread(bed, target) -> None:
-    llm = bed.llm()
+def test_a_handle_from_before_the_event_loop_and_one_from_another_thread(harness, target) -> None:
+    llm = harness.llm()
     early = llm.submit([1, 2, 3], greedy(20))
     found: list[RequestOutput] = []
     thread = threading.Thread(target=lambda: found.append(early.result()))
@@ -96,8 +96,8 @@ def test_a_handle_from_before_the_event_loop_and_one_from_another_thread(bed, ta
     assert_drained(llm)
 
 
-def test_other_calls_take_a_handle_along(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_other_calls_take_a_handle_along(harness, target, prompts) -> None:
+    llm = harness.llm()
     handle = llm.submit(prompts[0], greedy(6))
     (output,) = llm.generate(prompts[1], greedy(30))
     assert handle.is_finished
@@ -112,8 +112,8 @@ def test_other_calls_take_a_handle_along(bed, target, prompts) -> None:
 
 @pytest.mark.parametrize("by_id", [True, False])
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_aborting_a_handle(bed, target, prompts, no_overlap, by_id) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_aborting_a_handle(harness, target, prompts, no_overlap, by_id) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
 
     async def main() -> tuple[list[StepEvent], RequestOutput, RequestOutput]:
         handle, other = llm.submit(prompts[3], greedy(90)), llm.submit(prompts[4], greedy())
@@ -135,8 +135,8 @@ def test_aborting_a_handle(bed, target, prompts, no_overlap, by_id) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_aborting_one_request_of_a_stream(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_aborting_one_request_of_a_stream(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     found: dict[int, list[StepEvent]] = {0: [], 1: []}
     for number, events in enumerate(llm.stream(prompts[:2], greedy(30))):
         if number == 1:
@@ -150,8 +150,8 @@ def test_aborting_one_request_of_a_stream(bed, target, prompts, no_overlap) -> N
     assert_drained(llm)
 
 
-def test_aborting_from_another_thread_while_generate_waits(bed, prompts) -> None:
-    llm = bed.llm()
+def test_aborting_from_another_thread_while_generate_waits(harness, prompts) -> None:
+    llm = harness.llm()
     stream = llm.stream([prompts[0]], greedy(110))
     next(stream)
 
@@ -169,27 +169,28 @@ def test_aborting_from_another_thread_while_generate_waits(bed, prompts) -> None
 
 
 @pytest.mark.parametrize(
-    ("request_id", "told"), [("0", "'0'"), (None, "None"), (True, "True"), ([], "[]"), (1.0, "1.0")]
+    ("request_id", "quoted"),
+    [("0", "'0'"), (None, "None"), (True, "True"), ([], "[]"), (1.0, "1.0")],
 )
-def test_request_id_of_another_type_is_refused(bed, request_id: Any, told: str) -> None:
-    llm = bed.llm()
+def test_request_id_of_another_type_is_refused(harness, request_id: Any, quoted: str) -> None:
+    llm = harness.llm()
     for call in (llm.abort, llm.find_request):
         with pytest.raises(RequestError) as error:
             call(request_id)
-        assert str(error.value) == f"request_id: expected an integer, got {told}"
+        assert str(error.value) == f"request_id: expected an integer, got {quoted}"
 
 
 @pytest.mark.parametrize("request_id", [7, -1])
-def test_aborting_what_there_is_not(bed, request_id: int) -> None:
-    llm = bed.llm()
+def test_aborting_what_there_is_not(harness, request_id: int) -> None:
+    llm = harness.llm()
     assert not llm.abort(request_id)
     handle = llm.submit([1], greedy(2))
     handle.result()
     assert not handle.abort()
 
 
-def test_a_handle_that_nobody_holds_ends_its_request(bed, target) -> None:
-    llm = bed.llm()
+def test_a_handle_that_nobody_holds_ends_its_request(harness, target) -> None:
+    llm = harness.llm()
     llm.submit([1, 2, 3], greedy(110))
     (output,) = llm.generate([4, 5], greedy(8))
     assert output.token_ids == target.greedy([4, 5], 8)
@@ -205,9 +206,9 @@ def test_a_handle_that_nobody_holds_ends_its_request(bed, target) -> None:
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_handle_of_a_cancelled_reader_ends_its_request(bed, awaited: bool) -> None:
+def test_handle_of_a_cancelled_reader_ends_its_request(harness, awaited: bool) -> None:
     """The task keeps the error that ended it; its traceback must not keep the handle."""
-    llm = bed.llm()
+    llm = harness.llm()
 
     async def wait_for_result() -> None:
         await llm.submit([1, 2, 3], greedy(110))
@@ -232,11 +233,11 @@ def test_handle_of_a_cancelled_reader_ends_its_request(bed, awaited: bool) -> No
         gc.enable()
 
 
-def test_a_handle_keeps_its_executor_and_nothing_keeps_both(bed) -> None:
+def test_a_handle_keeps_its_executor_and_nothing_keeps_both(harness) -> None:
     gc.collect()
     gc.disable()
     try:
-        llm = bed.llm()
+        llm = harness.llm()
         handle = llm.submit([1, 2], greedy(4))
         parts = [weakref.ref(part) for part in (llm, llm.executor, handle)]
         del llm
@@ -250,8 +251,8 @@ def test_a_handle_keeps_its_executor_and_nothing_keeps_both(bed) -> None:
 # --- failures ---
 
 
-def test_a_failing_step_reaches_every_reader(bed, prompts) -> None:
-    llm = bed.llm()
+def test_a_failing_step_reaches_every_reader(harness, prompts) -> None:
+    llm = harness.llm()
     fail_in_step(llm, 3)
 
     async def main() -> list[Any]:
@@ -269,9 +270,9 @@ def test_a_failing_step_reaches_every_reader(bed, prompts) -> None:
     assert_drained(llm)
 
 
-def test_a_request_that_fails_alone(bed, target) -> None:
+def test_a_request_that_fails_alone(harness, target) -> None:
     token = target.greedy([1, 2], 12)[3]
-    llm = bed.llm(tokenizer=Breaking(token, ValueError("no such piece")))
+    llm = harness.llm(tokenizer=Breaking(token, ValueError("no such piece")))
     handle = llm.submit([1, 2], greedy())
     with pytest.raises(ExecutorError, match=r"^request 0: the tokenizer cannot decode token"):
         handle.result()
@@ -283,8 +284,8 @@ def test_a_request_that_fails_alone(bed, target) -> None:
         asyncio.run(main())
 
 
-def test_shutdown_reaches_a_handle(bed, prompts) -> None:
-    llm = bed.llm()
+def test_shutdown_reaches_a_handle(harness, prompts) -> None:
+    llm = harness.llm()
     handles = [llm.submit(prompt, greedy(90)) for prompt in prompts[:2]]
     stream = llm.stream(prompts[2], greedy())
     next(stream)
@@ -297,8 +298,8 @@ def test_shutdown_reaches_a_handle(bed, prompts) -> None:
     assert_drained(llm)
 
 
-def test_what_cannot_be_served_is_refused_at_once(bed) -> None:
-    llm = bed.llm()
+def test_what_cannot_be_served_is_refused_at_once(harness) -> None:
+    llm = harness.llm()
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.submit([])
     assert not llm.executor.has_work
@@ -307,9 +308,9 @@ def test_what_cannot_be_served_is_refused_at_once(bed) -> None:
 # --- async with ---
 
 
-def test_async_with(bed, target, prompts) -> None:
+def test_async_with(harness, target, prompts) -> None:
     async def main() -> tuple[RequestOutput, RequestHandle]:
-        async with bed.llm() as llm:
+        async with harness.llm() as llm:
             parts.append(llm)
             left = llm.submit(prompts[3], greedy(110))
             return await llm.generate_async(prompts[4], greedy()), left

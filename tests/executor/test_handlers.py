@@ -20,7 +20,7 @@ import pytest
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, RequestHandle, SamplingParams
-from tests.executor.conftest import Bed
+from tests.executor.conftest import Harness
 from tests.executor.test_leaving import assert_nothing_left
 from tests.executor.test_llm_api import Pieces
 
@@ -187,9 +187,9 @@ def other_thread() -> Iterator[ThreadPoolExecutor]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
 def test_nothing_is_lost_wherever_a_handler_raises(
-    bed: Bed, target, other_thread: ThreadPoolExecutor, error: type[BaseException]
+    harness: Harness, target, other_thread: ThreadPoolExecutor, error: type[BaseException]
 ) -> None:
-    llm, handler = bed.llm(k=1, tokenizer=Pieces()), Handler()
+    llm, handler = harness.llm(k=1, tokenizer=Pieces()), Handler()
     locks = (llm._dispatcher._stepping, llm._admission._tokenizer_lock._lock)
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]

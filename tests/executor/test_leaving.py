@@ -30,11 +30,11 @@ def assert_nothing_left(llm: LLM) -> None:
 class Given:
     """What a reader may do: look at so many events, and keep what it likes."""
 
-    def __init__(self, llm: LLM, prompts: list[list[int]], dice: random.Random) -> None:
+    def __init__(self, llm: LLM, prompts: list[list[int]], rng: random.Random) -> None:
         self.llm = llm
         self.prompts = prompts
-        self.count = dice.randrange(6)
-        self.delay = dice.random() * 0.04
+        self.count = rng.randrange(6)
+        self.delay = rng.random() * 0.04
         self.kept: list[Any] = []
 
     def stream(self, number: int = 3) -> AsyncIterator[StepEvent]:
@@ -144,16 +144,16 @@ OFTEN = (_breaks, _keeps_the_stream, _is_cancelled)
     ],
 )
 def test_nothing_is_left_when_an_event_loop_ends(
-    bed, prompts, leave: Callable[[Given], Coroutine[Any, Any, None]]
+    harness, prompts, leave: Callable[[Given], Coroutine[Any, Any, None]]
 ) -> None:
-    dice = random.Random(leave.__name__)
-    llms = [bed.llm(disable_overlap_scheduler=off, tokenizer=Pieces()) for off in (True, False)]
+    rng = random.Random(leave.__name__)
+    llms = [harness.llm(disable_overlap_scheduler=off, tokenizer=Pieces()) for off in (True, False)]
     gc.collect()
     gc.disable()
     try:
         for number in range(25 if leave in OFTEN else 8):
             llm = llms[number % 2]
-            given = Given(llm, prompts, dice)
+            given = Given(llm, prompts, rng)
             with suppress(LookupError):
                 asyncio.run(asyncio.wait_for(leave(given), 30))
             if leave is not _drops_a_text:
@@ -173,9 +173,9 @@ def assert_nothing_left_soon(llm: LLM) -> None:
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_nothing_is_left_of_what_is_aborted_between_steps(
-    bed, prompts, no_overlap, num_steps
+    harness, prompts, no_overlap, num_steps
 ) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts[:3], greedy(60))
     for _ in range(num_steps):
         next(stream)
@@ -189,9 +189,9 @@ def test_nothing_is_left_of_what_is_aborted_between_steps(
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_who_goes_on_is_not_hurt_by_an_abort_between_steps(
-    bed, target, prompts, no_overlap
+    harness, target, prompts, no_overlap
 ) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts[:3], greedy(30))
     steps = [next(stream) for _ in range(3)]
     used = llm.blocks.num_blocks - llm.blocks.num_free_blocks
@@ -204,8 +204,8 @@ def test_who_goes_on_is_not_hurt_by_an_abort_between_steps(
     assert_nothing_left(llm)
 
 
-def test_handles_give_back_without_a_step(bed, prompts) -> None:
-    llm = bed.llm()
+def test_handles_give_back_without_a_step(harness, prompts) -> None:
+    llm = harness.llm()
     first, second = (llm.submit(prompt, greedy(60)) for prompt in prompts[:2])
     next(llm.stream([[1]], greedy(60)))
     assert llm.executor.has_work
@@ -216,16 +216,16 @@ def test_handles_give_back_without_a_step(bed, prompts) -> None:
     assert first.result().finish_reason == "cancelled"
 
 
-def test_a_stream_that_nobody_holds_gives_back_at_once(bed, prompts) -> None:
-    llm = bed.llm()
+def test_a_stream_that_nobody_holds_gives_back_at_once(harness, prompts) -> None:
+    llm = harness.llm()
     stream = llm.stream(prompts, greedy(60))
     next(stream)
     del stream
     assert_nothing_left(llm)
 
 
-def test_a_stream_of_a_loop_that_was_closed_gives_back_at_once(bed) -> None:
-    llm = bed.llm()
+def test_a_stream_of_a_loop_that_was_closed_gives_back_at_once(harness) -> None:
+    llm = harness.llm()
 
     async def begin() -> Any:
         stream = llm.stream_async([1, 2, 3], greedy(100))
@@ -254,8 +254,8 @@ class InterruptedOnce(deque):
         return item
 
 
-def test_an_interrupt_while_requests_are_let_in_is_told_to_all(bed, target) -> None:
-    llm = bed.llm()
+def test_an_interrupt_while_requests_are_let_in_is_told_to_all(harness, target) -> None:
+    llm = harness.llm()
     llm._dispatcher._queue = InterruptedOnce()
     handle = llm.submit([7, 8], greedy(4))
     with pytest.raises(KeyboardInterrupt):
@@ -270,9 +270,9 @@ def test_an_interrupt_while_requests_are_let_in_is_told_to_all(bed, target) -> N
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
 def test_who_is_told_an_end_between_two_steps_runs_no_further(
-    bed, monkeypatch, error: type[BaseException]
+    harness, monkeypatch, error: type[BaseException]
 ) -> None:
-    llm = bed.llm()
+    llm = harness.llm()
     stream = llm.stream([[1, 2, 3]], greedy(100))
     handle = llm.submit([7, 8], greedy(100))
     next(stream)
@@ -293,9 +293,9 @@ def test_who_is_told_an_end_between_two_steps_runs_no_further(
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_an_abort_within_a_step_takes_place_at_its_end(bed, prompts, no_overlap) -> None:
+def test_an_abort_within_a_step_takes_place_at_its_end(harness, prompts, no_overlap) -> None:
     """The thread that steps sees to it, though nobody asks for another step."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts[:2], greedy(60))
     next(stream)
     inside, go_on = threading.Event(), threading.Event()
@@ -318,9 +318,11 @@ def test_an_abort_within_a_step_takes_place_at_its_end(bed, prompts, no_overlap)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_threads_that_leave_as_they_like_leave_nothing(bed, target, prompts, no_overlap) -> None:
+def test_threads_that_leave_as_they_like_leave_nothing(
+    harness, target, prompts, no_overlap
+) -> None:
     """And disturb nobody who stays."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     truth = {number: target.greedy(prompts[number], 12) for number in range(4)}
     found: list[bool] = []
 
@@ -330,13 +332,13 @@ def test_threads_that_leave_as_they_like_leave_nothing(bed, target, prompts, no_
             found.append(output.token_ids == truth[number])
 
     def leave(seed: int) -> None:
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         for _ in range(15):
-            way = dice.randrange(4)
-            prompt, count = dice.choice(prompts), dice.randrange(4)
+            way = rng.randrange(4)
+            prompt, count = rng.choice(prompts), rng.randrange(4)
             if way == 0:
                 handle = llm.submit(prompt, greedy(60))
-                time.sleep(dice.random() * 0.01)
+                time.sleep(rng.random() * 0.01)
                 handle.abort()
                 assert handle.result().finish_reason in {"cancelled", "length"}
             elif way == 1:
@@ -349,7 +351,7 @@ def test_threads_that_leave_as_they_like_leave_nothing(bed, target, prompts, no_
             else:
                 with suppress(asyncio.TimeoutError):
                     call = llm.generate_async(prompt, greedy(60))
-                    asyncio.run(asyncio.wait_for(call, dice.random() * 0.01))
+                    asyncio.run(asyncio.wait_for(call, rng.random() * 0.01))
 
     calls = [(stay, number) for number in range(2)] + [(leave, seed) for seed in range(3)]
     with ThreadPoolExecutor(len(calls)) as pool:

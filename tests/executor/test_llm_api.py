@@ -93,8 +93,8 @@ def by_request(steps: Iterator[list[StepEvent]] | list[list[StepEvent]]) -> dict
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_outputs_come_in_the_prompts_order(bed, target, prompts, vanilla) -> None:
-    llm = bed.llm(vanilla=vanilla, max_batch_size=3)
+def test_outputs_come_in_the_prompts_order(harness, target, prompts, vanilla) -> None:
+    llm = harness.llm(vanilla=vanilla, max_batch_size=3)
     lengths = [9, 1, 12, 4, 12, 2, 7, 3]
     outputs = llm.generate(prompts, [greedy(n) for n in lengths])
     assert [o.request_id for o in outputs] == list(range(8))
@@ -114,32 +114,32 @@ def test_outputs_come_in_the_prompts_order(bed, target, prompts, vanilla) -> Non
         ("&'", [[6, 7]]),
     ],
 )
-def test_one_prompt_or_several(bed, target, prompt, ids) -> None:
-    outputs = bed.llm(tokenizer=Pieces()).generate(prompt, greedy(4))
+def test_one_prompt_or_several(harness, target, prompt, ids) -> None:
+    outputs = harness.llm(tokenizer=Pieces()).generate(prompt, greedy(4))
     assert [o.prompt_token_ids for o in outputs] == ids
     assert [o.token_ids for o in outputs] == [target.greedy(p, 4) for p in ids]
 
 
-def test_ids_count_on_over_calls(bed) -> None:
-    llm = bed.llm()
+def test_ids_count_on_over_calls(harness) -> None:
+    llm = harness.llm()
     assert [o.request_id for o in llm.generate([[1], [2]], greedy(2))] == [0, 1]
     assert [o.request_id for o in llm.generate([[1]], greedy(2))] == [2]
 
 
-def test_output_of_a_request(bed) -> None:
-    (output,) = bed.llm(tokenizer=Pieces()).generate([[1, 2]], greedy(9))
+def test_output_of_a_request(harness) -> None:
+    (output,) = harness.llm(tokenizer=Pieces()).generate([[1, 2]], greedy(9))
     assert isinstance(output, RequestOutput)
     # the first token is the prompt step's
     assert output.acceptance.emitted == len(output.token_ids) - 1
     assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
 
 
-def test_an_executor_that_nobody_holds_is_gone_at_once(bed) -> None:
+def test_an_executor_that_nobody_holds_is_gone_at_once(harness) -> None:
     """Nothing refers to it in a circle, so that it needs no collector."""
     gc.collect()
     gc.disable()
     try:
-        llm = bed.llm(tokenizer=Pieces())
+        llm = harness.llm(tokenizer=Pieces())
         llm.generate([[1, 2]], greedy(4))
         parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
         del llm
@@ -197,13 +197,13 @@ def test_imports_that_a_command_froze_are_no_hosts() -> None:
     assert gc.get_freeze_count() < GCFreeze.HOST_FROZE
 
 
-def test_no_tokenizer_no_text(bed) -> None:
-    assert bed.llm().generate([[1, 2]], greedy(3))[0].text == ""
+def test_no_tokenizer_no_text(harness) -> None:
+    assert harness.llm().generate([[1, 2]], greedy(3))[0].text == ""
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_an_end_token_ends_the_text_and_the_work(bed, target, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_an_end_token_ends_the_text_and_the_work(harness, target, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     tokens = target.greedy([3, 4], 20)
     stop = tokens[7]
     end = tokens.index(stop)
@@ -219,8 +219,8 @@ def test_an_end_token_ends_the_text_and_the_work(bed, target, no_overlap) -> Non
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_stream_gives_every_token_once(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_stream_gives_every_token_once(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     steps = list(llm.stream(prompts, greedy()))
     assert by_request(steps) == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}
     endings = [e.finish_reason for events in steps for e in events if e.finish_reason is not None]
@@ -232,18 +232,20 @@ def test_stream_gives_every_token_once(bed, target, prompts, no_overlap) -> None
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r26_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap, vanilla) -> None:
+def test_r26_stop_strings_across_runs_as_without_drafts(
+    harness, prompts, no_overlap, vanilla
+) -> None:
     """R26: the same text and tokens as decoding without drafts; the stream is the full text."""
-    dice = random.Random(3)
+    rng = random.Random(3)
     tokenizer = Pieces()
     options = {"tokenizer": tokenizer, "disable_overlap_scheduler": no_overlap}
-    texts = [o.text for o in bed.llm(k=0, **options).generate(prompts, greedy(24))]
+    texts = [o.text for o in harness.llm(k=0, **options).generate(prompts, greedy(24))]
     params = []
     for text in texts:
-        start = dice.randrange(max(1, len(text) - 6))
-        params.append(greedy(24, stop=(text[start : start + dice.randint(2, 5)] or "x", "never")))
-    plainly = bed.llm(k=0, **options).generate(prompts, params)
-    llm = bed.llm(vanilla=vanilla, **options)
+        start = rng.randrange(max(1, len(text) - 6))
+        params.append(greedy(24, stop=(text[start : start + rng.randint(2, 5)] or "x", "never")))
+    plainly = harness.llm(k=0, **options).generate(prompts, params)
+    llm = harness.llm(vanilla=vanilla, **options)
     shown: dict[int, str] = {}
     for events in llm.stream(prompts, params):
         for event in events:
@@ -258,15 +260,15 @@ def test_r26_stop_strings_across_runs_as_without_drafts(bed, prompts, no_overlap
         assert not any(stop in output.text for stop in param.stop)
 
 
-def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> None:
+def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(harness) -> None:
     """R24: whichever comes first in the run names the reason."""
     tokenizer = Pieces()
-    (output,) = bed.llm(tokenizer=tokenizer).generate([[7, 8, 9]], greedy(16))
+    (output,) = harness.llm(tokenizer=tokenizer).generate([[7, 8, 9]], greedy(16))
     words = [tokenizer.decode([t], skip_special_tokens=True) for t in output.token_ids]
     first = {word: words.index(word) for word in words}
     word, at = max(first.items(), key=lambda item: item[1])
     assert at >= 3
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
     (capped,) = llm.generate([[7, 8, 9]], greedy(at, stop=(word,)))
     assert (capped.finish_reason, len(capped.token_ids)) == (FinishReason.LENGTH, at)
     (stopped,) = llm.generate([[7, 8, 9]], greedy(at + 1, stop=(word,)))
@@ -275,9 +277,9 @@ def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(bed) -> No
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("after", [1, 2, 3, 6])
-def test_closing_a_stream_cancels_and_frees(bed, target, prompts, no_overlap, after) -> None:
+def test_closing_a_stream_cancels_and_frees(harness, target, prompts, no_overlap, after) -> None:
     """R14: nothing is held once the iterator is closed, and the executor goes on."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts, greedy(40))
     for _ in range(after):
         next(stream)
@@ -287,15 +289,15 @@ def test_closing_a_stream_cancels_and_frees(bed, target, prompts, no_overlap, af
     assert llm.generate([[4, 5]], greedy())[0].token_ids == target.greedy([4, 5], 12)
 
 
-def test_a_stream_never_read_holds_nothing(bed) -> None:
-    llm = bed.llm()
+def test_a_stream_never_read_holds_nothing(harness) -> None:
+    llm = harness.llm()
     stream = llm.stream([[1]], greedy())
     stream.close()
     assert not llm.executor.has_work
 
 
-def test_leaving_a_loop_closes_the_stream(bed) -> None:
-    llm = bed.llm()
+def test_leaving_a_loop_closes_the_stream(harness) -> None:
+    llm = harness.llm()
     for _ in llm.stream([[1], [2]], greedy(40)):
         break
     assert not llm.executor.has_work
@@ -303,9 +305,9 @@ def test_leaving_a_loop_closes_the_stream(bed) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_generate_inside_a_running_stream(bed, target, prompts, no_overlap) -> None:
+def test_generate_inside_a_running_stream(harness, target, prompts, no_overlap) -> None:
     """Both get all of their own tokens, though the inner call runs steps of the outer one."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     steps, inner = [], []
     for number, events in enumerate(llm.stream(prompts[:3], greedy(20))):
         steps.append(events)
@@ -316,16 +318,16 @@ def test_generate_inside_a_running_stream(bed, target, prompts, no_overlap) -> N
     assert_drained(llm)
 
 
-def test_two_streams_side_by_side(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_two_streams_side_by_side(harness, target, prompts) -> None:
+    llm = harness.llm()
     one, two = (llm.stream(prompts[i : i + 2], greedy(15)) for i in (0, 2))
     steps = [next(one), next(two), next(two), next(one), *one, *two]
     assert by_request(steps) == {i: target.greedy(prompts[i], 15) for i in range(4)}
     assert_drained(llm)
 
 
-def test_closing_one_stream_leaves_the_other(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_closing_one_stream_leaves_the_other(harness, target, prompts) -> None:
+    llm = harness.llm()
     one, two = llm.stream([prompts[0]], greedy(30)), llm.stream([prompts[1]], greedy(15))
     steps = [next(two)]
     next(one)
@@ -336,8 +338,8 @@ def test_closing_one_stream_leaves_the_other(bed, target, prompts) -> None:
     assert_drained(llm)
 
 
-def test_calls_from_several_threads(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_calls_from_several_threads(harness, target, prompts) -> None:
+    llm = harness.llm()
     found: dict[int, list[int]] = {}
 
     def work(index: int) -> None:
@@ -361,8 +363,8 @@ def test_calls_from_several_threads(bed, target, prompts) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_async_streams_share_batches(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_async_streams_share_batches(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     sizes = []
     schedule = llm.executor.scheduler.schedule
 
@@ -382,8 +384,8 @@ def test_async_streams_share_batches(bed, target, prompts, no_overlap) -> None:
     assert_drained(llm)
 
 
-def test_an_async_output_is_that_of_generate(bed) -> None:
-    llm = bed.llm(tokenizer=Pieces())
+def test_an_async_output_is_that_of_generate(harness) -> None:
+    llm = harness.llm(tokenizer=Pieces())
     (output,) = llm.generate([[4, 5]], greedy(20))
     again = asyncio.run(llm.generate_async([4, 5], greedy(20)))
     assert again == dataclasses.replace(
@@ -392,8 +394,8 @@ def test_an_async_output_is_that_of_generate(bed) -> None:
     assert again.acceptance.emitted == output.acceptance.emitted == 19
 
 
-def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_a_request_that_comes_later_joins(harness, target, prompts) -> None:
+    llm = harness.llm()
 
     async def main() -> tuple[list[int], list[int]]:
         first: list[int] = []
@@ -412,8 +414,8 @@ def test_a_request_that_comes_later_joins(bed, target, prompts) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, no_overlap) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_leaving_an_async_stream_cancels_and_frees(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
 
     async def leave() -> None:
         async with aclosing(llm.stream_async(prompts[3], greedy(60))) as stream:
@@ -428,8 +430,8 @@ def test_leaving_an_async_stream_cancels_and_frees(bed, target, prompts, no_over
     assert_drained(llm)
 
 
-def test_a_cancelled_task_frees_its_request(bed, prompts) -> None:
-    llm = bed.llm()
+def test_a_cancelled_task_frees_its_request(harness, prompts) -> None:
+    llm = harness.llm()
 
     async def main() -> None:
         started = asyncio.Event()
@@ -448,9 +450,9 @@ def test_a_cancelled_task_frees_its_request(bed, prompts) -> None:
     assert_drained(llm)
 
 
-def test_the_end_of_an_event_loop_frees_what_runs(bed, target, prompts) -> None:
+def test_the_end_of_an_event_loop_frees_what_runs(harness, target, prompts) -> None:
     """A stream that nobody waits for any more, and a second loop after the first."""
-    llm = bed.llm()
+    llm = harness.llm()
 
     async def abandon() -> None:
         task = asyncio.create_task(llm.generate_async(prompts[3], greedy(90)))
@@ -464,8 +466,8 @@ def test_the_end_of_an_event_loop_frees_what_runs(bed, target, prompts) -> None:
     assert again.token_ids == target.greedy([1, 2], 12)
 
 
-def test_generate_while_async_streams_run(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_generate_while_async_streams_run(harness, target, prompts) -> None:
+    llm = harness.llm()
 
     async def main() -> tuple[list[int], list[int], list[int]]:
         other = asyncio.create_task(llm.generate_async(prompts[3], greedy(30)))
@@ -482,8 +484,8 @@ def test_generate_while_async_streams_run(bed, target, prompts) -> None:
     assert_drained(llm)
 
 
-def test_the_event_loop_goes_on_while_steps_run(bed, prompts) -> None:
-    llm = bed.llm()
+def test_the_event_loop_goes_on_while_steps_run(harness, prompts) -> None:
+    llm = harness.llm()
     inside, seen = threading.Event(), threading.Event()
 
     class Waiting(torch.nn.Module):
@@ -519,8 +521,10 @@ def test_the_event_loop_goes_on_while_steps_run(bed, prompts) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, no_overlap, step) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_a_failing_step_ends_everything_and_frees(
+    harness, target, prompts, no_overlap, step
+) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     worker = llm.executor.engine.pieces.worker
     fail_in_step(llm, step)
     with pytest.raises(RuntimeError, match="broken kernel"):
@@ -532,8 +536,8 @@ def test_a_failing_step_ends_everything_and_frees(bed, target, prompts, no_overl
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
 
 
-def test_requests_of_a_failed_step_say_why_they_ended(bed, prompts) -> None:
-    llm = bed.llm()
+def test_requests_of_a_failed_step_say_why_they_ended(harness, prompts) -> None:
+    llm = harness.llm()
     fail_in_step(llm, 2)
     requests = [llm.make_request(prompt, greedy(30)) for prompt in prompts[:2]]
     for request in requests:
@@ -544,8 +548,8 @@ def test_requests_of_a_failed_step_say_why_they_ended(bed, prompts) -> None:
     assert [r.error for r in requests] == ["a step failed: RuntimeError: broken kernel"] * 2
 
 
-def test_a_failing_step_reaches_a_stream_that_another_call_steps(bed, prompts) -> None:
-    llm = bed.llm()
+def test_a_failing_step_reaches_a_stream_that_another_call_steps(harness, prompts) -> None:
+    llm = harness.llm()
     stream = llm.stream([prompts[3]], greedy(40))
     next(stream)
     fail_in_step(llm, 2)
@@ -557,8 +561,8 @@ def test_a_failing_step_reaches_a_stream_that_another_call_steps(bed, prompts) -
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_failing_step_reaches_every_async_stream(bed, target, prompts, step) -> None:
-    llm = bed.llm()
+def test_a_failing_step_reaches_every_async_stream(harness, target, prompts, step) -> None:
+    llm = harness.llm()
     worker = llm.executor.engine.pieces.worker
     fail_in_step(llm, step)
 
@@ -589,13 +593,13 @@ def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_a_tokenizer_that_fails_ends_one_request_alone(
-    bed, target, prompts, no_overlap, vanilla, caplog
+    harness, target, prompts, no_overlap, vanilla, caplog
 ) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     number, place, token = token_of_one_text(texts)
     tokenizer = Breaking(token, ValueError("no such piece"))
-    llm = bed.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-    told = f"the tokenizer cannot decode token {token}: ValueError: no such piece"
+    llm = harness.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    message = f"the tokenizer cannot decode token {token}: ValueError: no such piece"
     shown = dict.fromkeys(range(len(prompts)), "")
     ends = {}
     for events in llm.stream(prompts, greedy(24)):
@@ -608,23 +612,25 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(
         decoded = Pieces().decode(text[:place] if i == number else text, skip_special_tokens=True)
         reason = FinishReason.ERROR if i == number else FinishReason.LENGTH
         assert (output.token_ids, output.text) == (tokens, decoded)
-        assert (output.finish_reason, output.error) == (reason, told if i == number else None)
+        assert (output.finish_reason, output.error) == (reason, message if i == number else None)
         assert (shown[i], ends[i]) == (decoded, reason)
     assert_drained(llm)
     logged = [record for record in caplog.records if record.name == "mtp_plugin"]
     assert [record.getMessage() for record in logged] == [
-        f"request {number}: {told}",
-        f"request {number + len(prompts)}: {told}",
+        f"request {number}: {message}",
+        f"request {number + len(prompts)}: {message}",
     ]
     assert all(record.exc_info[1] is tokenizer.error for record in logged)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, no_overlap) -> None:
+def test_a_tokenizer_that_fails_reaches_one_async_call(
+    harness, target, prompts, no_overlap
+) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     number, _, token = token_of_one_text(texts)
     tokenizer = Breaking(token, ValueError("no such piece"))
-    llm = bed.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
 
     async def main() -> list[Any]:
         calls = (llm.generate_async(p, greedy(24)) for p in prompts)
@@ -640,17 +646,17 @@ def test_a_tokenizer_that_fails_reaches_one_async_call(bed, target, prompts, no_
     assert_drained(llm)
 
 
-def test_an_interrupt_in_a_tokenizer_ends_everything(bed, target, prompts) -> None:
+def test_an_interrupt_in_a_tokenizer_ends_everything(harness, target, prompts) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     _, _, token = token_of_one_text(texts)
-    llm = bed.llm(tokenizer=Breaking(token, KeyboardInterrupt()))
+    llm = harness.llm(tokenizer=Breaking(token, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy(24))
     assert_drained(llm)
 
 
-def test_dead_logits_reach_an_async_call(bed) -> None:
-    llm = bed.llm()
+def test_dead_logits_reach_an_async_call(harness) -> None:
+    llm = harness.llm()
 
     class Poisoned(torch.nn.Module):
         def __init__(self, worker: torch.nn.Module) -> None:
@@ -662,10 +668,10 @@ def test_dead_logits_reach_an_async_call(bed) -> None:
             return self.worker(**kwargs)
 
     wrap_worker(llm, Poisoned)
-    told = "the target gave a row of logits without any finite value"
+    message = "the target gave a row of logits without any finite value"
     (output,) = llm.generate([[1, 2]], greedy())
-    assert (output.finish_reason, output.error) == (FinishReason.ERROR, told)
-    with pytest.raises(ExecutorError, match=f"^request 1: {told}$"):
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, message)
+    with pytest.raises(ExecutorError, match=f"^request 1: {message}$"):
         asyncio.run(llm.generate_async([1, 2], greedy()))
     assert_drained(llm)
 
@@ -688,9 +694,9 @@ class Paused(torch.nn.Module):
         return self.worker(**kwargs)
 
 
-def test_who_comes_while_a_step_fails_is_served(bed, target) -> None:
+def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
     """It was not in that step."""
-    llm = bed.llm()
+    llm = harness.llm()
     paused: list[Paused] = []
     wrap_worker(llm, lambda worker: paused.append(Paused(worker, 3)) or paused[0])
 
@@ -708,9 +714,9 @@ def test_who_comes_while_a_step_fails_is_served(bed, target) -> None:
     assert_drained(llm)
 
 
-def test_a_task_that_steps_may_be_cancelled(bed, target) -> None:
+def test_a_task_that_steps_may_be_cancelled(harness, target) -> None:
     """As by who cancels every task it does not know; another one steps on."""
-    llm = bed.llm()
+    llm = harness.llm()
 
     async def main() -> RequestOutput:
         call = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(60)))
@@ -723,17 +729,17 @@ def test_a_task_that_steps_may_be_cancelled(bed, target) -> None:
     assert_drained(llm)
 
 
-def test_event_loops_are_not_kept(bed) -> None:
-    llm = bed.llm()
+def test_event_loops_are_not_kept(harness) -> None:
+    llm = harness.llm()
     for _ in range(3):
         asyncio.run(llm.generate_async([1, 2], greedy(3)))
     gc.collect()
     assert len(llm._async_steps._drivers) == 0
 
 
-def test_a_loop_that_was_closed_loses_its_requests(bed) -> None:
+def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
     """Nobody can hear of them any more: the next step cancels them."""
-    llm = bed.llm()
+    llm = harness.llm()
 
     async def begin() -> Any:
         stream = llm.stream_async([1, 2, 3], greedy(100))
@@ -748,9 +754,9 @@ def test_a_loop_that_was_closed_loses_its_requests(bed) -> None:
     del stream
 
 
-def test_a_stream_that_is_collected_within_a_step(bed, target) -> None:
+def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
     """It is closed in the middle of another call's step, in the same thread."""
-    llm = bed.llm()
+    llm = harness.llm()
     cycle: dict[str, Any] = {"stream": llm.stream([[1, 2, 3]], greedy(60))}
     next(cycle["stream"])
     cycle["self"] = cycle
@@ -777,9 +783,9 @@ def test_a_stream_that_is_collected_within_a_step(bed, target) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_a_failure_behind_the_last_token_takes_no_output_away(
-    bed, target, no_overlap, caplog
+    harness, target, no_overlap, caplog
 ) -> None:
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     text = target.greedy([1, 2, 3], 30)
     stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
     honest = llm.executor.sampler.update_requests
@@ -796,8 +802,8 @@ def test_a_failure_behind_the_last_token_takes_no_output_away(
     assert_drained(llm)
 
 
-def test_limits_beyond_any_integer_of_the_device(bed, target) -> None:
-    llm = bed.llm(max_seq_len=64)
+def test_limits_beyond_any_integer_of_the_device(harness, target) -> None:
+    llm = harness.llm(max_seq_len=64)
     huge = greedy(2**40, min_tokens=2**40, stop_token_ids=(3,))
     small = greedy(20)
     long, short = llm.generate([[1, 2, 3], [4, 5]], [huge, small])
@@ -806,14 +812,14 @@ def test_limits_beyond_any_integer_of_the_device(bed, target) -> None:
     assert short.token_ids == target.greedy([4, 5], 20)
 
 
-def test_text_that_is_no_unicode(bed) -> None:
-    llm = bed.llm(tokenizer=Pieces())
+def test_text_that_is_no_unicode(harness) -> None:
+    llm = harness.llm(tokenizer=Pieces())
     with pytest.raises(RequestError, match="request 0: the prompt is no valid Unicode text"):
         llm.generate(["\ud800"])
 
 
-def test_an_interrupt_frees_everything(bed, target, prompts) -> None:
-    llm = bed.llm()
+def test_an_interrupt_frees_everything(harness, target, prompts) -> None:
+    llm = harness.llm()
     worker = llm.executor.engine.pieces.worker
     other = llm.stream([prompts[0]], greedy(40))
     next(other)
@@ -832,8 +838,8 @@ def test_an_interrupt_frees_everything(bed, target, prompts) -> None:
 # --- shutdown ---
 
 
-def test_leaving_the_context_gives_everything_back(bed, prompts) -> None:
-    with bed.llm() as llm:
+def test_leaving_the_context_gives_everything_back(harness, prompts) -> None:
+    with harness.llm() as llm:
         stream = llm.stream(prompts, greedy(40))
         next(stream)
     assert_drained(llm)
@@ -841,8 +847,8 @@ def test_leaving_the_context_gives_everything_back(bed, prompts) -> None:
         next(stream)
 
 
-def test_shutdown_reaches_async_streams(bed, prompts) -> None:
-    llm = bed.llm()
+def test_shutdown_reaches_async_streams(harness, prompts) -> None:
+    llm = harness.llm()
 
     async def main() -> None:
         events = []
@@ -856,8 +862,8 @@ def test_shutdown_reaches_async_streams(bed, prompts) -> None:
     assert_drained(llm)
 
 
-def test_shutdown_of_a_paused_stream_by_the_executors_own_door(bed, prompts) -> None:
-    llm = bed.llm()
+def test_shutdown_of_a_paused_stream_by_the_executors_own_door(harness, prompts) -> None:
+    llm = harness.llm()
     stream = llm.stream(prompts, greedy(40))
     next(stream)
     llm.executor.shutdown()

@@ -21,16 +21,16 @@ NUM_TOKENS = 16
 TOLERANCE = 1e-4
 WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
-ASKED = (5, None, 0, 20, 1)
+REQUESTED = (5, None, 0, 20, 1)
 TIGHT = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
 """Prompts come in chunks, and requests give way to each other."""
 
 
 def params_of(place: int, **more) -> SamplingParams:
     """Every second request draws, one in five asks for nothing."""
-    options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": ASKED[place % 5]}
-    drawn = {**OPTIONS[place], "seed": place} if place % 2 else {}
-    return SamplingParams(**{**options, **drawn, **more})
+    options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": REQUESTED[place % 5]}
+    sampled = {**OPTIONS[place], "seed": place} if place % 2 else {}
+    return SamplingParams(**{**options, **sampled, **more})
 
 
 @torch.inference_mode()
@@ -40,53 +40,53 @@ def distribution(target, tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1).cpu()
 
 
-def check_told(told, row: torch.Tensor, token: int, number: int) -> None:
+def check_logprobs(reported, row: torch.Tensor, token: int, number: int) -> None:
     """One token's mapping, against the distribution that it came from."""
     order = row.argsort(descending=True, stable=True).tolist()
-    assert list(told) == [token, *(other for other in order[:number] if other != token)]
-    for other, (value, rank, text) in told.items():
+    assert list(reported) == [token, *(other for other in order[:number] if other != token)]
+    for other, (value, rank, text) in reported.items():
         assert value == pytest.approx(float(row[other]), abs=TOLERANCE)
         assert rank == order.index(other) + 1
         assert text is None
 
 
-def check(target, output, asked: SamplingParams) -> None:
+def check(target, output, requested: SamplingParams) -> None:
     """All that an output tells."""
     prompt, text = output.prompt_token_ids, output.token_ids
     rows = distribution(target, [*prompt, *text])
-    if asked.logprobs is None:
+    if requested.logprobs is None:
         assert output.logprobs is None
     else:
         assert len(output.logprobs) == len(text)
-        for place, (told, token) in enumerate(zip(output.logprobs, text, strict=True)):
-            check_told(told, rows[len(prompt) - 1 + place], token, asked.logprobs)
-    if asked.prompt_logprobs is None:
+        for place, (reported, token) in enumerate(zip(output.logprobs, text, strict=True)):
+            check_logprobs(reported, rows[len(prompt) - 1 + place], token, requested.logprobs)
+    if requested.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:
         assert len(output.prompt_logprobs) == len(prompt)
         assert output.prompt_logprobs[0] is None
-        for place, told in enumerate(output.prompt_logprobs):
+        for place, reported in enumerate(output.prompt_logprobs):
             if place:
-                check_told(told, rows[place - 1], prompt[place], asked.prompt_logprobs)
+                check_logprobs(reported, rows[place - 1], prompt[place], requested.prompt_logprobs)
 
 
 def check_all(llm, target, prompts, params) -> list[list[int]]:
     outputs = llm.generate(prompts, params)
     assert_drained(llm)
-    for output, asked in zip(outputs, params, strict=True):
-        check(target, output, asked)
+    for output, requested in zip(outputs, params, strict=True):
+        check(target, output, requested)
     return [output.token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_log_probabilities_of_the_text(bed, target, prompts, no_overlap, vanilla, k):
+def test_log_probabilities_of_the_text(harness, target, prompts, no_overlap, vanilla, k):
     params = [params_of(place) for place in range(len(prompts))]
-    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     texts = check_all(llm, target, prompts, params)
-    for prompt, text, asked in list(zip(prompts, texts, params, strict=True))[::2]:
-        assert asked.is_greedy
+    for prompt, text, requested in list(zip(prompts, texts, params, strict=True))[::2]:
+        assert requested.is_greedy
         assert text == target.greedy(prompt, NUM_TOKENS)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.15
@@ -102,32 +102,32 @@ def test_log_probabilities_of_the_text(bed, target, prompts, no_overlap, vanilla
     ids=["rejection", "block", "synthetic"],
 )
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_log_probabilities_of_texts_of_other_modes(bed, target, prompts, vanilla, mtp):
+def test_log_probabilities_of_texts_of_other_modes(harness, target, prompts, vanilla, mtp):
     """Which are other texts than the target's own; of their tokens it is asked all the same."""
     params = [params_of(place) for place in range(len(prompts))]
-    llm = bed.llm(vanilla=vanilla, mtp=mtp)
+    llm = harness.llm(vanilla=vanilla, mtp=mtp)
     check_all(llm, target, prompts, params)
     assert llm.executor.acceptance.acceptance_length > 1.15
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_chunks_and_preemption(bed, target, prompts, no_overlap, vanilla):
+def test_chunks_and_preemption(harness, target, prompts, no_overlap, vanilla):
     params = [params_of(i, prompt_logprobs=(3, None, 0, 20)[i % 4]) for i in range(len(prompts))]
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, **TIGHT)
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, **TIGHT)
     check_all(llm, target, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_prompts_in_chunks(bed, target, prompts, chunk):
+def test_prompts_in_chunks(harness, target, prompts, chunk):
     """The last row of a chunk scores the first token of the next."""
-    llm = bed.llm(chunk_policy=lambda _, most: min(chunk, most))
+    llm = harness.llm(chunk_policy=lambda _, most: min(chunk, most))
     params = [params_of(i, prompt_logprobs=2, max_new_tokens=3) for i in range(len(prompts))]
     check_all(llm, target, prompts, params)
 
 
-def test_prompts_are_scored_once_and_a_tile_at_a_time(bed, target, prompts, monkeypatch):
+def test_prompts_are_scored_once_and_a_tile_at_a_time(harness, target, prompts, monkeypatch):
     """What was told before a preemption is not computed again."""
     monkeypatch.setattr(prompt_logprobs, "TILE_ROWS", 7)
     rows: list[int] = []
@@ -139,7 +139,7 @@ def test_prompts_are_scored_once_and_a_tile_at_a_time(bed, target, prompts, monk
         return honest(logits, tokens, *args)
 
     monkeypatch.setattr(prompt_logprobs, "_entries", entries)
-    llm = bed.llm(**TIGHT)
+    llm = harness.llm(**TIGHT)
     params = [params_of(i, prompt_logprobs=1) for i in range(len(prompts))]
     check_all(llm, target, prompts, params)
     assert llm.executor.num_preemptions > 0
@@ -147,11 +147,13 @@ def test_prompts_are_scored_once_and_a_tile_at_a_time(bed, target, prompts, monk
     assert sum(rows) == sum(len(prompt) - 1 for prompt in prompts)
 
 
-def test_logits_of_256_rows_exist_at_a_time(bed):
+def test_logits_of_256_rows_exist_at_a_time(harness):
     """Of a prompt that a step reads whole."""
     rows: list[int] = []
-    llm = bed.llm(max_seq_len=512, max_num_tokens=512)
-    watch = bed.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    llm = harness.llm(max_seq_len=512, max_num_tokens=512)
+    watch = harness.model.lm_head.register_forward_pre_hook(
+        lambda _, args: rows.append(len(args[0]))
+    )
     try:
         (output,) = llm.generate(
             [[token % VOCAB for token in range(400)]],
@@ -164,8 +166,8 @@ def test_logits_of_256_rows_exist_at_a_time(bed):
     assert 143 in rows
 
 
-def test_a_prompt_keeps_nothing_of_its_batch_mates(bed, prompts):
-    llm = bed.llm()
+def test_a_prompt_keeps_nothing_of_its_batch_mates(harness, prompts):
+    llm = harness.llm()
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
     outputs = llm.generate(prompts[4:7], params)
     for prompt, output in zip(prompts[4:7], outputs, strict=True):
@@ -174,9 +176,11 @@ def test_a_prompt_keeps_nothing_of_its_batch_mates(bed, prompts):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_prompt_that_gives_way_half_read(bed, target, prompts, overlap):
+def test_a_prompt_that_gives_way_half_read(harness, target, prompts, overlap):
     """Its told tokens stay, the others are scored when it starts over."""
-    llm = bed.llm(disable_overlap_scheduler=not overlap, chunk_policy=lambda _, most: min(5, most))
+    llm = harness.llm(
+        disable_overlap_scheduler=not overlap, chunk_policy=lambda _, most: min(5, most)
+    )
     (request,) = llm.make_requests([prompts[6]], [params_of(0, prompt_logprobs=4)])
     executor = llm.executor
     executor.enqueue(request)
@@ -191,10 +195,10 @@ def test_a_prompt_that_gives_way_half_read(bed, target, prompts, overlap):
     request.pause()
     executor.resources.free_resources(request)
     scheduler.waiting.appendleft(request)
-    told = list(request.prompt_logprobs)
+    reported = list(request.prompt_logprobs)
     while executor.has_work:
         executor.step()
-    assert request.prompt_logprobs[:before] == told
+    assert request.prompt_logprobs[:before] == reported
     output = SimpleNamespace(
         prompt_token_ids=prompts[6],
         token_ids=request.output_token_ids,
@@ -205,31 +209,31 @@ def test_a_prompt_that_gives_way_half_read(bed, target, prompts, overlap):
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_stops_inside_runs(bed, target, prompts, no_overlap):
+def test_stops_inside_runs(harness, target, prompts, no_overlap):
     """Nothing is told of what a stop cuts off."""
-    dice = random.Random(3)
+    rng = random.Random(3)
     free = [target.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     params = [
         SamplingParams(
             max_new_tokens=NUM_TOKENS,
             logprobs=3,
-            stop_token_ids=[dice.choice(text[2:])],
+            stop_token_ids=[rng.choice(text[2:])],
             min_tokens=4 * (place % 2),
             ignore_eos=True,
         )
         for place, text in enumerate(free)
     ]
     for k in (0, 3):
-        llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
         for _ in range(2):
             texts = check_all(llm, target, prompts, params)
         assert any(len(text) < NUM_TOKENS for text in texts)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_stop_strings_inside_runs(bed, target, prompts, vanilla):
+def test_stop_strings_inside_runs(harness, target, prompts, vanilla):
     tokenizer = Pieces()
-    llm = bed.llm(vanilla=vanilla, tokenizer=tokenizer)
+    llm = harness.llm(vanilla=vanilla, tokenizer=tokenizer)
     free = [o.text for o in llm.generate(prompts, params_of(0))]
     params = [params_of(0, stop=(text[len(text) // 2 :][:3],)) for text in free]
     texts = check_all(llm, target, prompts, params)
@@ -238,9 +242,9 @@ def test_stop_strings_inside_runs(bed, target, prompts, vanilla):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("k", [0, 3])
-def test_events_tell_the_same(bed, prompts, no_overlap, k):
+def test_events_tell_the_same(harness, prompts, no_overlap, k):
     params = [params_of(place) for place in range(len(prompts))]
-    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
     requests = llm.make_requests(prompts, params)
     for request in requests:
         llm.executor.enqueue(request)
@@ -253,8 +257,8 @@ def test_events_tell_the_same(bed, prompts, no_overlap, k):
             assert {event.logprobs for event in mine} == {None}
             continue
         for event in mine:
-            assert [next(iter(told)) for told in event.logprobs] == event.token_ids
-        assert [told for event in mine for told in event.logprobs] == request.logprobs
+            assert [next(iter(reported)) for reported in event.logprobs] == event.token_ids
+        assert [reported for event in mine for reported in event.logprobs] == request.logprobs
         assert len(request.logprobs) == NUM_TOKENS
 
 
@@ -274,10 +278,10 @@ def check_first(events, output) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", ["stream", "stream_async", "submit"])
-def test_prompts_are_told_in_streams(bed, prompts, way, no_overlap):
+def test_prompts_are_told_in_streams(harness, prompts, way, no_overlap):
     """The same as `generate` tells, when the first token comes: then the prompt was read."""
     params = params_of_prompts(len(prompts))
-    llm = bed.llm(disable_overlap_scheduler=no_overlap, **TIGHT)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap, **TIGHT)
     outputs = llm.generate(prompts, params)
 
     async def read(events) -> list:
@@ -286,17 +290,20 @@ def test_prompts_are_told_in_streams(bed, prompts, way, no_overlap):
     async def together() -> list[list]:
         start = llm.stream_async if way == "stream_async" else llm.submit
         return await asyncio.gather(
-            *(read(start(prompt, asked)) for prompt, asked in zip(prompts, params, strict=True))
+            *(
+                read(start(prompt, requested))
+                for prompt, requested in zip(prompts, params, strict=True)
+            )
         )
 
     if way == "stream":
-        told: list[list] = [[] for _ in prompts]
+        reported: list[list] = [[] for _ in prompts]
         for events in llm.stream(prompts, params):
             for event in events:
-                told[event.prompt_index].append((event, len(event.prompt_logprobs or ())))
+                reported[event.prompt_index].append((event, len(event.prompt_logprobs or ())))
     else:
-        told = asyncio.run(together())
-    for mine, output in zip(told, outputs, strict=True):
+        reported = asyncio.run(together())
+    for mine, output in zip(reported, outputs, strict=True):
         check_first([event for event, _ in mine], output)
         # when it came, not only when it was looked at
         assert mine[0][1] == len(output.prompt_logprobs or ())
@@ -304,10 +311,12 @@ def test_prompts_are_told_in_streams(bed, prompts, way, no_overlap):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_steps_in_padded_graphs(bed, target, prompts, monkeypatch, vanilla, no_overlap):
-    pads_batches(bed)
+def test_steps_in_padded_graphs(harness, target, prompts, monkeypatch, vanilla, no_overlap):
+    pads_batches(harness)
     graphs = {"batch_sizes": [1, 4, 8], "enable_padding": True}
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, cuda_graph_config=graphs)
+    llm = harness.llm(
+        vanilla=vanilla, disable_overlap_scheduler=no_overlap, cuda_graph_config=graphs
+    )
     watched = WatchedGraphs(llm, monkeypatch)
     few = prompts[:6]
     params = [params_of(i, max_new_tokens=6 + 2 * i, prompt_logprobs=2) for i in range(len(few))]
@@ -316,32 +325,32 @@ def test_steps_in_padded_graphs(bed, target, prompts, monkeypatch, vanilla, no_o
     assert all(shape.sampling_kind for shape in watched.replayed)
 
 
-def test_who_does_not_ask_costs_nothing(bed, target, prompts, monkeypatch):
+def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
     """Greedy batches run no op more, nor does anything travel where nobody asks."""
 
     def never(*_, **__):
         raise AssertionError("nobody asked")
 
     asks_nothing = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    llm = bed.llm()
-    sample_async, told = llm.executor.sampler.sample_async, []
+    llm = harness.llm()
+    sample_async, reported = llm.executor.sampler.sample_async, []
 
     def watched(*args, **options):
         state = sample_async(*args, **options)
-        told.append(state.host.log_probs)
+        reported.append(state.host.log_probs)
         return state
 
     llm.executor.sampler.sample_async = watched
     llm.generate(prompts, [params_of(1, logprobs=None)] * len(prompts))
-    assert told
-    assert all(one is None for one in told)
+    assert reported
+    assert all(one is None for one in reported)
     llm.executor.engine.captured = None
     monkeypatch.setattr(worker_module, "logprobs", never)
     monkeypatch.setattr(prompt_logprobs, "logprobs", never)
     check_all(llm, target, prompts, [asks_nothing] * len(prompts))
 
 
-def test_accepted_drafts_that_are_no_first_choice(bed, target, prompts):
+def test_accepted_drafts_that_are_no_first_choice(harness, target, prompts):
     """Relaxed acceptance emits them, with the probability that the target gave them."""
     relaxed = {
         "use_relaxed_acceptance_for_thinking": True,
@@ -350,17 +359,21 @@ def test_accepted_drafts_that_are_no_first_choice(bed, target, prompts):
         "begin_thinking_phase_token": 5,
         "end_thinking_phase_token": 6,
     }
-    llm = bed.llm(speculative=relaxed)
-    asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=4)
-    outputs = llm.generate([[5, *prompt] for prompt in prompts], asked)
+    llm = harness.llm(speculative=relaxed)
+    requested = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=4)
+    outputs = llm.generate([[5, *prompt] for prompt in prompts], requested)
     for output in outputs:
-        check(target, output, asked)
-    ranks = [told[t].rank for o in outputs for told, t in zip(o.logprobs, o.token_ids, strict=True)]
+        check(target, output, requested)
+    ranks = [
+        reported[t].rank
+        for o in outputs
+        for reported, t in zip(o.logprobs, o.token_ids, strict=True)
+    ]
     assert max(ranks) > 1
 
 
-def test_a_cancelled_request_has_what_it_was_told(bed, prompts):
-    llm = bed.llm()
+def test_a_cancelled_request_has_what_it_was_told(harness, prompts):
+    llm = harness.llm()
     (request,) = llm.make_requests([prompts[5]], [params_of(0, prompt_logprobs=0)])
     executor = llm.executor
     executor.enqueue(request)
@@ -373,13 +386,13 @@ def test_a_cancelled_request_has_what_it_was_told(bed, prompts):
     assert len(request.prompt_logprobs) == len(prompts[5])
 
 
-def test_a_prompt_of_one_token_and_the_widest_list(bed, target):
-    asked = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=20)
-    (output,) = bed.llm().generate([[VOCAB - 1]], asked)
+def test_a_prompt_of_one_token_and_the_widest_list(harness, target):
+    requested = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+    (output,) = harness.llm().generate([[VOCAB - 1]], requested)
     assert output.prompt_logprobs == [None]
-    ((token, told),) = [
-        (t, told) for t, told in zip(output.token_ids, output.logprobs, strict=True)
+    ((token, reported),) = [
+        (t, reported) for t, reported in zip(output.token_ids, output.logprobs, strict=True)
     ]
-    assert isinstance(told[token], Logprob)
-    assert len(told) == 20
-    check(target, output, asked)
+    assert isinstance(reported[token], Logprob)
+    assert len(reported) == 20
+    check(target, output, requested)

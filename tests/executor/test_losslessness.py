@@ -24,18 +24,18 @@ def expected(target, prompts):
     return [target.greedy(p, NUM_TOKENS) for p in prompts]
 
 
-def test_the_two_oracles_agree(bed, target, prompts):
+def test_the_two_oracles_agree(harness, target, prompts):
     """The tests' full recomputation and the package's cached decoder are independent."""
     for prompt, want in zip(prompts, expected(target, prompts), strict=True):
-        assert greedy_decode(bed.oracle_model.target, prompt, NUM_TOKENS) == want
+        assert greedy_decode(harness.oracle_model.target, prompt, NUM_TOKENS) == want
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-def test_mixed_lengths(bed, target, prompts, no_overlap, vanilla, k, chunked):
-    llm = bed.llm(
+def test_mixed_lengths(harness, target, prompts, no_overlap, vanilla, k, chunked):
+    llm = harness.llm(
         k=k,
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
@@ -50,23 +50,23 @@ def test_mixed_lengths(bed, target, prompts, no_overlap, vanilla, k, chunked):
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_batch_sizes(bed, target, prompts, no_overlap, vanilla, batch):
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=batch)
+def test_batch_sizes(harness, target, prompts, no_overlap, vanilla, batch):
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=batch)
     assert generate(llm, prompts[:batch]) == expected(target, prompts[:batch])
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_more_requests_than_the_batch_holds(bed, target, prompts, no_overlap, vanilla):
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=3)
+def test_more_requests_than_the_batch_holds(harness, target, prompts, no_overlap, vanilla):
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=3)
     assert generate(llm, prompts) == expected(target, prompts)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 3])
-def test_preemption_forced_by_a_small_pool(bed, target, prompts, no_overlap, vanilla, k):
-    llm = bed.llm(
+def test_preemption_forced_by_a_small_pool(harness, target, prompts, no_overlap, vanilla, k):
+    llm = harness.llm(
         k=k,
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
@@ -77,8 +77,8 @@ def test_preemption_forced_by_a_small_pool(bed, target, prompts, no_overlap, van
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_without_speculation(bed, target, prompts, no_overlap):
-    llm = bed.llm(k=0, disable_overlap_scheduler=no_overlap)
+def test_without_speculation(harness, target, prompts, no_overlap):
+    llm = harness.llm(k=0, disable_overlap_scheduler=no_overlap)
     assert generate(llm, prompts) == expected(target, prompts)
     assert llm.executor.acceptance.acceptance_length == 1.0
 
@@ -86,8 +86,8 @@ def test_without_speculation(bed, target, prompts, no_overlap):
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("window", ["exact", "trtllm"])
 @pytest.mark.parametrize("chain", ["output", "target_shift", "none"])
-def test_vanilla_variants(bed, target, prompts, no_overlap, window, chain):
-    llm = bed.llm(
+def test_vanilla_variants(harness, target, prompts, no_overlap, window, chain):
+    llm = harness.llm(
         vanilla=True,
         disable_overlap_scheduler=no_overlap,
         mtp={"draft_window": window, "chain": chain},
@@ -96,8 +96,8 @@ def test_vanilla_variants(bed, target, prompts, no_overlap, window, chain):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_relaxed_acceptance_with_one_candidate_is_strict(bed, target, prompts, vanilla):
-    llm = bed.llm(
+def test_relaxed_acceptance_with_one_candidate_is_strict(harness, target, prompts, vanilla):
+    llm = harness.llm(
         vanilla=vanilla,
         speculative={
             "use_relaxed_acceptance_for_thinking": True,
@@ -110,17 +110,17 @@ def test_relaxed_acceptance_with_one_candidate_is_strict(bed, target, prompts, v
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_draft_length_schedule(bed, target, prompts, no_overlap):
+def test_draft_length_schedule(harness, target, prompts, no_overlap):
     """Up to two requests draft three tokens, up to five one, a larger batch none."""
-    llm = bed.llm(
+    llm = harness.llm(
         disable_overlap_scheduler=no_overlap, speculative={"draft_len_schedule": {2: 3, 5: 1}}
     )
     assert generate(llm, prompts) == expected(target, prompts)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_requests_without_speculation_beside_others(bed, target, prompts, no_overlap):
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+def test_requests_without_speculation_beside_others(harness, target, prompts, no_overlap):
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     params = [
         SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, speculate=i % 2 == 0)
         for i in range(len(prompts))
@@ -132,7 +132,7 @@ def test_requests_without_speculation_beside_others(bed, target, prompts, no_ove
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_latent_attention(mla_bed, prompts, vanilla):
-    llm = mla_bed.llm(vanilla=vanilla, max_num_tokens=40)
-    want = [greedy_decode(mla_bed.oracle_model.target, p, NUM_TOKENS) for p in prompts]
+def test_latent_attention(mla_harness, prompts, vanilla):
+    llm = mla_harness.llm(vanilla=vanilla, max_num_tokens=40)
+    want = [greedy_decode(mla_harness.oracle_model.target, p, NUM_TOKENS) for p in prompts]
     assert generate(llm, prompts) == want

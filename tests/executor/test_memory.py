@@ -91,8 +91,8 @@ def test_what_memory_cannot_hold_is_refused(path: Path, options: dict, message: 
     with pytest.raises(ConfigError) as refused:
         LLM(config)
     assert str(refused.value) == message
-    told = doctor.examine(doctor.LLMConfig.model_validate(config)).problems
-    assert [problem.split(" take ")[0] for problem in told] == [message.split(" take ")[0]]
+    problems = doctor.examine(doctor.LLMConfig.model_validate(config)).problems
+    assert [problem.split(" take ")[0] for problem in problems] == [message.split(" take ")[0]]
 
 
 @pytest.mark.usefixtures("four_gib")

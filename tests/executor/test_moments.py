@@ -41,11 +41,11 @@ def outcome(moment: str, call: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def found(beds, host, once_per_run) -> dict[tuple[str, str], dict[str, Any]]:
+def found(harnesses, host, once_per_run) -> dict[tuple[str, str], dict[str, Any]]:
     """What became of every case, in processes of their own."""
 
     def run(_: Path) -> str:
-        command = [sys.executable, "-m", "tests.executor.moments", beds("echo", host).path]
+        command = [sys.executable, "-m", "tests.executor.moments", harnesses("echo", host).path]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -56,7 +56,7 @@ def found(beds, host, once_per_run) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("moment", "call"), cases())
 def test_no_call_waits_for_itself(found, moment: str, call: str) -> None:
-    told = found[moment, call]
-    assert told["inner"] in outcome(moment, call), told
-    assert told.get("outer") in {"worked", "ExecutorError", "RequestError"}, told
-    assert told["end"] == ("shut down" if call in {"shutdown", "async with"} else "goes on")
+    reported = found[moment, call]
+    assert reported["inner"] in outcome(moment, call), reported
+    assert reported.get("outer") in {"worked", "ExecutorError", "RequestError"}, reported
+    assert reported["end"] == ("shut down" if call in {"shutdown", "async with"} else "goes on")

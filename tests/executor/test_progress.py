@@ -71,8 +71,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Terminal]
 
 
 @pytest.fixture
-def llm(bed) -> Iterator[LLM]:
-    with bed.llm() as made:
+def llm(harness) -> Iterator[LLM]:
+    with harness.llm() as made:
         yield made
 
 
@@ -90,17 +90,17 @@ def test_a_terminal_counts_the_prompts_that_have_ended(terminal, llm, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("asked", "use_tqdm"), [(PROMPTS, False), (PROMPTS[:1], True), (PROMPTS[0], True)]
+    ("given", "use_tqdm"), [(PROMPTS, False), (PROMPTS[:1], True), (PROMPTS[0], True)]
 )
-def test_one_prompt_or_no_wish_shows_nothing(terminal, llm, asked: list, use_tqdm: bool) -> None:
+def test_one_prompt_or_no_wish_shows_nothing(terminal, llm, given: list, use_tqdm: bool) -> None:
     screen = terminal()
-    llm.generate(asked, greedy(3), use_tqdm=use_tqdm)
+    llm.generate(given, greedy(3), use_tqdm=use_tqdm)
     assert "prompts" not in screen.end()
 
 
-def test_loading_is_shown_and_gone_again(terminal, bed) -> None:
+def test_loading_is_shown_and_gone_again(terminal, harness) -> None:
     screen = terminal()
-    bed.llm().shutdown()
+    harness.llm().shutdown()
     shown = screen.end()
     assert "KV cache" in shown
     # the cursor is back, on a line that is empty again
@@ -108,18 +108,18 @@ def test_loading_is_shown_and_gone_again(terminal, bed) -> None:
     assert shown.endswith("\x1b[2K")
 
 
-def test_who_is_told_sees_nothing_beside(terminal, bed) -> None:
+def test_who_is_told_sees_nothing_beside(terminal, harness) -> None:
     screen = terminal()
     lines: list[str] = []
-    LLM({"model": bed.path}, model=bed.model, on_progress=lines.append).shutdown()
+    LLM({"model": harness.path}, model=harness.model, on_progress=lines.append).shutdown()
     assert "allocating the KV cache" in lines
     assert screen.end() == ""
 
 
 @pytest.mark.parametrize("stream", [StringIO(), None])
-def test_without_a_terminal_nothing_is_shown(bed, monkeypatch, stream) -> None:
+def test_without_a_terminal_nothing_is_shown(harness, monkeypatch, stream) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    with bed.llm() as llm:
+    with harness.llm() as llm:
         assert len(llm.generate(PROMPTS, greedy(3))) == 3
     assert stream is None or stream.getvalue() == ""
 
@@ -164,8 +164,8 @@ def test_steps_between_two_pictures_draw_nothing(terminal, monkeypatch) -> None:
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 1000.0)
     gain = SimpleNamespace(token_ids=[1], finish_reason=None)
     with batch_progress(3, use_tqdm=True) as tell:
-        drawn: list[None] = []
-        monkeypatch.setattr("rich.progress.Progress.refresh", lambda _: drawn.append(None))
+        refreshes: list[None] = []
+        monkeypatch.setattr("rich.progress.Progress.refresh", lambda _: refreshes.append(None))
         for _ in range(1000):
             tell([gain])
-        assert not drawn
+        assert not refreshes

@@ -43,9 +43,9 @@ def prompt_of(index: int) -> list[int]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(plan=schedule)
-def test_random_arrivals_aborts_chunks_and_pressure(bed, target, plan):
+def test_random_arrivals_aborts_chunks_and_pressure(harness, target, plan):
     sizes = plan["chunks"]
-    llm = bed.llm(
+    llm = harness.llm(
         k=plan["k"],
         vanilla=plan["vanilla"],
         disable_overlap_scheduler=plan["no_overlap"],

@@ -47,21 +47,21 @@ class Language:
     ids: tuple[int, ...]
     """Most of them more than once: those of texts."""
 
-    def prompt(self, dice: random.Random) -> list[int]:
+    def prompt(self, rng: random.Random) -> list[int]:
         """Ids that stand together, with the begin of thinking here and there."""
-        length = dice.choice((1, 2, 4, 7, 12, 25))
-        first = dice.randrange(len(self.ids) - length)
+        length = rng.choice((1, 2, 4, 7, 12, 25))
+        first = rng.randrange(len(self.ids) - length)
         return list(self.ids[first : first + length])
 
-    def some(self, dice: random.Random, most: int) -> list[int]:
+    def some(self, rng: random.Random, most: int) -> list[int]:
         """Different ids."""
-        return list(dict.fromkeys(dice.choices(self.ids, k=dice.randint(1, most))))
+        return list(dict.fromkeys(rng.choices(self.ids, k=rng.randint(1, most))))
 
 
 def random_language() -> Language:
     """Of random weights any ids are as good as others."""
-    dice = random.Random(19)
-    return Language(1, tuple(dice.randrange(2, VOCAB) for _ in range(4000)))
+    rng = random.Random(19)
+    return Language(1, tuple(rng.randrange(2, VOCAB) for _ in range(4000)))
 
 
 def trained_language() -> Language:
@@ -79,91 +79,91 @@ def language(name: str) -> Language:
     return LANGUAGES[name]()
 
 
-def prompt_of(dice: random.Random, spoken: Language) -> list[int]:
-    prompt = spoken.prompt(dice)
-    if dice.random() < 0.3:
-        prompt.insert(dice.randrange(len(prompt) + 1), BEGIN)
+def prompt_of(rng: random.Random, spoken: Language) -> list[int]:
+    prompt = spoken.prompt(rng)
+    if rng.random() < 0.3:
+        prompt.insert(rng.randrange(len(prompt) + 1), BEGIN)
     return prompt
 
 
-def params_of(dice: random.Random, prompt: list[int], spoken: Language) -> SamplingParams:
+def params_of(rng: random.Random, prompt: list[int], spoken: Language) -> SamplingParams:
     """Each option of most kinds for a fifth of the requests."""
 
     def some(share: float = 0.2) -> bool:
-        return dice.random() < share
+        return rng.random() < share
 
-    asked: dict = {
-        "max_new_tokens": dice.choice((1, 2, 5, 12, 20)),
-        "temperature": dice.choice(TEMPERATURES),
+    requested: dict = {
+        "max_new_tokens": rng.choice((1, 2, 5, 12, 20)),
+        "temperature": rng.choice(TEMPERATURES),
         "ignore_eos": some(0.5),
     }
     if some(0.3):
-        asked["top_k"] = dice.choice((0, 1, 2, 5, 50))
+        requested["top_k"] = rng.choice((0, 1, 2, 5, 50))
     if some(0.3):
-        asked["top_p"] = dice.choice((1.0, 0.95, 0.9, 0.5))
+        requested["top_p"] = rng.choice((1.0, 0.95, 0.9, 0.5))
     if some():
-        asked["min_p"] = dice.choice((0.0, 0.05, 0.3))
+        requested["min_p"] = rng.choice((0.0, 0.05, 0.3))
     if some(0.7):
-        asked["seed"] = dice.choice((dice.getrandbits(64), -dice.getrandbits(60), 0))
+        requested["seed"] = rng.choice((rng.getrandbits(64), -rng.getrandbits(60), 0))
     if some():
-        asked["repetition_penalty"] = dice.choice((0.8, 1.1, 1.5))
+        requested["repetition_penalty"] = rng.choice((0.8, 1.1, 1.5))
     if some():
-        asked["presence_penalty"] = dice.choice((-0.5, 0.4, 1.0))
+        requested["presence_penalty"] = rng.choice((-0.5, 0.4, 1.0))
     if some():
-        asked["frequency_penalty"] = dice.choice((-0.1, 0.3, 0.9))
-        asked["prompt_ignore_length"] = dice.choice((0, 2, 100))
+        requested["frequency_penalty"] = rng.choice((-0.1, 0.3, 0.9))
+        requested["prompt_ignore_length"] = rng.choice((0, 2, 100))
     if some():
-        asked["logit_bias"] = {token: dice.uniform(-3, 3) for token in spoken.some(dice, 20)}
+        requested["logit_bias"] = {token: rng.uniform(-3, 3) for token in spoken.some(rng, 20)}
     if some(0.15):
-        asked["allowed_token_ids"] = [*spoken.some(dice, 60), spoken.eos, BEGIN, END]
+        requested["allowed_token_ids"] = [*spoken.some(rng, 60), spoken.eos, BEGIN, END]
     if some():
-        asked["bad_words"] = [
-            dice.choices(prompt + spoken.some(dice, 3), k=dice.choice((1, 2, 3))) for _ in range(8)
+        requested["bad_words"] = [
+            rng.choices(prompt + spoken.some(rng, 3), k=rng.choice((1, 2, 3))) for _ in range(8)
         ]
     if some():
-        asked["bad_token_ids"] = spoken.some(dice, 9)
+        requested["bad_token_ids"] = spoken.some(rng, 9)
     if some():
-        asked["min_tokens"] = dice.randint(1, asked["max_new_tokens"])
+        requested["min_tokens"] = rng.randint(1, requested["max_new_tokens"])
     if some(0.4):
-        asked["stop_token_ids"] = spoken.some(dice, 25)
+        requested["stop_token_ids"] = spoken.some(rng, 25)
     if some():
-        asked["stop"] = ["".join(dice.choices(LETTERS, k=dice.randint(1, 2))) for _ in range(3)]
-        asked["include_stop_str_in_output"] = some(0.5)
+        requested["stop"] = ["".join(rng.choices(LETTERS, k=rng.randint(1, 2))) for _ in range(3)]
+        requested["include_stop_str_in_output"] = some(0.5)
     if some():
-        asked["logprobs"] = dice.choice((0, 1, 5))
+        requested["logprobs"] = rng.choice((0, 1, 5))
     if some(0.1):
-        asked["prompt_logprobs"] = dice.choice((0, 2))
+        requested["prompt_logprobs"] = rng.choice((0, 2))
     if some():
-        asked["thinking_token_budget"] = dice.choice((0, 1, 4))
+        requested["thinking_token_budget"] = rng.choice((0, 1, 4))
     if some():
-        asked["max_draft_len"] = dice.choice((0, 1, 2))
+        requested["max_draft_len"] = rng.choice((0, 1, 2))
     if some(0.1):
-        asked["speculate"] = False
+        requested["speculate"] = False
     if some():
-        asked["draft_sampling"] = dice.choice(("coupled", "greedy"))
+        requested["draft_sampling"] = rng.choice(("coupled", "greedy"))
     elif some():
         # greedy texts are the target's own whatever judges their drafts
-        is_greedy = SamplingParams(**asked).is_greedy
-        asked["verification"] = dice.choice(MODES) if is_greedy else "coupled"
-    return SamplingParams(**asked)
+        is_greedy = SamplingParams(**requested).is_greedy
+        requested["verification"] = rng.choice(MODES) if is_greedy else "coupled"
+    return SamplingParams(**requested)
 
 
 @cache
 def requests(name: str) -> list[tuple[list[int], SamplingParams]]:
-    dice, spoken = random.Random(20), language(name)
+    rng, spoken = random.Random(20), language(name)
     made = []
     for _ in range(NUM_REQUESTS):
-        prompt = prompt_of(dice, spoken)
-        made.append((prompt, params_of(dice, prompt, spoken)))
+        prompt = prompt_of(rng, spoken)
+        made.append((prompt, params_of(rng, prompt, spoken)))
     return made
 
 
 def ways() -> dict[int, list[int]]:
     """Of every way the requests that run so."""
-    dice = random.Random(21)
+    rng = random.Random(21)
     taken: dict[int, list[int]] = {way: [] for way in range(len(WAYS))}
     for number in range(NUM_REQUESTS):
-        for way in dice.sample(range(len(WAYS)), 2):
+        for way in rng.sample(range(len(WAYS)), 2):
             taken[way].append(number)
     return taken
 
@@ -179,13 +179,13 @@ THINKING = Thinking(BEGIN, (END,), END)
 class Plain:
     """What plain decoding says of each request; those without a seed by their number."""
 
-    def __init__(self, bed, name: str) -> None:
-        self.model, self.name = bed.oracle_model.target, name
+    def __init__(self, harness, name: str) -> None:
+        self.model, self.name = harness.oracle_model.target, name
         self.ends = (language(name).eos,)
         self.ties: list[str] = []
-        self.told = lru_cache(maxsize=None)(self._told)
+        self.decoded = lru_cache(maxsize=None)(self._decode)
 
-    def _told(self, number: int, place: int, max_seq_len: int) -> Decoded:
+    def _decode(self, number: int, place: int, max_seq_len: int) -> Decoded:
         prompt, params = requests(self.name)[number]
         return decode(
             self.model,
@@ -201,16 +201,16 @@ class Plain:
     def of(self, number: int, place: int, max_seq_len: int) -> Decoded:
         """Of a request that its engine got as the ``place``-th."""
         has_seed = requests(self.name)[number][1].seed is not None
-        return self.told(number, 0 if has_seed else place, max_seq_len)
+        return self.decoded(number, 0 if has_seed else place, max_seq_len)
 
 
 @pytest.fixture(scope="module")
 def plain_of():
     made: dict[str, Plain] = {}
 
-    def give(bed, name: str) -> Plain:
+    def give(harness, name: str) -> Plain:
         if name not in made:
-            made[name] = Plain(bed, name)
+            made[name] = Plain(harness, name)
         return made[name]
 
     return give
@@ -228,10 +228,10 @@ def one_of(request: pytest.FixtureRequest, way: int) -> int:
 @pytest.mark.parametrize(
     "way", range(len(WAYS)), ids=[f"k{k}-vanilla{v}-overlap{o}" for k, v, o in WAYS]
 )
-def test_random_requests(bed, trained_bed, plain_of, way, name, one_of):
+def test_random_requests(harness, trained_harness, plain_of, way, name, one_of):
     k, vanilla, overlap = WAYS[way]
-    bed = trained_bed() if name == "trained" else bed
-    numbers, plain = ways()[way][::one_of], plain_of(bed, name)
+    harness = trained_harness() if name == "trained" else harness
+    numbers, plain = ways()[way][::one_of], plain_of(harness, name)
     prompts = [requests(name)[number][0] for number in numbers]
     params = [requests(name)[number][1] for number in numbers]
     if not k:  # where nobody judges drafts
@@ -244,7 +244,7 @@ def test_random_requests(bed, trained_bed, plain_of, way, name, one_of):
             "end_thinking_phase_token": END,
         }
         options["mtp"] = {"verification": list(MODES)}
-    llm = bed.llm(
+    llm = harness.llm(
         k=k,
         vanilla=bool(vanilla),
         disable_overlap_scheduler=not overlap,
@@ -260,16 +260,16 @@ def test_random_requests(bed, trained_bed, plain_of, way, name, one_of):
         assert llm.executor.num_preemptions > 0
     before = len(plain.ties)
     for place, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
-        told = plain.of(number, place, max_seq_len)
-        if output.token_ids != told.token_ids:
-            plain.ties.append(tie_of(plain, number, place, told, output.token_ids))
+        expected = plain.of(number, place, max_seq_len)
+        if output.token_ids != expected.token_ids:
+            plain.ties.append(tie_of(plain, number, place, expected, output.token_ids))
             continue
-        assert output.finish_reason is told.finish_reason, number
-        assert output.text == told.text, number
+        assert output.finish_reason is expected.finish_reason, number
+        assert output.text == expected.text, number
         ending = ending_of(*requests(name)[number], plain.ends, output.token_ids, max_seq_len)
         assert ending == (len(output.token_ids), output.finish_reason, output.text), number
-        same_logprobs(told.token_ids, output.logprobs, told.logprobs)
-        same_logprobs(prompts[place], output.prompt_logprobs, told.prompt_logprobs)
+        same_logprobs(expected.token_ids, output.logprobs, expected.logprobs)
+        same_logprobs(prompts[place], output.prompt_logprobs, expected.prompt_logprobs)
     near_ties.count("texts of random requests", len(plain.ties) - before, len(numbers))
     assert len(plain.ties) <= MOST_TIES, plain.ties
 
@@ -311,14 +311,14 @@ class Tags:
 TAGS = Tags()
 
 
-def tie_of(plain: Plain, number: int, place: int, told: Decoded, token_ids: list[int]) -> str:
+def tie_of(plain: Plain, number: int, place: int, expected: Decoded, token_ids: list[int]) -> str:
     """The first difference, which must be one of rounding."""
     prompt, params = requests(plain.name)[number]
-    pairs = zip(told.token_ids, token_ids, strict=False)
+    pairs = zip(expected.token_ids, token_ids, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    assert first is not None, (number, told, token_ids)
+    assert first is not None, (number, expected, token_ids)
     text = Continuation(prompt, params, number=place, end_ids=plain.ends, thinking=THINKING)
-    before = told.token_ids[:first]
+    before = expected.token_ids[:first]
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *before]])
         logits = plain.model(input_ids=ids).logits[0, -1]
@@ -327,7 +327,7 @@ def tie_of(plain: Plain, number: int, place: int, told: Decoded, token_ids: list
         index = len(prompt) + first
         scores = scores + gumbel(text.rule.seed, index, len(scores), Role.TARGET)
     gap = float(scores.max() - scores[token_ids[first]])
-    assert gap < MARGIN, (number, params, told.token_ids, token_ids, gap)
+    assert gap < MARGIN, (number, params, expected.token_ids, token_ids, gap)
     return f"request {number}: {gap:.1e}"
 
 
@@ -341,6 +341,8 @@ def same_logprobs(token_ids, actual, expected, away: float = 1e-4) -> None:
         if other is None:
             assert one is None
             continue
-        told = {token: other.logprob, **other.top}
-        assert {id_: one[id_].logprob for id_ in told} == pytest.approx(told, abs=away, rel=0)
-        assert set(one) == set(told)
+        reported = {token: other.logprob, **other.top}
+        assert {id_: one[id_].logprob for id_ in reported} == pytest.approx(
+            reported, abs=away, rel=0
+        )
+        assert set(one) == set(reported)

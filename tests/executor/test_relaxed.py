@@ -28,7 +28,7 @@ WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 NUM_TOKENS = 32
 
 
-def asked(**options) -> SamplingParams:
+def make_params(**options) -> SamplingParams:
     return SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **options)
 
 
@@ -43,8 +43,8 @@ def generate(llm, prompts, params):
     return [output.token_ids for output in outputs]
 
 
-def relaxed(bed, *, mtp=None, **options):
-    return bed.llm(
+def relaxed(harness, *, mtp=None, **options):
+    return harness.llm(
         speculative={**RELAXED, "mtp": {"check_metadata": True, **(mtp or {})}}, **options
     )
 
@@ -54,12 +54,12 @@ def strict_part(text):
     return text[: text.index(BEGIN) + 1] if BEGIN in text else text
 
 
-def test_an_ignored_end_stands_only_as_first_choice(bed, target):
+def test_an_ignored_end_stands_only_as_first_choice(harness, target):
     """Drafts of it are as good as any by the thresholds, and do not stand."""
     prompt = [BEGIN, 20, 21, 22]
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     for options, may_be_relaxed in (({}, True), ({"min_tokens": 2}, False)):
-        llm = relaxed(bed, k=3)
+        llm = relaxed(harness, k=3)
         wrap_worker(
             llm, lambda worker: ScriptedDrafts(worker, {0: prompt + [30, EOS] * 20}, lambda *_: 3)
         )
@@ -88,26 +88,26 @@ def test_an_ignored_end_stands_only_as_first_choice(bed, target):
     ],
     ids=str,
 )
-def test_the_label_is_of_requests_whose_text_may_differ(bed, thinking, options, tells):
-    llm = relaxed(bed)
+def test_the_label_is_of_requests_whose_text_may_differ(harness, thinking, options, tells):
+    llm = relaxed(harness)
     (output,) = llm.generate(thinking[:1], SamplingParams(max_new_tokens=3, **options))
     assert (output.label is not None) == tells
     assert_drained(llm)
 
 
 @pytest.mark.parametrize("end", [[9, 11], [9, END], [END, 9], None])
-def test_an_end_of_thinking_that_relaxed_acceptance_does_not_know(bed, target, end):
+def test_an_end_of_thinking_that_relaxed_acceptance_does_not_know(harness, target, end):
     """A config whose answers would stay relaxed is refused; others end with the forced end."""
     mtp = {} if end is None else {"thinking_end": end}
     if end == [9, 11]:
         with pytest.raises(
             ConfigError, match=r"^mtp\.thinking_end: expected the token .* 6, among"
         ):
-            relaxed(bed, mtp=mtp)
+            relaxed(harness, mtp=mtp)
         return
     prompt, budget = [BEGIN, 20, 21, 22], 2
-    llm = relaxed(bed, mtp=mtp)
-    params = asked(thinking_token_budget=budget, relaxed_topk=VOCAB, relaxed_delta=2.0)
+    llm = relaxed(harness, mtp=mtp)
+    params = make_params(thinking_token_budget=budget, relaxed_topk=VOCAB, relaxed_delta=2.0)
     (text,) = generate(llm, [prompt], [params])
     forced = [END] if end is None else end
     assert text[budget : budget + len(forced)] == forced
@@ -117,33 +117,35 @@ def test_an_end_of_thinking_that_relaxed_acceptance_does_not_know(bed, target, e
     )
 
 
-def test_requests_have_thresholds_of_their_own(bed, target, thinking):
+def test_requests_have_thresholds_of_their_own(harness, target, thinking):
     """In one batch; R35: top-1 and no distance is the strict text."""
     params = [
-        asked(relaxed_topk=1, relaxed_delta=0.0) if place % 2 else asked(relaxed_delta=1.0)
+        make_params(relaxed_topk=1, relaxed_delta=0.0)
+        if place % 2
+        else make_params(relaxed_delta=1.0)
         for place in range(len(thinking))
     ]
-    texts = generate(relaxed(bed), thinking, params)
-    told = [target.greedy(prompt, NUM_TOKENS) for prompt in thinking]
-    assert texts[1::2] == told[1::2]
-    assert texts[::2] != told[::2]
+    texts = generate(relaxed(harness), thinking, params)
+    expected = [target.greedy(prompt, NUM_TOKENS) for prompt in thinking]
+    assert texts[1::2] == expected[1::2]
+    assert texts[::2] != expected[::2]
     # what a request asks is what a config would have said
     config = {**RELAXED, "relaxed_topk": 3, "relaxed_delta": 0.4}
-    own = generate(relaxed(bed), thinking, asked(relaxed_topk=3, relaxed_delta=0.4))
-    assert own == generate(bed.llm(speculative=config), thinking, asked())
+    own = generate(relaxed(harness), thinking, make_params(relaxed_topk=3, relaxed_delta=0.4))
+    assert own == generate(harness.llm(speculative=config), thinking, make_params())
 
 
 @pytest.mark.parametrize("option", ["relaxed_topk", "relaxed_delta"])
-def test_thresholds_without_relaxed_acceptance(bed, option):
+def test_thresholds_without_relaxed_acceptance(harness, option):
     with pytest.raises(RequestError, match=f": {option}=1 is not enabled; set .*relaxed"):
-        bed.llm().generate([[1, 2]], asked(**{option: 1}))
+        harness.llm().generate([[1, 2]], make_params(**{option: 1}))
 
 
 class Story:
     """A text, step by step: drafts and rows from scratch, and what acceptance makes of them."""
 
-    def __init__(self, bed, k: int, *, vanilla: bool) -> None:
-        self.oracle = Oracle(bed.oracle_model, k, vanilla=vanilla)
+    def __init__(self, harness, k: int, *, vanilla: bool) -> None:
+        self.oracle = Oracle(harness.oracle_model, k, vanilla=vanilla)
         self.relaxed = 0
         """Accepted drafts that are not the argmax."""
         self.closest = float("inf")
@@ -181,23 +183,23 @@ class Story:
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [3, 1])
-def test_texts_are_those_of_the_story(bed, thinking, vanilla, k):
+def test_texts_are_those_of_the_story(harness, thinking, vanilla, k):
     """Token by token."""
-    told = Story(bed, k, vanilla=vanilla)
+    reference = Story(harness, k, vanilla=vanilla)
     rule = example.Rule(False, 8, 0.9, [EOS], BEGIN, END)
-    texts = [told.text(prompt, rule) for prompt in thinking]
-    llm = relaxed(bed, k=k, vanilla=vanilla)
-    assert generate(llm, thinking, asked()) == texts
-    assert told.closest > 1e-6
-    assert told.relaxed > 0
+    texts = [reference.text(prompt, rule) for prompt in thinking]
+    llm = relaxed(harness, k=k, vanilla=vanilla)
+    assert generate(llm, thinking, make_params()) == texts
+    assert reference.closest > 1e-6
+    assert reference.relaxed > 0
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
+def test_r35_no_excluded_id_is_accepted(harness, thinking, vanilla):
     """R35: however near: ids that are not allowed, bad words, early stops, penalised ones."""
     allowed = tuple(range(1, 128, 3))
     params = [
-        asked(relaxed_topk=128, relaxed_delta=1.0, **more)
+        make_params(relaxed_topk=128, relaxed_delta=1.0, **more)
         for more in (
             {"allowed_token_ids": allowed},
             {"bad_token_ids": tuple(range(64))},
@@ -205,7 +207,9 @@ def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
             {"stop_token_ids": tuple(range(100, 128)), "min_tokens": NUM_TOKENS - 1},
         )
     ]
-    first, second, third, fourth = generate(relaxed(bed, vanilla=vanilla), thinking[3:7], params)
+    first, second, third, fourth = generate(
+        relaxed(harness, vanilla=vanilla), thinking[3:7], params
+    )
     assert set(first) <= set(allowed)
     assert not set(second) & set(range(64))
     assert 4 not in third[1:]
@@ -214,18 +218,16 @@ def test_r35_no_excluded_id_is_accepted(bed, thinking, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("option", ["bad_token_ids", "allowed_token_ids"])
-def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, option, vanilla):
+def test_r35_an_excluded_draft_ends_what_is_relaxed(harness, thinking, option, vanilla):
     """R35: drafts that are not allowed among others that are nobody's first choice."""
-    banned, dice = tuple(set(range(64)) - {BEGIN, END}), random.Random(35)
+    banned, rng = tuple(set(range(64)) - {BEGIN, END}), random.Random(35)
     ids = banned if option == "bad_token_ids" else tuple(set(range(VOCAB)) - set(banned))
     for prompt in thinking[3:7]:
-        drafts = [
-            dice.choice(banned if place % 5 == 4 else range(64, VOCAB)) for place in range(64)
-        ]
-        llm = relaxed(bed, vanilla=vanilla)
+        drafts = [rng.choice(banned if place % 5 == 4 else range(64, VOCAB)) for place in range(64)]
+        llm = relaxed(harness, vanilla=vanilla)
         sequences = {0: prompt + drafts}
         wrap_worker(llm, lambda w, s=sequences: ScriptedDrafts(w, s, lambda *_: 3))
-        params = asked(relaxed_topk=VOCAB, relaxed_delta=2.0, **{option: ids})
+        params = make_params(relaxed_topk=VOCAB, relaxed_delta=2.0, **{option: ids})
         (text,) = generate(llm, [prompt], params)
         assert not set(text) & set(banned)
         stood = [token == draft for token, draft in zip(text, drafts, strict=False)]
@@ -233,35 +235,37 @@ def test_r35_an_excluded_draft_ends_what_is_relaxed(bed, thinking, option, vanil
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r35_edits_decide_what_is_strict(bed, thinking, vanilla):
+def test_r35_edits_decide_what_is_strict(harness, thinking, vanilla):
     """R35: top-1 and no distance is the strict text of the same edits."""
     edits = {
         "repetition_penalty": 1.3,
         "frequency_penalty": 0.3,
         "logit_bias": {token: (-1) ** token for token in range(0, 128, 5)},
     }
-    strict = generate(bed.llm(vanilla=vanilla), thinking, asked(**edits))
+    strict = generate(harness.llm(vanilla=vanilla), thinking, make_params(**edits))
     as_strict = {"relaxed_topk": 1, "relaxed_delta": 0.0}
-    llm = relaxed(bed, vanilla=vanilla)
-    assert generate(llm, thinking, asked(**as_strict, **edits)) == strict
-    near = generate(relaxed(bed, vanilla=vanilla), thinking, asked(relaxed_delta=1.0, **edits))
+    llm = relaxed(harness, vanilla=vanilla)
+    assert generate(llm, thinking, make_params(**as_strict, **edits)) == strict
+    near = generate(
+        relaxed(harness, vanilla=vanilla), thinking, make_params(relaxed_delta=1.0, **edits)
+    )
     assert near != strict
 
 
 @pytest.mark.parametrize("no_overlap", [True, False], ids=["no_overlap", "overlap"])
-def test_r34_strict_behind_the_end_within_a_run(bed, target, no_overlap):
+def test_r34_strict_behind_the_end_within_a_run(harness, target, no_overlap):
     """R34: drafts behind the end, which were near enough a token before it, do not stand."""
-    dice, tried = random.Random(34), 0
+    rng, tried = random.Random(34), 0
     while tried < 12:
-        prompt = [dice.randrange(VOCAB) for _ in range(6)]
-        text, place = target.greedy(prompt, 20), dice.randrange(2, 10)
+        prompt = [rng.randrange(VOCAB) for _ in range(6)]
+        text, place = target.greedy(prompt, 20), rng.randrange(2, 10)
         begin, end = prompt[0], text[place]
         if end in [*prompt, *text[:place]] or begin in [*prompt[1:], *text]:
             continue
         tried += 1
         tags = {"begin_thinking_phase_token": begin, "end_thinking_phase_token": end}
         near = {**RELAXED, **tags, "relaxed_topk": VOCAB, "relaxed_delta": 2.0}
-        llm = bed.llm(speculative=near, disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(speculative=near, disable_overlap_scheduler=no_overlap)
         sequences, last = {0: prompt + text}, len(prompt) + place
 
         def until_the_end(_, length, last=last):
@@ -273,18 +277,18 @@ def test_r34_strict_behind_the_end_within_a_run(bed, target, no_overlap):
         ]
 
 
-def test_r34_strict_outside_the_phase(bed, target, prompts):
+def test_r34_strict_outside_the_phase(harness, target, prompts):
     """R34: whatever requests ask for."""
     ended = [[BEGIN, END, *(t for t in prompt if t not in (BEGIN, END))] for prompt in prompts]
-    llm = relaxed(bed)
-    texts = generate(llm, ended, asked(relaxed_delta=1.0, relaxed_topk=128))
+    llm = relaxed(harness)
+    texts = generate(llm, ended, make_params(relaxed_delta=1.0, relaxed_topk=128))
     for text, prompt in zip(texts, ended, strict=True):
-        told = strict_part(target.greedy(prompt, NUM_TOKENS))
-        assert text[: len(told)] == told
+        expected = strict_part(target.greedy(prompt, NUM_TOKENS))
+        assert text[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_thresholds_survive_chunks_and_preemption(bed, thinking, vanilla, monkeypatch):
+def test_thresholds_survive_chunks_and_preemption(harness, thinking, vanilla, monkeypatch):
     """Every other request has its own thresholds."""
     tight = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
     preempted = defaultdict(list)
@@ -295,15 +299,15 @@ def test_thresholds_survive_chunks_and_preemption(bed, thinking, vanilla, monkey
         preempted[request.request_id].append(len(request.output_token_ids))
 
     monkeypatch.setattr(LlmRequest, "pause", noted)
-    llm = relaxed(bed, vanilla=vanilla, **tight)
+    llm = relaxed(harness, vanilla=vanilla, **tight)
     own = [{"relaxed_topk": 3, "relaxed_delta": 0.4} if i % 2 else {} for i in range(len(thinking))]
-    texts = generate(llm, thinking, [asked(**options) for options in own])
+    texts = generate(llm, thinking, [make_params(**options) for options in own])
     assert sum(map(len, preempted.values())) == llm.executor.num_preemptions > 0
 
-    told = Story(bed, 3, vanilla=vanilla)
+    reference = Story(harness, 3, vanilla=vanilla)
     rule = example.Rule(False, 8, 0.9, [EOS], BEGIN, END)
     for place, (prompt, options) in enumerate(zip(thinking, own, strict=True)):
         mine = rule._replace(topk=3, delta=0.4) if options else rule
-        assert texts[place] == told.text(prompt, mine, preempted[place])
-    assert told.relaxed > 0
-    assert told.closest > 1e-6
+        assert texts[place] == reference.text(prompt, mine, preempted[place])
+    assert reference.relaxed > 0
+    assert reference.closest > 1e-6

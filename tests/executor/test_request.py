@@ -61,8 +61,8 @@ def test_what_cannot_be_taken_back() -> None:
     request = make()
     emit(request, [3, 4])
     for count in (3, -1):
-        told = f"expected 0 to 2 tokens of a running request to take back, got {count}"
-        with pytest.raises(ExecutorError, match=told):
+        message = f"expected 0 to 2 tokens of a running request to take back, got {count}"
+        with pytest.raises(ExecutorError, match=message):
             request.take_back_tokens(count)
     request.finish_by(FinishReason.LENGTH)
     with pytest.raises(ExecutorError, match=r"got 1 of a finished one$"):
@@ -71,10 +71,11 @@ def test_what_cannot_be_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "limit", "speculates"), [(None, 3, True), (0, 0, False), (2, 2, True), (9, 3, True)]
+    ("requested", "limit", "speculates"),
+    [(None, 3, True), (0, 0, False), (2, 2, True), (9, 3, True)],
 )
-def test_the_drafts_it_asks_for(asked: int | None, limit: int, speculates: bool) -> None:
-    request = make(max_draft_len=asked)
+def test_the_drafts_it_asks_for(requested: int | None, limit: int, speculates: bool) -> None:
+    request = make(max_draft_len=requested)
     state = request.py_draft_state
     assert state.limit == state.usable == limit
     assert request.py_disable_speculative_decoding is not speculates

@@ -159,8 +159,8 @@ WRONG = [
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: str(case.options)[:50])
 def test_words_and_ids_that_cannot_be(case: Wrong) -> None:
     """Every reason at once, before anything starts."""
-    told = f"^request 0: not supported: {re.escape(case.reasons)}$"
-    with pytest.raises(RequestError, match=told):
+    message = f"^request 0: not supported: {re.escape(case.reasons)}$"
+    with pytest.raises(RequestError, match=message):
         admission(tokenizer=case.tokenizer).make_request([1], SamplingParams(**case.options))
 
 
@@ -200,12 +200,12 @@ def test_ids_that_end_the_text_may_be_all_that_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_min_tokens_yields_where_only_ends_are_left(bed, prompts, k) -> None:
+def test_min_tokens_yields_where_only_ends_are_left(harness, prompts, k) -> None:
     params = SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=4, max_tokens=9)
     other = greedy(allowed_token_ids=[7, 8], stop_token_ids=[7], min_tokens=4)
-    llm = bed.llm(k=k)
+    llm = harness.llm(k=k)
     ended, held_back = llm.generate(prompts[:2], [params, other])
-    plain = decode(bed.oracle_model.target, prompts[0], params)
+    plain = decode(harness.oracle_model.target, prompts[0], params)
     assert (ended.token_ids, ended.finish_reason) == (plain.token_ids, plain.finish_reason)
     assert set(ended.token_ids) == {7}
     assert held_back.token_ids[:4] == [8] * 4
@@ -215,14 +215,14 @@ def test_min_tokens_yields_where_only_ends_are_left(bed, prompts, k) -> None:
 def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
     """What it ends with decides; but a budget of thinking may force a token there."""
     options = {"allowed_token_ids": [7, 8], "bad_words": [[4, 7], [3, 4, 8]]}
-    told = (
+    message = (
         "^request [0-9]+: not supported: allowed_token_ids: none is left after this prompt with "
         "bad_words and bad_token_ids$"
     )
     door = admission(tokenizer=Words())
     for ask in (door.make_request, door.make_pending):
         for more in ({}, {"stop": ["bc"]}):
-            with pytest.raises(RequestError, match=told):
+            with pytest.raises(RequestError, match=message):
                 ask([3, 4], SamplingParams(**options, **more))
     for prompt in ([4], [5, 4], [3, 4, 5]):
         assert door.make_request(prompt, SamplingParams(**options))
@@ -234,13 +234,13 @@ def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_options_that_leave_nothing_later_are_named(bed, k) -> None:
+def test_options_that_leave_nothing_later_are_named(harness, k) -> None:
     """The target's logits are finite."""
     params = [
         greedy(allowed_token_ids=[7], bad_words=[[7, 7]]),
         greedy(allowed_token_ids=[7, 8], bad_words=[[7, 7], [8, 7]], bad_token_ids=[8]),
     ]
-    llm = bed.llm(k=k)
+    llm = harness.llm(k=k)
     first, second = llm.generate([[3, 4]] * 2, params)
     why = "the target gave a row of logits without any finite value, or allowed_token_ids and "
     assert (first.token_ids, first.error) == ([7], f"{why}bad_words left none")
@@ -268,13 +268,13 @@ def test_the_most_words_that_there_is_room_for() -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_drafts_of_each_request_in_one_batch(bed, target, prompts, no_overlap, vanilla) -> None:
+def test_drafts_of_each_request_in_one_batch(harness, target, prompts, no_overlap, vanilla) -> None:
     """As many as it asked for and no more; the text is that of K = 0."""
-    asked = [None, 0, 1, 2, 3, 9, None, 2]
-    params = [greedy(max_draft_len=most) for most in asked]
+    requested = [None, 0, 1, 2, 3, 9, None, 2]
+    params = [greedy(max_draft_len=most) for most in requested]
     params[6] = greedy(speculate=False)
     params[7] = greedy(speculate=False, max_draft_len=2)
-    llm = bed.llm(k=3, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=3, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     outputs = llm.generate(prompts, params)
     for output, prompt in zip(outputs, prompts, strict=True):
         assert output.token_ids == target.greedy(prompt, COUNT)
@@ -287,9 +287,9 @@ def test_drafts_of_each_request_in_one_batch(bed, target, prompts, no_overlap, v
     assert_drained(llm)
 
 
-def test_drafts_are_counted_as_they_were_asked_for(bed, prompts) -> None:
+def test_drafts_are_counted_as_they_were_asked_for(harness, prompts) -> None:
     """Exactly: a text that no length cuts."""
-    llm = bed.llm(k=3, max_seq_len=128)
+    llm = harness.llm(k=3, max_seq_len=128)
     stops = [llm.generate([p], greedy())[0].token_ids[9] for p in prompts[2:6]]
     params = [
         greedy(max_new_tokens=60, max_draft_len=most, stop_token_ids=[stop])
@@ -301,22 +301,22 @@ def test_drafts_are_counted_as_they_were_asked_for(bed, prompts) -> None:
         event, stats = last[request.request_id], request.py_acceptance
         assert event.finish_reason is FinishReason.END_ID
         # behind the last token none counts
-        told = most * (stats.steps - 1) + min(most, len(event.token_ids) - 1)
-        assert stats.num_drafted == told
+        expected = most * (stats.steps - 1) + min(most, len(event.token_ids) - 1)
+        assert stats.num_drafted == expected
 
 
-def test_drafts_of_sampled_requests_change_nothing(bed, prompts) -> None:
+def test_drafts_of_sampled_requests_change_nothing(harness, prompts) -> None:
     sampled = {"temperature": 0.8, "seed": 5}
     params = [greedy(**sampled, max_draft_len=place % 4) for place in range(len(prompts))]
-    plain = bed.llm(k=0).generate(prompts, params)
-    outputs = bed.llm(k=3).generate(prompts, params)
+    plain = harness.llm(k=0).generate(prompts, params)
+    outputs = harness.llm(k=3).generate(prompts, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     assert [o.acceptance.num_drafted > 0 for o in outputs] == [place % 4 > 0 for place in range(8)]
 
 
-def test_drafts_beside_a_schedule(bed, target, prompts) -> None:
+def test_drafts_beside_a_schedule(harness, target, prompts) -> None:
     """The step's length and the request's: the smaller counts."""
-    llm = bed.llm(k=3, speculative={"draft_len_schedule": {2: 3, 8: 2}})
+    llm = harness.llm(k=3, speculative={"draft_len_schedule": {2: 3, 8: 2}})
     params = [greedy(max_draft_len=most) for most in (1, 2, 3)]
     outputs = llm.generate(prompts[:3], params)
     for output, prompt in zip(outputs, prompts, strict=False):
@@ -328,14 +328,14 @@ def test_drafts_beside_a_schedule(bed, target, prompts) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_the_stop_string_stays_on_request(bed, prompts, no_overlap) -> None:
+def test_the_stop_string_stays_on_request(harness, prompts, no_overlap) -> None:
     """In the full text and in the stream alike; without it the text ends before."""
-    dice, tokenizer = random.Random(4), Pieces()
-    llm = bed.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    rng, tokenizer = random.Random(4), Pieces()
+    llm = harness.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
     free = [output.text for output in llm.generate(prompts, greedy())]
     stops = []
     for text in free:
-        start = dice.randrange(len(text) - 4)
+        start = rng.randrange(len(text) - 4)
         stops.append(text[start : start + 3])
     params = [greedy(stop=(s,), include_stop_str_in_output=i != 2) for i, s in enumerate(stops)]
     requests = llm.make_requests(prompts, params)
@@ -354,9 +354,9 @@ def test_the_stop_string_stays_on_request(bed, prompts, no_overlap) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
-def test_without_a_limit_a_text_fills_max_seq_len(bed, target, prompts, name: str) -> None:
+def test_without_a_limit_a_text_fills_max_seq_len(harness, target, prompts, name: str) -> None:
     """It ends there by its length, and is that of a limit beyond what fits."""
-    llm = bed.llm(max_seq_len=64)
+    llm = harness.llm(max_seq_len=64)
     params = SamplingParams(**{name: None}, ignore_eos=True)
     most = SamplingParams(max_new_tokens=10**9, ignore_eos=True)
     for output, prompt in zip(llm.generate(prompts[:2], [params, most]), prompts, strict=False):
@@ -374,54 +374,57 @@ def sampled(llm: LLM, prompt: list[int], **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), -7])
-def test_a_seed_below_0_counts_modulo_two_to_64(bed, prompts, seed: int) -> None:
+def test_a_seed_below_0_counts_modulo_two_to_64(harness, prompts, seed: int) -> None:
     assert seed_words(seed, 3) == seed_words(seed % 2**64, 3)
-    assert sampled(bed.llm(), prompts[3], seed=seed) == sampled(
-        bed.llm(), prompts[3], seed=seed % 2**64
+    assert sampled(harness.llm(), prompts[3], seed=seed) == sampled(
+        harness.llm(), prompts[3], seed=seed % 2**64
     )
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("engine_seed", [0, 1, 2**64 - 1])
-def test_the_engines_seed(bed, prompts, engine_seed: int, vanilla: bool) -> None:
+def test_the_engines_seed(harness, prompts, engine_seed: int, vanilla: bool) -> None:
     """It gives requests without one theirs, by their number; others keep their own."""
     low, high = (word % 2**32 for word in seed_words(None, 1, engine_seed=engine_seed))
-    llm = bed.llm(mtp={"seed": engine_seed}, vanilla=vanilla)
+    llm = harness.llm(mtp={"seed": engine_seed}, vanilla=vanilla)
     first = sampled(llm, prompts[3])
-    assert sampled(llm, prompts[3]) == sampled(bed.llm(), prompts[3], seed=low | high << 32)
-    other = bed.llm(mtp={"seed": 5}, vanilla=vanilla)
+    assert sampled(llm, prompts[3]) == sampled(harness.llm(), prompts[3], seed=low | high << 32)
+    other = harness.llm(mtp={"seed": 5}, vanilla=vanilla)
     assert sampled(other, prompts[3]) != first
     assert sampled(other, prompts[3], seed=9) == sampled(llm, prompts[3], seed=9)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 0.5, "x"])
-def test_engine_seeds_that_cannot_be(bed, seed: Any) -> None:
+def test_engine_seeds_that_cannot_be(harness, seed: Any) -> None:
     with pytest.raises(ConfigError, match=r"speculative_config\.mtp\.seed"):
-        bed.llm(mtp={"seed": seed})
+        harness.llm(mtp={"seed": seed})
 
 
 # --- log-probabilities ---
 
 
 @pytest.mark.parametrize(("mode", "other"), [("raw", "processed"), ("processed", "raw")])
-def test_a_request_may_name_the_mode_of_its_log_probabilities(bed, prompts, mode, other) -> None:
-    llm = bed.llm(mtp={"logprobs_mode": mode})
-    asked = {"temperature": 0.5, "seed": 3, "logprobs": 0}
+def test_a_request_may_name_the_mode_of_its_log_probabilities(
+    harness, prompts, mode, other
+) -> None:
+    llm = harness.llm(mtp={"logprobs_mode": mode})
+    requested = {"temperature": 0.5, "seed": 3, "logprobs": 0}
     named, unnamed = (
-        llm.generate(prompts[:1], greedy(**asked, logprobs_mode=name))[0] for name in (mode, None)
+        llm.generate(prompts[:1], greedy(**requested, logprobs_mode=name))[0]
+        for name in (mode, None)
     )
     assert named.logprobs == unnamed.logprobs
     with pytest.raises(RequestError, match=f"_mode={other!r} is not enabled; set .*: {other}"):
-        llm.generate(prompts[:1], greedy(**asked, logprobs_mode=other))
+        llm.generate(prompts[:1], greedy(**requested, logprobs_mode=other))
     assert_drained(llm)
 
 
 # --- one of several ---
 
 
-def test_one_refused_request_leaves_the_others_alone(bed, target, prompts) -> None:
+def test_one_refused_request_leaves_the_others_alone(harness, target, prompts) -> None:
     """Where requests come one by one, its call fails and nothing else."""
-    llm = bed.llm()
+    llm = harness.llm()
 
     async def ask(place: int) -> list[int]:
         wrong = {"n": 2, "stop_token_ids": [VOCAB]} if place == 1 else {}

@@ -32,9 +32,11 @@ def plain(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def file(bed, tmp_path: Path) -> str:
+def file(harness, tmp_path: Path) -> str:
     path = tmp_path / "some.yaml"
-    path.write_text(f"model: {bed.path}\nmax_seq_len: 32\nkv_cache_config: {{max_tokens: 256}}\n")
+    path.write_text(
+        f"model: {harness.path}\nmax_seq_len: 32\nkv_cache_config: {{max_tokens: 256}}\n"
+    )
     return str(path)
 
 
@@ -45,8 +47,8 @@ def draft_len(config: LLMConfig) -> int | None:
 
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_checkpoint_drafts_by_itself(bed, target, capsys, kind, by_name) -> None:
-    path = kind(bed.path)
+def test_a_checkpoint_drafts_by_itself(harness, target, capsys, kind, by_name) -> None:
+    path = kind(harness.path)
     llm = LLM(model=path, **SMALL) if by_name else LLM(path, **SMALL)
     with llm:
         assert draft_len(llm.config) == 3
@@ -60,12 +62,14 @@ def test_a_checkpoint_drafts_by_itself(bed, target, capsys, kind, by_name) -> No
 
 
 @pytest.mark.parametrize("given", [DRAFTING, MTPDecodingConfig.model_validate(DRAFTING)])
-def test_a_speculative_config_beside_a_checkpoint(bed, capsys, given) -> None:
-    with LLM(model=bed.path, speculative_config=given, **SMALL) as llm:
+def test_a_speculative_config_beside_a_checkpoint(harness, capsys, given) -> None:
+    with LLM(model=harness.path, speculative_config=given, **SMALL) as llm:
         assert llm.config.speculative_config == MTPDecodingConfig.model_validate(DRAFTING)
-    with LLM(bed.path, model=bed.model, speculative_config=None, device=bed.host["device"]) as llm:
+    with LLM(
+        harness.path, model=harness.model, speculative_config=None, device=harness.host["device"]
+    ) as llm:
         assert llm.config.speculative_config is None
-        assert llm.model is bed.model
+        assert llm.model is harness.model
     assert capsys.readouterr() == ("", "")
 
 
@@ -78,11 +82,11 @@ def test_a_checkpoint_without_mtp_layers(plain, capsys) -> None:
     )
 
 
-def test_progress_is_told_what_was_chosen(bed, capsys) -> None:
-    told: list[str] = []
-    LLM(bed.path, model=bed.model, on_progress=told.append, **SMALL).shutdown()
-    assert told[0] == CHOSEN
-    assert told[-1] == "ready"
+def test_progress_is_told_what_was_chosen(harness, capsys) -> None:
+    lines: list[str] = []
+    LLM(harness.path, model=harness.model, on_progress=lines.append, **SMALL).shutdown()
+    assert lines[0] == CHOSEN
+    assert lines[-1] == "ready"
     assert capsys.readouterr().err == ""
 
 
@@ -97,11 +101,11 @@ def test_progress_is_told_what_was_chosen(bed, capsys) -> None:
     ],
 )
 def test_how_many_drafts(tmp_path, layers, options, expected) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     path = tmp_path / "some"
     write_random_checkpoint(path, "glm4_moe", num_mtp_layers=layers, seed=1)
-    assert draft_len(config_of_checkpoint(str(path), options, told.append)) == expected
-    (line,) = told
+    assert draft_len(config_of_checkpoint(str(path), options, lines.append)) == expected
+    (line,) = lines
     if expected is None:
         assert line == (
             "speculative_config: none given, max_num_tokens 199 has no room for drafts of 100 "
@@ -112,21 +116,26 @@ def test_how_many_drafts(tmp_path, layers, options, expected) -> None:
         assert f"max_draft_len {expected} (eagle)" in line
 
 
-def test_the_other_forms_say_themselves_whether_to_draft(bed, file, capsys) -> None:
-    for config in (file, Path(file), {"model": bed.path, **SMALL}, LLMConfig(model=bed.path)):
-        with LLM(config, model=bed.model) as llm:
+def test_the_other_forms_say_themselves_whether_to_draft(harness, file, capsys) -> None:
+    for config in (
+        file,
+        Path(file),
+        {"model": harness.path, **SMALL},
+        LLMConfig(model=harness.path),
+    ):
+        with LLM(config, model=harness.model) as llm:
             assert llm.config.speculative_config is None
     assert capsys.readouterr().err == ""
 
 
-def test_another_checkpoint_in_a_configs_place(bed, file) -> None:
+def test_another_checkpoint_in_a_configs_place(harness, file) -> None:
     mapping = {"model": "elsewhere", **SMALL}
     for config in (file, mapping, LLMConfig.model_validate(mapping)):
-        with LLM(config, model=bed.path) as llm:
-            assert llm.config.model == bed.path
+        with LLM(config, model=harness.path) as llm:
+            assert llm.config.model == harness.path
     del mapping["model"]
-    with LLM(mapping, model=bed.path) as llm:
-        assert llm.config.model == bed.path
+    with LLM(mapping, model=harness.path) as llm:
+        assert llm.config.model == harness.path
 
 
 class Letters:
@@ -141,18 +150,18 @@ class Letters:
         return "x" * len(token_ids)
 
 
-def test_a_tokenizer_by_its_folder(bed, monkeypatch, tmp_path: Path) -> None:
-    asked: list[Path] = []
+def test_a_tokenizer_by_its_folder(harness, monkeypatch, tmp_path: Path) -> None:
+    requested: list[Path] = []
     monkeypatch.setattr(
         "mtp_plugin.executor.requested_config.read_tokenizer_of",
-        lambda path: asked.append(path) or Letters(),
+        lambda path: requested.append(path) or Letters(),
     )
     (tmp_path / "tokenizer.json").write_text("{}")
     for folder in (str(tmp_path), tmp_path):
-        with LLM(bed.path, model=bed.model, tokenizer=folder, **SMALL) as llm:
+        with LLM(harness.path, model=harness.model, tokenizer=folder, **SMALL) as llm:
             (output,) = llm.generate("a text", SHORT)
         assert (output.prompt_token_ids, output.text) == ([7, 8], "xxxxxx")
-    assert asked == [tmp_path] * 2
+    assert requested == [tmp_path] * 2
 
 
 class GoneTerminal(io.StringIO):
@@ -162,10 +171,10 @@ class GoneTerminal(io.StringIO):
 
 @pytest.mark.parametrize("stream", [None, GoneTerminal()], ids=["none", "gone"])
 def test_the_default_is_told_to_nobody_where_there_is_no_terminal(
-    bed, monkeypatch, stream: Any
+    harness, monkeypatch, stream: Any
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    with LLM(bed.path, model=bed.model, **SMALL) as llm:
+    with LLM(harness.path, model=harness.model, **SMALL) as llm:
         assert llm.pieces.plan.max_draft_len > 0
 
 
@@ -174,9 +183,9 @@ def test_the_default_is_told_to_nobody_where_there_is_no_terminal(
     ["", "no/where", "nul\0", "x" * 5000, "org/name"],
     ids=["nothing", "no-folder", "nul", "long", "name-of-a-hub"],
 )
-def test_a_folder_without_a_tokenizer(bed, given: str) -> None:
+def test_a_folder_without_a_tokenizer(harness, given: str) -> None:
     with pytest.raises(ConfigError) as error:
-        LLM(bed.path, model=bed.model, tokenizer=given, **SMALL)
+        LLM(harness.path, model=harness.model, tokenizer=given, **SMALL)
     expected = "tokenizer: expected a folder with tokenizer.json, got "
     assert str(error.value) == expected + format_value(given)
     assert len(str(error.value)) < 300
@@ -188,12 +197,12 @@ def test_a_folder_without_a_tokenizer(bed, given: str) -> None:
     ids=["a-list", "code-of-its-own"],
 )
 def test_a_tokenizer_whose_files_are_wrong(
-    bed, tmp_path: Path, settings: str, message: str
+    harness, tmp_path: Path, settings: str, message: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(CheckpointError) as error:
-        LLM(bed.path, model=bed.model, tokenizer=tmp_path, **SMALL)
+        LLM(harness.path, model=harness.model, tokenizer=tmp_path, **SMALL)
     assert message in str(error.value)
 
 
@@ -319,11 +328,11 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), WRONG.values(), ids=WRONG)
-def test_calls_that_cannot_be(bed, file, arguments, options, message) -> None:
+def test_calls_that_cannot_be(harness, file, arguments, options, message) -> None:
     def filled(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        return value.replace("BED", bed.path).replace("FILE", file)
+        return value.replace("BED", harness.path).replace("FILE", file)
 
     options = {name: filled(value) for name, value in options.items()}
     with pytest.raises(ConfigError) as caught:
@@ -341,9 +350,9 @@ def test_section_of_a_derived_class_stays() -> None:
     assert speculative.extra == 3
 
 
-def test_a_loaded_model_alone(bed) -> None:
+def test_a_loaded_model_alone(harness) -> None:
     with pytest.raises(ConfigError, match="in addition to the loaded model"):
-        LLM(model=bed.model)
+        LLM(model=harness.model)
 
 
 def test_a_folder_without_a_checkpoint(tmp_path) -> None:

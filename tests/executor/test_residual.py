@@ -19,14 +19,14 @@ ALL = {"verification": ["coupled", "rejection", "block"]}
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_more_drafts_stand_than_coupled_ones_do(bed, prompts, vanilla):
+def test_more_drafts_stand_than_coupled_ones_do(harness, prompts, vanilla):
     """And the same schedule gives the same text again."""
     params = [params_of(place, max_new_tokens=60) for place in range(len(prompts))]
     lengths = {}
     for mode in ("coupled", *MODES):
         texts = []
         for _ in range(2):
-            llm = bed.llm(vanilla=vanilla, mtp={"verification": mode})
+            llm = harness.llm(vanilla=vanilla, mtp={"verification": mode})
             texts.append(generate(llm, prompts, params))
         assert texts[0] == texts[1], mode
         assert all(len(text) == 60 for text in texts[0])
@@ -37,9 +37,9 @@ def test_more_drafts_stand_than_coupled_ones_do(bed, prompts, vanilla):
 
 
 @torch.inference_mode()
-def shares_of_texts(target, prompt: list[int], asked: SamplingParams, length: int) -> dict:
+def shares_of_texts(target, prompt: list[int], requested: SamplingParams, length: int) -> dict:
     """How likely every text of so many tokens is, by the target alone."""
-    rule, shares = SamplingRule(asked, prompt), {(): 1.0}
+    rule, shares = SamplingRule(requested, prompt), {(): 1.0}
     for _ in range(length):
         longer = {}
         for text, share in shares.items():
@@ -52,14 +52,14 @@ def shares_of_texts(target, prompt: list[int], asked: SamplingParams, length: in
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_are_as_frequent_as_the_target_says_r28(bed, target, mode):
+def test_texts_are_as_frequent_as_the_target_says_r28(harness, target, mode):
     """The first three tokens together, of as many seeds; drafts make the second and the third."""
     prompt, number = [5, 9], 2000
     params = [
         SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=0.2, top_k=5, seed=seed)
         for seed in range(number)
     ]
-    llm = bed.llm(
+    llm = harness.llm(
         k=2,
         mtp={"verification": mode},
         max_batch_size=128,
@@ -76,9 +76,11 @@ def test_texts_are_as_frequent_as_the_target_says_r28(bed, target, mode):
 
 @pytest.mark.parametrize("no_overlap", [False, True])
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_who_asks_for_nothing_keeps_the_text_beside_them(bed, target, prompts, vanilla, no_overlap):
+def test_who_asks_for_nothing_keeps_the_text_beside_them(
+    harness, target, prompts, vanilla, no_overlap
+):
     """Coupled requests, with drafts of either kind, and greedy ones."""
-    asked = [
+    requested = [
         {"verification": "rejection"},
         {},
         {"verification": "block"},
@@ -87,11 +89,11 @@ def test_who_asks_for_nothing_keeps_the_text_beside_them(bed, target, prompts, v
         {"verification": "coupled", "draft_sampling": "coupled"},
         {"verification": "block", "draft_sampling": "plain"},
     ]
-    params = [params_of(place, **more) for place, more in enumerate(asked)]
+    params = [params_of(place, **more) for place, more in enumerate(requested)]
     params.append(SamplingParams(max_new_tokens=20, ignore_eos=True, verification="block"))
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, mtp=ALL)
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, mtp=ALL)
     mixed = generate(llm, prompts, params)
-    alone = generate(bed.llm(k=0), prompts, [params_of(place) for place in range(len(prompts))])
+    alone = generate(harness.llm(k=0), prompts, [params_of(place) for place in range(len(prompts))])
     for place in (1, 3, 5):
         assert mixed[place] == alone[place]
     assert mixed[7] == target.greedy(prompts[7], 20)
@@ -99,9 +101,9 @@ def test_who_asks_for_nothing_keeps_the_text_beside_them(bed, target, prompts, v
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_chunks_preemption_and_cut_vocabularies(bed, prompts, mode):
+def test_chunks_preemption_and_cut_vocabularies(harness, prompts, mode):
     params = [params_of(place) for place in range(len(prompts))]
-    llm = bed.llm(
+    llm = harness.llm(
         mtp={"verification": mode, "draft_vocab": 100},
         max_num_tokens=36,
         kv_cache_config={"max_tokens": 96},
@@ -115,14 +117,14 @@ def test_chunks_preemption_and_cut_vocabularies(bed, prompts, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_logits_are_edited_to_holds(bed, prompts, mode):
+def test_what_logits_are_edited_to_holds(harness, prompts, mode):
     params = [
         params_of(0, allowed_token_ids=list(range(0, VOCAB, 2))),
         params_of(1, bad_token_ids=[3, 5, 9], frequency_penalty=0.5),
         params_of(2, logit_bias={7: 100.0}),
         params_of(3, min_tokens=15, stop_token_ids=list(range(0, 120, 4)), ignore_eos=False),
     ]
-    texts = generate(bed.llm(mtp={"verification": mode}), prompts[:4], params)
+    texts = generate(harness.llm(mtp={"verification": mode}), prompts[:4], params)
     assert not any(token % 2 for token in texts[0])
     assert not {3, 5, 9} & set(texts[1])
     assert set(texts[2]) == {7}
@@ -130,7 +132,7 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
 
 
 @pytest.mark.parametrize(
-    ("mtp", "asked", "message"),
+    ("mtp", "requested", "message"),
     [
         (
             {},
@@ -156,22 +158,22 @@ def test_what_logits_are_edited_to_holds(bed, prompts, mode):
         ),
     ],
 )
-def test_what_the_config_does_not_list_is_refused(bed, mtp, asked, message):
-    llm = bed.llm(mtp=mtp)
-    greedy = SamplingParams(max_new_tokens=3, **asked)
-    for number, params in enumerate((params_of(1, **asked), greedy)):
+def test_what_the_config_does_not_list_is_refused(harness, mtp, requested, message):
+    llm = harness.llm(mtp=mtp)
+    greedy = SamplingParams(max_new_tokens=3, **requested)
+    for number, params in enumerate((params_of(1, **requested), greedy)):
         with pytest.raises(RequestError, match=f"request {number}: not supported: .*{message}"):
             llm.generate([[1, 2]], params)
     assert_drained(llm)
 
 
-def test_a_greedy_request_may_name_what_the_config_lists(bed):
+def test_a_greedy_request_may_name_what_the_config_lists(harness):
     """And gets the target's own choices by any of it, in steps that change no logits."""
-    llm = bed.llm(mtp=ALL)
+    llm = harness.llm(mtp=ALL)
     prompts = [[1, 2]] * 4
     named = [{}, {"verification": "coupled"}, {"verification": "block"}]
     named.append({"verification": "rejection", "draft_sampling": "greedy"})
-    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, **asked) for asked in named]
+    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, **requested) for requested in named]
     requests = llm.make_requests(prompts, params)
     assert not any(request.sampling_kind for request in requests)
     texts = [output.token_ids for output in llm.generate(prompts, params)]
@@ -179,19 +181,19 @@ def test_a_greedy_request_may_name_what_the_config_lists(bed):
     assert_drained(llm)
 
 
-def test_without_speculation_nothing_is_judged(bed):
+def test_without_speculation_nothing_is_judged(harness):
     with pytest.raises(
         RequestError, match=r"verification='rejection' is not enabled; .* \(enabled: coupled\)"
     ):
-        bed.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
+        harness.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
 
 
-def test_memory_of_what_drafts_are_drawn_from(bed):
-    for mtp, told in ((ALL, True), ({}, False), ({**ALL, "draft_sampling": "greedy"}, False)):
-        pieces = bed.llm(mtp=mtp, k=2).pieces
+def test_memory_of_what_drafts_are_drawn_from(harness):
+    for mtp, reported in ((ALL, True), ({}, False), ({**ALL, "draft_sampling": "greedy"}, False)):
+        pieces = harness.llm(mtp=mtp, k=2).pieces
         pool = pieces.manager.draft_probs
-        assert ("draft probabilities 0." in pieces.memory_report()) == told
-        assert (pool is not None) == told
+        assert ("draft probabilities 0." in pieces.memory_report()) == reported
+        assert (pool is not None) == reported
         if pool is not None:
             assert pool.shape == (pieces.manager.num_rows, 2, VOCAB)
             assert pool.dtype == torch.float32

@@ -16,12 +16,12 @@ NUM_TOKENS = 12
 TABLE = list(itertools.product((None, 0, 1e-3, 0.7, 1.0), (None, 0, 1, 50), (None, 1.0, 0.9)))
 
 
-def expected(bed, prompt, params, number=0):
-    return decode(bed.oracle_model.target, prompt, params, number=number).token_ids
+def expected(harness, prompt, params, number=0):
+    return decode(harness.oracle_model.target, prompt, params, number=number).token_ids
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_r27_every_cell_of_the_table_beside_the_others(bed, prompts, overlap):
+def test_r27_every_cell_of_the_table_beside_the_others(harness, prompts, overlap):
     """An unset temperature is none of greedy's beside a cut; greedy rows are left alone."""
     params = [
         SamplingParams(
@@ -34,43 +34,45 @@ def test_r27_every_cell_of_the_table_beside_the_others(bed, prompts, overlap):
         )
         for number, (temperature, top_k, top_p) in enumerate(TABLE)
     ]
-    asked = [prompts[number % len(prompts)] for number in range(len(params))]
-    llm = bed.llm(disable_overlap_scheduler=not overlap)
-    outputs = llm.generate(asked, params)
+    requested = [prompts[number % len(prompts)] for number in range(len(params))]
+    llm = harness.llm(disable_overlap_scheduler=not overlap)
+    outputs = llm.generate(requested, params)
     assert_drained(llm)
-    for prompt, one, output in zip(asked, params, outputs, strict=True):
-        assert output.token_ids == expected(bed, prompt, one), one
-    drawn = {one.is_greedy for one in params}
-    assert drawn == {True, False}
+    for prompt, one, output in zip(requested, params, outputs, strict=True):
+        assert output.token_ids == expected(harness, prompt, one), one
+    sampled = {one.is_greedy for one in params}
+    assert sampled == {True, False}
 
 
-def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(bed, prompts):
+def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(harness, prompts):
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=11)
     others = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.7)
-    llm = bed.llm()
+    llm = harness.llm()
     (alone,) = llm.generate([prompts[3]], params)
     batch = [prompts[3], *prompts[:7]]
     beside = llm.generate(batch, [params, *[others] * 7])
     for _ in range(3):
         llm.generate(prompts, others)
     (aged,) = llm.generate([prompts[3]], params)
-    (fresh,) = bed.llm(k=1).generate([prompts[3]], params)
-    told = expected(bed, prompts[3], params)
-    assert [alone.token_ids, beside[0].token_ids, aged.token_ids, fresh.token_ids] == [told] * 4
+    (fresh,) = harness.llm(k=1).generate([prompts[3]], params)
+    reference = expected(harness, prompts[3], params)
+    assert [alone.token_ids, beside[0].token_ids, aged.token_ids, fresh.token_ids] == [
+        reference
+    ] * 4
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 @pytest.mark.parametrize("checkpoint", ["looping", "echo"])
 def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
-    beds, host, checkpoint, vanilla
+    harnesses, host, checkpoint, vanilla
 ):
     """A run that repeats what it drafted, as the echo's do: the penalty must see it. Of the looping
     model all drafts stand."""
-    bed, dice = beds(checkpoint, host), random.Random(30)
+    harness, rng = harnesses(checkpoint, host), random.Random(30)
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
-    prompts += [[dice.randrange(VOCAB) for _ in range(3)] for _ in range(21)]
+    prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(21)]
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.2)
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=True)
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=True)
     requests = llm.make_requests(prompts, [params] * len(prompts))
     for request in requests:
         llm.executor.enqueue(request)
@@ -86,6 +88,6 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
             assert torch.equal(counts, held)
     assert_drained(llm)
     for prompt, request in zip(prompts, requests, strict=True):
-        assert request.output_token_ids == expected(bed, prompt, params)
+        assert request.output_token_ids == expected(harness, prompt, params)
     rate = llm.executor.acceptance.acceptance_rate
     assert rate == 1 if checkpoint == "looping" else 0 < rate < 1

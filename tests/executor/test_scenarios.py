@@ -50,9 +50,9 @@ def record(llm, look) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("what", ["worker", "sampler"])
-def test_step_without_tokens_ends_its_requests(bed, prompts, no_overlap, what):
+def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, what):
     """Whichever component of a plugin returns nothing, generate() does not loop forever."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     if what == "worker":
 
         class SilentWorker(RecordingWorker):
@@ -75,13 +75,13 @@ def test_step_without_tokens_ends_its_requests(bed, prompts, no_overlap, what):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, no_overlap):
+def test_r02_acceptance_does_not_depend_on_the_batch(harness, prompts, vanilla, no_overlap):
     """R02: mixed lengths together or one by one: every step accepts the same drafts."""
     alone = []
     for prompt in prompts:
-        llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
         alone.append(llm.generate([prompt], greedy(max_new_tokens=32))[0])
-    together = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap).generate(
+    together = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap).generate(
         prompts, greedy(max_new_tokens=32)
     )
     for one, other in zip(alone, together, strict=True):
@@ -91,16 +91,16 @@ def test_r02_acceptance_does_not_depend_on_the_batch(bed, prompts, vanilla, no_o
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r02_sixty_four_requests_accept_as_each_does_alone(bed, vanilla):
+def test_r02_sixty_four_requests_accept_as_each_does_alone(harness, vanilla):
     """R02: at a batch of 64 as at one of 1, where there are graphs in theirs."""
-    dice = random.Random(2)
-    prompts = [[dice.randrange(VOCAB) for _ in range(1 + dice.randrange(30))] for _ in range(64)]
+    rng = random.Random(2)
+    prompts = [[rng.randrange(VOCAB) for _ in range(1 + rng.randrange(30))] for _ in range(64)]
     outputs = {}
     for batch in (1, 64):
         options = {"max_batch_size": batch, "kv_cache_config": {"max_tokens": 64 * batch}}
-        if "cuda_graph_config" in bed.host:
+        if "cuda_graph_config" in harness.host:
             options["cuda_graph_config"] = {"batch_sizes": [batch], "enable_padding": True}
-        llm = bed.llm(vanilla=vanilla, **options)
+        llm = harness.llm(vanilla=vanilla, **options)
         params = greedy(max_new_tokens=24)
         groups = [prompts[i : i + batch] for i in range(0, 64, batch)]
         outputs[batch] = [output for group in groups for output in llm.generate(group, params)]
@@ -113,10 +113,10 @@ def test_r02_sixty_four_requests_accept_as_each_does_alone(bed, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, no_overlap):
+def test_r06_padding_rows_never_reach_requests(harness, target, prompts, vanilla, no_overlap):
     """R06: five live rows padded to eight: five updates, counters equal emitted tokens."""
-    pads_batches(bed)
-    llm = bed.llm(
+    pads_batches(harness)
+    llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
         cuda_graph_config={"batch_sizes": [1, 2, 4, 8], "enable_padding": True},
@@ -137,9 +137,9 @@ def test_r06_padding_rows_never_reach_requests(bed, target, prompts, vanilla, no
     assert_drained(llm)
 
 
-def test_r07_any_order_of_rows_gives_the_same_tokens(bed, target, prompts):
+def test_r07_any_order_of_rows_gives_the_same_tokens(harness, target, prompts):
     """R07: under overlap predecessors are found by slot, whatever the order of the batch."""
-    llm = bed.llm()
+    llm = harness.llm()
     schedule = llm.executor.scheduler.schedule
 
     def reversed_rows(in_flight):
@@ -152,9 +152,9 @@ def test_r07_any_order_of_rows_gives_the_same_tokens(bed, target, prompts):
     assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
 
 
-def test_r08_slots_and_blocks_survive_churn(bed, target, prompts):
+def test_r08_slots_and_blocks_survive_churn(harness, target, prompts):
     """R08: many short requests with aborts; nothing leaks, double free changes nothing."""
-    llm = bed.llm(k=1, max_batch_size=4)
+    llm = harness.llm(k=1, max_batch_size=4)
     for round_ in range(40):
         stream = llm.stream([p[:3] for p in prompts], greedy(max_new_tokens=3))
         for steps, _ in enumerate(stream):
@@ -165,10 +165,10 @@ def test_r08_slots_and_blocks_survive_churn(bed, target, prompts):
     assert llm.generate([prompts[3]], greedy())[0].token_ids == target.greedy(prompts[3], 16)
 
 
-def test_r10_parked_slots_stay_as_they_are(bed, prompts):
+def test_r10_parked_slots_stay_as_they_are(harness, prompts):
     """R10: padding rows write to the sentinel slot, never to a request outside the batch."""
-    pads_batches(bed)
-    llm = bed.llm(
+    pads_batches(harness)
+    llm = harness.llm(
         vanilla=True,
         max_batch_size=4,
         disable_overlap_scheduler=True,
@@ -202,9 +202,9 @@ def test_r10_parked_slots_stay_as_they_are(bed, prompts):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r12_late_results_of_a_preempted_request_are_dropped(bed, target, prompts, vanilla):
+def test_r12_late_results_of_a_preempted_request_are_dropped(harness, target, prompts, vanilla):
     """R12: preempted with a step in flight, admitted again: as if never preempted."""
-    llm = bed.llm(vanilla=vanilla)
+    llm = harness.llm(vanilla=vanilla)
     requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
     for request in requests:
         llm.executor.enqueue(request)
@@ -233,9 +233,9 @@ def test_r12_late_results_of_a_preempted_request_are_dropped(bed, target, prompt
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r13_a_skipped_request_goes_on_with_fresh_inputs(bed, target, prompts, vanilla):
+def test_r13_a_skipped_request_goes_on_with_fresh_inputs(harness, target, prompts, vanilla):
     """R13: left out of some steps under overlap; no placeholder reaches the model."""
-    llm = bed.llm(vanilla=vanilla)
+    llm = harness.llm(vanilla=vanilla)
     scheduler = llm.executor.scheduler
     schedule = scheduler.schedule
     count = 0
@@ -258,9 +258,9 @@ def test_r13_a_skipped_request_goes_on_with_fresh_inputs(bed, target, prompts, v
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_r14_cancel_between_launch_and_result(bed, target, prompts, no_overlap, after):
+def test_r14_cancel_between_launch_and_result(harness, target, prompts, no_overlap, after):
     """R14: a clean end, everything freed, no token after the cancel, others undisturbed."""
-    llm = bed.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
     for request in requests:
         llm.executor.enqueue(request)
@@ -282,10 +282,10 @@ def test_r14_cancel_between_launch_and_result(bed, target, prompts, no_overlap, 
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r16_the_token_budget_is_never_exceeded(bed, target, prompts, vanilla):
+def test_r16_the_token_budget_is_never_exceeded(harness, target, prompts, vanilla):
     """R16: chunked prefill near max_num_tokens; generations count K+1 rows, chunks their
     history."""
-    llm = bed.llm(vanilla=vanilla, max_num_tokens=32, max_batch_size=8)
+    llm = harness.llm(vanilla=vanilla, max_num_tokens=32, max_batch_size=8)
     totals = []
     k = 3
 
@@ -302,13 +302,13 @@ def test_r16_the_token_budget_is_never_exceeded(bed, target, prompts, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r21_block_boundaries(bed, target, vanilla):
+def test_r21_block_boundaries(harness, target, vanilla):
     """R21: prompt lengths around a block's end: every offset gives the same text."""
-    dice = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, VOCAB, (n,), generator=dice).tolist() for n in range(12, 21)]
+    rng = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in range(12, 21)]
     want = [target.greedy(p, 16) for p in prompts]
     for block in (1, 4, 16):
-        llm = bed.llm(
+        llm = harness.llm(
             vanilla=vanilla, kv_cache_config={"tokens_per_block": block, "max_tokens": 1024}
         )
         outputs = llm.generate(prompts, greedy())
@@ -317,9 +317,9 @@ def test_r21_block_boundaries(bed, target, vanilla):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r22_one_new_token(bed, target, prompts, no_overlap, vanilla):
+def test_r22_one_new_token(harness, target, prompts, no_overlap, vanilla):
     """R22: max_new_tokens = 1 emits exactly one token, once."""
-    llm = bed.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     events = [e for step in llm.stream(prompts, greedy(max_new_tokens=1)) for e in step]
     assert len(events) == len(prompts)
     for event in events:
@@ -331,12 +331,12 @@ def test_r22_one_new_token(bed, target, prompts, no_overlap, vanilla):
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize(("k", "is_eos"), [(3, False), (5, True)], ids=["stop-id", "eos"])
 def test_r23_end_token_inside_an_accepted_run(
-    bed, target, prompts, monkeypatch, no_overlap, k, is_eos
+    harness, target, prompts, monkeypatch, no_overlap, k, is_eos
 ):
     """R23: nothing behind an end token is emitted or counted."""
     prompt = prompts[4]
     truth = target.greedy(prompt, 24 + k)
-    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: k)
     # all drafts are right: runs of K+1 tokens; a token new to the text ends the third of its run
     position = next(i for i in range(3, 20) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
@@ -358,18 +358,18 @@ def test_r23_end_token_inside_an_accepted_run(
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r23_penalties_count_nothing_behind_an_end(bed, prompts, no_overlap):
+def test_r23_penalties_count_nothing_behind_an_end(harness, prompts, no_overlap):
     """R23: nor does who gets its row next. All drafts are right; the end is inside a run."""
-    model, k, length = bed.oracle_model.target, 3, 20
-    asked = {"frequency_penalty": 0.9, "repetition_penalty": 1.2, "max_new_tokens": length}
-    free = greedy(**asked)
+    model, k, length = harness.oracle_model.target, 3, 20
+    requested = {"frequency_penalty": 0.9, "repetition_penalty": 1.2, "max_new_tokens": length}
+    free = greedy(**requested)
     truths = [decode(model, prompt, free).token_ids for prompt in prompts[:4]]
-    llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap, max_batch_size=1)
+    llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap, max_batch_size=1)
     script(llm, dict(enumerate(map(list.__add__, prompts[:4], truths))), lambda *_: k)
     params, wanted = [], []
     for truth in truths:
         end = next(i for i in range(3, 16) if truth[i] not in truth[:i] and (i - 1) % (k + 1) == 2)
-        params.append(greedy(**asked, stop_token_ids=(truth[end],)))
+        params.append(greedy(**requested, stop_token_ids=(truth[end],)))
         wanted.append(truth[: end + 1])
     outputs = llm.generate(prompts[:4], params)
     assert [output.token_ids for output in outputs] == wanted
@@ -380,27 +380,27 @@ def test_r23_penalties_count_nothing_behind_an_end(bed, prompts, no_overlap):
 @pytest.mark.parametrize("right", [True, False], ids=["all-stand", "none-stands"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize("ends", ["limit", "stop"])
-def test_figures_of_short_answers(bed, target, prompts, right, length, ends):
+def test_figures_of_short_answers(harness, target, prompts, right, length, ends):
     """Drafts behind an end tell nothing, be they good or bad."""
     prompt, k = prompts[4], 3
     truth = target.greedy(prompt, 24)
-    llm = bed.llm(k=k)
+    llm = harness.llm(k=k)
     script(llm, {0: prompt + truth}, lambda *_: k if right else 0)
     stop = {"stop_token_ids": truth[length - 1 : length]}
-    asked = {"max_new_tokens": length} if ends == "limit" else {"max_new_tokens": 24, **stop}
-    output = llm.generate([prompt], greedy(**asked))[0]
+    requested = {"max_new_tokens": length} if ends == "limit" else {"max_new_tokens": 24, **stop}
+    output = llm.generate([prompt], greedy(**requested))[0]
     assert output.token_ids == truth[: len(output.token_ids)]
-    drafted, told = output.acceptance.num_drafted, llm.pieces.alarms.acceptance_length
+    drafted, reported = output.acceptance.num_drafted, llm.pieces.alarms.acceptance_length
     assert output.acceptance.acceptance_rate == (1.0 if right and drafted else 0.0)
     if drafted:
-        assert told >= 2 if right else told == 1
+        assert reported >= 2 if right else reported == 1
     else:
-        assert told == 0.0
+        assert reported == 0.0
     assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
+def test_r24_a_stop_and_a_limit_in_one_run(harness, target, prompts, no_overlap):
     """R24: the earlier one names the finish reason, and on one token the stop does."""
     prompt, k = prompts[4], 5
     truth = target.greedy(prompt, 24)
@@ -413,7 +413,7 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
         (position + 1, position + 1, FinishReason.END_ID),
         (position, position, FinishReason.LENGTH),
     ):
-        llm = bed.llm(k=k, disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
         script(llm, {0: prompt + truth}, lambda *_: k)
         output = llm.generate([prompt], greedy(max_new_tokens=limit, stop_token_ids=stop))[0]
         assert output.token_ids == truth[:count]
@@ -422,20 +422,22 @@ def test_r24_a_stop_and_a_limit_in_one_run(bed, target, prompts, no_overlap):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r25_min_tokens(bed, target, prompts, no_overlap, vanilla):
+def test_r25_min_tokens(harness, target, prompts, no_overlap, vanilla):
     """R25: a stop id is masked at every verified position until min_tokens are out."""
-    dice = random.Random(25)
+    rng = random.Random(25)
     for place in (1, 2, 6, 11):  # of the stop id; drafts are right, so most lie inside a run
         while True:
-            prompt = [dice.randrange(VOCAB) for _ in range(6)]
+            prompt = [rng.randrange(VOCAB) for _ in range(6)]
             free = target.greedy(prompt, 30)
             if free[place] not in free[:place]:
                 break
         ends = {"eos_token_ids": (free[place],)}
         for min_tokens in (0, place, place + 1, place + 4):
-            want = greedy_decode(bed.oracle_model.target, prompt, 20, **ends, min_tokens=min_tokens)
+            want = greedy_decode(
+                harness.oracle_model.target, prompt, 20, **ends, min_tokens=min_tokens
+            )
             assert (len(want) == place + 1) == (min_tokens <= place)
-            llm = bed.llm(k=3, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+            llm = harness.llm(k=3, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
             script(llm, {0: prompt + free}, lambda *_: 3)
             params = greedy(max_new_tokens=20, stop_token_ids=(free[place],), min_tokens=min_tokens)
             outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
@@ -445,7 +447,7 @@ def test_r25_min_tokens(bed, target, prompts, no_overlap, vanilla):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("k", [0, 3])
-def test_stop_strings_wait_for_min_tokens(bed, target, no_overlap, k):
+def test_stop_strings_wait_for_min_tokens(harness, target, no_overlap, k):
     """One that is complete before is text like any other; the next one ends it."""
     prompt, tokenizer = [83, 26, 54, 68], Pieces()
     truth = target.greedy(prompt, 24)
@@ -455,18 +457,18 @@ def test_stop_strings_wait_for_min_tokens(bed, target, no_overlap, k):
     assert early not in text[1:]
     assert text.index(late) == at[6]
     assert late not in text[at[6] + 1 :]
-    llm = bed.llm(k=k, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
-    for min_tokens, told in ((0, 3), (2, 3), (3, 9), (8, 9), (9, 24)):
+    llm = harness.llm(k=k, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    for min_tokens, kept in ((0, 3), (2, 3), (3, 9), (8, 9), (9, 24)):
         params = greedy(max_new_tokens=24, stop=(early, late), min_tokens=min_tokens)
         (output,) = llm.generate([prompt], params)
-        assert output.token_ids == truth[:told]
-        assert output.text == {3: "", 9: text[: at[6]], 24: text}[told]
+        assert output.token_ids == truth[:kept]
+        assert output.text == {3: "", 9: text[: at[6]], 24: text}[kept]
     assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("include", [False, True])
-def test_r26_a_stop_string_over_two_accepted_runs(bed, target, prompts, no_overlap, include):
+def test_r26_a_stop_string_over_two_accepted_runs(harness, target, prompts, no_overlap, include):
     """R26: found by the text, whatever runs its tokens come in; the stream is the full text."""
     prompt, tokenizer = prompts[4], Pieces()
     truth = target.greedy(prompt, 24)
@@ -477,7 +479,7 @@ def test_r26_a_stop_string_over_two_accepted_runs(bed, target, prompts, no_overl
         n for n in (3, 7, 11) if text.index(text[ends[n] : ends[n + 3]]) == ends[n] < ends[n + 2]
     )
     stop = text[ends[first] : ends[first + 3]]
-    llm = bed.llm(k=3, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=3, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: 3)
     params = greedy(max_new_tokens=24, stop=(stop,), include_stop_str_in_output=include)
     (request,) = llm.make_requests([prompt], [params])
@@ -490,9 +492,9 @@ def test_r26_a_stop_string_over_two_accepted_runs(bed, target, prompts, no_overl
     assert_drained(llm)
 
 
-def test_r31_refused_before_the_stream_with_every_reason(bed, target, prompts):
+def test_r31_refused_before_the_stream_with_every_reason(harness, target, prompts):
     """R31: what nobody gives is told at the call, all of it, and nothing was started."""
-    llm = bed.llm()
+    llm = harness.llm()
     params = greedy(
         n=2,
         use_beam_search=True,
@@ -502,7 +504,7 @@ def test_r31_refused_before_the_stream_with_every_reason(bed, target, prompts):
         stop=("x",),
         stop_token_ids=(VOCAB,),
     )
-    told = (
+    message = (
         "not supported: n=2, use_beam_search=True, no_repeat_ngram_size=3, "
         f"logits_processor={[print]!r}, guided_decoding={{'json': {{}}}}, "
         "stop=('x',) (the checkpoint has no tokenizer.json), "
@@ -517,11 +519,11 @@ def test_r31_refused_before_the_stream_with_every_reason(bed, target, prompts):
     for number, call in enumerate(calls):
         with pytest.raises(RequestError) as caught:
             call()
-        assert str(caught.value) == f"request {number}: {told}"
+        assert str(caught.value) == f"request {number}: {message}"
         assert not llm.executor.has_work
     with pytest.raises(RequestError) as caught:
         llm.stream(prompts[:3], [greedy(), params, greedy()])
-    assert str(caught.value) == f"prompt 2 of 3: {told}"
+    assert str(caught.value) == f"prompt 2 of 3: {message}"
     assert llm.executor.num_steps == 0
     assert_drained(llm)
     assert llm.generate([prompts[3]], greedy())[0].token_ids == target.greedy(prompts[3], 16)
@@ -545,7 +547,7 @@ def preempt(llm, request) -> None:
     llm.executor.resources.free_resources(request)
 
 
-def test_r34_the_phase_survives_chunks(bed, prompts):
+def test_r34_the_phase_survives_chunks(harness, prompts):
     """R34: the thinking phase is read from the whole prompt, whatever its chunks."""
     plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
     for prompt, thinks in (
@@ -555,7 +557,9 @@ def test_r34_the_phase_survives_chunks(bed, prompts):
         (plain_tokens, False),
     ):
         for chunk in (4, 100):
-            llm = bed.llm(chunk_policy=lambda _, limit, chunk=chunk: min(limit, chunk), **THINKING)
+            llm = harness.llm(
+                chunk_policy=lambda _, limit, chunk=chunk: min(limit, chunk), **THINKING
+            )
             request = llm.make_request(prompt, greedy(max_new_tokens=8))
             llm.executor.enqueue(request)
             while not request.output_token_ids:
@@ -598,10 +602,10 @@ class SayingWorker(torch.nn.Module):
     [(False, 5, True), (True, 6, False), (True, 9, True), (False, 9, False)],
     ids=["begins", "ends", "thinks-on", "stays-out"],
 )
-def test_r34_the_phase_survives_a_preemption(bed, prompts, began, said, thinks, chunk):
+def test_r34_the_phase_survives_a_preemption(harness, prompts, began, said, thinks, chunk):
     """R34: what was emitted before counts as prompt when a request starts over."""
     plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
-    llm = bed.llm(chunk_policy=lambda _, limit: min(limit, chunk), **THINKING)
+    llm = harness.llm(chunk_policy=lambda _, limit: min(limit, chunk), **THINKING)
     manager = llm.pieces.manager
     worker = SayingWorker(llm.executor.engine.pieces.worker, manager)
     wrap_worker(llm, lambda _: worker)
@@ -631,7 +635,7 @@ def test_r34_the_phase_survives_a_preemption(bed, prompts, began, said, thinks, 
     assert_drained(llm)
 
 
-def test_r34_relaxed_runs_accept_more_and_only_while_thinking(bed, target, prompts):
+def test_r34_relaxed_runs_accept_more_and_only_while_thinking(harness, target, prompts):
     """R34: outside the phase the text is the strict one; inside it more drafts are accepted."""
     options = {
         "use_relaxed_acceptance_for_thinking": True,
@@ -641,33 +645,33 @@ def test_r34_relaxed_runs_accept_more_and_only_while_thinking(bed, target, promp
         "end_thinking_phase_token": 6,
     }
     clean = [[t for t in p if t not in (5, 6)] or [7] for p in prompts]
-    strict = bed.llm()
+    strict = harness.llm()
     strict.generate([[5, *p] for p in clean], greedy(max_new_tokens=40))
-    relaxed = bed.llm(speculative=options)
+    relaxed = harness.llm(speculative=options)
     relaxed.generate([[5, *p] for p in clean], greedy(max_new_tokens=40))
     gain = relaxed.executor.acceptance.acceptance_length
     assert gain > 1.1 * strict.executor.acceptance.acceptance_length
-    closed = bed.llm(speculative=options)
+    closed = harness.llm(speculative=options)
     ended = [[5, 6, *p] for p in clean]
     outputs = closed.generate(ended, greedy())
     for output, prompt in zip(outputs, ended, strict=True):
         want = target.greedy(prompt, 16)
         cut = want.index(5) + 1 if 5 in want else len(want)  # thinking again ends the guarantee
         assert output.token_ids[:cut] == want[:cut]
-    opted_out = bed.llm(speculative=options)
+    opted_out = harness.llm(speculative=options)
     outputs = opted_out.generate([[5, *p] for p in clean], greedy(relaxed_acceptance=False))
     assert [o.token_ids for o in outputs] == [target.greedy([5, *p], 16) for p in clean]
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r41_near_the_context_limit(bed, target, prompts, no_overlap, vanilla):
+def test_r41_near_the_context_limit(harness, target, prompts, no_overlap, vanilla):
     """R41: only the request near max_seq_len shortens its drafts; the others are unaffected."""
     limit, k = 32, 3
     for room in range(1, k + 4):
-        dice = torch.Generator().manual_seed(room)
-        long = torch.randint(0, VOCAB, (limit - room,), generator=dice).tolist()
-        llm = bed.llm(
+        rng = torch.Generator().manual_seed(room)
+        long = torch.randint(0, VOCAB, (limit - room,), generator=rng).tolist()
+        llm = harness.llm(
             k=k,
             vanilla=vanilla,
             disable_overlap_scheduler=no_overlap,
@@ -687,11 +691,11 @@ def test_r41_near_the_context_limit(bed, target, prompts, no_overlap, vanilla):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_r48_counters_equal_emitted_tokens(bed, target, prompts, no_overlap, right):
+def test_r48_counters_equal_emitted_tokens(harness, target, prompts, no_overlap, right):
     """R48: an oracle drafter with a set error rate gives exact figures."""
     prompt = prompts[5]
     truth = target.greedy(prompt, 64)
-    llm = bed.llm(k=3, disable_overlap_scheduler=no_overlap)
+    llm = harness.llm(k=3, disable_overlap_scheduler=no_overlap)
     script(llm, {0: prompt + truth}, lambda *_: right)
     steps = 6
     count = 1 + steps * (right + 1)
@@ -706,11 +710,11 @@ def test_r48_counters_equal_emitted_tokens(bed, target, prompts, no_overlap, rig
     assert llm.executor.acceptance.histogram == stats.histogram
 
 
-def test_an_oracle_drafter_with_an_error_rate_gives_exact_figures(bed, prompts):
+def test_an_oracle_drafter_with_an_error_rate_gives_exact_figures(harness, prompts):
     """Half the steps accept one draft, half all three: the acceptance length is exactly 3."""
     prompt = prompts[5]
-    truth = Oracle(bed.oracle_model, 1, vanilla=False).greedy(prompt, 64)
-    llm = bed.llm(k=3, disable_overlap_scheduler=True)
+    truth = Oracle(harness.oracle_model, 1, vanilla=False).greedy(prompt, 64)
+    llm = harness.llm(k=3, disable_overlap_scheduler=True)
     calls = iter([1, 3] * 20)
     script(llm, {0: prompt + truth}, lambda *_: next(calls))
     output = llm.generate([prompt], greedy(max_new_tokens=1 + 6 * 6))[0]
@@ -718,9 +722,9 @@ def test_an_oracle_drafter_with_an_error_rate_gives_exact_figures(bed, prompts):
     assert output.acceptance.per_position == [1.0, 0.5, 0.5]
 
 
-def test_dead_logits_end_one_request_alone(bed, target, prompts):
+def test_dead_logits_end_one_request_alone(harness, target, prompts):
     """A row without any finite value fails its request; the batch goes on."""
-    llm = bed.llm(disable_overlap_scheduler=True)
+    llm = harness.llm(disable_overlap_scheduler=True)
     steps = 0
 
     def poison(step):

@@ -175,16 +175,16 @@ def test_chunk_policy_is_held_to_what_fits(answer: int, chunks: list[int]) -> No
 
 
 def test_chunk_policy_sees_the_request_and_the_room() -> None:
-    asked = []
+    requested = []
 
     def policy(request: LlmRequest, room: int) -> int:
-        asked.append((request.request_id, room))
+        requested.append((request.request_id, room))
         return 5
 
     of = scheduler(VANILLA, max_num_tokens=20, chunk_policy=policy)
     run(of, make(0, 9), make(1, 3))
     run(of)
-    assert asked == [(0, 20), (1, 15), (0, 20 - 4 - 3)]
+    assert requested == [(0, 20), (1, 15), (0, 20 - 4 - 3)]
 
 
 def test_whole_budget_takes_what_is_left_of_the_prompt() -> None:
@@ -360,7 +360,7 @@ class Host:
 
     scheduler: Scheduler
     overlap: bool
-    dice: random.Random
+    rng: random.Random
     seen: list[int] = field(default_factory=list)
     """Ids in the order of their first chunk."""
     launched: list[tuple[LlmRequest, int, int]] = field(default_factory=list)
@@ -385,7 +385,7 @@ class Host:
 
     def launch(self, request: LlmRequest) -> tuple[LlmRequest, int, int]:
         if request.is_generating:
-            emitted = self.dice.randint(1, self.scheduler.plan.step_rows)
+            emitted = self.rng.randint(1, self.scheduler.plan.step_rows)
         else:
             emitted = int(request.is_last_context_chunk)
         return request, request.py_epoch, emitted
@@ -468,7 +468,7 @@ def test_random_schedules(
     seed: int,
 ) -> None:
     """Budget and blocks hold in every step, everyone ends, in order of arrival they start."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     requests = [make(i, prompt, new) for i, (prompt, new, _, _) in enumerate(wanted)]
     longest = max(-(-request.max_length // block_size) for request in requests)
     blocks = BlockManager(longest + spare_blocks, block_size)
@@ -479,7 +479,7 @@ def test_random_schedules(
         max_num_tokens=batch_size * plan.step_rows + spare_tokens,
         chunk_policy=lambda r, room: min(room, chunks[r.context_current_position % len(chunks)]),
     )
-    host = Host(of, overlap, dice)
+    host = Host(of, overlap, rng)
     arriving = sorted(range(len(wanted)), key=lambda i: (wanted[i][2], i))
     started = list(arriving)
     step = 0
@@ -489,7 +489,7 @@ def test_random_schedules(
         host.step()
         for request, (_, _, arrives, aborts) in zip(requests, wanted, strict=True):
             live = request in of.active or request in of.waiting
-            if aborts and live and step > arrives and dice.random() < 0.2:
+            if aborts and live and step > arrives and rng.random() < 0.2:
                 host.finish(request, FinishReason.CANCELLED)
         step += 1
         assert step < 3000, "somebody starves"

@@ -23,11 +23,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_page_is_of_executors(bed, name: str) -> None:
-    with bed.llm(**CONFIGS[name]) as llm:
+def test_the_page_is_of_executors(harness, name: str) -> None:
+    with harness.llm(**CONFIGS[name]) as llm:
         given = llm.pieces.served_options & set(OPTIONS)
-    told = served()[name] & set(OPTIONS)
-    assert given | {"thinking_token_budget"} == told
+    listed = served()[name] & set(OPTIONS)
+    assert given | {"thinking_token_budget"} == listed
     # where the end of thinking is known
     assert ("thinking_token_budget" in given) == (name == RELAXED_WAY)
 

@@ -25,48 +25,48 @@ class Renamed(MTPPlugin):
         return super().plan(MTPDecodingConfig(max_draft_len=3), num_mtp_layers)
 
 
-def test_the_budget_holds_a_full_batch_of_any_plugin(bed):
+def test_the_budget_holds_a_full_batch_of_any_plugin(harness):
     register_plugin(Renamed())
     try:
         with pytest.raises(ConfigError, match=r"times the 4 rows of a generation, which is 16"):
             LLM(
                 {
-                    "model": bed.path,
+                    "model": harness.path,
                     "max_batch_size": 4,
                     "max_num_tokens": 4,
                     "speculative_config": {"decoding_type": "RENAMED"},
                 },
-                model=bed.model,
+                model=harness.model,
             )
     finally:
         unregister_plugin("RENAMED")
 
 
-def test_decoding_without_speculation_takes_no_options(bed):
-    config = {"model": bed.path, "speculative_config": {"decoding_type": "none", "bogus": True}}
+def test_decoding_without_speculation_takes_no_options(harness):
+    config = {"model": harness.path, "speculative_config": {"decoding_type": "none", "bogus": True}}
     with pytest.raises(ConfigError, match=r"'none' takes no options, got bogus"):
-        LLM(config, model=bed.model)
+        LLM(config, model=harness.model)
 
 
-def test_a_shared_model_must_have_the_dtype_that_is_asked_for(bed):
+def test_a_shared_model_must_have_the_dtype_that_is_asked_for(harness):
     with pytest.raises(
         ConfigError, match=r"dtype: bfloat16 was requested, the loaded model is torch\.fl"
     ):
-        LLM({"model": bed.path, "dtype": "bfloat16"}, model=bed.model)
+        LLM({"model": harness.path, "dtype": "bfloat16"}, model=harness.model)
 
 
-def test_memory_beside_the_weights_is_reported(bed):
-    told: list[str] = []
+def test_memory_beside_the_weights_is_reported(harness):
+    lines: list[str] = []
     config = {
-        "model": bed.path,
-        "device": bed.host["device"],
+        "model": harness.path,
+        "device": harness.host["device"],
         "dtype": "float32",
         "max_batch_size": 2,
         "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 4096},
         "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
     }
-    with LLM(config, model=bed.model, on_progress=told.append) as llm:
-        line = next(text for text in told if text.startswith("memory: "))
+    with LLM(config, model=harness.model, on_progress=lines.append) as llm:
+        line = next(text for text in lines if text.startswith("memory: "))
         llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
         manager = llm.pieces.manager
         slots, size = manager.sentinel_slot + 1, manager.bytes_per_slot()
@@ -76,10 +76,10 @@ def test_memory_beside_the_weights_is_reported(bed):
             f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
             f"logit edits {manager.edit_rows.num_bytes / 2**20:.1f} MiB"
         )
-    assert told[-1] == "ready"
+    assert lines[-1] == "ready"
 
 
-def test_the_kv_cache_is_sized_behind_everything_else(bed, monkeypatch: pytest.MonkeyPatch):
+def test_the_kv_cache_is_sized_behind_everything_else(harness, monkeypatch: pytest.MonkeyPatch):
     """By the memory that is left: pools of requests and draft probabilities are there by then."""
     managers: list[SlotStateManager] = []
     make, size = SlotStateManager.__init__, build.num_kv_blocks
@@ -97,26 +97,26 @@ def test_the_kv_cache_is_sized_behind_everything_else(bed, monkeypatch: pytest.M
 
     monkeypatch.setattr(SlotStateManager, "__init__", made)
     monkeypatch.setattr(build, "num_kv_blocks", sized)
-    with bed.llm(mtp={"verification": "rejection", "draft_sampling": "plain"}):
+    with harness.llm(mtp={"verification": "rejection", "draft_sampling": "plain"}):
         assert managers == []
 
 
-def test_errors_of_a_file_name_it(bed, tmp_path):
+def test_errors_of_a_file_name_it(harness, tmp_path):
     path = tmp_path / "long.yaml"
-    path.write_text(f"model: {bed.path}\nmax_seq_len: 640000\n")
+    path.write_text(f"model: {harness.path}\nmax_seq_len: 640000\n")
     with pytest.raises(ConfigError, match=re.escape(f"{path}: max_seq_len: 640000 is above")):
-        LLM(path, model=bed.model)
+        LLM(path, model=harness.model)
 
 
 @pytest.mark.parametrize("odd", [3, {"max_new_tokens": 3}])
-def test_odd_sampling_parameters(bed, odd):
+def test_odd_sampling_parameters(harness, odd):
     with pytest.raises(RequestError, match=f"got {type(odd).__name__}"):
-        bed.llm().generate([[1]], odd)
+        harness.llm().generate([[1]], odd)
 
 
-def test_a_chunk_policy_without_chunks_is_refused(bed):
+def test_a_chunk_policy_without_chunks_is_refused(harness):
     with pytest.raises(ConfigError, match="enable_chunked_prefill is false"):
-        bed.llm(enable_chunked_prefill=False, chunk_policy=lambda *_: 1)
+        harness.llm(enable_chunked_prefill=False, chunk_policy=lambda *_: 1)
 
 
 def test_a_draft_loop_that_cannot_open_leaves_no_trace():
@@ -131,10 +131,10 @@ def test_a_draft_loop_that_cannot_open_leaves_no_trace():
     assert attention.kv_lens_cuda.tolist() == [9, 9]
 
 
-def test_absent_drafts_are_not_counted_as_drafted(bed):
+def test_absent_drafts_are_not_counted_as_drafted(harness):
     """Two new tokens leave room for no draft behind the second one."""
     for no_overlap in (True, False):
-        llm = bed.llm(k=3, disable_overlap_scheduler=no_overlap)
+        llm = harness.llm(k=3, disable_overlap_scheduler=no_overlap)
         output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]
         assert output.acceptance.steps == 1
         assert output.acceptance.num_drafted <= 1

@@ -28,10 +28,10 @@ class Ids:
     def __init__(self, *, cuts: bool, ends: dict[int, int]) -> None:
         self.cuts, self.ends = cuts, ends
         self.llm: LLM | None = None
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def __call__(self, ids: Sequence[int]) -> Any:
-        self.asked += ids
+        self.requested += ids
         kept = {}
         for request_id in ids:
             request = self.llm.find_request(request_id)
@@ -42,16 +42,16 @@ class Ids:
         return kept if self.cuts else list(kept)
 
 
-def make(bed, rule: Any, **options: Any) -> LLM:
+def make(harness, rule: Any, **options: Any) -> LLM:
     # the callback is of the LLM, and asks it for requests
-    llm = bed.llm(**options, stop_callback=rule)
+    llm = harness.llm(**options, stop_callback=rule)
     rule.llm = llm
     return llm
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla) -> None:
+def test_a_rule_that_cuts_is_a_stop_id(harness, target, prompts, no_overlap, vanilla) -> None:
     """Whatever K: text, events and statistics end where the rule says; the others go on."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts]
     ends = {i: tokens[5 + i] for i, tokens in enumerate(free) if i != 2}
@@ -64,7 +64,7 @@ def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla
     for k in (0, 1, 3):
         rule = Ids(cuts=True, ends=ends)
         options = {"tokenizer": tokenizer, "disable_overlap_scheduler": no_overlap}
-        llm = make(bed, rule, k=k, vanilla=vanilla and k > 0, **options)
+        llm = make(harness, rule, k=k, vanilla=vanilla and k > 0, **options)
         ids: dict[int, list[int]] = {}
         text: dict[int, str] = {}
         reasons = {}
@@ -78,8 +78,8 @@ def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla
         assert [ids[i] for i in range(len(prompts))] == want
         assert [request.output_token_ids for request in requests] == want
         for request in requests:
-            told = [next(iter(entry)) for entry in request.logprobs]
-            assert told == request.output_token_ids
+            reported = [next(iter(entry)) for entry in request.logprobs]
+            assert reported == request.output_token_ids
         decoded = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in want]
         assert [text[i] for i in range(len(prompts))] == decoded
         assert [request.text.full_text for request in requests] == decoded
@@ -95,12 +95,12 @@ def test_a_rule_that_cuts_is_a_stop_id(bed, target, prompts, no_overlap, vanilla
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_rule_that_ends_behind_the_run(bed, target, prompts, no_overlap) -> None:
+def test_a_rule_that_ends_behind_the_run(harness, target, prompts, no_overlap) -> None:
     """The run stays whole, so that the text depends on K; a step in flight is dropped."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts]
     ends = {i: tokens[6] for i, tokens in enumerate(free)}
     rule = Ids(cuts=False, ends=ends)
-    llm = make(bed, rule, disable_overlap_scheduler=no_overlap)
+    llm = make(harness, rule, disable_overlap_scheduler=no_overlap)
     outputs = llm.generate(prompts, greedy())
     surplus = []
     for output, tokens in zip(outputs, free, strict=True):
@@ -113,21 +113,21 @@ def test_a_rule_that_ends_behind_the_run(bed, target, prompts, no_overlap) -> No
     assert all(llm.find_request(i) is None for i in range(len(prompts)))
 
 
-def test_a_rule_beside_stops_of_the_request(bed, target, prompts) -> None:
+def test_a_rule_beside_stops_of_the_request(harness, target, prompts) -> None:
     """Who ends by itself is asked about too, and keeps its own reason where nothing is cut."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts[:2]]
     rule = Ids(cuts=True, ends={0: free[0][0]})
-    llm = make(bed, rule)
+    llm = make(harness, rule)
     params = [greedy(stop_token_ids=[free[0][0]]), greedy(max_new_tokens=1)]
     outputs = llm.generate(prompts[:2], params)
     assert [output.token_ids for output in outputs] == [free[0][:1], free[1][:1]]
     assert [o.finish_reason for o in outputs] == [FinishReason.END_ID, FinishReason.LENGTH]
-    assert rule.asked == [0, 1]
+    assert rule.requested == [0, 1]
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("own", ["length", "stop id", "stop string"])
-def test_a_rule_that_drops_its_own_mark(bed, target, prompts, own, no_overlap) -> None:
+def test_a_rule_that_drops_its_own_mark(harness, target, prompts, own, no_overlap) -> None:
     """Also one that ends the text by itself, be it alone in its run or the last of several."""
     free = target.greedy(prompts[0], COUNT)
     places = [i for i in range(1, 14) if free[i] not in free[:i]]
@@ -145,7 +145,7 @@ def test_a_rule_that_drops_its_own_mark(bed, target, prompts, own, no_overlap) -
     rule = InFront()
     runs = set()
     for k in (0, 1, 3):
-        llm = make(bed, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+        llm = make(harness, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
         for at in places:
             rule.end = free[at]
             text = Pieces().decode([free[at]], skip_special_tokens=True)
@@ -164,7 +164,9 @@ def test_a_rule_that_drops_its_own_mark(bed, target, prompts, own, no_overlap) -
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("own", ["length", "stop id", "stop string", "end id"])
-def test_a_rule_in_front_of_a_stop_of_the_request(bed, target, prompts, own, no_overlap) -> None:
+def test_a_rule_in_front_of_a_stop_of_the_request(
+    harness, target, prompts, own, no_overlap
+) -> None:
     """Which of the two comes first is the same for every K, in one run too."""
     free = target.greedy(prompts[0], COUNT)
     at = next(i for i in range(6, COUNT) if free[i] not in free[:i])
@@ -189,28 +191,28 @@ def test_a_rule_in_front_of_a_stop_of_the_request(bed, target, prompts, own, no_
             return {i: self.kept for i, output in outputs.items() if len(output) >= self.kept}
 
     for kept in (at, at + 1, at + 2):
-        told = []
+        reasons = []
         for k in (0, 1, 3):
             rule = At(kept)
-            llm = make(bed, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+            llm = make(harness, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
             (output,) = llm.generate(prompts[:1], greedy(**options))
             assert output.token_ids == free[: min(kept, at + 1)]
             assert len(output.logprobs or output.token_ids) == len(output.token_ids)
             assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
-            told.append(output.finish_reason)
+            reasons.append(output.finish_reason)
             assert_drained(llm)
-        assert len({*told}) == 1
-        assert (told[0] is FinishReason.STOP_WORDS) == (kept == at or own == "stop string")
+        assert len({*reasons}) == 1
+        assert (reasons[0] is FinishReason.STOP_WORDS) == (kept == at or own == "stop string")
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_a_wrong_answer_ends_one_request_alone(
-    bed, target, prompts, no_overlap, caplog: pytest.LogCaptureFixture
+    harness, target, prompts, no_overlap, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rule(ids: Sequence[int]) -> dict[int, int]:
         return {1: 99} if 1 in ids else {12345: 3}
 
-    llm = bed.llm(disable_overlap_scheduler=no_overlap, stop_callback=rule)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap, stop_callback=rule)
     with caplog.at_level(logging.ERROR, "mtp_plugin"):
         outputs = llm.generate(prompts[:4], greedy())
     assert outputs[1].finish_reason is FinishReason.ERROR
@@ -224,14 +226,14 @@ def test_a_wrong_answer_ends_one_request_alone(
     assert_drained(llm)
 
 
-def test_a_rule_that_fails_is_told_to_all_that_it_was_asked_about(bed, target, prompts) -> None:
+def test_a_rule_that_fails_is_told_to_all_that_it_was_asked_about(harness, target, prompts) -> None:
     failing = True
 
     def rule(ids: Sequence[int]) -> None:
         if failing:
             raise LookupError(f"no rule for {len(ids)} requests")
 
-    llm = bed.llm(stop_callback=rule)
+    llm = harness.llm(stop_callback=rule)
     outputs = llm.generate(prompts[:2], greedy())
     assert {o.error for o in outputs} == {"stop_callback: LookupError: no rule for 2 requests"}
     failing = False
@@ -240,15 +242,15 @@ def test_a_rule_that_fails_is_told_to_all_that_it_was_asked_about(bed, target, p
     assert_drained(llm)
 
 
-def test_pieces_that_ask_no_rule(bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_ask_no_rule(harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MTPSampler, "set_stop_callback", None)
     with pytest.raises(
         ConfigError, match=r"^stop_callback: expected None, the plugin's MTPSampler"
     ):
-        bed.llm(stop_callback=list)
+        harness.llm(stop_callback=list)
 
 
-def test_a_rule_in_front_of_a_token_without_text(bed, target, prompts) -> None:
+def test_a_rule_in_front_of_a_token_without_text(harness, target, prompts) -> None:
     """What the tokenizer cannot decode ends the request, unless the rule ends it before."""
     free = target.greedy(prompts[0], COUNT)
     at = next(i for i in range(6, COUNT) if free[i] not in free[:i])
@@ -267,7 +269,7 @@ def test_a_rule_in_front_of_a_token_without_text(bed, target, prompts) -> None:
                 outputs = {i: llm.find_request(i).output_token_ids for i in ids}  # noqa: B023
                 return {i: kept for i, output in outputs.items() if len(output) >= kept}
 
-            llm = bed.llm(k=k, tokenizer=Failing(), stop_callback=rule)
+            llm = harness.llm(k=k, tokenizer=Failing(), stop_callback=rule)
             (output,) = llm.generate(prompts[:1], greedy())
             assert len(output.token_ids) == kept
             failed = kept > at
@@ -282,13 +284,13 @@ class UnspeakableError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ValueError("a\nb"), "ValueError: a b"),
         (UnspeakableError(), "UnspeakableError: its message cannot be read"),
     ],
 )
-def test_whatever_is_raised_is_one_line(bed, prompts, error, told) -> None:
+def test_whatever_is_raised_is_one_line(harness, prompts, error, message) -> None:
     def rule(_: Sequence[int]) -> None:
         raise error
 
@@ -296,11 +298,11 @@ def test_whatever_is_raised_is_one_line(bed, prompts, error, told) -> None:
         def decode(self, *_: Any, **__: Any) -> str:
             raise error
 
-    llm = bed.llm(stop_callback=rule)
+    llm = harness.llm(stop_callback=rule)
     outputs = llm.generate(prompts[:2], greedy())
-    assert [output.error for output in outputs] == [f"stop_callback: {told}"] * 2
+    assert [output.error for output in outputs] == [f"stop_callback: {message}"] * 2
     assert_drained(llm)
-    llm = bed.llm(tokenizer=Decoding())
+    llm = harness.llm(tokenizer=Decoding())
     (output,) = llm.generate(prompts[:1], greedy())
-    assert output.error.endswith(f"cannot decode token {output.token_ids[0]}: {told}")
+    assert output.error.endswith(f"cannot decode token {output.token_ids[0]}: {message}")
     assert_drained(llm)

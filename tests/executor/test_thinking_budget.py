@@ -39,10 +39,10 @@ class Tags:
 
 
 def params_of(place, **more):
-    drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 3 == 2 else {}
+    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 3 == 2 else {}
     budget = (0, 1, 2, 3, 5, 7, None, 11)[place % 8]
-    asked = {"thinking_token_budget": budget, **drawn, **more}
-    return SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **asked)
+    requested = {"thinking_token_budget": budget, **sampled, **more}
+    return SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **requested)
 
 
 def batch_of(prompts, **more):
@@ -56,12 +56,12 @@ def batch_of(prompts, **more):
     return thinking, [params_of(place, **more) for place in range(len(prompts))]
 
 
-def expected(bed, prompts, params, end):
+def expected(harness, prompts, params, end):
     return [
         decode(
-            bed.oracle_model.target, prompt, asked, number=number, thinking=thinking_of(end)
+            harness.oracle_model.target, prompt, requested, number=number, thinking=thinking_of(end)
         ).token_ids
-        for number, (prompt, asked) in enumerate(zip(prompts, params, strict=True))
+        for number, (prompt, requested) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
@@ -82,49 +82,51 @@ def generate(llm, prompts, params):
         (2, (END,), False),
     ],
 )
-def test_r53_text_of_a_budget(bed, prompts, end, k, vanilla, no_overlap):
+def test_r53_text_of_a_budget(harness, prompts, end, k, vanilla, no_overlap):
     """R53: the end stands exactly where the budget is spent, within runs and across them."""
     thinking, params = batch_of(prompts)
-    llm = bed.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap, speculative=spec(end))
+    llm = harness.llm(
+        k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap, speculative=spec(end)
+    )
     texts = generate(llm, thinking, params)
-    assert texts == expected(bed, thinking, params, end)
+    assert texts == expected(harness, thinking, params, end)
     for place, budget in ((0, 0), (1, 1), (3, 3)):
         assert texts[place][budget : budget + len(end)] == list(end)
     assert llm.executor.acceptance.acceptance_length > 1.1
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r53_without_drafts_by_the_tags_of_a_tokenizer(bed, prompts, no_overlap):
+def test_r53_without_drafts_by_the_tags_of_a_tokenizer(harness, prompts, no_overlap):
     thinking, params = batch_of(prompts)
-    llm = bed.llm(k=0, tokenizer=Tags(), disable_overlap_scheduler=no_overlap)
-    assert generate(llm, thinking, params) == expected(bed, thinking, params, (END,))
-    drafted = bed.llm(k=2, tokenizer=Tags())
-    assert generate(drafted, thinking, params) == expected(bed, thinking, params, (END,))
+    llm = harness.llm(k=0, tokenizer=Tags(), disable_overlap_scheduler=no_overlap)
+    assert generate(llm, thinking, params) == expected(harness, thinking, params, (END,))
+    drafted = harness.llm(k=2, tokenizer=Tags())
+    assert generate(drafted, thinking, params) == expected(harness, thinking, params, (END,))
 
 
 @pytest.mark.parametrize("tags", [{}, {"begin_thinking_phase": "<think>"}], ids=["own", "named"])
-def test_r53_an_end_in_ids_behind_the_tag_of_a_tokenizer(bed, prompts, tags):
+def test_r53_an_end_in_ids_behind_the_tag_of_a_tokenizer(harness, prompts, tags):
     thinking, params = batch_of(prompts)
-    llm = bed.llm(tokenizer=Tags(), speculative={"mtp": {"thinking_end": list(TWO), **tags}})
-    assert generate(llm, thinking, params) == expected(bed, thinking, params, TWO)
+    llm = harness.llm(tokenizer=Tags(), speculative={"mtp": {"thinking_end": list(TWO), **tags}})
+    assert generate(llm, thinking, params) == expected(harness, thinking, params, TWO)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("end", [(END,), TWO], ids=["one", "two"])
-def test_r53_chunks_and_preemption_keep_the_count(bed, prompts, end, vanilla):
+def test_r53_chunks_and_preemption_keep_the_count(harness, prompts, end, vanilla):
     thinking, params = batch_of(prompts)
-    llm = bed.llm(
+    llm = harness.llm(
         vanilla=vanilla,
         max_num_tokens=36,
         kv_cache_config={"max_tokens": 96},
         kv_fill=float("nan"),
         speculative=spec(end),
     )
-    assert generate(llm, thinking, params) == expected(bed, thinking, params, end)
+    assert generate(llm, thinking, params) == expected(harness, thinking, params, end)
     assert llm.executor.num_preemptions > 0
 
 
-def test_the_end_stands_above_other_edits(bed, prompts):
+def test_the_end_stands_above_other_edits(harness, prompts):
     """Ids that are not allowed, banned, or would end the text too early are forced all the same."""
     edits = {
         "allowed_token_ids": tuple(range(20, 128)),
@@ -134,29 +136,31 @@ def test_the_end_stands_above_other_edits(bed, prompts):
         "repetition_penalty": 1.4,
     }
     thinking, params = batch_of(prompts, **edits)
-    llm = bed.llm(speculative=spec(TWO))
-    assert generate(llm, thinking, params) == expected(bed, thinking, params, TWO)
+    llm = harness.llm(speculative=spec(TWO))
+    assert generate(llm, thinking, params) == expected(harness, thinking, params, TWO)
 
 
-def test_relaxed_requests_end_there_too(bed, target, prompts):
+def test_relaxed_requests_end_there_too(harness, target, prompts):
     """A forced row is never relaxed; the phase ends behind it, and what follows is strict."""
     thinking, _ = batch_of(prompts)
     relaxed = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 50, "relaxed_delta": 1}
     for end in ((END,), TWO):
-        llm = bed.llm(speculative={**spec(end), **relaxed})
-        asked = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4)
-        for text, prompt in zip(generate(llm, thinking, asked), thinking, strict=True):
+        llm = harness.llm(speculative={**spec(end), **relaxed})
+        requested = SamplingParams(
+            max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4
+        )
+        for text, prompt in zip(generate(llm, thinking, requested), thinking, strict=True):
             if END in (*prompt, *text[:4]) or text[3] == TWO[0]:
                 continue
             assert text[4 : 4 + len(end)] == list(end)
             behind = [*prompt, *text[: 4 + len(end)]]
-            told = target.greedy(behind, NUM_TOKENS - 4 - len(end))
-            told = told[: told.index(BEGIN)] if BEGIN in told else told
-            assert text[4 + len(end) :][: len(told)] == told
+            reference = target.greedy(behind, NUM_TOKENS - 4 - len(end))
+            reference = reference[: reference.index(BEGIN)] if BEGIN in reference else reference
+            assert text[4 + len(end) :][: len(reference)] == reference
 
 
 @pytest.mark.parametrize(
-    ("mtp", "drawn"),
+    ("mtp", "sampled"),
     [
         ({"verification": "synthetic", "synthetic_acceptance": 1.0}, {}),
         ({"verification": "rejection", "draft_sampling": "plain"}, {"temperature": 0.9}),
@@ -164,29 +168,29 @@ def test_relaxed_requests_end_there_too(bed, target, prompts):
     ],
     ids=["synthetic", "rejection", "block"],
 )
-def test_r53_other_modes_end_there_too(bed, prompts, mtp, drawn):
+def test_r53_other_modes_end_there_too(harness, prompts, mtp, sampled):
     """R53: whatever judges the drafts, nothing else stands in a forced row."""
     thinking, _ = batch_of(prompts)
-    llm = bed.llm(speculative=spec(TWO, **mtp))
-    asked = SamplingParams(
-        max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4, **drawn
+    llm = harness.llm(speculative=spec(TWO, **mtp))
+    requested = SamplingParams(
+        max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4, **sampled
     )
-    for text, prompt in zip(generate(llm, thinking, asked), thinking, strict=True):
+    for text, prompt in zip(generate(llm, thinking, requested), thinking, strict=True):
         if END not in (*prompt, *text[:4]) and text[3] != TWO[0]:
             assert tuple(text[4:6]) == TWO
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("draft_sampling", [None, "greedy"])
-def test_every_draft_of_a_forced_end_stands(bed, prompts, draft_sampling, vanilla):
+def test_every_draft_of_a_forced_end_stands(harness, prompts, draft_sampling, vanilla):
     """Nothing but a long end is written: who judges by odds takes no more steps than others."""
     end = (9, 11, 13, 9, 15, 17, 19, 21, 23, 25, 27, 29, END)
     thinking, _ = batch_of(prompts)
     modes = ["coupled", "rejection", "block"]
-    llm = bed.llm(vanilla=vanilla, speculative=spec(end, verification=modes))
+    llm = harness.llm(vanilla=vanilla, speculative=spec(end, verification=modes))
     lengths = []
     for mode in modes:
-        asked = SamplingParams(
+        requested = SamplingParams(
             max_new_tokens=len(end),
             ignore_eos=True,
             thinking_token_budget=0,
@@ -194,16 +198,16 @@ def test_every_draft_of_a_forced_end_stands(bed, prompts, draft_sampling, vanill
             verification=mode,
             draft_sampling=draft_sampling,
         )
-        assert generate(llm, thinking[:4], asked) == [list(end)] * 4
+        assert generate(llm, thinking[:4], requested) == [list(end)] * 4
         lengths.append(llm.executor.acceptance.acceptance_length)
     assert lengths == [4.0] * 3
 
 
-def test_a_budget_without_tags_is_refused_by_name(bed):
-    asked = SamplingParams(thinking_token_budget=3)
-    for llm in (bed.llm(), bed.llm(k=0)):
+def test_a_budget_without_tags_is_refused_by_name(harness):
+    requested = SamplingParams(thinking_token_budget=3)
+    for llm in (harness.llm(), harness.llm(k=0)):
         with pytest.raises(RequestError, match="thinking_token_budget=3 is not enabled; set begin"):
-            llm.generate([[1, 2]], asked)
+            llm.generate([[1, 2]], requested)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +217,6 @@ def test_a_budget_without_tags_is_refused_by_name(bed):
         ({**TAGS, "mtp": {"thinking_end": [200]}}, r"expected ids below 128, .* got \[200\]"),
     ],
 )
-def test_ends_that_cannot_be(bed, config, message):
+def test_ends_that_cannot_be(harness, config, message):
     with pytest.raises(ConfigError, match=message):
-        bed.llm(speculative=config)
+        harness.llm(speculative=config)

@@ -89,10 +89,10 @@ CALLS = [_stream, _generate, _submit, _read]
     [("&'", {}), ([6, 7], {"stop": ("~~~",)}), ([6, 7], {"bad_words": ("~~~",)})],
 )
 def test_the_event_loop_goes_on_while_texts_are_tokenised(
-    bed, target, call, prompt, options
+    harness, target, call, prompt, options
 ) -> None:
     tokenizer = Waiting()
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def tick() -> None:
         while not tokenizer.reached.is_set():
@@ -113,9 +113,9 @@ def test_the_event_loop_goes_on_while_texts_are_tokenised(
     assert_drained(llm)
 
 
-def test_steps_go_on_while_a_text_is_tokenised(bed, target) -> None:
+def test_steps_go_on_while_a_text_is_tokenised(harness, target) -> None:
     tokenizer = Waiting()
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def main() -> tuple[list[int], list[int]]:
         text = asyncio.create_task(_generate(llm, "&'", greedy(6)))
@@ -127,10 +127,10 @@ def test_steps_go_on_while_a_text_is_tokenised(bed, target) -> None:
     assert (ids, text) == (target.greedy([4, 5], 40), target.greedy([6, 7], 6))
 
 
-def test_one_thread_at_a_time_tokenises(bed, target) -> None:
+def test_one_thread_at_a_time_tokenises(harness, target) -> None:
     """Coroutines and threads alike."""
     tokenizer = Slow(0.01)
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def main() -> list[Any]:
         calls = [call(llm, "&'", greedy(4)) for call in CALLS]
@@ -174,23 +174,23 @@ AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "options", "told"), AT_ONCE)
-def test_what_needs_no_tokenizer_is_refused_at_the_call(bed, prompt, options, told) -> None:
-    llm = bed.llm(tokenizer=Vocabulary())
-    with pytest.raises(RequestError, match=f"^request 0: {told}"):
+@pytest.mark.parametrize(("prompt", "options", "message"), AT_ONCE)
+def test_what_needs_no_tokenizer_is_refused_at_the_call(harness, prompt, options, message) -> None:
+    llm = harness.llm(tokenizer=Vocabulary())
+    with pytest.raises(RequestError, match=f"^request 0: {message}"):
         llm.stream_async(prompt, greedy(**options))
 
     async def main() -> None:
-        with pytest.raises(RequestError, match=f"^request 1: {told}"):
+        with pytest.raises(RequestError, match=f"^request 1: {message}"):
             llm.submit(prompt, greedy(**options))
-        with pytest.raises(RequestError, match=f"^request 2: {told}"):
+        with pytest.raises(RequestError, match=f"^request 2: {message}"):
             await llm.generate_async(prompt, greedy(**options))
 
     asyncio.run(main())
     assert not llm._dispatcher.has_work
 
 
-def test_a_vocabulary_is_read_once_for_its_size(bed) -> None:
+def test_a_vocabulary_is_read_once_for_its_size(harness) -> None:
     """A large one takes longer than the event loop should wait, for every long prompt."""
     reads = []
 
@@ -203,7 +203,7 @@ def test_a_vocabulary_is_read_once_for_its_size(bed) -> None:
             return {"x" * len(self): 0}
 
     tokenizer = Growing()
-    llm = bed.llm(tokenizer=tokenizer, max_seq_len=64)
+    llm = harness.llm(tokenizer=tokenizer, max_seq_len=64)
     for added in (0, 0, 1, 1):
         tokenizer.texts = ["added"] * added
         most = 64 * (VOCAB + added)
@@ -212,12 +212,12 @@ def test_a_vocabulary_is_read_once_for_its_size(bed) -> None:
     assert reads == [VOCAB, VOCAB + 1]
 
 
-def test_a_vocabulary_that_fails_is_named(bed) -> None:
+def test_a_vocabulary_that_fails_is_named(harness) -> None:
     tokenizer = Vocabulary()
     tokenizer.get_vocab = lambda: {}["no"]  # type: ignore[method-assign]
-    told = "request 0: the tokenizer Vocabulary cannot return its vocabulary: KeyError: 'no'"
-    with pytest.raises(RequestError, match=f"^{told}$"):
-        bed.llm(tokenizer=tokenizer).stream_async("x" * 10**5)
+    message = "request 0: the tokenizer Vocabulary cannot return its vocabulary: KeyError: 'no'"
+    with pytest.raises(RequestError, match=f"^{message}$"):
+        harness.llm(tokenizer=tokenizer).stream_async("x" * 10**5)
 
 
 class WithoutLength(Vocabulary):
@@ -225,20 +225,20 @@ class WithoutLength(Vocabulary):
         raise KeyError("no length")
 
 
-def test_tokenizer_length_that_raises_is_a_named_error(bed) -> None:
-    llm = bed.llm(tokenizer=WithoutLength())
-    told = "the tokenizer WithoutLength cannot return its vocabulary: KeyError: 'no length'"
-    with pytest.raises(RequestError, match=f"^request 0: {told}$"):
+def test_tokenizer_length_that_raises_is_a_named_error(harness) -> None:
+    llm = harness.llm(tokenizer=WithoutLength())
+    message = "the tokenizer WithoutLength cannot return its vocabulary: KeyError: 'no length'"
+    with pytest.raises(RequestError, match=f"^request 0: {message}$"):
         llm.stream_async("x" * 10**5)
     assert len(llm.generate([[1, 2]], greedy(3))[0].token_ids) == 3
 
 
-def test_tokenizer_regex_that_backtracks_is_a_named_error(bed) -> None:
+def test_tokenizer_regex_that_backtracks_is_a_named_error(harness) -> None:
     """Its panic derives from BaseException."""
     tokenizer = Tokenizer(models.WordLevel({"a": 1, "<think>": 2, "</think>": 3}, unk_token="a"))
     tokenizer.add_special_tokens(["<think>", "</think>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+c"), "isolated")
-    llm = bed.llm(tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    llm = harness.llm(tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     text = "a" * 60
     for prompt, options in (
         (text, {}),
@@ -250,7 +250,7 @@ def test_tokenizer_regex_that_backtracks_is_a_named_error(bed) -> None:
     assert_drained(llm)
 
 
-def test_decoding_that_panics_ends_the_request_with_an_error(bed) -> None:
+def test_decoding_that_panics_ends_the_request_with_an_error(harness) -> None:
     class PanicException(BaseException):
         pass
 
@@ -258,7 +258,7 @@ def test_decoding_that_panics_ends_the_request_with_an_error(bed) -> None:
         def decode(self, ids: list[int], **options: Any) -> str:
             raise PanicException(f"out of range: {ids} {options}")
 
-    (output,) = bed.llm(tokenizer=Panicking()).generate([[1]], greedy(3))
+    (output,) = harness.llm(tokenizer=Panicking()).generate([[1]], greedy(3))
     assert output.finish_reason == "error"
     assert "PanicException: out of range" in output.error
 
@@ -280,14 +280,14 @@ LATER = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("prompt", "options", "told"), LATER)
+@pytest.mark.parametrize(("prompt", "options", "message"), LATER)
 def test_what_tokens_tell_is_raised_where_they_are_waited_for(
-    bed, call, prompt, options, told
+    harness, call, prompt, options, message
 ) -> None:
-    llm = bed.llm(tokenizer=Wrong())
-    with pytest.raises(RequestError, match=f"^request 0: {told}"):
+    llm = harness.llm(tokenizer=Wrong())
+    with pytest.raises(RequestError, match=f"^request 0: {message}"):
         asyncio.run(asyncio.wait_for(call(llm, prompt, greedy(**options)), 30))
-    with pytest.raises(RequestError, match=f"^request 1: {told}"):
+    with pytest.raises(RequestError, match=f"^request 1: {message}"):
         llm.submit(prompt, greedy(**options))
     assert not llm._dispatcher.has_work
 
@@ -295,8 +295,8 @@ def test_what_tokens_tell_is_raised_where_they_are_waited_for(
 # --- handles ---
 
 
-def test_a_handle_whose_text_is_refused_tells_every_reader(bed) -> None:
-    llm = bed.llm(tokenizer=Wrong())
+def test_a_handle_whose_text_is_refused_tells_every_reader(harness) -> None:
+    llm = harness.llm(tokenizer=Wrong())
 
     async def main() -> RequestHandle:
         handle = llm.submit("!")
@@ -314,9 +314,9 @@ def test_a_handle_whose_text_is_refused_tells_every_reader(bed) -> None:
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-def test_aborting_a_handle_whose_text_is_being_tokenised(bed, by_id) -> None:
+def test_aborting_a_handle_whose_text_is_being_tokenised(harness, by_id) -> None:
     tokenizer = Waiting()
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def main() -> RequestOutput:
         handle = llm.submit("&'", greedy(100))
@@ -332,9 +332,9 @@ def test_aborting_a_handle_whose_text_is_being_tokenised(bed, by_id) -> None:
     assert_drained(llm)
 
 
-def test_what_nobody_waits_for_is_not_tokenised(bed) -> None:
+def test_what_nobody_waits_for_is_not_tokenised(harness) -> None:
     tokenizer = Waiting()
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def main() -> None:
         first = llm.submit("&'", greedy(4))
@@ -358,9 +358,9 @@ def test_what_nobody_waits_for_is_not_tokenised(bed) -> None:
     assert not llm._dispatcher.has_work
 
 
-def test_a_handle_outlives_its_loop(bed, target) -> None:
+def test_a_handle_outlives_its_loop(harness, target) -> None:
     """Who asks for the result tokenises, where no thread has begun to."""
-    llm = bed.llm(tokenizer=Slow(0.05))
+    llm = harness.llm(tokenizer=Slow(0.05))
 
     async def main() -> list[RequestHandle]:
         return [llm.submit("&'", greedy(6)) for _ in range(3)]
@@ -370,8 +370,8 @@ def test_a_handle_outlives_its_loop(bed, target) -> None:
     assert_drained(llm)
 
 
-def test_a_result_within_a_loop_tokenises_by_itself(bed, target) -> None:
-    llm = bed.llm(tokenizer=Pieces())
+def test_a_result_within_a_loop_tokenises_by_itself(harness, target) -> None:
+    llm = harness.llm(tokenizer=Pieces())
 
     async def main() -> list[int]:
         return llm.submit("&'", greedy(6)).result().token_ids
@@ -379,9 +379,9 @@ def test_a_result_within_a_loop_tokenises_by_itself(bed, target) -> None:
     assert asyncio.run(main()) == target.greedy([6, 7], 6)
 
 
-def test_shutdown_reaches_who_is_being_tokenised(bed) -> None:
+def test_shutdown_reaches_who_is_being_tokenised(harness) -> None:
     tokenizer = Waiting()
-    llm = bed.llm(tokenizer=tokenizer)
+    llm = harness.llm(tokenizer=tokenizer)
 
     async def main() -> list[Any]:
         handle = llm.submit("&'", greedy(4))

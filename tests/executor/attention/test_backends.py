@@ -208,10 +208,10 @@ def after(case: Case, seq_lens: list[int], kv_lens: list[int], limits: list[int]
 @pytest.mark.parametrize("seed", range(4))
 def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
     """One metadata object through a whole eagle loop: first pass, then single rows."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     k, contexts = 3, [5, 2]
     generations = [k + 1] * 3
-    kv_lens = [9, 2, *(dice.randint(4, 20) for _ in generations)]
+    kv_lens = [9, 2, *(rng.randint(4, 20) for _ in generations)]
     capacity = [length + k for length in kv_lens]
     lens = contexts + generations
     whole = Case(lens, kv_lens, capacity, num_contexts=2, seed=seed, heads=Heads(4, 2, 16))
@@ -223,7 +223,7 @@ def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
     ):
         pool.copy_(held)
     metadata = whole.metadata(find_backend(name), pools)
-    accepted = [1, 1, *(dice.randint(1, k + 1) for _ in generations)]
+    accepted = [1, 1, *(rng.randint(1, k + 1) for _ in generations)]
 
     def one_pass(seq_lens: list[int], kv_lens: list[int]) -> None:
         case = after(whole, seq_lens, kv_lens, capacity)

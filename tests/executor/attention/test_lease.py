@@ -9,7 +9,7 @@ from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor import llm as llm_module
 from mtp_plugin.executor.attention import SDPA_BACKEND, TRITON_BACKEND
 from mtp_plugin.executor.models import LoadedModel, load_model
-from tests.executor.conftest import Bed
+from tests.executor.conftest import Harness
 from tests.greedy import greedy_decode
 
 PROMPT = [5, 9, 14]
@@ -20,18 +20,18 @@ def attention_of(model: LoadedModel) -> str:
 
 
 @pytest.fixture
-def model(bed: Bed) -> LoadedModel:
+def model(harness: Harness) -> LoadedModel:
     """As users load one."""
-    return load_model(bed.path)
+    return load_model(harness.path)
 
 
-def make(bed: Bed, model: LoadedModel, **options) -> LLM:
-    return LLM({"model": bed.path, **options}, model=model)
+def make(harness: Harness, model: LoadedModel, **options) -> LLM:
+    return LLM({"model": harness.path, **options}, model=model)
 
 
-def test_a_model_is_what_it_was_behind_its_executor(bed: Bed, model: LoadedModel) -> None:
+def test_a_model_is_what_it_was_behind_its_executor(harness: Harness, model: LoadedModel) -> None:
     want = greedy_decode(model.target, PROMPT, 6)
-    with make(bed, model) as llm:
+    with make(harness, model) as llm:
         assert attention_of(model) == SDPA_BACKEND
         output = llm.generate([PROMPT], SamplingParams(max_tokens=6, ignore_eos=True))[0]
         assert output.token_ids == want
@@ -48,10 +48,10 @@ def layers_of(model: LoadedModel) -> list:
     return [module for module in model.mtp_layers.modules() if hasattr(module, "config")]
 
 
-def test_the_last_executor_gives_it_back(bed: Bed, model: LoadedModel) -> None:
+def test_the_last_executor_gives_it_back(harness: Harness, model: LoadedModel) -> None:
     model.set_attn_implementation("eager")
-    first = make(bed, model)
-    second = make(bed, model, attn_backend="triton")
+    first = make(harness, model)
+    second = make(harness, model, attn_backend="triton")
     first.shutdown()
     first.shutdown()
     assert attention_of(model) == TRITON_BACKEND
@@ -62,26 +62,26 @@ def test_the_last_executor_gives_it_back(bed: Bed, model: LoadedModel) -> None:
     assert greedy_decode(model.target, PROMPT, 4) == text
 
 
-def test_an_executor_of_its_own_gives_it_back_too(bed: Bed) -> None:
-    llm = LLM({"model": bed.path})
+def test_an_executor_of_its_own_gives_it_back_too(harness: Harness) -> None:
+    llm = LLM({"model": harness.path})
     assert attention_of(llm.model) == SDPA_BACKEND
     llm.shutdown()
     assert attention_of(llm.model) == "sdpa"
 
 
-def test_one_that_could_not_be_built_keeps_nothing(bed: Bed, model: LoadedModel) -> None:
+def test_one_that_could_not_be_built_keeps_nothing(harness: Harness, model: LoadedModel) -> None:
     with pytest.raises(ConfigError):
-        make(bed, model, kv_cache_config={"max_tokens": 1})
+        make(harness, model, kv_cache_config={"max_tokens": 1})
     assert attention_of(model) == "sdpa"
     with pytest.raises(ConfigError, match="stop_callback"):
-        LLM({"model": bed.path}, model=model, stop_callback=3)
+        LLM({"model": harness.path}, model=model, stop_callback=3)
     assert attention_of(model) == "sdpa"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("part", ["AsyncSteps", "Admission", "_set_stop_callback", "on_progress"])
 def test_error_after_the_build_releases_the_attention(
-    bed: Bed, model: LoadedModel, monkeypatch, part: str, error: type[BaseException]
+    harness: Harness, model: LoadedModel, monkeypatch, part: str, error: type[BaseException]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error("after the build")
@@ -93,5 +93,5 @@ def test_error_after_the_build_releases_the_attention(
     if part != "on_progress":
         monkeypatch.setattr(llm_module, part, fail)
     with pytest.raises(error, match="after the build"):
-        LLM({"model": bed.path}, model=model, on_progress=report, stop_callback=lambda _: [])
+        LLM({"model": harness.path}, model=model, on_progress=report, stop_callback=lambda _: [])
     assert attention_of(model) == "sdpa"

@@ -38,10 +38,10 @@ def assert_close(case: Case, output: torch.Tensor) -> None:
 
 def generations(batch: int, rows: int, longest: int, seed: int = 0, **options) -> Case:
     """Lengths from a few to ``longest``; some requests have fewer drafts than rows."""
-    dice = torch.Generator().manual_seed(seed)
-    kv_lens = (torch.randint(rows, longest, (batch,), generator=dice)).tolist()
+    rng = torch.Generator().manual_seed(seed)
+    kv_lens = (torch.randint(rows, longest, (batch,), generator=rng)).tolist()
     kv_lens[0] = longest
-    absent = torch.randint(0, rows, (batch,), generator=dice).tolist()
+    absent = torch.randint(0, rows, (batch,), generator=rng).tolist()
     limits = [length - fewer for length, fewer in zip(kv_lens, absent, strict=True)]
     options = {"heads": Heads(32, 8, 128), "block_size": 32, "seed": seed, **options}
     return Case([rows] * batch, kv_lens, limits, **options)

@@ -21,7 +21,7 @@ from mtp_plugin.executor.attention import (
     select_backend,
 )
 from mtp_plugin.executor.models import load_model
-from tests.executor.conftest import Bed, assert_drained
+from tests.executor.conftest import Harness, assert_drained
 from tests.greedy import greedy_decode
 
 HEADS = HeadShape(8, 2, 64, 64)
@@ -127,10 +127,10 @@ def test_the_package_imports_without_triton() -> None:
 
 
 @on_cpu
-def test_a_config_of_latent_attention_cannot_ask_for_triton(mla_bed: Bed) -> None:
+def test_a_config_of_latent_attention_cannot_ask_for_triton(mla_harness: Harness) -> None:
     with pytest.raises(ConfigError, match=r"cannot serve .*\(key width 32, value width 8\)"):
-        mla_bed.llm(attn_backend="triton")
-    with mla_bed.llm() as llm:
+        mla_harness.llm(attn_backend="triton")
+    with mla_harness.llm() as llm:
         assert llm.attn_backend.name == "sdpa"
 
 
@@ -147,27 +147,27 @@ def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[i
 
 @on_cpu
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_lossless_over_triton(bed: Bed, target, prompts, vanilla: bool) -> None:
+def test_lossless_over_triton(harness: Harness, target, prompts, vanilla: bool) -> None:
     """Chunked prompts beside generations, padded pages, NaN in every row that nobody wrote."""
     chosen = [prompts[0], prompts[1], prompts[5], prompts[6]]
-    with bed.llm(
+    with harness.llm(
         k=2, vanilla=vanilla, attn_backend="triton", max_num_tokens=24, kv_fill=float("nan")
     ) as llm:
         assert llm.attn_backend.name == "triton"
-        assert bed.model.target.config._attn_implementation == TRITON_BACKEND
+        assert harness.model.target.config._attn_implementation == TRITON_BACKEND
         got = generate(llm, chosen, NUM_TOKENS)
     assert got == [target.greedy(prompt, NUM_TOKENS) for prompt in chosen]
 
 
 @on_cpu
-def test_executors_of_one_model_keep_their_backends(bed: Bed, target) -> None:
+def test_executors_of_one_model_keep_their_backends(harness: Harness, target) -> None:
     """The last one names the model's attention function; each runs its own."""
-    first = bed.llm(k=0, attn_backend="triton")
-    second = bed.llm(k=0)
+    first = harness.llm(k=0, attn_backend="triton")
+    second = harness.llm(k=0)
     want = [target.greedy([1, 2, 3], 3)]
     assert second.attn_backend.name == "sdpa"
     assert generate(first, [[1, 2, 3]], 3) == want
-    third = bed.llm(k=0, attn_backend="triton")
+    third = harness.llm(k=0, attn_backend="triton")
     assert generate(second, [[1, 2, 3]], 3) == want
     assert generate(third, [[1, 2, 3]], 3) == want
 
@@ -175,12 +175,12 @@ def test_executors_of_one_model_keep_their_backends(bed: Bed, target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "overlap"])
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_lossless_on_the_gpu(bed: Bed, prompts, vanilla: bool, plain: bool) -> None:
+def test_lossless_on_the_gpu(harness: Harness, prompts, vanilla: bool, plain: bool) -> None:
     """float32, chunks, preemption by a small pool."""
-    model = load_model(bed.path, num_mtp_layers=3, device="cuda")
+    model = load_model(harness.path, num_mtp_layers=3, device="cuda")
     want = [greedy_decode(model.target, prompt, 24) for prompt in prompts]
     config = {
-        "model": bed.path,
+        "model": harness.path,
         "max_num_tokens": 36,
         "max_seq_len": 128,
         "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 160},

@@ -30,8 +30,8 @@ def logits_of(model: LoadedModel, rows: int, *, own_modules: bool = False) -> Lo
     ids = torch.arange(rows, device="cuda") * 977 % 129280
     positions = torch.arange(rows, device="cuda")[None]
     attention = Causal(rows)
-    dice = torch.Generator("cuda").manual_seed(rows)
-    drawn = torch.randn(rows, 4096, generator=dice, device="cuda").to(torch.bfloat16)
+    rng = torch.Generator("cuda").manual_seed(rows)
+    sampled = torch.randn(rows, 4096, generator=rng, device="cuda").to(torch.bfloat16)
     layer, head, forward = model.mtp_layers[0], model.lm_head, type(model).forward_target
     if own_modules:
         layer, head, forward = layer.layer, model.target.lm_head, LoadedModel.forward_target
@@ -40,7 +40,7 @@ def logits_of(model: LoadedModel, rows: int, *, own_modules: bool = False) -> Lo
         embed_tokens=model.embed_tokens,
         input_ids=ids,
         position_ids=positions,
-        hidden_states=drawn.to(states.dtype),
+        hidden_states=sampled.to(states.dtype),
         attn_metadata=attention,
     )
     draft = layer.shared_head(drafted, head, attention, return_all=True)

@@ -19,12 +19,12 @@ IDS = torch.tensor([0, 3, 4, 17], dtype=torch.int32)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_columns_of_the_whole(bias: bool, dtype: torch.dtype) -> None:
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     head = nn.Linear(8, 20, bias=bias, dtype=dtype)
     # few bits, so that no order of additions rounds
     for parameter in head.parameters():
-        parameter.data.copy_(torch.randint(-4, 5, parameter.shape, generator=dice))
-    states = torch.randint(-2, 3, (5, 8), generator=dice).to(dtype)
+        parameter.data.copy_(torch.randint(-4, 5, parameter.shape, generator=rng))
+    states = torch.randint(-2, 3, (5, 8), generator=rng).to(dtype)
     cut, whole = cut_head(head, IDS), head(states)
     for parameter in head.parameters():
         parameter.data.zero_()

@@ -85,7 +85,7 @@ def test_settings(
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "expected"),
     [
         ("tokenizer.json", "{}", "KeyError: "),
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', ""),
@@ -96,20 +96,20 @@ def test_settings(
     ],
 )
 def test_what_transformers_trips_over(
-    with_tokenizer: Callable[..., Path], file: str, content: str, told: str
+    with_tokenizer: Callable[..., Path], file: str, content: str, expected: str
 ) -> None:
     path = with_tokenizer()
     (path / file).write_text(content)
-    assert refusal(path).startswith(f"tokenizer of PATH: it cannot be loaded: {told}")
+    assert refusal(path).startswith(f"tokenizer of PATH: it cannot be loaded: {expected}")
 
 
 def test_a_long_reason_is_cut(with_tokenizer: Callable[..., Path]) -> None:
     path = with_tokenizer()
     content = json.loads((path / "tokenizer.json").read_text())
     (path / "tokenizer.json").write_text(json.dumps({**content, "version": "9" * 5000}))
-    told = refusal(path)
-    assert "9" * 300 in told
-    assert len(told) < 600
+    message = refusal(path)
+    assert "9" * 300 in message
+    assert len(message) < 600
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "special_tokens_map.json"])

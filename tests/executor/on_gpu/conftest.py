@@ -1,6 +1,6 @@
 """The executor's tests again, on the GPU: paged attention in Triton, steps in CUDA graphs.
 
-The modules here are those of the folder above; only the beds differ. Oracles stay on the CPU.
+The modules here are those of the folder above; only the harnesses differ. Oracles stay on the CPU.
 """
 
 from __future__ import annotations

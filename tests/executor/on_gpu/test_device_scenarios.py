@@ -13,9 +13,9 @@ GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r01_captures_write_to_sentinels_only(bed, target, prompts, vanilla):
+def test_r01_captures_write_to_sentinels_only(harness, target, prompts, vanilla):
     """R01: dummy rows have no step before them; nothing they do reaches a request's rows."""
-    llm = bed.llm(vanilla=vanilla, kv_fill=float("nan"))
+    llm = harness.llm(vanilla=vanilla, kv_fill=float("nan"))
     assert len(llm.executor.engine.captured.shapes) > 0
     sentinel_rows = llm.blocks.block_size
     for layer in llm.pools.layer_ids:
@@ -36,9 +36,9 @@ def test_r01_captures_write_to_sentinels_only(bed, target, prompts, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
-def test_r03_every_backend_follows_the_draft_loop(bed, target, prompts, backend, vanilla):
+def test_r03_every_backend_follows_the_draft_loop(harness, target, prompts, backend, vanilla):
     """R03: each attention backend sees the lengths of each draft pass, inside graphs too."""
-    llm = bed.llm(vanilla=vanilla, attn_backend=backend)
+    llm = harness.llm(vanilla=vanilla, attn_backend=backend)
     outputs = llm.generate(prompts, GREEDY)
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
     assert llm.executor.engine.captured.num_replays > 0
@@ -46,9 +46,9 @@ def test_r03_every_backend_follows_the_draft_loop(bed, target, prompts, backend,
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r04_replays_are_checked_for_traces(bed, target, prompts, vanilla):
+def test_r04_replays_are_checked_for_traces(harness, target, prompts, vanilla):
     """R04: debug mode compares every device field around the draft loop of every replay."""
-    llm = bed.llm(vanilla=vanilla, mtp={"check_metadata": True})
+    llm = harness.llm(vanilla=vanilla, mtp={"check_metadata": True})
     captured = llm.executor.engine.captured
     for step in captured._steps.values():
         names = {check.name for check in step.checks}
@@ -59,10 +59,12 @@ def test_r04_replays_are_checked_for_traces(bed, target, prompts, vanilla):
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_r09_slots_suffice_while_one_batch_ends_and_the_next_begins(bed, target, prompts, vanilla):
+def test_r09_slots_suffice_while_one_batch_ends_and_the_next_begins(
+    harness, target, prompts, vanilla
+):
     """R09: full batches one after the other under overlap: slots of a step that still runs are
     held, and there are enough."""
-    llm = bed.llm(vanilla=vanilla, max_batch_size=4)
+    llm = harness.llm(vanilla=vanilla, max_batch_size=4)
     short = SamplingParams(max_new_tokens=3, ignore_eos=True)
     outputs = llm.generate(prompts * 4, short)
     assert [o.token_ids for o in outputs] == [target.greedy(p, 3) for p in prompts * 4]

@@ -45,11 +45,11 @@ def test_r17_no_step_waits_for_the_device(graphed, target, prompts, vanilla):
     assert any(len(shape.chunk_lens) > 0 for shape in watched.eager)
 
 
-DRAWN = {"temperature": 0.7, "top_p": 0.95}
-ASKED = {
-    "cuts": {**DRAWN, "top_k": 20, "min_p": 0.01},
+SAMPLED = {"temperature": 0.7, "top_p": 0.95}
+REQUESTED = {
+    "cuts": {**SAMPLED, "top_k": 20, "min_p": 0.01},
     "pools": {
-        **DRAWN,
+        **SAMPLED,
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,
         "frequency_penalty": 0.1,
@@ -60,16 +60,16 @@ ASKED = {
         "min_tokens": 4,
         "stop_token_ids": (11, 12),
     },
-    "logprobs": {**DRAWN, "logprobs": 5, "prompt_logprobs": 2},
-    "rejection": {**DRAWN, "verification": "rejection"},
-    "block": {**DRAWN, "verification": "block"},
+    "logprobs": {**SAMPLED, "logprobs": 5, "prompt_logprobs": 2},
+    "rejection": {**SAMPLED, "verification": "rejection"},
+    "block": {**SAMPLED, "verification": "block"},
     "thinking": {"thinking_token_budget": 3},
 }
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_r17_no_request_of_any_option_waits_for_the_device(graphed, prompts, vanilla, asked):
+@pytest.mark.parametrize("requested", REQUESTED.values(), ids=REQUESTED)
+def test_r17_no_request_of_any_option_waits_for_the_device(graphed, prompts, vanilla, requested):
     """R17: rows of pools are filled and their prompts counted as requests are admitted, preempted
     ones again, beside others that generate."""
     watched = graphed(
@@ -79,7 +79,7 @@ def test_r17_no_request_of_any_option_waits_for_the_device(graphed, prompts, van
         speculative={"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6},
         mtp={"check_metadata": False, "verification": ["coupled", "rejection", "block"]},
     )
-    params = [greedy(seed=number, **(asked if number % 3 else {})) for number in range(8)]
+    params = [greedy(seed=number, **(requested if number % 3 else {})) for number in range(8)]
     want = watched.generate(prompts, params)
     with nothing_waits():
         outputs = watched.generate(prompts, params)
