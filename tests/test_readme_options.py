@@ -99,11 +99,11 @@ ASKING: dict[str, Any] = {
     "logit_bias": torch.ones(3),
     "bad_words": [[3]],
 }
-"""Values of a host's request that ask for an option; of all others 2 does."""
+"""Values of a host's request that sets an option; for all others it is 2."""
 
 
 def refused_inside(option: Option, field: str, names: frozenset[str]) -> list[str]:
-    """Why a request of TensorRT-LLM that asks for an option by this field is refused."""
+    """Why a request of TensorRT-LLM that sets an option by this field is refused."""
     config = SimpleNamespace(temperature=0.5 if option.draws else None)
     request = SimpleNamespace(sampling_config=config)
     name = field.removeprefix("config.")
@@ -112,7 +112,7 @@ def refused_inside(option: Option, field: str, names: frozenset[str]) -> list[st
 
 
 def given_inside(option: Option, names: frozenset[str]) -> str:
-    """Whether a request of TensorRT-LLM gets an option; empty: it has no field to ask for it."""
+    """Whether a request of TensorRT-LLM gets an option; empty: it has no field for it."""
     if option.name == LOGPROBS_MODE:
         return "as the config says"
     if not option.host:
@@ -160,8 +160,8 @@ def format_value(head: str = HEAD[0]) -> tuple[list[str], slice]:
     lines = PAGE.read_text(encoding="utf-8").split("\n")
     start = head[: head.index("|", 1)]
     first = next(i for i, line in enumerate(lines) if line.startswith(start))
-    behind = next(i for i, line in enumerate(lines) if i > first and not line.startswith("|"))
-    return lines, slice(first, behind)
+    following = next(i for i, line in enumerate(lines) if i > first and not line.startswith("|"))
+    return lines, slice(first, following)
 
 
 def test_options_of_the_page() -> None:
@@ -177,7 +177,7 @@ def test_what_other_engines_alone_have_on_the_page() -> None:
 
 
 def test_what_modes_and_loops_give_of_drafts_is_marked_so() -> None:
-    """Decoding without drafts is asked for nothing of it."""
+    """Decoding without drafts ignores it."""
     configs = decoding_options().values()
     modes = [mode for options in configs for mode in make_modes(options, torch.device("cpu"))]
     by_modes = {name for mode in modes for name in mode.served_options}
@@ -224,7 +224,7 @@ REFUSED_INSIDE = {
 
 @pytest.mark.parametrize("option", HOSTED, ids=lambda option: option.name)
 def test_what_the_table_says_is_what_a_request_of_a_host_gets(option: Option) -> None:
-    """Of every field that asks for an option: given or refused by its name."""
+    """Of every field that requests an option: given or refused by its name."""
     lines, place = format_value()
     line = next(line for line in lines[place] if line.startswith(f"| `{option.name}` |"))
     cell = line.split("|")[HEAD[0].split("|").index(" given there ")].strip()

@@ -1,1 +1,1 @@
-"""What a request may ask for, where it stands, and when it ends."""
+"""Request options, request states and stop rules."""

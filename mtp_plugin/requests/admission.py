@@ -1,18 +1,18 @@
-"""What a host's request asks for, and what of it its pieces do not give.
+"""Read the options of a TensorRT-LLM request and find those that are not supported.
 
-Decoding is greedy as TensorRT-LLM has it: with a temperature of 0, a top-k of 1 or a top-p of 0,
-and with none of temperature, top-k, top-p and min-p. Where one of them is there the others have
-their defaults: temperature 1, top-k 0 and top-p 1 (all ids), min-p 0. Differences:
+As in TensorRT-LLM, decoding is greedy with a temperature of 0, a top-k of 1 or a top-p of 0, and if
+none of temperature, top-k, top-p and min-p is set. If one of them is set, the others have their
+defaults: temperature 1, top-k 0 and top-p 1 (all tokens), min-p 0. Differences:
 
-- Its MTP of line 1.2 takes the first choice whatever a request says; ours draws in every line.
-- Its one-model sampling of 1.3 reads an unset temperature beside a top-k or a top-p as greedy, its
-  own documentation and ours as 1.
-- Its temperatures below 1e-4 are greedy, ours draw with them; a min-p of 1 is greedy there, here it
-  draws among the ids that are as likely as the first.
-- An unset seed is 0 there for every request; here each has its own, of the engine's.
-- ``min_length`` holds back end ids there; here stop words as well.
-- Of a token that fills the length and completes a stop word the length is told there, the stop word
-  here; words do not begin in the prompt here.
+- MTP of API version 1.2 is always greedy there; here requests are sampled in every API version.
+- One-model sampling of 1.3 reads an unset temperature with a top-k or a top-p as greedy; its
+  documentation and this module read it as 1.
+- Temperatures below 1e-4 are greedy there, sampled here. A min-p of 1 is greedy there; here tokens
+  as likely as the argmax are sampled.
+- An unset seed is 0 there for every request; here it is derived from the engine's seed.
+- ``min_length`` masks EOS ids there; here also stop words.
+- For a token that reaches the maximum length and completes a stop word, the finish reason is the
+  length there and the stop word here. Stop words do not begin in the prompt here.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _PLAIN_WORDS = "py_bad_words"
 
 
 class HostOption(NamedTuple):
-    """One option of a host's request that changes something."""
+    """An option of a host's request with a value that has an effect."""
 
     option: Option
-    field: str  # where the request has it, as `Option.host` says it
+    field: str  # name in the request, as in `Option.host`
     value: Any
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class HostOption(NamedTuple):
 
 
 def _rows() -> Iterator[Option]:
-    """Rows that hosts have: first those of fields, then those of the sampling config."""
+    """Yield the options of hosts: fields of the request, then of its sampling config."""
     ours = [row for row in OPTIONS.values() if row.host]
     yield from (row for row in (*HOST_OPTIONS, *ours) if not row.host[0].startswith(_CONFIG))
     yield from (row for row in (*ours, *HOST_OPTIONS) if row.host[0].startswith(_CONFIG))
@@ -74,37 +74,37 @@ _ROWS = tuple(_rows())
 
 
 def host_options(request: Any) -> list[HostOption]:
-    """What a request, as TensorRT-LLM holds it, asks for, in a fixed order.
+    """Return the options of a TensorRT-LLM request that have an effect, in a fixed order.
 
     Args:
-        request: with ``sampling_config``, whose fields are numbers, lists of one or None, and with
-            fields of its own; one that is not there asks for nothing.
+        request: has option fields and a ``sampling_config``, whose fields are numbers, lists of
+            one number or None; missing fields are unset options.
     """
     config = getattr(request, "sampling_config", None)
-    found = (_asked(request, config, row) for row in _ROWS)
-    asked = [one for one in found if one is not None]
-    if all(one.field != _LOGPROBS for one in asked):
-        return [one for one in asked if one.option.name != LOGPROBS_MODE]
-    # beside the flag stands how many; hosts without the number tell of the token alone
+    found = (_requested(request, config, row) for row in _ROWS)
+    options = [one for one in found if one is not None]
+    if all(one.field != _LOGPROBS for one in options):
+        return [one for one in options if one.option.name != LOGPROBS_MODE]
+    # the flag has a separate count; hosts without it return only the token itself
     number = getattr(request, _NUM_LOGPROBS, None)
     number = 0 if number is None else number
-    return [one._replace(value=number) if one.field == _LOGPROBS else one for one in asked]
+    return [one._replace(value=number) if one.field == _LOGPROBS else one for one in options]
 
 
 def host_values(request: Any) -> dict[str, Any]:
-    """What a request, as TensorRT-LLM holds it, asks for: by our names and in our form.
+    """Return the options of a TensorRT-LLM request under our names and in our form.
 
-    Bad words are tuples of ids; a bias is a mapping, or the host's dense tensor as [V]. How a token
-    would be drawn is left out where decoding is greedy, and so is what cannot be read:
-    `unsupported_options` names it.
+    Bad words are tuples of ids; a bias is a mapping, or the host's dense tensor as [V]. Sampling
+    options of greedy requests are left out, and so are invalid values, which
+    `unsupported_options` reports.
     """
-    asked = host_options(request)
-    ignores_draws = _is_greedy(asked)
+    options = host_options(request)
+    ignores_sampling = _is_greedy(options)
     return {
         one.option.name: _read(one)
-        for one in asked
+        for one in options
         if one.option.name in OPTIONS
-        and not (one.option.draws and ignores_draws)
+        and not (one.option.draws and ignores_sampling)
         and _problem(one) is None
     }
 
@@ -112,25 +112,23 @@ def host_values(request: Any) -> dict[str, Any]:
 def unsupported_options(
     request: Any, *, always_greedy: bool = False, served: Collection[str] = ()
 ) -> list[str]:
-    """Every option of a request, as TensorRT-LLM holds it, that would change its output, and every
-    one with a value that cannot be.
+    """Return the options of a TensorRT-LLM request that are not served or invalid.
 
-    How a token would be drawn does not matter where decoding is greedy.
+    Sampling options of greedy requests are ignored.
 
     Args:
-        request: as `host_options`.
-        always_greedy: how a token would be drawn never matters.
-        served: names of options that are given.
+        request: see `host_options`.
+        always_greedy: ignore sampling options of all requests.
+        served: names of the options that are served.
 
     Returns:
-        ``name`` or ``name=value``, in a fixed order; of a value that cannot be what was expected
-        too.
+        ``name`` or ``name=value``, in a fixed order; with what is expected for invalid values.
     """
-    asked = host_options(request)
-    ignores_draws = always_greedy or _is_greedy(asked)
+    options = host_options(request)
+    ignores_sampling = always_greedy or _is_greedy(options)
     problems = []
-    for one in asked:
-        if one.option.draws and ignores_draws:
+    for one in options:
+        if one.option.draws and ignores_sampling:
             continue
         if one.option.name not in served:
             problems.append(str(one))
@@ -139,15 +137,15 @@ def unsupported_options(
     return problems
 
 
-def _is_greedy(asked: Sequence[HostOption]) -> bool:
-    """Whether first choices are asked for; a value that cannot be asks for none."""
+def _is_greedy(options: Sequence[HostOption]) -> bool:
+    """Whether decoding is greedy; invalid values do not make it greedy."""
     return is_greedy(
-        {one.option.name: one.value if _problem(one) is None else math.nan for one in asked}
+        {one.option.name: one.value if _problem(one) is None else math.nan for one in options}
     )
 
 
 def _problem(one: HostOption) -> str | None:
-    """Why a value cannot be, if so."""
+    """Return why a value is invalid, or None."""
     try:
         _read(one)
     except RequestError as error:
@@ -244,8 +242,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _asked(request: Any, config: Any, row: Option) -> HostOption | None:
-    """What the first field of a row that is there asks for, if anything."""
+def _requested(request: Any, config: Any, row: Option) -> HostOption | None:
+    """Return the first set field of an option, or None if it has no effect."""
     for field in row.host:
         name = field.removeprefix(_CONFIG)
         value = getattr(request, field, None) if name == field else _alone(config, name)
@@ -260,7 +258,7 @@ def _is_neutral(row: Option, value: Any) -> bool:
         return True
     try:
         return row.host_neutral is not None and bool(row.host_neutral(value))
-    except Exception:  # what cannot be compared is something else
+    except Exception:  # not comparable, so it is not the neutral value
         return False
 
 

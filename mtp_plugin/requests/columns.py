@@ -1,7 +1,7 @@
-"""What stands in the slot table: a row of int32 per slot, a column per number.
+"""Columns of the slot table, which has a row of int32 per state slot.
 
-Every table begins with the same columns, those of `REQUEST_COLUMNS`, so that kernels know where
-they are. What verification modes keep per slot stands behind them.
+Every table begins with the columns of `REQUEST_COLUMNS`, so that kernels know their indices. The
+columns of verification methods follow.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class SlotColumn:
 
     name: str
     kind: type[int] | type[float]  # int32, or float32 bit for bit
-    empty: Number = 0  # of a slot that no request has, and of what a request leaves out
+    empty: Number = 0  # value in free slots and for unset options
     width: int = 1
     is_pool: bool = False
-    """An attribute of the manager too, under its name: a host may write or replace it."""
+    """Also an attribute of the manager, which a host may write or replace."""
 
     def bits(self, value: Number | Sequence[Number] | None) -> list[int]:
-        """The int32 that stand for ``value``, ``empty`` behind what it has; None: nothing.
+        """Return ``value`` as int32 numbers, padded with ``empty``; None is all padding.
 
         Raises:
-            MetadataError: more numbers than there is room for.
+            MetadataError: ``value`` has more numbers than the column.
         """
         given = () if value is None else value if isinstance(value, Sequence) else (value,)
         expect(

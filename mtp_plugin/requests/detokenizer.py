@@ -10,7 +10,7 @@ from typing import Protocol
 from mtp_plugin.errors import ExecutorError, expect
 
 INCOMPLETE = "\ufffd"
-"""Stands in decoded text for bytes that are no character, or not yet one."""
+"""Replaces invalid and incomplete characters in decoded text."""
 
 LONG = 32
 """Tokens without a whole character at their end, of which some may leave the window."""
@@ -85,8 +85,8 @@ class RequestText:
     first counts, of those that start together the shortest. The text is cut at its start. What
     might be the start of a stop string is not shown until it turned out to be none.
 
-    Decoding is asked for by :meth:`push` alone, and for a window of the last ids: its work does not
-    grow with the text, whatever the tokens are.
+    Only :meth:`push` decodes, and only a window of the last ids, so that its cost does not grow
+    with the length of the text.
 
     Args:
         tokenizer: decodes ids.
@@ -152,7 +152,7 @@ class RequestText:
         return self.stopped
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Take back every token behind ``tokens``, which are the first of those pushed.
+        """Drop all pushed tokens after ``tokens``, which are the first of them.
 
         Raises:
             ExecutorError: more tokens than were pushed, or text of the others was shown.

@@ -14,37 +14,37 @@ from mtp_plugin.requests.options import MAX_LOGPROBS
 TOKEN_PLACE, RANK_PLACE, VALUE_PLACE, TOP_IDS_PLACE = 0, 1, 2, 3
 TOP_VALUES_PLACE = TOP_IDS_PLACE + MAX_LOGPROBS
 ENTRY_WIDTH = TOP_VALUES_PLACE + MAX_LOGPROBS
-"""int32 of an entry: a token (-1: there is none), its rank, its log-probability, the most likely
-ids (-1: none), their log-probabilities; floats stand in it bit for bit."""
+"""Number of int32 of an entry: token id (-1: none), rank, log-probability, top-k ids (-1: none) and
+their log-probabilities; floats are stored bit for bit."""
 
 
 class Logprob(NamedTuple):
-    """How likely a token was."""
+    """Log-probability of a token."""
 
     logprob: float
-    rank: int  # 1: the most likely; of equals the lowest id comes first
-    decoded_token: str | None = None  # its text, where somebody put it there
+    rank: int  # 1: the most likely; ties are ranked by ascending id
+    decoded_token: str | None = None  # its text; set by the server
 
 
 TokenLogprobs = dict[int, Logprob]
-"""What is told of one token of a text: of itself, then of the most likely ones beside it."""
+"""Log-probabilities at one position: of the token itself, then of the top-k tokens."""
 
-_Told_co = TypeVar("_Told_co", covariant=True)
+_Item_co = TypeVar("_Item_co", covariant=True)
 
 
 class Ready(Protocol):
-    """Tells when a copy to the host is over."""
+    """Event of a copy to the host."""
 
     def synchronize(self) -> None: ...
 
 
 class LogprobEntries:
-    """What is told of some tokens in a row.
+    """Log-probabilities of consecutive tokens.
 
     Args:
         entries: [N, ENTRY_WIDTH] int32 on the host.
-        num_top: most likely tokens to tell of each.
-        ready: of the copy to the host; None: it is over.
+        num_top: number of top-k tokens per position.
+        ready: event of the copy to the host; None: it is complete.
     """
 
     def __init__(self, entries: torch.Tensor, num_top: int, ready: Ready | None = None) -> None:
@@ -56,12 +56,12 @@ class LogprobEntries:
         return int(self._entries.shape[0])
 
     def first(self, count: int) -> LogprobEntries:
-        """What is told of the first ``count`` tokens."""
+        """Return those of the first ``count`` tokens."""
         return LogprobEntries(self._entries[:count], self._num_top, self._ready)
 
     @cached_property
-    def told(self) -> list[TokenLogprobs]:
-        """A mapping per token."""
+    def mappings(self) -> list[TokenLogprobs]:
+        """One mapping per token."""
         if self._ready is not None:
             self._ready.synchronize()
         numbers = self._entries.tolist()
@@ -69,28 +69,27 @@ class LogprobEntries:
         return [self._mapping(whole, real) for whole, real in zip(numbers, values, strict=True)]
 
     def _mapping(self, numbers: list[int], values: list[float]) -> TokenLogprobs:
-        told = {numbers[TOKEN_PLACE]: Logprob(values[VALUE_PLACE], numbers[RANK_PLACE])}
+        logprobs = {numbers[TOKEN_PLACE]: Logprob(values[VALUE_PLACE], numbers[RANK_PLACE])}
         for place in range(self._num_top):
             token = numbers[TOP_IDS_PLACE + place]
             if token >= 0:
-                # of the token itself the same stands there already
-                told.setdefault(token, Logprob(values[TOP_VALUES_PLACE + place], place + 1))
-        return told
+                logprobs.setdefault(token, Logprob(values[TOP_VALUES_PLACE + place], place + 1))
+        return logprobs
 
 
-class _ReadAsList(Sequence[_Told_co]):
-    """A sequence that is indexed, compared and shown as the list of what it iterates over."""
+class _ReadAsList(Sequence[_Item_co]):
+    """A sequence that is indexed, compared and shown like the list of its items."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[_Told_co]: ...
+    def __iter__(self) -> Iterator[_Item_co]: ...
 
     @overload
-    def __getitem__(self, place: int) -> _Told_co: ...
+    def __getitem__(self, place: int) -> _Item_co: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[_Told_co]: ...
+    def __getitem__(self, place: slice) -> list[_Item_co]: ...
 
-    def __getitem__(self, place: int | slice) -> _Told_co | list[_Told_co]:
+    def __getitem__(self, place: int | slice) -> _Item_co | list[_Item_co]:
         return list(self)[place]
 
     def __eq__(self, other: object) -> bool:
@@ -103,21 +102,21 @@ class _ReadAsList(Sequence[_Told_co]):
 
 
 class Logprobs(_ReadAsList[TokenLogprobs]):
-    """What is told of every token of a text; mappings are made when they are read."""
+    """Log-probabilities of all output tokens; the mappings are created when they are read."""
 
     def __init__(self, parts: Sequence[LogprobEntries] = ()) -> None:
         self._parts = list(parts)
 
     def append(self, part: LogprobEntries) -> None:
-        """Tell of the tokens that follow."""
+        """Append those of the next tokens."""
         self._parts.append(part)
 
     def extend(self, others: Logprobs) -> None:
-        """Tell of the tokens of another text, which follow."""
+        """Append the log-probabilities of ``others``."""
         self._parts += others._parts
 
     def first(self, count: int) -> Logprobs:
-        """What is told of the first ``count`` tokens."""
+        """Return those of the first ``count`` tokens."""
         parts = []
         for part in self._parts:
             parts.append(part.first(count))
@@ -129,17 +128,17 @@ class Logprobs(_ReadAsList[TokenLogprobs]):
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
         for part in self._parts:
-            yield from part.told
+            yield from part.mappings
 
 
 class PromptLogprobs(_ReadAsList["TokenLogprobs | None"]):
-    """What is told of a prompt's tokens as far as they were scored: of the first, None."""
+    """Log-probabilities of the prompt tokens scored so far; None for the first token."""
 
     def __init__(self) -> None:
         self._scored = Logprobs()
 
     def append(self, part: LogprobEntries) -> None:
-        """Tell of the tokens that follow."""
+        """Append those of the next tokens."""
         self._scored.append(part)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Where a request stands: its states, why it ended, and the ids that are only padding."""
+"""Request states, finish reasons and the request ids of padding rows."""
 
 from __future__ import annotations
 

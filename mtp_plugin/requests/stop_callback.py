@@ -1,4 +1,4 @@
-"""What users' own rule of stopping says of a step's requests."""
+"""Call a user's stop callback and check its result."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from typing import Any
 from mtp_plugin.errors import describe_error, format_value
 
 MAX_UNKNOWN = 10
-"""Ids that nobody asked about which are told."""
+"""Maximum number of unexpected ids that are reported."""
 MAX_DECISIONS = 10_000
-"""Ids that an answer may have."""
+"""Maximum number of ids in a result."""
 
 StopAnswer = Collection[int] | Mapping[int, int] | None
-"""Ids of requests to end behind their last token, or by id how many tokens of the output to keep;
-None: nothing ends."""
+"""Ids of requests to stop after their last token, or a mapping of ids to the number of tokens to
+keep; None: stop none."""
 
 StopCallback = Callable[[Sequence[int]], StopAnswer]
-"""Called with the ids of a step's requests that go on, or that a token of the step ends by itself,
-in the batch's order."""
+"""Called once per step with the ids of its unfinished requests and of those that just finished by a
+token, in batch order."""
 
 
 @dataclass(frozen=True)
 class StopDecisions:
-    """An answer, read."""
+    """The checked result of a stop callback."""
 
     keep: Mapping[int, int] = field(default_factory=dict)
-    """Requests to end, and how many tokens of their output stay."""
+    """Requests to stop -> number of output tokens to keep."""
     wrong: Mapping[int, str] = field(default_factory=dict)
-    """Requests of which the answer is wrong, and why."""
+    """Requests with an invalid decision -> the reason."""
     unknown: tuple[str, ...] = ()
-    """What else is wrong with the answer."""
+    """Messages about ids that are not in the step."""
 
 
 def call_stop_callback(
     callback: StopCallback, outputs: Mapping[int, tuple[int, int]]
 ) -> StopDecisions:
-    """Ask a callback, and read its answer.
+    """Call a stop callback and check its result.
 
-    A callback that raises, or answers neither with ids nor with counts, has failed for every
-    request that it was asked about.
+    A callback that raises, or returns neither ids nor counts, fails for all requests of the call.
 
     Args:
-        outputs: of the requests to ask about, by id: tokens of the output before the step, and
-            now.
+        outputs: request id -> number of output tokens before the step, and now.
     """
     try:
         answer = callback(list(outputs))
@@ -86,7 +84,7 @@ def call_stop_callback(
             )
     more = len(unknown) - MAX_UNKNOWN
     if more > 0:
-        unknown[MAX_UNKNOWN:] = [f"stop_callback: and {more} more that nobody asked about"]
+        unknown[MAX_UNKNOWN:] = [f"stop_callback: and {more} more unexpected ids"]
     return StopDecisions(keep, wrong, tuple(unknown))
 
 

@@ -1,4 +1,4 @@
-"""When a request stops: one rule for samplers, admission and the masks on the device."""
+"""Stop rule of a request, shared by samplers, admission and the masks on the device."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from mtp_plugin.requests.tokenizer import is_failure
 SERVED_OPTIONS = frozenset(
     {"max_new_tokens", "stop_token_ids", "stop", "include_stop_str_in_output", "ignore_eos"}
 )
-"""Options that the rule and the request's text give; ``min_tokens`` also needs masked logits."""
+"""Options served by stop rule and detokenizer; ``min_tokens`` also needs masked logits."""
 
 MAX_STOP_IDS = 32
-"""P: ids that end a request for which a slot has room; a warp's lanes. A request with more is never
-relaxed, and cannot hold them back for ``min_tokens``."""
+"""P: maximum number of stop ids in a slot (lanes of a warp). A request with more has no relaxed
+acceptance and cannot use ``min_tokens``."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LEN = 1024
-"""Stop strings of a request, and characters of each."""
+"""Maximum number of stop strings of a request, and of characters of each."""
 
 NO_STOP = -1
-"""Fills a row of stop ids behind the request's own."""
+"""Padding after the request's stop ids."""
 
 
 class Ending(NamedTuple):
-    """How much of a run counts, and what ends the request with it."""
+    """How many tokens of a step are kept, and why the request stops, if it does."""
 
     length: int  # tokens of the run
-    reason: FinishReason | None = None  # None: it goes on
+    reason: FinishReason | None = None  # None: it continues
     error: str | None = None  # why, where the reason is ERROR
     cause: BaseException | None = None  # what was raised there
 
 
 class TextWatch(Protocol):
-    """Gets every token that counts, in order, and knows the text."""
+    """Receives every kept token in order and watches the decoded text for stop strings."""
 
     def __call__(self, token: int, *, from_draft: bool) -> bool:
-        """Whether the text ends with this token.
+        """Return whether this token completes a stop string.
 
         Raises:
             Exception: what a tokenizer raises; the request ends with an error.
@@ -58,22 +58,22 @@ class StopRule:
     ends it. Where one token does several of these, the reason is the first in this order.
 
     Raises:
-        RequestError: a number or an id that is no integer, or ``min_tokens`` with more ids than a
-            slot has room for.
+        RequestError: a number or an id is not an integer, or ``min_tokens`` is given with more than
+            `MAX_STOP_IDS` ids.
     """
 
     max_length: int
-    """Tokens, prompt included, that the request can hold."""
+    """Maximum number of tokens, prompt included."""
     prompt_len: int = 0
     min_tokens: int = 0
-    """Tokens of the output before which no id and no word ends it."""
+    """Minimum number of output tokens before an id or a word stops the request."""
     end_ids: tuple[int, ...] = ()
     words: tuple[tuple[int, ...], ...] = ()
     """Stop words, as ids."""
     ignored_ids: tuple[int, ...] = ()
     """End ids of the model that do not end the request."""
     watch: TextWatch | None = None
-    """Of the request's text; None: it has none."""
+    """Checks for stop strings; None: there are none."""
     _ends: frozenset[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -121,16 +121,16 @@ class StopRule:
 
     @property
     def device_ids(self) -> tuple[int, ...]:
-        """The ids that end the request each by itself, stop words of one token too."""
+        """The token ids that stop the request, including stop words of one token."""
         alone = (word[0] for word in self.words if len(word) == 1)
         return tuple(dict.fromkeys((*self.end_ids, *alone)))
 
     @property
     def slot_ids(self) -> tuple[int, ...] | None:
-        """Those for the request's slot; None: more than there is room for.
+        """The stop ids stored in the request's slot; None: more than `MAX_STOP_IDS`.
 
-        Ids that are ignored stand there too, as drafts of them are no more relaxed, unless the
-        slot's ids are held back.
+        Ignored EOS ids are included, because drafts of them are never accepted by relaxed
+        acceptance, unless ``min_tokens`` masks the ids of the slot.
         """
         ids = self.device_ids
         if self.min_tokens == 0:
@@ -145,16 +145,17 @@ class StopRule:
         num_drafts: int = 0,
         tokens: Sequence[int] = (),
     ) -> Ending:
-        """Where a run of tokens ends the request, if it does.
+        """Return where the output tokens of a step stop the request, if they do.
 
         Args:
-            run: emitted tokens. length: tokens of the request before them, prompt included.
-            num_drafts: so many of the run were drafts.
-            tokens: those before the run; only stop words ask for them.
+            run: output tokens of the step.
+            length: number of tokens before them, prompt included.
+            num_drafts: number of tokens in ``run`` that are accepted drafts.
+            tokens: the tokens before ``run``; only needed for stop words.
         """
         is_plain = self.watch is None and not self.words
         if is_plain and length + len(run) < self.max_length and self._ends.isdisjoint(run):
-            return Ending(len(run))  # as in nearly every step
+            return Ending(len(run))  # the common case
         first_end = self.prompt_len + self.min_tokens
         for count, token in enumerate(run, 1):
             reason = None
@@ -188,7 +189,7 @@ class StopRule:
 
 def stop_words(listed: Any, *, are_plain: bool = False) -> list[list[int]]:
     """The words of ``py_stop_words_list`` or ``bad_words_list``: TensorRT-LLM's pair of flat tokens
-    and their running ends, equally long (-1 behind the last end), or a plain list of words; as
+    and their running ends, equally long (-1 after the last end), or a plain list of words; as
     lists, or the pair as a tensor [2, N] or [1, 2, N].
 
     Args:

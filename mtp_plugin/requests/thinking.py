@@ -1,4 +1,4 @@
-"""The thinking phase of reasoning models: its two tokens, and the phase after a run of tokens."""
+"""The thinking phase of reasoning models: its begin and end tokens, and progress through it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class ThinkingEnd:
-    """What budgets of thinking go by: the id that begins it, the ids that end it.
+    """The begin token and the end sequence that thinking budgets use.
 
     Raises:
-        ConfigError: no end or too long a one, an id below 0, or an end token that begins thinking.
+        ConfigError: the end is empty or too long, an id is negative, or begin and end are equal.
     """
 
     begin: int
     end: tuple[int, ...]
-    """Written one after the other where a budget is spent."""
+    """Forced token by token when the budget is spent."""
     end_token: int = NO_TOKEN
-    """Ends thinking by itself, but within an ``end`` that is forced."""
+    """A single token that also ends thinking, except inside a forced ``end``."""
 
     def __post_init__(self) -> None:
         for token in (self.begin, self.end_token, *self.end):
@@ -36,23 +36,23 @@ class ThinkingEnd:
         expect(
             1 <= len(self.end) <= MAX_THINKING_END and min(self.begin, *self.end) >= 0,
             ConfigError,
-            f"thinking_end: expected 1 to {MAX_THINKING_END} ids >= 0 behind a begin id >= 0, got "
-            f"{list(self.end)} behind {self.begin}",
+            f"thinking_end: expected 1 to {MAX_THINKING_END} ids >= 0 after a begin id >= 0, got "
+            f"{list(self.end)} after {self.begin}",
         )
         _expect_two(self.begin, self.end_token)
 
     def next_places(self) -> list[list[int]]:
-        """[place][j]: behind ``place`` ids of the end and its j-th id, so many of it stand last."""
+        """[place][j]: progress in the end sequence after ``place`` of its ids, then its j-th."""
         return [[self._next_progress(place, token) for token in self.end] for place in self._places]
 
     def progress_after(
         self, tokens: Sequence[int], prompt_len: int, budget: int, thought: int = -1, place: int = 0
     ) -> tuple[int, int]:
-        """Emitted tokens since thinking began (-1: it does not think), and ids of the end that
-        stand last, behind ``tokens`` of which the first ``prompt_len`` are the prompt.
+        """Return the number of thinking tokens (-1: not thinking) and the progress in the end
+        sequence after ``tokens``, of which the first ``prompt_len`` are the prompt.
 
         Args:
-            thought, place: in front of the tokens.
+            thought, place: both before the tokens.
         """
         for index, token in enumerate(tokens):
             is_forced = thought >= budget and index >= prompt_len
@@ -165,7 +165,7 @@ def resolve_thinking_end(config: Any, encode: Encode | None) -> ThinkingEnd | No
         expect(
             given is None,
             ConfigError,
-            f"thinking_end: {given} is forced behind the token that begins thinking, and the "
+            f"thinking_end: {given} is forced after the token that begins thinking, and the "
             f"config and the tokenizer give {begin} for it; expected one id",
         )
         return None

@@ -76,7 +76,7 @@ class LongestToken:
         self._read: tuple[int | None, int] | None = None
 
     def most_characters(self, num_tokens: int) -> int | None:
-        """Characters of so many tokens at most; None: the tokenizer tells no vocabulary.
+        """Return the maximum number of characters of ``num_tokens`` tokens; None: no vocabulary.
 
         Raises:
             MTPPluginError: the tokenizer raised something else.

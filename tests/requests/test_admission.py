@@ -17,7 +17,7 @@ from mtp_plugin.requests.options import HOST_OPTIONS, OPTIONS, Option
 from tests.hostile import HOSTILE, LONGEST_LINE
 
 
-def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
+def requested(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
     if sampling is not None:
         fields["sampling_config"] = SimpleNamespace(**sampling)
     return unsupported_options(SimpleNamespace(**fields))
@@ -51,12 +51,12 @@ def asked(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str]:
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
-    assert asked(sampling, py_return_log_probs=False, embedding_bias=None) == []
-    assert asked(sampling, bad_words_list=[], py_beam_width=1) == []
+    assert requested(sampling, py_return_log_probs=False, embedding_bias=None) == []
+    assert requested(sampling, bad_words_list=[], py_beam_width=1) == []
 
 
 @pytest.mark.parametrize(
-    ("sampling", "told"),
+    ("sampling", "expected"),
     [
         ({"temperature": [0.7]}, ["temperature=0.7"]),
         ({"top_p": [0.9]}, ["top_p=0.9"]),
@@ -77,8 +77,8 @@ def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:
         ({"no_repeat_ngram_size": [3]}, ["no_repeat_ngram_size=3"]),
     ],
 )
-def test_sampling_options(sampling: dict[str, Any], told: list[str]) -> None:
-    assert asked(sampling) == told
+def test_sampling_options(sampling: dict[str, Any], expected: list[str]) -> None:
+    assert requested(sampling) == expected
 
 
 NEVER_GIVEN: dict[str, tuple[Any, str]] = {
@@ -98,7 +98,7 @@ NEVER_GIVEN: dict[str, tuple[Any, str]] = {
     "py_return_context_logits": (True, "py_return_context_logits (of prompt_logprobs too)"),
     "py_return_generation_logits": (True, "py_return_generation_logits"),
 }
-"""Fields of a host by which nothing is given, with a value that asks, and how it is told."""
+"""Fields of a host that are never served, with a value and its message."""
 GIVEN = set(OPTIONS) - {*list(OPTIONS)[list(OPTIONS).index("n") :]}
 
 
@@ -107,15 +107,15 @@ def test_every_field_by_which_nothing_is_given() -> None:
     assert {*NEVER_GIVEN} == {field for row in rows for field in row.host}
 
 
-@pytest.mark.parametrize("beside", [None, 0.0, 0.7])
+@pytest.mark.parametrize("others", [None, 0.0, 0.7])
 @pytest.mark.parametrize("field", NEVER_GIVEN)
 def test_what_is_never_given_is_refused_whether_or_not_there_are_draws(
-    field: str, beside: float | None
+    field: str, others: float | None
 ) -> None:
-    value, told = NEVER_GIVEN[field]
-    request = having({"config.temperature": beside, field: value})
-    assert unsupported_options(request, served=GIVEN) == [told]
-    assert unsupported_options(request, always_greedy=True, served=GIVEN) == [told]
+    value, expected = NEVER_GIVEN[field]
+    request = having({"config.temperature": others, field: value})
+    assert unsupported_options(request, served=GIVEN) == [expected]
+    assert unsupported_options(request, always_greedy=True, served=GIVEN) == [expected]
 
 
 class Raw(Enum):
@@ -125,7 +125,7 @@ class Raw(Enum):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({"py_return_log_probs": True}, ["py_return_log_probs"]),
         ({"py_beam_width": 2}, ["beam_width=2"]),
@@ -143,8 +143,8 @@ class Raw(Enum):
         ({"guided_decoding_params": object()}, ["guided_decoding_params"]),
     ],
 )
-def test_fields_of_the_request(fields: dict[str, Any], told: list[str]) -> None:
-    assert asked(**fields) == told
+def test_fields_of_the_request(fields: dict[str, Any], expected: list[str]) -> None:
+    assert requested(**fields) == expected
 
 
 def test_where_decoding_is_greedy_anyway() -> None:
@@ -155,12 +155,12 @@ def test_where_decoding_is_greedy_anyway() -> None:
 
 
 def test_every_option_is_named_at_once() -> None:
-    told = asked(
+    expected = requested(
         {"temperature": [0.7], "repetition_penalty": [1.3], "beam_width": 1},
         py_return_context_logits=True,
         bad_words_list=[[3]],
     )
-    assert told == [
+    assert expected == [
         "py_return_context_logits (of prompt_logprobs too)",
         "bad_words_list",
         "temperature=0.7",
@@ -173,15 +173,15 @@ def test_what_is_served_is_not_refused() -> None:
         sampling_config=SimpleNamespace(min_length=[8], temperature=[0.7]),
         py_relaxed_acceptance=False,
     )
-    told = ["py_relaxed_acceptance", "min_length=8", "temperature=0.7"]
-    assert unsupported_options(request) == told
-    assert unsupported_options(request, served={"min_tokens", "relaxed_acceptance"}) == told[2:]
+    expected = ["py_relaxed_acceptance", "min_length=8", "temperature=0.7"]
+    assert unsupported_options(request) == expected
+    assert unsupported_options(request, served={"min_tokens", "relaxed_acceptance"}) == expected[2:]
     # a draw is refused by its own name alone
-    assert unsupported_options(request, served={"temperature"}) == told[:2]
+    assert unsupported_options(request, served={"temperature"}) == expected[:2]
 
 
 @pytest.mark.parametrize(
-    ("fields", "sampling", "told"),
+    ("fields", "sampling", "expected"),
     [
         ({}, {"repetition_penalty": [0.0]}, "repetition_penalty: expected a finite number > 0"),
         ({}, {"presence_penalty": [math.inf]}, "presence_penalty: expected a finite number"),
@@ -252,38 +252,38 @@ def test_what_is_served_is_not_refused() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_values_of_a_host_that_cannot_be(
-    fields: dict[str, Any], sampling: dict[str, Any], told: str
+    fields: dict[str, Any], sampling: dict[str, Any], expected: str
 ) -> None:
-    """Each is told beside what else is refused, and never read."""
+    """Each is reported together with other refusals, and never read."""
     config = SimpleNamespace(**sampling, no_repeat_ngram_size=[3])
     request = SimpleNamespace(**fields, sampling_config=config)
     (problem, other) = unsupported_options(request, served=SERVED)
-    assert problem.startswith(told)
+    assert problem.startswith(expected)
     assert other == "no_repeat_ngram_size=3"
     sound = {"temperature"} if "random_seed" in sampling else set()
     assert host_values(request).keys() == {"no_repeat_ngram_size", *sound}
 
 
-@pytest.mark.thinned("beside")
+@pytest.mark.thinned("others")
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("beside", [{}, {"config.temperature": [0.5]}], ids=["alone", "drawn"])
-def test_no_value_of_a_host_ends_in_another_error(value: Any, beside: dict[str, Any]) -> None:
+@pytest.mark.parametrize("others", [{}, {"config.temperature": [0.5]}], ids=["alone", "sampled"])
+def test_no_value_of_a_host_ends_in_another_error(value: Any, others: dict[str, Any]) -> None:
     """Each does nothing, is read as it may be, or is refused in a line that can be read."""
     fields = {field for row in (*OPTIONS.values(), *HOST_OPTIONS) for field in row.host}
     for field in sorted({*fields, "py_num_logprobs"}):
         flag = {"py_return_log_probs": True} if "logprobs" in field else {}
         for given in (value, [value]):
-            request = having({**beside, **flag, field: given})
+            request = having({**others, **flag, field: given})
             for served in (OPTIONS, ()):
-                told = unsupported_options(request, served=served)
-                assert all(len(line) < LONGEST_LINE for line in told)
+                expected = unsupported_options(request, served=served)
+                assert all(len(line) < LONGEST_LINE for line in expected)
             for name, read in host_values(request).items():
                 row = OPTIONS[name]
                 if name not in ("logit_bias", "bad_words", "logprobs"):
                     assert row.values.allows(read), (field, read)
 
 
-def test_a_draw_that_cannot_be_is_told_where_there_are_draws() -> None:
+def test_a_draw_that_cannot_be_is_reported_where_there_are_draws() -> None:
     config = SimpleNamespace(temperature=[0.0], top_p=[1.5])
     assert unsupported_options(SimpleNamespace(sampling_config=config), served=SERVED) == []
 
@@ -313,29 +313,29 @@ def having(fields: dict[str, Any]) -> SimpleNamespace:
 
 @pytest.mark.parametrize("row", READ, ids=lambda row: row.name)
 def test_the_first_field_that_is_there_counts(row: Option) -> None:
-    asks: Any = not row.neutral if isinstance(row.neutral, bool) else 7
-    asks = 0 if row.name == "n" else asks
-    value = 0 if row.name == "logprobs" else asks  # a flag beside a number
+    requested_value: Any = not row.neutral if isinstance(row.neutral, bool) else 7
+    requested_value = 0 if row.name == "n" else requested_value
+    value = 0 if row.name == "logprobs" else requested_value  # a flag with a number
     names = row.host
-    if row.name == "logprobs_mode":  # of nothing where nothing is told
+    if row.name == "logprobs_mode":  # no effect without log-probabilities
         assert host_options(having({"py_logprobs_mode": "processed"})) == []
         return
     for place, name in enumerate(names):
         before = dict.fromkeys(names[:place])  # they are there, and say nothing
-        behind = dict.fromkeys(names[place + 1 :], asks)
-        (found,) = host_options(having({**before, name: asks, **behind}))
+        following = dict.fromkeys(names[place + 1 :], requested_value)
+        (found,) = host_options(having({**before, name: requested_value, **following}))
         assert (found.option, found.field, found.value) == (row, name, value)
         neutral = row.neutral
         if isinstance(neutral, (int, float)):
-            assert host_options(having({**before, name: neutral, **behind})) == []
+            assert host_options(having({**before, name: neutral, **following})) == []
     assert host_options(having(dict.fromkeys(names))) == []
     assert host_options(having(dict.fromkeys(names, ()))) == []
 
 
 def test_how_many_log_probabilities() -> None:
-    for number, told in ((None, 0), (0, 0), (3, 3), (True, 1)):
+    for number, expected in ((None, 0), (0, 0), (3, 3), (True, 1)):
         request = SimpleNamespace(py_return_log_probs=True, py_num_logprobs=number)
-        assert host_values(request) == {"logprobs": told}
+        assert host_values(request) == {"logprobs": expected}
     assert host_values(SimpleNamespace(py_return_log_probs=True)) == {"logprobs": 0}
     assert host_values(SimpleNamespace(py_return_log_probs=False, py_num_logprobs=3)) == {}
 
@@ -352,8 +352,8 @@ def test_plain_words_are_never_taken_for_a_pair() -> None:
 def test_draws_are_left_out_of_greedy_decoding() -> None:
     greedy = SimpleNamespace(temperature=[0.0], top_k=[50], random_seed=[7], min_length=[3])
     assert host_values(SimpleNamespace(sampling_config=greedy)) == {"min_tokens": 3}
-    drawn = SimpleNamespace(top_p_decay=[0.5])
-    assert host_values(SimpleNamespace(sampling_config=drawn)) == {"top_p_decay": 0.5}
+    sampled = SimpleNamespace(top_p_decay=[0.5])
+    assert host_values(SimpleNamespace(sampling_config=sampled)) == {"top_p_decay": 0.5}
 
 
 def test_a_request_without_a_config() -> None:

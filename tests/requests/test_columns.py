@@ -1,4 +1,4 @@
-"""The int32 of a slot: what stands for a number, and where."""
+"""The int32 of a slot: how numbers are stored, and where."""
 
 from __future__ import annotations
 
@@ -123,18 +123,18 @@ def test_a_row_of_floats_is_filled_up() -> None:
 @pytest.mark.parametrize("kind", [int, float])
 @pytest.mark.parametrize(("width", "value"), [(1, [1, 2]), (3, range(4))])
 def test_more_numbers_than_there_is_room_for(kind: type, width: int, value: object) -> None:
-    """They would shift whatever stands behind."""
+    """They would shift the columns after them."""
     column = SlotColumn("many", kind, 0, width)
-    told = f"slot column many: expected at most {width} numbers, got {width + 1}"
-    with pytest.raises(MetadataError, match=told):
+    expected_value = f"slot column many: expected at most {width} numbers, got {width + 1}"
+    with pytest.raises(MetadataError, match=expected_value):
         column.bits(value)
-    with pytest.raises(MetadataError, match=told):
+    with pytest.raises(MetadataError, match=expected_value):
         TableColumns((*REQUEST_COLUMNS, column)).row({"many": value})
 
 
 # --- places ---
 
-columns_behind = st.lists(
+more_columns = st.lists(
     st.builds(
         SlotColumn,
         name=st.text("abcdef", min_size=1, max_size=3),
@@ -147,12 +147,12 @@ columns_behind = st.lists(
 )
 
 
-@given(behind=columns_behind)
-def test_request_columns_are_at_the_same_places_in_every_table(behind: list[SlotColumn]) -> None:
-    columns = TableColumns((*REQUEST_COLUMNS, *behind))
+@given(following=more_columns)
+def test_request_columns_are_at_the_same_places_in_every_table(following: list[SlotColumn]) -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, *following))
     assert [columns.offset(name) for name in NAMES] == [request_column(name) for name in NAMES]
     assert columns.width == sum(column.width for column in columns.columns)
-    # one behind the other, without a gap
+    # one after the other, without a gap
     end = 0
     for column in columns.columns:
         assert columns.offset(column.name) == end
@@ -162,9 +162,11 @@ def test_request_columns_are_at_the_same_places_in_every_table(behind: list[Slot
     assert end == columns.width == len(columns.row({}))
 
 
-@given(behind=columns_behind, data=st.data())
-def test_a_row_has_every_number_at_its_place(behind: list[SlotColumn], data: st.DataObject) -> None:
-    columns = TableColumns((*REQUEST_COLUMNS, *behind))
+@given(following=more_columns, data=st.data())
+def test_a_row_has_every_number_at_its_place(
+    following: list[SlotColumn], data: st.DataObject
+) -> None:
+    columns = TableColumns((*REQUEST_COLUMNS, *following))
     named = data.draw(st.lists(st.sampled_from(columns.columns), unique_by=lambda c: c.name))
     numbers = st.integers(-1000, 1000)
     values = {
@@ -206,13 +208,13 @@ def test_names_that_there_are_not() -> None:
 @pytest.mark.parametrize("name", ["number", "mine"])
 def test_columns_of_one_name(name: str) -> None:
     """A mode that takes the name of another's column, or of a request's."""
-    behind = [SlotColumn("mine", int), SlotColumn(name, float)]
+    following = [SlotColumn("mine", int), SlotColumn(name, float)]
     with pytest.raises(ConfigError, match=f"columns of different names, got {name} twice"):
-        TableColumns((*REQUEST_COLUMNS, *behind))
+        TableColumns((*REQUEST_COLUMNS, *following))
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "expected_value"),
     [
         ((), "no columns"),
         (REQUEST_COLUMNS[1:], ", ".join(NAMES[1:])),
@@ -221,11 +223,11 @@ def test_columns_of_one_name(name: str) -> None:
     ],
 )
 def test_a_table_without_the_columns_of_requests_in_front(
-    columns: tuple[SlotColumn, ...], told: str
+    columns: tuple[SlotColumn, ...], expected_value: str
 ) -> None:
     """Kernels know where those are."""
     expected = f"expected {', '.join(NAMES)} in front"
-    with pytest.raises(ConfigError, match=f"slot table: {expected}, got {told}"):
+    with pytest.raises(ConfigError, match=f"slot table: {expected}, got {expected_value}"):
         TableColumns(columns)
 
 

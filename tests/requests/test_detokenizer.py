@@ -79,7 +79,7 @@ STOPS = [
     Stop(["ab", "ab", "c"], ("abc",), "ab", 3, "a repeated prefix"),
     Stop(["caf", b"\xc3", b"\xa9!", "z"], ("é",), "caf", 3, "a character split over two tokens"),
     Stop([b"\xf0\x9f", b"\x98", b"\x80", "z"], ("😀",), "", 3, "a character in three tokens"),
-    Stop(["a\n\n\xe2\x82".encode("latin-1"), b"\xac"], ("\n\n",), "a", 1, "a stop beside bytes"),
+    Stop(["a\n\n\xe2\x82".encode("latin-1"), b"\xac"], ("\n\n",), "a", 1, "a stop next to bytes"),
     Stop(["a", b"\xe2\x82", "END"], ("END",), "a" + BAD, 3, "a broken character before the stop"),
 ]
 
@@ -146,7 +146,7 @@ def test_min_tokens_lets_an_early_stop_pass() -> None:
     assert read(pieces, ("STOP",), min_tokens=4)[::2] == ("aSTOPbSTOPc", 5)
 
 
-def test_an_early_stop_is_not_found_later_beside_a_longer_one() -> None:
+def test_an_early_stop_is_not_found_later_with_a_longer_one() -> None:
     pieces = ["a", "STOP", "b", "c"]
     assert read(pieces, ("STOP", "a longer one"), min_tokens=2)[::2] == ("aSTOPbc", 4)
 
@@ -198,7 +198,7 @@ def test_full_text_of_an_unfinished_request_has_the_unfinished_character() -> No
     assert text.drain(final=False) == [Segment("a", False)]
 
 
-def test_segments_tell_drafts_from_the_targets_own_tokens() -> None:
+def test_segments_report_drafts_from_the_targets_own_tokens() -> None:
     text = RequestText(Pieces(["a", "b", "c", "d"]))
     for token, from_draft in enumerate([False, True, True, False]):
         text.push(token, from_draft=from_draft)
@@ -250,7 +250,7 @@ RUNS = [
     Run([b"\xe2", b"\x82"], BAD, "unfinished characters"),
     Run([b"\xf0", b"\x90", b"\x80"], BAD, "longer ones"),
     Run([b"\xe2\x82\xe2"], BAD * 2, "several in one token"),
-    Run([b"a\xe2"], "a" + BAD, "letters beside them"),
+    Run([b"a\xe2"], "a" + BAD, "letters next to them"),
 ]
 
 
@@ -483,7 +483,7 @@ class Narrow(PreTrainedTokenizerFast):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_a_tokenizer_with_an_encoding_of_its_own_is_asked_for_nothing_new() -> None:
+def test_a_tokenizer_with_an_encoding_of_its_own_needs_nothing_new() -> None:
     options = {"tokenizer_object": BYTE_LEVEL.backend_tokenizer}
     ids = BYTE_LEVEL.encode("a b")
     assert encode(Narrow(**options), "a b") == encode(BYTE_LEVEL, "a b") == ids

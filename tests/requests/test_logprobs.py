@@ -1,4 +1,4 @@
-"""What is told of tokens is made when somebody reads it."""
+"""Log-probabilities of tokens are created when they are read."""
 
 from __future__ import annotations
 

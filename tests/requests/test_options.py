@@ -1,4 +1,4 @@
-"""What a request may ask for: the table, the ranges, and what counts as asked for."""
+"""Request options: the table, the ranges, and which options count as requested."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_neutral_value_and_none_change_nothing(option: Option) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_neutral_value_is_never_asked_for(name: str) -> None:
+def test_a_neutral_value_is_never_requested(name: str) -> None:
     params = SamplingParams(**{name: OPTIONS[name].neutral})
     assert name not in params.requested_options()
     most = [] if name == "max_new_tokens" else ["max_new_tokens=32"]
@@ -86,11 +86,11 @@ def test_a_neutral_value_is_never_asked_for(name: str) -> None:
 def test_columns_hold_numbers() -> None:
     """What a slot holds of a request that does not ask changes nothing."""
     held = {column.name: column for column in REQUEST_COLUMNS}
-    asked = {name: option for name, option in OPTIONS.items() if option.column is not None}
+    requested = {name: option for name, option in OPTIONS.items() if option.column is not None}
     penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
     draws = {"temperature", "top_k", "top_p", "min_p"}
-    assert set(asked) == draws | penalties | {"min_tokens", "logprobs", "thinking_token_budget"}
-    for name, option in asked.items():
+    assert set(requested) == draws | penalties | {"min_tokens", "logprobs", "thinking_token_budget"}
+    for name, option in requested.items():
         assert option.column in (int, float)
         assert not isinstance(option.empty, bool)
         assert option.neutral in (None, option.empty)
@@ -99,7 +99,7 @@ def test_columns_hold_numbers() -> None:
 
 
 def test_every_option_is_served_or_refused() -> None:
-    """Nobody serves a name that is no option, and none of those that stay refused."""
+    """No component serves a name that is no option, and none of those that stay refused."""
     own = SERVED - {"min_tokens"}
     assert own <= OWN_OPTIONS
     assert set(OPTIONS) >= (OWN_OPTIONS | LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS)
@@ -131,8 +131,8 @@ TOP = "an integer from 0 to 20"
 INF, NAN = float("inf"), float("nan")
 
 
-def out_of_range(name: str, value: Any, words: str, told: str | None = None) -> Refused:
-    return Refused({name: value}, f"{name} must be {words}, got {told or repr(value)}")
+def out_of_range(name: str, value: Any, words: str, expected: str | None = None) -> Refused:
+    return Refused({name: value}, f"{name} must be {words}, got {expected or repr(value)}")
 
 
 REFUSED = [
@@ -234,7 +234,7 @@ REFUSED = [
     out_of_range("allowed_token_ids", [-1], SEQUENCE_OF_IDS, "(-1,)"),
     Refused(
         {"allowed_token_ids": [3, 4], "bad_token_ids": [3], "bad_words": [[4]]},
-        "allowed_token_ids: none is left beside bad_words and bad_token_ids",
+        "allowed_token_ids: none is left without bad_words and bad_token_ids",
     ),
     Refused({"allowed_token_ids": []}, "allowed_token_ids: names no id"),
     out_of_range("bad_words", [""], WORDS, "('',)"),
@@ -310,7 +310,7 @@ def test_all_wrong_values_are_named_at_once() -> None:
                 "relaxed_topk=3 contradicts relaxed_acceptance=False",
             ),
         ),
-        (  # what a wrong value would have stood beside, nobody knows
+        (  # conflicts of an invalid value are unknown
             {
                 "max_tokens": 0,
                 "min_tokens": 50,
@@ -323,9 +323,9 @@ def test_all_wrong_values_are_named_at_once() -> None:
             ),
         ),
     ],
-    ids=["unknown", "doubled", "beside each other", "no guesses"],
+    ids=["unknown", "doubled", "both names", "no guesses"],
 )
-def test_reasons_of_every_kind_are_told_in_one_line(
+def test_reasons_of_every_kind_are_reported_in_one_line(
     options: dict[str, Any], reasons: tuple[str, ...]
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -334,7 +334,7 @@ def test_reasons_of_every_kind_are_told_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"max_token": 3}, "max_token: unknown option; did you mean max_tokens?"),
         ({"max_newtokens": 3}, "max_newtokens: unknown option; did you mean max_new_tokens?"),
@@ -348,16 +348,16 @@ def test_reasons_of_every_kind_are_told_in_one_line(
     ],
     ids=str,
 )
-def test_an_unknown_option_says_which_one_was_meant(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(told)}"):
+def test_an_unknown_option_says_which_one_was_meant(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(expected)}"):
         SamplingParams(**options)
 
 
 def test_an_unknown_option_of_a_long_name() -> None:
     with pytest.raises(RequestError) as refused:
         SamplingParams(**{"x" * 10**5: 1})
-    told = f"sampling parameters: '{'x' * 200}'...: unknown option; expected one of "
-    assert str(refused.value).startswith(told)
+    expected = f"sampling parameters: '{'x' * 200}'...: unknown option; expected one of "
+    assert str(refused.value).startswith(expected)
 
 
 def test_the_signature_is_that_of_the_table() -> None:
@@ -366,7 +366,7 @@ def test_the_signature_is_that_of_the_table() -> None:
 
 
 class OutputKind(Enum):
-    """How an engine tells outputs, as vLLM numbers it."""
+    """How an engine reports outputs, as vLLM numbers it."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -413,7 +413,7 @@ def test_what_other_engines_presume_changes_nothing(options: dict[str, Any]) -> 
 class Elsewhere(NamedTuple):
     """An option of other engines alone."""
 
-    taken: str  # as it is told
+    taken: str  # as it is reported
     neutral: tuple[Any, ...]
     others: tuple[Any, ...]  # each refused
 
@@ -548,7 +548,7 @@ def test_one_bias_under_two_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"max_tokens": np.bool_(True)}, "max_tokens must be an integer >= 1, got True"),
         ({"temperature": np.bool_(False)}, "temperature must be a number >= 0, got False"),
@@ -570,8 +570,8 @@ def test_one_bias_under_two_names() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_number_of_any_kind(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(told)}$"):
+def test_what_is_no_number_of_any_kind(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError, match=f"^sampling parameters: {re.escape(expected)}$"):
         SamplingParams(**options)
 
 
@@ -587,7 +587,7 @@ def test_frozen() -> None:
 
 
 def test_what_counts_as_greedy() -> None:
-    """R27: an unset temperature beside a set option samples; 0, top_k 1 and top_p 0 do not."""
+    """R27: an unset temperature with a set option samples; 0, top_k 1 and top_p 0 do not."""
     table = itertools.product(
         (None, 0, 9e-6, 1e-5, 0.7, 1), (None, 0, 1, 50), (None, 0, 0.9, 1), (None, 0, 0.1)
     )
@@ -625,7 +625,7 @@ UNSUPPORTED = {
     "logits_processor": ["f"],
     "guided_decoding": {"json": {}},
 }
-"""Beside what is `SERVED`; some of it others serve."""
+"""With what is `SERVED`; some of it others serve."""
 
 
 def test_everything_that_stays_refused_is_among_those() -> None:
@@ -635,8 +635,8 @@ def test_everything_that_stays_refused_is_among_those() -> None:
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_option_is_named_with_its_value(name: str) -> None:
     value = UNSUPPORTED[name]
-    for beside in ({}, {"temperature": 0}, {"top_k": 1, "temperature": 0.7}):
-        params = SamplingParams(**beside, **{name: value})
+    for others_value in ({}, {"temperature": 0}, {"top_k": 1, "temperature": 0.7}):
+        params = SamplingParams(**others_value, **{name: value})
         assert params.unsupported(SERVED) == [f"{name}={value!r}"]
 
 
@@ -693,18 +693,18 @@ class Mode(Enum):
 
 def test_unserved_options_are_called_as_the_user_did() -> None:
     params = SamplingParams(logits_processors=[3], bad=[[4]], structured_outputs="a", max_tokens=5)
-    told = ["bad=((4,),)", "logits_processors=[3]", "structured_outputs='a'"]
-    assert params.unsupported({"max_new_tokens"}) == told
+    expected = ["bad=((4,),)", "logits_processors=[3]", "structured_outputs='a'"]
+    assert params.unsupported({"max_new_tokens"}) == expected
     # of a copy only what it is here is known
     copied = ["bad_words=((4,),)", "logits_processor=[3]", "guided_decoding='a'"]
     assert dataclasses.replace(params, seed=3).unsupported({"max_new_tokens"}) == copied
 
 
 @pytest.mark.parametrize("mode", [None, "raw", "processed", *Mode])
-@pytest.mark.parametrize("told", ["raw", "processed"])
-def test_what_log_probabilities_are_of(mode: Any, told: str) -> None:
+@pytest.mark.parametrize("expected", ["raw", "processed"])
+def test_what_log_probabilities_are_of(mode: Any, expected: str) -> None:
     """What the config says changes nothing, and all else is refused by name."""
-    served = {*OPTIONS} - ({"logprobs_mode"} if told == "raw" else set())
+    served = {*OPTIONS} - ({"logprobs_mode"} if expected == "raw" else set())
     params = SamplingParams(logprobs=0, logprobs_mode=mode)
     name = getattr(mode, "value", mode)
     refused = {
@@ -714,14 +714,14 @@ def test_what_log_probabilities_are_of(mode: Any, told: str) -> None:
         ]
         for pair in (("processed", "raw"), ("raw", "processed"))
     }
-    assert params.unsupported(served) == refused.get((name, told), [])
-    # where none are told the mode is of nothing
+    assert params.unsupported(served) == refused.get((name, expected), [])
+    # without log-probabilities the mode has no effect
     assert SamplingParams(logprobs_mode=mode).unsupported(served) == []
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_log_probabilities_as_a_flag(name: str) -> None:
-    """As in other engines, the most likely token's beside each."""
+    """As in other engines, with those of the most likely token."""
     for flag in (True, np.bool_(True)):
         assert SamplingParams(**{name: flag}).requested_options() == {"max_new_tokens": 32, name: 1}
     for flag in (False, np.bool_(False)):
@@ -763,7 +763,7 @@ def taken(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def test_every_option_with_a_range_is_drawn() -> None:
+def test_every_option_with_a_range_is_sampled() -> None:
     unranged = {name for name, option in OPTIONS.items() if option.values.words == "anything"}
     assert unranged == {*list(OPTIONS)[list(OPTIONS).index("n") + 1 :]}
     assert set(ALLOWED) == set(OPTIONS) - unranged
@@ -783,9 +783,9 @@ def test_a_range_takes_what_is_in_it(name: str, data: Any) -> None:
 @given(data=st.data())
 def test_a_range_refuses_what_lies_outside(name: str, data: Any) -> None:
     value = data.draw(outside(name))
-    told = taken(value) if name in SEQUENCES else value
-    told = re.escape(f"{name} must be {OPTIONS[name].values.words}, got {told!r}")
-    with pytest.raises(RequestError, match=told):
+    expected = taken(value) if name in SEQUENCES else value
+    expected = re.escape(f"{name} must be {OPTIONS[name].values.words}, got {expected!r}")
+    with pytest.raises(RequestError, match=expected):
         SamplingParams(**{name: value})
 
 
@@ -833,7 +833,7 @@ OTHERS = [(name, other) for name, option in OPTIONS.items() for other in option.
 
 @pytest.mark.parametrize(("name", "other"), OTHERS)
 def test_the_names_of_other_engines(name: str, other: str) -> None:
-    """They are the option: given beside it with the same value, it stands once."""
+    """They are the same option: given twice with the same value, it counts once."""
     value = {"logit_bias": {3: 1.0}, "bad_words": ["a"]}.get(name, 7)
     as_ours = SamplingParams(**{name: value})
     assert SamplingParams(**{other: value}) == as_ours
@@ -891,13 +891,13 @@ def test_a_bias_that_has_one_of_each_id(name: str, kind: Any) -> None:
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize(("name", "other"), OTHERS)
 def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, value: Any) -> None:
-    """Under both names, beside a sound one and beside another of its kind."""
+    """Under both names, with a sound one and with another of its kind."""
     sound = {"logit_bias": {3: 1.0}, "bad_words": ["a"]}.get(name, 7)
     twin = copy.copy(value) if isinstance(value, (list, torch.Tensor, np.ndarray)) else value
     for ours, theirs in ((value, sound), (sound, value), (value, value), (value, twin)):
         with suppress_short(RequestError):
             params = SamplingParams(**{name: ours, other: theirs})
-            assert all(len(told) < LONGEST_LINE for told in params.unsupported(()))
+            assert all(len(expected) < LONGEST_LINE for expected in params.unsupported(()))
 
 
 @pytest.mark.parametrize(
@@ -925,7 +925,7 @@ def test_no_two_values_of_an_option_end_in_another_error(name: str, other: str, 
     ],
     ids=["digits", "characters", "arrays", "an empty list"],
 )
-def test_two_values_that_are_told(options: dict[str, Any], message: str) -> None:
+def test_two_values_that_are_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:
         SamplingParams(**options)
     assert str(refused.value).startswith(f"sampling parameters: {message}")
@@ -985,23 +985,23 @@ def test_as_many_tokens_as_there_is_room_for(name: str) -> None:
 )
 def test_neutral_values_are_what_they_are_in_the_field(options: dict[str, Any]) -> None:
     draws = {name: value for name, value in options.items() if name == "temperature" and value}
-    asked = SamplingParams(**options).requested_options()
-    assert asked == {"max_new_tokens": 32, **draws}
+    requested = SamplingParams(**options).requested_options()
+    assert requested == {"max_new_tokens": 32, **draws}
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_all_ids_are_drawn_from(top_k: int) -> None:
-    """Beside a temperature; and both mean the same."""
+def test_all_ids_are_sampled_from(top_k: int) -> None:
+    """With a temperature; and both mean the same."""
     params = SamplingParams(temperature=0.5, top_k=top_k, top_p=1, min_p=0)
     assert params.top_k == 0
     assert params.unsupported({"max_new_tokens", "temperature", "top_k", "top_p", "min_p"}) == []
     assert params == SamplingParams(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0)
 
 
-# --- what is asked for ---
+# --- what is requested ---
 
 
-def test_what_is_asked_for_is_what_changes_something() -> None:
+def test_what_needs_is_what_changes_something() -> None:
     assert SamplingParams().requested_options() == {"max_new_tokens": 32}
     options = {
         "max_new_tokens": 9,
@@ -1019,13 +1019,13 @@ def test_what_is_asked_for_is_what_changes_something() -> None:
     assert list(SamplingParams(**options).requested_options()) == list(options)
 
 
-def test_what_is_asked_of_draws_counts_where_there_are_any() -> None:
+def test_what_is_requested_of_draws_counts_where_there_are_any() -> None:
     draws = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3}
-    asked = {"max_new_tokens": 32, **draws}
-    assert SamplingParams(**draws).requested_options() == asked
+    requested = {"max_new_tokens": 32, **draws}
+    assert SamplingParams(**draws).requested_options() == requested
     for greedy in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0}):
         assert SamplingParams(**{**draws, **greedy}).requested_options() == {"max_new_tokens": 32}
-    # which drafts there may be says the config, whoever asks
+    # which drafts there may be is decided by the config
     drafts = {"verification": "block", "draft_sampling": "plain"}
     assert SamplingParams(temperature=0, **drafts).requested_options() == {
         "max_new_tokens": 32,
@@ -1041,7 +1041,7 @@ def test_options_that_are_served_are_supported() -> None:
     assert params.unsupported(OPTIONS) == []
 
 
-def test_who_makes_no_drafts_is_asked_for_all_else() -> None:
+def test_who_makes_no_drafts_needs_all_else() -> None:
     drafts = {"speculate": False, "max_draft_len": 1, "draft_sampling": "greedy"}
     relaxed = {"relaxed_topk": 2, "relaxed_delta": 0.5}
     for of_drafts in (
@@ -1049,9 +1049,9 @@ def test_who_makes_no_drafts_is_asked_for_all_else() -> None:
         {**drafts, "verification": "block", **relaxed},
     ):
         others = {"max_new_tokens": 9, "logit_bias": {3: 1.0}, "thinking_token_budget": 4}
-        asked = SamplingParams(**of_drafts, **others)
-        assert asked.requested_options().keys() == {*of_drafts, *others}
-        assert asked.without_drafts() == SamplingParams(**others)
+        requested = SamplingParams(**of_drafts, **others)
+        assert requested.requested_options().keys() == {*of_drafts, *others}
+        assert requested.without_drafts() == SamplingParams(**others)
 
 
 def test_edits_of_the_logits() -> None:
@@ -1075,7 +1075,7 @@ def test_greedy_by_the_name_of_the_options_alone() -> None:
     assert is_greedy({"temperature": 0.0, "min_p": 0.5})
 
 
-# --- values that nobody means ---
+# --- values that make no sense ---
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
@@ -1084,7 +1084,7 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
     for field in dataclasses.fields(SamplingParams):
         with suppress_short(RequestError):
             params = SamplingParams(**{field.name: value})
-            assert all(len(told) < LONGEST_LINE for told in params.unsupported(()))
+            assert all(len(expected) < LONGEST_LINE for expected in params.unsupported(()))
 
 
 @pytest.mark.parametrize(
@@ -1105,7 +1105,7 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
             "relaxed_topk=an integer of 16610 bits needs greedy decoding, and this request samples",
         ),
     ],
-    ids=["an array", "an array among names", "least", "most", "beside draws"],
+    ids=["an array", "an array among names", "least", "most", "with sampling"],
 )
 def test_values_that_have_no_short_spelling(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:

@@ -23,7 +23,7 @@ def test_words_are_those_of_random123(counter, key, words) -> None:
     ],
 )
 def test_a_request_without_a_seed_has_philox_of_its_number(engine_seed, number, words) -> None:
-    """The first two words behind the counter (number, 0, 0, 0) and the engine's seed as the key."""
+    """The first two words after the counter (number, 0, 0, 0) and the engine's seed as the key."""
     found = seed_words(None, number, engine_seed)
     assert tuple(word % 2**32 for word in found) == words
     assert all(-(2**31) <= word < 2**31 for word in found)

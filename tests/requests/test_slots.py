@@ -72,17 +72,17 @@ def test_shutdown_makes_the_pool_whole() -> None:
 
 def test_churn() -> None:
     """10,000 times some end, some twice, and others start; no slot is lost or shared."""
-    dice = random.Random(8)
+    rng = random.Random(8)
     slots = SlotManager(17)
     live: list[int] = []
     next_id = 0
     for _ in range(10_000):
-        for request_id in dice.sample(live, dice.randint(0, len(live))):
+        for request_id in rng.sample(live, rng.randint(0, len(live))):
             live.remove(request_id)
             slots.remove_slot(request_id)
-            if dice.random() < 0.2:
+            if rng.random() < 0.2:
                 slots.remove_slot(request_id)
-        for _ in range(dice.randint(0, 17 - len(live))):
+        for _ in range(rng.randint(0, 17 - len(live))):
             live.append(next_id)
             slots.add_slot(next_id)
             next_id += 1

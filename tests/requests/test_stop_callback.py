@@ -16,14 +16,14 @@ OUTPUTS = {7: (4, 7), 3: (0, 1), 9: (2, 4)}
 
 
 def answered(answer: Any) -> StopDecisions:
-    asked: list[Sequence[int]] = []
+    requested: list[Sequence[int]] = []
 
     def callback(ids: Sequence[int]) -> Any:
-        asked.append(ids)
+        requested.append(ids)
         return answer
 
     decisions = call_stop_callback(callback, OUTPUTS)
-    assert asked == [[7, 3, 9]]
+    assert requested == [[7, 3, 9]]
     return decisions
 
 
@@ -33,7 +33,7 @@ def test_nothing_ends(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [[9, 7], (7, 9), {7, 9}, [7, 7, 9], {7: 7, 9: 4}.keys()])
-def test_ids_end_behind_their_last_token(answer: Any) -> None:
+def test_ids_end_after_their_last_token(answer: Any) -> None:
     assert answered(answer) == StopDecisions({7: 7, 9: 4})
 
 
@@ -58,7 +58,7 @@ def test_counts_that_cannot_be(kept: Any) -> None:
 
 @pytest.mark.parametrize("stranger", [8, -1, "7", 7.0, True, None, (7,)])
 @pytest.mark.parametrize("kind", [list, dict])
-def test_ids_that_were_not_asked_about(stranger: Any, kind: type) -> None:
+def test_ids_that_were_not_expected(stranger: Any, kind: type) -> None:
     answer = [stranger, 9] if kind is list else {stranger: 1, 9: 4}
     why = f"stop_callback: expected ids among 7, 3, 9, got {stranger!r}"
     assert answered(answer) == StopDecisions({9: 4}, {}, (why,))
@@ -90,7 +90,7 @@ def test_an_interrupt_is_none_of_its_answers() -> None:
         call_stop_callback(callback, OUTPUTS)
 
 
-def test_more_ids_than_anybody_asked_about() -> None:
+def test_more_ids_than_anybody_expected() -> None:
     why = "stop_callback: expected at most 10000 ids, got 10001"
     assert answered([1] * 10_001) == StopDecisions(wrong=dict.fromkeys(OUTPUTS, why))
 
@@ -99,7 +99,7 @@ def test_many_strangers_are_cut() -> None:
     decisions = answered([9, *range(100, 130)])
     assert decisions.keep == {9: 4}
     assert len(decisions.unknown) == 11
-    assert decisions.unknown[-1] == "stop_callback: and 20 more that nobody asked about"
+    assert decisions.unknown[-1] == "stop_callback: and 20 more unexpected ids"
 
 
 def test_an_answer_without_items() -> None:
@@ -110,9 +110,9 @@ def test_an_answer_without_items() -> None:
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_no_answer_ends_in_another_error(value: Any) -> None:
-    """Whatever an answer is or holds, each request ends by a wish or goes on."""
+    """Whatever an answer is or holds, each request ends by a decision or goes on."""
     for answer in (value, [value], dict.fromkeys(OUTPUTS, value)):
         decisions = answered(answer)
-        told = (*decisions.wrong.values(), *decisions.unknown)
-        assert all(len(why) < LONGEST_LINE for why in told)
-        assert len(told) <= 20
+        expected = (*decisions.wrong.values(), *decisions.unknown)
+        assert all(len(why) < LONGEST_LINE for why in expected)
+        assert len(expected) <= 20

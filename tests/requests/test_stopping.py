@@ -1,4 +1,4 @@
-"""When a request stops: runs of tokens against the same story told token by token."""
+"""When a request stops: runs of tokens compared with a plain example, token by token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Story:
     end_ids: tuple[int, ...]
     words: tuple[tuple[int, ...], ...]
     min_tokens: int
-    room: int  # tokens that fit behind the prompt
+    room: int  # tokens that fit after the prompt
     ends: int | None = None  # of the watch
     fails: int | None = None
     runs: list[int] = field(default_factory=list)  # lengths of the runs that it comes in
@@ -59,8 +59,8 @@ class Story:
             watch=watch,
         )
 
-    def told(self) -> tuple[list[int], FinishReason | None, str | None]:
-        """The output, and why it ends, as plain Python tells it."""
+    def expected(self) -> tuple[list[int], FinishReason | None, str | None]:
+        """The output, and why it ends, as plain Python reports it."""
         output: list[int] = []
         for token in self.said:
             output.append(token)
@@ -123,7 +123,7 @@ def stories(draw: Callable[..., Any], *, watched: bool = False) -> Story:
 @given(story=stories())
 def test_a_run_ends_as_its_tokens_do(story: Story) -> None:
     """However the text is cut into runs, empty ones too: the same output, the same reason."""
-    output, reason, _ = story.told()
+    output, reason, _ = story.expected()
     for runs in (story.runs, [1] * len(story.said), []):
         got, ending, _ = checked(story, runs, watched=False)
         assert (got, ending.reason, ending.error) == (output, reason, None)
@@ -131,7 +131,7 @@ def test_a_run_ends_as_its_tokens_do(story: Story) -> None:
 
 @given(story=stories(watched=True))
 def test_a_watched_text_ends_as_its_tokens_do(story: Story) -> None:
-    output, reason, error = story.told()
+    output, reason, error = story.expected()
     for runs in (story.runs, [1] * len(story.said), []):
         got, ending, watch = checked(story, runs, watched=True)
         assert (got, ending.reason) == (output, reason)
@@ -154,7 +154,7 @@ def test_a_watch_that_sees_nothing_changes_nothing(story: Story) -> None:
     assert alone[:2] == watched[:2]
 
 
-def test_which_tokens_were_drafts_is_told() -> None:
+def test_which_tokens_were_drafts_is_reported() -> None:
     watch = Watch(None, None)
     rule = StopRule(max_length=99, watch=watch)
     assert rule.check([7, 8, 9], 5, num_drafts=2) == Ending(3)
@@ -249,8 +249,8 @@ def test_too_many_ids_cannot_be_held_back(word: bool) -> None:
     ids = tuple(range(MAX_STOP_IDS + (not word)))
     words = ((MAX_STOP_IDS,), (3, 4)) if word else ()
     for min_tokens in (1, 2):
-        told = f"min_tokens={min_tokens} and 33 ids that end the text: at most 32 can be held"
-        with pytest.raises(RequestError, match=f"^{told} back$"):
+        expected = f"min_tokens={min_tokens} and 33 ids that end the text: at most 32 can be held"
+        with pytest.raises(RequestError, match=f"^{expected} back$"):
             StopRule(max_length=9, min_tokens=min_tokens, end_ids=ids, words=words)
 
 
@@ -288,7 +288,7 @@ def test_ids_of_the_model_may_be_ignored() -> None:
         ([[5, 6, 7, 8], [1, 3, 4, -1]], [[5], [6, 7], [8]]),
         ([[5, 6], [2, -1]], [[5, 6]]),
         ([[5, 6], [1, 2]], [[5], [6]]),
-        # ends that do not rise, or lie behind the last token: two words
+        # ends that do not rise, or lie after the last token: two words
         ([[5, 6], [2, 1]], [[5, 6], [2, 1]]),
         ([[5, 6], [1, 9]], [[5, 6], [1, 9]]),
         ([[5, 6], [-1, -1]], [[5, 6], [-1, -1]]),

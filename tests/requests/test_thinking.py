@@ -125,7 +125,7 @@ def test_budgets_without_a_tokenizer() -> None:
     assert resolve_thinking_end(ids, None) == ThinkingEnd(3, (4,), 4)
     own = config(begin_thinking_phase_token=3, mtp={"thinking_end": [9, 9]})
     assert resolve_thinking_end(own, None) == ThinkingEnd(3, (9, 9))
-    with pytest.raises(ConfigError, match=r"thinking_end: \(9,\) is forced behind the token that"):
+    with pytest.raises(ConfigError, match=r"thinking_end: \(9,\) is forced after the token that"):
         resolve_thinking_end(config(mtp={"thinking_end": [9]}), None)
 
 
@@ -157,6 +157,6 @@ def test_whether_a_config_says_anything_of_tags() -> None:
     ],
     ids=["out", "prompt", "two", "began", "twice", "ended", "by-token", "forced", "again"],
 )
-def test_where_a_text_stands(tokens: list[int], prompt_len: int, state: tuple[int, int]) -> None:
-    """The end is 5 6 8, of which 8 ends by itself until it is forced, behind three tokens."""
+def test_where_a_text_is(tokens: list[int], prompt_len: int, state: tuple[int, int]) -> None:
+    """The end is 5 6 8, of which 8 ends by itself until it is forced, after three tokens."""
     assert ThinkingEnd(7, (5, 6, 8), 8).progress_after(tokens, prompt_len, 3) == state

@@ -398,15 +398,15 @@ class SamplingParams:
 
         With log-probabilities their mode is included even if it is neutral.
         """
-        values, ignores_draws = vars(self), self.is_greedy
-        asked = {
+        values, ignores_sampling = vars(self), self.is_greedy
+        requested = {
             name: values[name]
             for name, option in OPTIONS.items()
-            if not (option.is_neutral(values[name]) or (option.draws and ignores_draws))
+            if not (option.is_neutral(values[name]) or (option.draws and ignores_sampling))
         }
         if self.logprobs is None:
-            asked.pop(LOGPROBS_MODE, None)
-        return asked
+            requested.pop(LOGPROBS_MODE, None)
+        return requested
 
     def without_drafts(self) -> SamplingParams:
         """Return the same options without those of speculative decoding."""
@@ -419,21 +419,21 @@ class SamplingParams:
 
 
 def unserved(
-    asked: Mapping[str, Any], served: Collection[str], spelled: Callable[[str], str] = str
+    requested: Mapping[str, Any], served: Collection[str], spelled: Callable[[str], str] = str
 ) -> list[str]:
     """Return ``name=value``, and what enables it, for every option that is not ``served``."""
-    told_of = []
-    for name, value in asked.items():
+    problems = []
+    for name, value in requested.items():
         if name == LOGPROBS_MODE and value == "raw":
             if name in served:
-                told_of.append(
+                problems.append(
                     f"{name}={value!r} is not enabled; set speculative_config.mtp.{name}: raw"
                 )
         elif name not in served:
             hint = OPTIONS[name].enabled_by
             why = f" is not enabled; {hint}" if hint else ""
-            told_of.append(f"{spelled(name)}={format_value(value)}{why}")
-    return told_of
+            problems.append(f"{spelled(name)}={format_value(value)}{why}")
+    return problems
 
 
 OPTIONS: Mapping[str, Option] = {

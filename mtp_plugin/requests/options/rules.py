@@ -97,4 +97,4 @@ def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iter
         )
         if banned.issuperset(allowed):
             bad = spelled.get("bad_words", "bad_words")
-            yield f"allowed_token_ids: none is left beside {bad} and bad_token_ids"
+            yield f"allowed_token_ids: none is left without {bad} and bad_token_ids"

@@ -59,7 +59,7 @@ NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
 """Options that only other engines have, with the values that change nothing here."""
 
 UNUSED_OPTIONS = frozenset({"pad_id"})
-"""Options of other engines of which any id changes nothing here."""
+"""Options of other engines for which every token id is accepted and has no effect."""
 
 NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
     "best_of": lambda count: is_int(count) and count == 0,
