@@ -1,4 +1,4 @@
-"""Every place that the map names is there."""
+"""Every path that the architecture guide names exists."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAP = (ROOT / "mtp_plugin" / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "mtp_plugin" / "README.md").read_text(encoding="utf-8")
 
 
-def places(text: str) -> list[str]:
+def paths_in(text: str) -> list[str]:
     return re.findall(r"`([\w/]+/(?:[\w.]+\.(?:py|yaml))?)`", text)
 
 
-def is_there(place: str) -> bool:
+def exists(path: str) -> bool:
     roots = (ROOT, ROOT / "mtp_plugin", ROOT / "mtp_plugin" / "speculative")
-    return any((root / place).exists() for root in roots)
+    return any((root / path).exists() for root in roots)
 
 
-def test_places_of_the_map() -> None:
-    named = places(MAP)
+def test_paths_of_the_guide_exist() -> None:
+    named = paths_in(GUIDE)
     assert len(named) > 80
-    assert [place for place in named if not is_there(place)] == ["hosts/NAME/"]
+    assert [path for path in named if not exists(path)] == ["hosts/NAME/"]
 
 
-def test_stations_are_numbered_and_name_their_files() -> None:
-    stations = [line.split("|")[1:-1] for line in MAP.splitlines() if re.match(r"\| \d", line)]
-    assert [int(cells[0]) for cells in stations] == list(range(1, len(stations) + 1))
-    assert all(places(cells[2]) for cells in stations)
+def test_stages_are_numbered_and_name_their_files() -> None:
+    stages = [line.split("|")[1:-1] for line in GUIDE.splitlines() if re.match(r"\| \d", line)]
+    assert [int(cells[0]) for cells in stages] == list(range(1, len(stages) + 1))
+    assert all(paths_in(cells[2]) for cells in stages)
 
 
-def test_every_wing_is_on_the_map() -> None:
-    wings = {
+def test_every_package_is_listed() -> None:
+    packages = {
         path.name for path in (ROOT / "mtp_plugin").iterdir() if (path / "__init__.py").exists()
     }
-    rows = [line.split("|")[1] for line in MAP.splitlines() if line.startswith("| `")]
-    assert wings <= {place.strip("/") for place in places(" ".join(rows))}
+    rows = [line.split("|")[1] for line in GUIDE.splitlines() if line.startswith("| `")]
+    assert packages <= {path.strip("/") for path in paths_in(" ".join(rows))}
 
 
-def test_the_readme_leads_to_the_map() -> None:
+def test_readme_links_to_the_guide() -> None:
     assert "(mtp_plugin/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,59 @@
+"""The code of CONTRIBUTING.md runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import pytest
+
+from mtp_plugin.plugin import unregister_plugin
+from mtp_plugin.requests.options import params
+from mtp_plugin.speculative.verification import strict
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+OPTION, VERIFICATION, DRAFTER = (
+    dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", PAGE, re.DOTALL | re.M)
+)
+
+
+def test_page_is_at_most_two_pages() -> None:
+    assert len(PAGE.splitlines()) <= 140
+
+
+def test_sampling_option_is_a_row_of_the_table() -> None:
+    names: dict[str, Any] = dict(vars(params))
+    exec("from __future__ import annotations\nclass Options:\n" + indent(OPTION, "    "), names)
+    (option,) = fields(dataclass(names["Options"]))
+    row = option.metadata["option"]
+    known = {each.name for each in fields(params.Option)} | {"about", "host", "values", "neutral"}
+    assert set(row) <= known
+    assert row["values"].allows(2.0)
+
+
+def test_verification_method_is_a_class() -> None:
+    names: dict[str, Any] = dict(vars(strict))
+    exec(VERIFICATION, names)
+    assert names["SingleVerification"].verifications == ("single",)
+
+
+def test_drafter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    try:
+        exec(DRAFTER, names)
+    finally:
+        unregister_plugin("NGRAM_TEST")
+    assert len(names["output"].token_ids) == 64
+
+
+def test_paths_exist() -> None:
+    paths = re.findall(r"`([\w./]+/(?:[\w.]+\.\w+)?)`", PAGE)
+    assert len(paths) > 10
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == [
+        "mtp_plugin/speculative/verification/single.py"
+    ]
